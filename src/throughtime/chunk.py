@@ -7,12 +7,14 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from throughtime.errors import DataError, ModelError
+
+_IGNORED = -100  # torch's own ignore_index
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +45,22 @@ class ChunkMetadata:
             else (0, *accumulate(mask.sum(dim=1).tolist()))
         )
         return cls(resets, mask, recording, position, reset_steps, valid_before)
+
+
+class Placement(NamedTuple):
+    """Where a net and its loss need the numbers of a chunk, and of which type.
+
+    Attributes:
+        device: of the weights.
+        dtype: of floating inputs and targets; `None`: as they are.
+        targets: "classes": indices `(T, B)` int64, also where they are stored as 0.0 and 1.0 or in
+            one column `(T, B, 1)`; "numbers": floating, also where they are integers; `None`: as
+            they are.
+    """
+
+    device: torch.device
+    dtype: torch.dtype | None = None
+    targets: Literal["classes", "numbers"] | None = None
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -302,18 +320,54 @@ class Chunk:
 
     def to(self, device: torch.device) -> "Chunk":
         """The chunk on a device; itself if it is on that device."""
-        if self.inputs.device == device:
-            return self
+        return self.place(Placement(device))
+
+    def place(self, placement: Placement) -> "Chunk":
+        """The chunk where a net and its loss need it, in their types; itself if it has them.
+
+        Raises:
+            DataError: the loss takes classes, and a target that counts is no whole number.
+        """
+        inputs, targets = self.inputs, self.targets
+        if inputs.is_floating_point() and placement.dtype is not None:
+            inputs = inputs.to(placement.dtype)
+        if targets is not None:
+            targets = self._as_classes(targets) if placement.targets == "classes" else targets
+            if targets.is_floating_point() and placement.dtype is not None:
+                targets = targets.to(placement.dtype)
+            elif placement.targets == "numbers" and not targets.is_floating_point():
+                targets = targets.to(placement.dtype or torch.get_default_dtype())
+        if inputs.device == placement.device:
+            if inputs is self.inputs and targets is self.targets:
+                return self
+            return Chunk(inputs, targets, self.metadata, self.start, self.stop)
         metadata = ChunkMetadata.of(self.resets, self.mask, self.recording, self.position)
         names = ("resets", "mask", "recording", "position")
-        moved = {name: getattr(metadata, name).to(device) for name in names}
+        moved = {name: getattr(metadata, name).to(placement.device) for name in names}
         return Chunk(
-            self.inputs.to(device),
-            None if self.targets is None else self.targets.to(device),
+            inputs.to(placement.device),
+            None if targets is None else targets.to(placement.device),
             replace(metadata, **moved),
             0,
             self.steps,
         )
+
+    def _as_classes(self, targets: Tensor) -> Tensor:
+        """Class indices `(T, B)`, int64; a target of several columns is no class: unchanged."""
+        if targets.dim() > 3 or (targets.dim() == 3 and targets.shape[2] != 1):
+            return targets
+        labels = targets.flatten(1) if targets.dim() == 3 else targets
+        if not labels.is_floating_point():
+            return labels
+        broken = self.mask & (labels != labels.floor())
+        if broken.any():
+            step, lane = broken.nonzero()[0].tolist()
+            raise DataError(
+                f"the target of step {int(self.position[step, lane])} of recording"
+                f" {int(self.recording[step, lane])} is {labels[step, lane].item():g}, and the loss"
+                " takes class indices: expected whole numbers, 0, 1 and so on"
+            )
+        return labels.nan_to_num(_IGNORED).long()
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, device_of, require_carried
-from throughtime.chunk import Chunk
+from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried
+from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import ranks_of, shards_of, unsharded_weights
 from throughtime.errors import ConfigError, DataError, RunError, StateError, listed, warn_caller
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient._pairing import check_rows
+from throughtime.gradient.objective import target_kind
 from throughtime.metrics import (
+    Classification,
     MergeableMetric,
     Metric,
     Metrics,
@@ -211,6 +213,8 @@ class Evaluator(Generic[L]):
     ) -> None:
         self._predictor = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn)
+        kind = "classes" if isinstance(metrics, Classification) else target_kind(loss_fn)
+        self._placement = Placement(self._predictor.device, dtype_of(net), kind)
         self._metric = None if metrics is None else as_metric(metrics).new()
         self._metric_checked = False
         self._by_recording: dict[int, Metric] = {}
@@ -250,7 +254,7 @@ class Evaluator(Generic[L]):
                 "the recordings of this stream have no targets; to run the net without scoring it"
                 " use tt.predict"
             )
-        chunk = chunk.to(self._predictor.device)
+        chunk = chunk.place(self._placement)
         self._predictor.lanes = chunk.lanes
         outputs = self._predictor._run_chunk(chunk)
         if not chunk.valid_steps:
@@ -470,7 +474,7 @@ class Predictor:
             raise ConfigError(f"on_nan={on_nan!r}: expected {', '.join(map(repr, ON_NAN))}")
         self.net, self.lanes, self.state, self.on_nan = net, lanes, state, on_nan
         self.skipped = 0
-        self.device = device_of(net)
+        self.device, self._dtype = device_of(net), dtype_of(net)
         self._calls: dict[str, object] = {}
         shards = shards_of(net)
         self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
@@ -499,12 +503,10 @@ class Predictor:
             return self._checked(x, resets)
 
     def _as_tensor(self, inputs: Tensor | Array) -> Tensor:
-        """NumPy's floats in the type and on the device of the weights: they are float64 at first.
-
-        Its integers become int64.
-        """
+        """Floating inputs in the type of the weights; NumPy's are moved to their device."""
         if isinstance(inputs, Tensor):
-            return inputs
+            floating = inputs.is_floating_point() and self._dtype is not None
+            return inputs.to(self._dtype) if floating else inputs
         array = np.asarray(inputs)
         if array.dtype.kind in "biu":
             return torch.from_numpy(array.astype(np.int64)).to(self.device)
@@ -613,7 +615,7 @@ class Predictor:
 
     def _run_chunk(self, chunk: Chunk) -> Tensor:
         """Outputs `(T, B, C)` of a chunk on the device of the net; its stream checks inputs."""
-        chunk = chunk.to(self.device)
+        chunk = chunk.place(Placement(self.device, self._dtype))
         resets = chunk.resets if chunk.any_reset else None
         outputs, self.state = self._run(chunk.inputs, self.state, resets)
         return outputs

@@ -120,7 +120,7 @@ class Updates(Iterator[Update], Generic[S]):
         self._gradient, self._ranks = gradient, ranks
         self._stream = stream if isinstance(stream, Stream) else None
         self._source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
-        self._source._place_on(ranks.device)
+        self._source._place(objective.placement(net, ranks.device))
         carried, previous = states
         if carried is not None:
             carried = trees.detach(carried)

@@ -338,6 +338,12 @@ def device_of(net: nn.Module) -> torch.device:
     return torch.device("cpu") if weight is None else weight.device
 
 
+def dtype_of(net: nn.Module) -> torch.dtype | None:
+    """The type of the weights, float32 or float64; `None` for others, and where they differ."""
+    types = {weight.dtype for weight in net.parameters() if weight.is_floating_point()}
+    return types.pop() if len(types) == 1 and types <= {torch.float32, torch.float64} else None
+
+
 def refuse_wrappers(net: nn.Module) -> None:
     """Refuse torch's wrappers for several devices.
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, device_of, require_carried
-from throughtime.chunk import Chunk, Readable
+from throughtime.carry.carried import Carried, require_carried
+from throughtime.chunk import Chunk, Placement, Readable
 from throughtime.errors import DataError, MissingExtraError
+from throughtime.gradient import Objective
 from throughtime.gradient._segments import forward
 from throughtime.gradient.schedule import check_whole
 from throughtime.state import State
@@ -34,17 +35,24 @@ class StreamSlice:
         begin: the first step of the slice, counted from the start of the epoch.
         steps: the number of steps.
         state: the state before the first step; `None` for the net's initial state.
-        device: that of the net's parameters.
+        placement: of the net and the loss.
     """
 
     stream: Readable
     begin: int
     steps: int
     state: State
-    device: torch.device
+    placement: Placement
 
     @classmethod
-    def of(cls, net: Carried, stream: Readable, steps: int | None, state: State) -> "StreamSlice":
+    def of(
+        cls,
+        net: Carried,
+        stream: Readable,
+        steps: int | None,
+        state: State,
+        objective: Objective,
+    ) -> "StreamSlice":
         """From the stream's position if `state` is passed, else from the start of the epoch."""
         require_carried(net)
         # users do pass lists of chunks
@@ -67,14 +75,13 @@ class StreamSlice:
             begin,
             left if steps is None else min(steps, left),
             state,
-            device_of(net),
+            objective.placement(net),
         )
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps from `start` to before `stop` of the slice."""
-        return self.stream.read(self.begin + start, self.begin + min(stop, self.steps)).to(
-            self.device
-        )
+        chunk = self.stream.read(self.begin + start, self.begin + min(stop, self.steps))
+        return chunk.place(self.placement)
 
     def valid_before(self) -> list[int]:
         """The number of valid steps before each step, over all lanes; `steps + 1` entries."""
@@ -86,7 +93,7 @@ class StreamSlice:
     def inner(self, begin: int, steps: int, state: State) -> "StreamSlice":
         """Up to `steps` steps of this slice from step `begin` on, entered with `state`."""
         return StreamSlice(
-            self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.device
+            self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.placement
         )
 
 

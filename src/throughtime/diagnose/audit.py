@@ -238,7 +238,8 @@ def audit(
 
     References: Aicher, Foti & Fox, UAI 2019.
     """
-    section = StreamSlice.of(net, stream, steps, state)
+    objective = Objective(loss_fn)
+    section = StreamSlice.of(net, stream, steps, state, objective)
     budget = MemoryBudget(memory, chunk, offload)
     budget.check()
     check_verify(verify)
@@ -246,7 +247,6 @@ def audit(
     plans = [
         list(schedule.windows(section.steps, stride or horizon, horizon)) for horizon in selected
     ]
-    objective = Objective(loss_fn)
     probe = BiasProbe(net, section.read, section.steps, section.state, objective, budget, verify)
     return summary(
         net, probe.compare(plans, _half(section.steps)), selected, stride, plans, section

@@ -245,10 +245,11 @@ def reach(
     """
     for name, value in (("max_lag", max_lag), ("anchors", anchors), ("every", every)):
         schedule.check_whole(name, value, 1)
-    section = StreamSlice.of(net, stream, steps, state)
+    objective = Objective(loss_fn)
+    section = StreamSlice.of(net, stream, steps, state, objective)
     lags = list(range(every, max(every, min(max_lag, section.steps - 1)) + 1, every))
-    profile = ReachProfile(net, Objective(loss_fn), lags, chunk)
-    with torch.enable_grad(), preserve_rng_and_buffers(net, section.device):
+    profile = ReachProfile(net, objective, lags, chunk)
+    with torch.enable_grad(), preserve_rng_and_buffers(net, section.placement.device):
         for number, (window, entering) in enumerate(
             windows(net, section, lags[-1], -(-anchors // stream.lanes))
         ):

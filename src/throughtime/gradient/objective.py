@@ -8,14 +8,16 @@ Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 import cmath
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from functools import partial
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from throughtime.carry._ports import Link, links
-from throughtime.carry.carried import Carried
-from throughtime.chunk import Chunk
+from throughtime.carry.carried import Carried, device_of, dtype_of
+from throughtime.chunk import Chunk, Placement
 from throughtime.errors import ModelError, RunError, listed
 from throughtime.gradient._pairing import check_rows
 
@@ -48,6 +50,44 @@ class Reducer(Protocol):
         ...
 
 
+_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+_NUMBERS = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+)
+_CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
+_NUMBER_FUNCTIONS = (
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.poisson_nll_loss,
+)
+
+
+def target_kind(loss_fn: object) -> Literal["classes", "numbers"] | None:
+    """The targets that a loss of torch takes, as a module or a function; `None` for others.
+
+    Example:
+        >>> target_kind(nn.CrossEntropyLoss()), target_kind(nn.functional.mse_loss)
+        ('classes', 'numbers')
+    """
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, _CLASSES) or any(loss_fn is f for f in _CLASS_FUNCTIONS):
+        return "classes"
+    if isinstance(loss_fn, _NUMBERS) or any(loss_fn is f for f in _NUMBER_FUNCTIONS):
+        return "numbers"
+    return None
+
+
 @dataclass(frozen=True)
 class Objective:
     """A user's loss function over the valid steps of a chunk.
@@ -72,6 +112,10 @@ class Objective:
                 "loss_fn has reduction='sum', expected 'mean': chunks, lanes and updates are"
                 " weighted by their valid steps, which takes the mean over the rows of each"
             )
+
+    def placement(self, net: nn.Module, device: torch.device | None = None) -> Placement:
+        """Where the net and the loss need chunks: on this device, or that of the weights."""
+        return Placement(device or device_of(net), dtype_of(net), target_kind(self.loss_fn))
 
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
         """The mean loss over the valid steps, a scalar with a graph.

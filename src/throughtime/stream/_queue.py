@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
-import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from throughtime.chunk import Chunk, join
+from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError
 
 
@@ -29,13 +28,13 @@ class ChunkQueue:
         self._chunks = iter(chunks)
         self._waiting: list[Chunk] = []
         self._last: Chunk | None = None
-        self._device: torch.device | None = None
+        self._placement: Placement | None = None
         self.position = 0
 
-    def _place_on(self, device: torch.device) -> None:
-        """Give chunks on this device from now on."""
-        self._device = device
-        self._waiting = [chunk.to(device) for chunk in self._waiting]
+    def _place(self, placement: Placement) -> None:
+        """Give chunks of this placement from now on."""
+        self._placement = placement
+        self._waiting = [chunk.place(placement) for chunk in self._waiting]
 
     def take(self, steps: int) -> Chunk | None:
         self._fetch_until(steps)
@@ -60,7 +59,7 @@ class ChunkQueue:
                 for i in range(first, min(last, len(chunks)))
             ]
         )
-        return chunk if self._device is None else chunk.to(self._device)
+        return chunk if self._placement is None else chunk.place(self._placement)
 
     def steps_to_common_reset(self) -> int:
         chunks = self._readable()
@@ -110,7 +109,7 @@ class ChunkQueue:
         if self._last is not None:
             _check_adjacent(self._last, chunk)
         self._last = chunk
-        self._waiting.append(chunk if self._device is None else chunk.to(self._device))
+        self._waiting.append(chunk if self._placement is None else chunk.place(self._placement))
         return True
 
 

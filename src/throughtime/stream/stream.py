@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Never
 import torch
 from torch import distributed
 
-from throughtime.chunk import Chunk, join
+from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError
 from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
@@ -81,8 +81,9 @@ class Stream:
         chunk: steps per chunk; it changes memory and speed, never a gradient.
         seed: draws the order of the recordings; `None` keeps the order of the sequence.
         warm_up: first steps of a recording (and of a part) whose targets do not count.
-        dtype: type of the inputs and of floating targets; `None` keeps floating types, integers
-            become int64 (token indices). Integer targets are int64, as torch's losses need them.
+        dtype: type of the inputs and of floating targets; `None` keeps floating types until a net
+            plays the stream, which takes those of its weights (float32 or float64); integers become
+            int64 (token indices). Integer targets are int64, unless a loss of torch takes floats.
         missing: `"error"` refuses inputs that are NaN or infinite; `"mask"` sets them to 0 and
             masks their step.
         offset: leaves out a random number of first steps of each recording, below this, drawn for
@@ -161,7 +162,7 @@ class Stream:
         self._reader = self._make_reader(workers)
         self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
-        self._device: torch.device | None = None
+        self._placement: Placement | None = None
         self._begin(0)
         self._resumed = False
         self.masked = self.missing_targets = self._generation = 0
@@ -235,11 +236,10 @@ class Stream:
         size = f"{len(self.recordings)} recordings, {sum(self.lengths)} steps"
         return f"Stream({size}, lanes={self.lanes}, at step {self.position} of epoch {self.epoch})"
 
-    def _place_on(self, device: torch.device) -> None:
-        """Give chunks on this device from now on."""
-        self._device = device
-        if self._block is not None:
-            self._block = self._block.to(device)
+    def _place(self, placement: Placement) -> None:
+        """Give chunks of this placement from now on."""
+        if placement != self._placement:
+            self._placement, self._block = placement, None
 
     def _hand_over(self, state: State, net: object) -> None:
         """Store the states with which this net enters the coming epoch, lane by lane."""
@@ -405,7 +405,7 @@ class Stream:
             chunk, missing = reader.read(request, later)
         finally:
             self.wait_seconds += time.perf_counter() - began
-        return (chunk if self._device is None else chunk.to(self._device)), missing
+        return (chunk if self._placement is None else chunk.place(self._placement)), missing
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""
