@@ -46,6 +46,7 @@ def export_run(
         "task": layout.task,
         "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(layout.targets)},
         "rows_per_step": layout.frame_size,
+        "rows_ahead": layout.ahead,
     }
     with one_thread(when=spec.is_small(lanes=1)):
         return export(
