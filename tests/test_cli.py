@@ -399,7 +399,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
         (["predict", "{run}", "{other}"], "inputs ['x'] asked for, the file has ['y']"),
         (
             ["predict", "{run}", "{data}", "--out", "p.txt"],
-            "predictions are written as .npy or .csv",
+            "predictions are written as .npy, .csv, .parquet",
         ),
         (["predict", "{run}", "{data}", "--state-in", "{other}"], "cannot be read as a state"),
     ],

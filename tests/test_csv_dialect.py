@@ -3,7 +3,7 @@
 import csv
 import io
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from throughtime.errors import ConfigError, DataError
-from throughtime.stream.formats import open_table
+from throughtime.stream.formats import open_table, times
 
 SEPARATORS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|", "spaces": "   "}
 
@@ -190,3 +190,21 @@ def test_blocks_of_any_size_give_the_same_rows(
         assert table.times == ("date",)
         for name in table.columns:
             np.testing.assert_array_equal(table.read(0, 50, [name]), whole.read(0, 50, [name]))
+
+
+def test_the_delimiter_is_detected_without_parsing_each_time_stamp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing each field of the sample by itself took seconds for every file."""
+    calls: list[int] = []
+    parse = times.parse_times
+
+    def counted(texts: Any, form: str) -> Any:
+        calls.append(len(texts))
+        return parse(texts, form)
+
+    monkeypatch.setattr(times, "parse_times", counted)
+    lines = [f"2020-01-{day:02d};{day},5;word;3" for day in range(1, 29)]
+    open_table(written(tmp_path / "r.csv", "\n".join(["date;x;text;n", *lines])))
+    assert len(calls) <= 12  # the forms of one column, twice
+    assert min(calls) >= len(lines)

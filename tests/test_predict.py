@@ -34,7 +34,7 @@ from strategies import (
     weights,
 )
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
-from throughtime.predict import warn_of_cuts
+from throughtime.evaluation import warn_of_cuts
 
 LONG = 5000
 

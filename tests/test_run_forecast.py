@@ -179,7 +179,7 @@ def test_predict_writes_the_time_that_each_forecast_is_for(tmp_path: Path) -> No
     run("predict", tmp_path / "run", data, "--out", tmp_path / "times.csv")
     rows = lines(tmp_path / "times.csv")
     start = datetime(2020, 1, 1)  # noqa: DTZ001 (without a zone)
-    assert list(rows[0]) == ["step", "forecast_for", "y[OT]"]
+    assert list(rows[0]) == ["step", "time", "forecast_for", "y[OT]"]
     assert [row["forecast_for"] for row in rows] == [
         (start + timedelta(hours=i + 24)).isoformat() for i in range(ROWS)
     ]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from throughtime.diagnose import Audit, Reach, Trace, audit, reach, trace
     from throughtime.diagnose.draw import Drawing, draw
     from throughtime.doctor import Doctor, Finding, doctor
+    from throughtime.evaluation import Evaluation, Evaluator, evaluate
     from throughtime.gradient import (
         RTRL,
         Adaptive,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     )
     from throughtime.kernels import linear_scan
     from throughtime.nn import fuse
-    from throughtime.predict import Evaluation, Evaluator, Predictor, evaluate, predict
+    from throughtime.predict import Predictor, predict
     from throughtime.stream import Recording, Stream, windows
     from throughtime.stream.tables import from_frame, recording
     from throughtime.updates import Updates, updates
@@ -94,6 +95,7 @@ _EXPORTS = {
     "diagnose": ("Audit", "Reach", "Trace", "audit", "reach", "trace"),
     "diagnose.draw": ("Drawing", "draw"),
     "doctor": ("Doctor", "Finding", "doctor"),
+    "evaluation": ("Evaluation", "Evaluator", "evaluate"),
     "gradient": (
         "Adaptive",
         "AdjointStats",
@@ -107,7 +109,7 @@ _EXPORTS = {
     ),
     "kernels": ("linear_scan",),
     "nn": ("fuse",),
-    "predict": ("Evaluation", "Evaluator", "Predictor", "evaluate", "predict"),
+    "predict": ("Predictor", "predict"),
     "stream": ("Recording", "Stream", "windows"),
     "stream.tables": ("from_frame", "recording"),
     "updates": ("Updates", "updates"),

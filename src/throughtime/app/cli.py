@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from throughtime import __version__
-from throughtime.app.config import make_config
+from throughtime.app.config import counted, make_config
 from throughtime.app.flags import check_options, merge_settings, to_settings, train_signature
 from throughtime.app.values import named_numbers, read_toml
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
@@ -194,16 +194,27 @@ def evaluate(
 @app.command()
 def predict(
     run: _Run,
-    recording: Annotated[
-        str,
+    data: Annotated[
+        str | None,
         typer.Argument(
-            help="A file with the input columns of the training, or several: 'a.csv;b.csv'."
+            help="A file with the input columns of the training, or several: 'a.csv;b.csv'; a"
+            " folder or manifest of many recordings; default: the data of the run.",
         ),
-    ],
+    ] = None,
     to: Annotated[
-        Path,
-        _option("The file to write: .npy (T, C), or .csv with a line per step.", flag="--out"),
-    ] = Path("predictions.csv"),
+        Path | None,
+        _option(
+            "The file to write: .npy (T, C), .csv or .parquet with a row per step. A folder for"
+            " many recordings, with a file for each.",
+            "predictions.csv, or the folder predictions",
+            flag="--out",
+        ),
+    ] = None,
+    split: Annotated[str | None, _option(_SPLIT, "as eval")] = None,
+    form: Annotated[
+        Literal["npy", "csv", "parquet"] | None,
+        _option("The format of the files in a folder.", "csv", flag="--format"),
+    ] = None,
     static: Annotated[str | None, _option("Its static features: age=63,weight=71.5.")] = None,
     state_in: Annotated[
         Path | None, _option("Start from a state that an earlier call wrote.")
@@ -223,17 +234,40 @@ def predict(
         ),
     ] = "raise",
 ) -> None:
-    """Run a trained model over one whole recording, in memory that does not grow with it."""
+    """Run a trained model over whole recordings, in memory that does not grow with them."""
     from throughtime import state as trees
     from throughtime.app.console import ProgressDisplay, out
-    from throughtime.app.evaluate import initial_state, open_recording, predict_to_file
     from throughtime.app.model import load_model, one_thread
+    from throughtime.app.predictions import (
+        initial_state,
+        open_recording,
+        output_file,
+        predict_run,
+        predict_to_file,
+    )
     from throughtime.app.run_folder import RunFolder
 
-    whole = Path(recording).exists()
-    paths = [Path(part.strip()) for part in ([recording] if whole else recording.split(";"))]
-    if to.exists() and any(path.exists() and to.samefile(path) for path in paths):
-        raise ConfigError(f"{to}: is the recording itself; choose another --out")
+    paths = [] if data is None else [Path(data)] if Path(data).exists() else _split_paths(data)
+    target = output_file(paths, split, to, form) if data is not None else None
+    if target is None:
+        given = {"static": static, "state-in": state_in, "state-out": state_out}
+        if named := [f"--{name}" for name, value in given.items() if value is not None]:
+            raise ConfigError(f"{', '.join(named)} belong to a single recording; leave them out")
+        with ProgressDisplay() as display:
+            files = predict_run(
+                RunFolder(run),
+                None if data is None else paths[0],
+                split,
+                to or Path("predictions"),
+                form or "csv",
+                missing=missing,
+                on_nan=on_nan,
+                on_phase=display.phase,
+            )
+        frames, folder = sum(file.steps for file in files), to or Path("predictions")
+        out.print(f"{frames:,} frames of {counted(len(files), 'recording')} to {folder}")
+        _print_skipped(sum(file.skipped for file in files))
+        return
     net, spec = load_model(RunFolder(run).model)
     source = open_recording(paths, spec, None if static is None else _static_features(static))
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
@@ -242,7 +276,7 @@ def predict(
             net,
             spec,
             source,
-            to,
+            target,
             state=state,
             missing=missing,
             on_nan=on_nan,
@@ -251,8 +285,18 @@ def predict(
     if state_out is not None:
         trees.save(after, state_out)
     out.print(
-        f"{len(source):,} frames from {recording} to {to}, by the model of update {spec.update}"
+        f"{len(source):,} frames from {data} to {target}, by the model of update {spec.update}"
     )
+    _print_skipped(skipped)
+
+
+def _split_paths(text: str) -> list[Path]:
+    return [Path(part.strip()) for part in text.split(";")]
+
+
+def _print_skipped(skipped: int) -> None:
+    from throughtime.app.console import out
+
     if skipped:
         steps = "step" if skipped == 1 else "steps"
         out.print(f"{skipped:,} {steps} without an answer: their inputs are NaN or infinite")

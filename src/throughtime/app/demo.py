@@ -30,11 +30,12 @@ from throughtime.carry.carried import Carried, carry
 from throughtime.deploy.export import export_page
 from throughtime.deploy.page import SIGNAL
 from throughtime.diagnose import audit, reach
+from throughtime.evaluation import evaluate
 from throughtime.gradient import Exact, Objective, Truncated, Update
 from throughtime.gradient._memory import measure_graph
 from throughtime.gradient.schedule import in_bytes
 from throughtime.metrics import Classification
-from throughtime.predict import evaluate, predict
+from throughtime.predict import predict
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import TableRecording

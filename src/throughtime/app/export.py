@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from throughtime.app.data_statistics import features
-from throughtime.app.evaluate import open_recording
 from throughtime.app.model import ModelSpec, load_model, one_thread
+from throughtime.app.predictions import open_recording
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.deploy.export import Export, export

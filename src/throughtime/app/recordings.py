@@ -291,7 +291,7 @@ def open_recordings(
             on_phase("opening recordings", count, len(entries))
     faults += rate_faults(layout, [rate for one in opened for rate in one.rates])
     faults += _column_faults(opened) + _copy_faults(opened)
-    faults += _exclude_faults(opened, layout) + _time_faults(opened)
+    faults += _exclude_faults(opened, layout) + time_faults(opened)
     if faults:
         raise DataError(join_faults(faults))
     return opened
@@ -346,7 +346,6 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         entry.targets is not None and path.resolve() == entry.targets.resolve()
         for path in entry.inputs
     )
-    time = time_rows(table, layout.exclude)
     may_copy = one_file and not (layout.allow_target_as_input or layout.ahead)
     copied = set(map(partial(_listed_name, table), targets.columns)) if may_copy else set[str]()
     recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
@@ -358,7 +357,7 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         targets.lost,
         tuple(name for name in inputs if _listed_name(table, name) in copied),
         table,
-        None if time is None else (time.columns[0], summarize_times(time)),
+        time_summary(table, layout),
     )
 
 
@@ -379,7 +378,13 @@ def _exclude_faults(opened: Sequence[SourceRecording], layout: DataLayout) -> li
     return [f"{what} {listed(tables[0].columns)}{hint}"]
 
 
-def _time_faults(opened: Sequence[SourceRecording]) -> list[str]:
+def time_summary(table: Table, layout: DataLayout) -> tuple[str, TimeSummary] | None:
+    """The name of the column of time stamps, and what they show; `None` without one."""
+    rows = time_rows(table, layout.exclude)
+    return None if rows is None else (rows.columns[0], summarize_times(rows))
+
+
+def time_faults(opened: Sequence[SourceRecording]) -> list[str]:
     """Rows that are not in the order of time."""
     named = [(one.recording.name, *one.times) for one in opened if one.times is not None]
     return [

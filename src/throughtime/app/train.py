@@ -48,9 +48,9 @@ from throughtime.app.task import resolve_task
 from throughtime.carry.carried import device_of
 from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError
+from throughtime.evaluation import Evaluator
 from throughtime.gradient import Update
 from throughtime.metrics import Metrics
-from throughtime.predict import Evaluator
 from throughtime.updates import Updates, updates
 
 _LOG_LINES = 200  # of a run

@@ -17,10 +17,10 @@ from torch import Tensor
 import throughtime as tt
 from throughtime.carry.carried import device_of
 from throughtime.errors import ConfigError, DataError, MissingExtraError
+from throughtime.evaluation import warn_of_cuts
 from throughtime.gradient import LossFn, Policy, generators, set_generators
 from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.integrations.loader import Loader, StreamBatch, as_stream_batch
-from throughtime.predict import warn_of_cuts
 
 try:
     from ignite.engine import Engine, EventEnum, Events, State

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats.table import is_number
-from throughtime.stream.formats.times import time_format
+from throughtime.stream.formats.times import is_time
 
 SAMPLE = 2**16  # bytes from the start of the file
 DELIMITERS = (",", ";", "\t", "|", " ")
@@ -123,7 +123,7 @@ class _Sample(NamedTuple):
         """The share of filled fields that are numbers or time stamps."""
         fields = [field for row in self.rows or [self.header] for field in row if field.strip()]
         comma = self.dialect._replace(decimal=",")
-        good = [is_number(f) or comma.is_number(f) or bool(time_format([f])) for f in fields]
+        good = [is_number(f) or comma.is_number(f) or is_time(f) for f in fields]
         return sum(good) / len(good) if good else 0.0
 
 

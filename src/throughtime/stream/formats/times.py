@@ -7,6 +7,7 @@ a number above 12, or else by the order that ascends, in the shorter time.
 """
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,16 @@ _BLOCK = 65_536  # rows read at once
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
+_ANY = re.compile(
+    re.sub(r"\?P<\w+>", "?:", rf"\s*(?:{'|'.join(_ORDERS.values())}){_CLOCK}(?:{_ZONE})?\s*")
+)
+
+
+def is_time(text: str) -> bool:
+    """Whether a text is written like a time stamp; `2020-02-31` is, too."""
+    return _ANY.fullmatch(text) is not None
+
+
 def time_format(fields: Sequence[str]) -> str:
     """The format of texts that are all time stamps, empty ones aside; empty if they are not.
 
@@ -41,7 +52,7 @@ def time_format(fields: Sequence[str]) -> str:
     import pyarrow as pa
 
     first = next((text.strip() for text in fields if text.strip()), "")
-    if not first[:1].isdigit() or first.isdigit() or len(first) < len("1.1.2020"):
+    if not is_time(first):
         return ""
     texts, spans = pa.array(fields, pa.string()), dict[str, int]()
     for name in (f"{order}{zone}" for order in _ORDERS for zone in ("", "+zone")):

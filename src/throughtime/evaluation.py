@@ -1,0 +1,314 @@
+"""Evaluation: loss and metrics of whole recordings, chunk by chunk, state carried, without a graph.
+
+The state of a training in progress is never touched.
+
+Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast, overload
+
+import torch
+from torch import Tensor
+
+from throughtime.carry.carried import Carried, dtype_of
+from throughtime.chunk import Chunk, Placement
+from throughtime.distributed import ranks_of
+from throughtime.errors import DataError, listed, warn_caller
+from throughtime.gradient import LossFn, Objective
+from throughtime.gradient._pairing import check_rows
+from throughtime.gradient.objective import target_kind
+from throughtime.metrics import (
+    Classification,
+    MergeableMetric,
+    Metric,
+    Metrics,
+    TorchMetric,
+    as_metric,
+    is_mergeable,
+)
+from throughtime.predict import Predictor
+from throughtime.stream import Stream
+from throughtime.stream.sources import Recordings, as_recordings
+
+_LANES, _CHUNK = 64, 512  # of an evaluation whose recordings are no stream
+
+L = TypeVar("L", Tensor, None)
+
+
+@dataclass(frozen=True)
+class Evaluation(Generic[L]):
+    """The result of `tt.evaluate`.
+
+    Attributes:
+        loss: mean over all valid steps, a scalar tensor as in `tt.Update`, NaN where no step is
+            valid; `None` without a `loss_fn`.
+        steps: number of valid steps.
+        metrics: over all recordings together; empty without `metrics`.
+        recordings: metrics by recording's name; a recording cut into parts counts as one.
+    """
+
+    loss: L
+    steps: int
+    metrics: Metrics
+    recordings: dict[str, Metrics]
+
+
+@overload
+def evaluate(
+    net: Carried,
+    data: Stream | Recordings,
+    loss_fn: None = None,
+    *,
+    metrics: Metric | TorchMetric | None = ...,
+) -> Evaluation[None]: ...
+
+
+@overload
+def evaluate(
+    net: Carried,
+    data: Stream | Recordings,
+    loss_fn: LossFn,
+    *,
+    metrics: Metric | TorchMetric | None = ...,
+) -> Evaluation[Tensor]: ...
+
+
+def evaluate(
+    net: Carried,
+    data: Stream | Recordings,
+    loss_fn: LossFn | None = None,
+    *,
+    metrics: Metric | TorchMetric | None = None,
+) -> Evaluation[Any]:
+    """Loss and metrics of whole recordings, with the state carried as in training.
+
+    The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training
+    in progress is a value elsewhere and cannot be disturbed.
+
+    A stream with more lanes than recordings cuts recordings, and each part starts from the initial
+    state: a warning says so. On several ranks each plays its share of a stream, and all return the
+    loss and the metrics over all of them.
+
+    Args:
+        net: made by `tt.carry`.
+        data: recordings, as for `tt.Stream`: whole ones are played, up to 64 side by side, all of
+            them on every rank. Or one epoch of a `tt.Stream`, which sets lanes, chunk, dtype and
+            more; not the one that training iterates.
+        loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
+            of classes by the weights of the classes, so that the cut into chunks changes nothing.
+        metrics: `tt.metrics.Classification(classes)`, `tt.metrics.Regression()`, any
+            `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`.
+
+    Raises:
+        DataError: the recordings have no targets, or a stream plays only a rank's share and
+            the metrics have no `merge`.
+
+    Warns:
+        UserWarning: a stream cuts recordings; the message names the `lanes=` that does not.
+
+    Cost: one forward pass; memory for one chunk.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> tt.evaluate(net, recording, torch.nn.MSELoss()).steps
+        50
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
+        >>> tt.evaluate(net, stream, metrics=tt.metrics.Regression()).loss is None
+        True
+    """
+    stream = data if isinstance(data, Stream) else _whole(data)
+    evaluator = Evaluator(net, loss_fn, metrics=metrics)
+    evaluator.check(stream)
+    for chunk in stream:
+        evaluator.add(chunk)
+    return evaluator.result(stream)
+
+
+def _whole(recordings: Recordings) -> Stream:
+    """A stream that cuts none of the recordings."""
+    played = as_recordings(recordings)
+    lanes = min(max(1, len(played)), _LANES)
+    return Stream(played, lanes, _CHUNK, seed=None, rank=0, ranks=1)
+
+
+def warn_of_cuts(stream: Stream) -> None:
+    """Warn where the stream cuts recordings: an evaluation starts each part from the start."""
+    stream._sync_ranks()
+    if not (cuts := stream._schedule.cuts):
+        return
+    count, ranks = len(stream.recordings), stream._shard.ranks
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"
+    warn_caller(
+        f"lanes={stream.lanes}{each} for {count} recording{'s' * (count > 1)}"
+        f" ({listed(r.name for r in stream.recordings)}): the stream cuts recordings into parts,"
+        f" and {cuts} of the parts start from the initial state instead of the state that the"
+        f" steps before them leave. To evaluate whole recordings write tt.Stream(..., {lanes}), or"
+        " give the recordings themselves to tt.evaluate"
+    )
+
+
+class Evaluator(Generic[L]):
+    """An evaluation chunk by chunk, for loops of one's own.
+
+    `tt.evaluate` evaluates a whole stream.
+
+    Args:
+        net: made by `tt.carry`.
+        loss_fn: as for `tt.evaluate`.
+        metrics: as for `tt.evaluate`.
+
+    Cost: one forward pass; memory for one chunk.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> evaluator = tt.Evaluator(net, torch.nn.MSELoss())
+        >>> [tuple(evaluator.add(chunk).shape) for chunk in stream]
+        [(20, 1, 1), (20, 1, 1), (10, 1, 1)]
+        >>> evaluator.result(stream).steps
+        50
+    """
+
+    @overload
+    def __init__(
+        self: "Evaluator[None]",
+        net: Carried,
+        loss_fn: None = None,
+        *,
+        metrics: Metric | TorchMetric | None = ...,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self: "Evaluator[Tensor]",
+        net: Carried,
+        loss_fn: LossFn,
+        *,
+        metrics: Metric | TorchMetric | None = ...,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        net: Carried,
+        loss_fn: LossFn | None = None,
+        *,
+        metrics: Metric | TorchMetric | None = None,
+    ) -> None:
+        self._predictor = Predictor(net)
+        self._objective = None if loss_fn is None else Objective(loss_fn)
+        kind = "classes" if isinstance(metrics, Classification) else target_kind(loss_fn)
+        self._placement = Placement(self._predictor.device, dtype_of(net), kind)
+        self._metric = None if metrics is None else as_metric(metrics).new()
+        self._metric_checked = False
+        self._by_recording: dict[int, Metric] = {}
+        self._loss = self._weight = self._steps = 0.0
+        self._checked: Stream | None = None
+
+    def check(self, stream: Stream) -> None:
+        """Refuse metrics that ranks cannot add up; warn where the stream cuts recordings.
+
+        `result` checks a stream that has not been checked before.
+
+        Raises:
+            DataError: the stream plays a rank's share, and the metrics have no `merge`.
+
+        Warns:
+            UserWarning: as for `tt.evaluate`.
+        """
+        self._checked = stream
+        warn_of_cuts(stream)
+        ranks = ranks_of(self._predictor.net, stream)
+        if ranks.count > 1 and self._metric is not None and not is_mergeable(self._metric):
+            raise DataError(
+                f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and these"
+                " metrics cannot be added up over ranks: give them a method merge(other), which"
+                " Classification, Regression and most of torchmetrics have, or write"
+                " tt.Stream(..., rank=0, ranks=1), which plays everything"
+            )
+
+    def add(self, chunk: Chunk) -> Tensor:
+        """Plays the next chunk, from the initial state if it is the first; its outputs `(T, B, C)`.
+
+        Raises:
+            DataError: the chunk has no targets.
+        """
+        if chunk.targets is None:
+            raise DataError(
+                "the recordings of this stream have no targets; to run the net without scoring it"
+                " use tt.predict"
+            )
+        chunk = chunk.place(self._placement)
+        self._predictor.lanes = chunk.lanes
+        outputs = self._predictor._run_chunk(chunk)
+        if not chunk.valid_steps:
+            return outputs
+        self._steps += chunk.valid_steps
+        if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
+            self._loss += self._objective.loss(outputs, chunk).item() * weight
+            self._weight += weight
+        if self._metric is not None:
+            rows, targets = chunk.valid_pairs(outputs)
+            if not self._metric_checked and len(rows) > 1:
+                check_rows(self._metric.new().update, rows, targets, "metrics")
+                self._metric_checked = True
+            self._metric.update(rows, targets)
+            self._update_recordings(self._metric, outputs, chunk)
+        return outputs
+
+    def _update_recordings(self, kind: Metric, outputs: Tensor, chunk: Chunk) -> None:
+        """Add the rows of each recording to a metric of its own."""
+        rows, targets = chunk.valid_pairs(outputs)
+        owners = chunk.recording[chunk.mask]
+        for index in owners.unique().tolist():
+            own = owners == index
+            if index not in self._by_recording:
+                self._by_recording[index] = kind.new()
+            self._by_recording[index].update(rows[own], targets[own])
+
+    def result(self, stream: Stream) -> Evaluation[L]:
+        """The result over all chunks, those of other ranks included: all ranks must call it."""
+        if stream is not self._checked:
+            self.check(stream)
+        total, weight, steps = self._loss, self._weight, self._steps
+        metric, by_recording = self._metric, self._by_recording
+        ranks = ranks_of(self._predictor.net, stream)
+        if ranks.count > 1:
+            total, weight, steps = ranks.total([total, weight, steps])
+            if metric is not None:
+                metric, by_recording = _merged(ranks.gather((metric, by_recording)))
+        mean = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
+        loss = cast("L", None if self._objective is None else mean)
+        names = Counter(recording.name for recording in stream.recordings)
+        by_name = {
+            _unique(stream.recordings[i].name, i, names): by_recording[i].compute()
+            for i in sorted(by_recording)
+        }
+        metrics = {} if metric is None else metric.compute()
+        return Evaluation(loss, int(steps), metrics, by_name)
+
+
+def _merged(everyone: Sequence[Any]) -> tuple[MergeableMetric, dict[int, Metric]]:
+    """The metrics of all ranks as one, over all recordings and by recording."""
+    (metric, by_recording), *others = everyone
+    for other, theirs in others:
+        metric.merge(other)
+        for index, own in theirs.items():
+            if index in by_recording:
+                by_recording[index].merge(own)
+            else:
+                by_recording[index] = own
+    return metric, by_recording
+
+
+def _unique(name: str, index: int, names: Counter[str]) -> str:
+    """The name, with its index where several recordings share it."""
+    return name if names[name] == 1 else f"{name} (#{index})"

@@ -1,0 +1,174 @@
+"""Predictions of many recordings: files, names, columns, and what an error leaves."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from test_folders import anomaly_files
+from throughtime.app.cli import app
+from throughtime.app.predictions import file_names
+from throughtime.stream.formats import open_table
+
+SETTINGS = ["--task", "classify", "--targets", "anomaly", "--exclude", "changepoint"]
+
+
+def run(*arguments: object, ok: bool = True) -> str:
+    """What a command prints, in this process; of one that fails, its message."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert (result.exit_code == 0) == ok, result.output + repr(result.exception)
+    return result.output if ok else str(result.exception)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run on files in sub-folders, and the folder."""
+    base = tmp_path_factory.mktemp("predictions")
+    data = anomaly_files(base / "data")
+    run("train", data, *SETTINGS, "--updates", "3", "--hidden", "4", "--lanes", "2",
+        "--out", base / "run")  # fmt: skip
+    return base / "run", data
+
+
+NAMES = ["other/10", "other/9", "valve1/0", "valve1/1", "valve2/0"]
+
+
+def listing(folder: Path) -> list[str]:
+    return [file["file"] for file in json.loads((folder / "predictions.json").read_text())["files"]]
+
+
+@pytest.mark.parametrize("form", ["npy", "csv", "parquet"])
+def test_every_recording_has_a_file_with_what_a_single_prediction_writes(
+    trained: tuple[Path, Path], form: str, tmp_path: Path
+) -> None:
+    folder, data = trained
+    out = tmp_path / "p"
+    printed = run("predict", folder, data, "--split", "all", "--out", out, "--format", form)
+    assert "1,000 frames of 5 recordings" in printed
+    assert listing(out) == [f"{name}.{form}" for name in NAMES]
+    assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*.*")) == sorted(
+        ["predictions.json", *listing(out)]
+    )
+    single = tmp_path / f"single.{form}"
+    run("predict", folder, data / "valve1/1.csv", "--out", single)
+    assert single.read_bytes() == (out / f"valve1/1.{form}").read_bytes()
+
+
+def test_columns_are_named_by_class_and_times_are_those_of_the_source(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, data = trained
+    for form in ("npy", "csv", "parquet"):
+        run("predict", folder, data / "other/9.csv", "--out", tmp_path / f"p.{form}")
+    table = pq.read_table(tmp_path / "p.parquet")
+    with (tmp_path / "p.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = ["step", "time", "class", "p[0]", "p[1]"]
+    assert (table.column_names, list(rows[0])) == (names, names)
+    values = np.load(tmp_path / "p.npy")
+    assert values.shape == (200, 2)
+    np.testing.assert_array_equal(np.stack([table["p[0]"], table["p[1]"]], axis=1), values)
+    assert [row["class"] for row in rows] == table["class"].to_pylist()
+    assert [int(row["class"]) for row in rows] == values.argmax(axis=1).tolist()
+    source = open_table(data / "other/9.csv")
+    times = source.read(0, 200, ["datetime"])[:, 0]
+    np.testing.assert_array_equal(table["time"].to_numpy(), times)
+    np.testing.assert_array_equal(np.array([row["time"] for row in rows], "M8[ns]"), times)
+
+
+def test_the_split_is_that_of_eval(trained: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, data = trained
+    run("predict", folder, "--out", tmp_path / "held-out")  # the last by name
+    assert listing(tmp_path / "held-out") == ["valve2/0.csv"]
+    run("predict", folder, data, "--split", "train", "--out", tmp_path / "train")
+    assert listing(tmp_path / "train") == [f"{name}.csv" for name in NAMES[:-1]]
+    run("predict", folder, data / "other", "--out", tmp_path / "other")
+    assert listing(tmp_path / "other") == ["10.csv", "9.csv"]
+    assert "no recordings in split 'tst'" in run(
+        "predict", folder, data, "--split", "tst", "--out", tmp_path / "none", ok=False
+    )
+    assert not (tmp_path / "none").exists()
+
+
+def test_recordings_need_no_targets_to_be_predicted(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, data = trained
+    for name in ("a", "b"):
+        lines = (data / "other/9.csv").read_text().splitlines()
+        (tmp_path / "new" / name).mkdir(parents=True)
+        cut = [";".join(line.split(";")[:3]) for line in lines]
+        (tmp_path / "new" / name / "x.csv").write_text("\n".join(cut))
+    run("predict", folder, tmp_path / "new", "--out", tmp_path / "p", "--format", "npy")
+    whole = tmp_path / "whole.npy"
+    run("predict", folder, data / "other/9.csv", "--out", whole)
+    for name in ("a", "b"):
+        assert (tmp_path / "p" / name / "x.npy").read_bytes() == whole.read_bytes()
+
+
+def test_an_error_leaves_whole_files_and_says_which(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, _ = trained
+    data = anomaly_files(tmp_path / "data")
+    path = data / "valve1" / "0.csv"
+    lines = path.read_text().splitlines()
+    fields = lines[150].split(";")
+    lines[150] = ";".join([fields[0], "", *fields[2:]])
+    path.write_text("\n".join(lines))
+    out = tmp_path / "p"
+    message = run("predict", folder, data, "--split", "all", "--out", out, ok=False)
+    assert "recording 'valve1/0.csv' is not written, 2 of 5 are, in" in message
+    assert listing(out) == ["other/10.csv", "other/9.csv"]
+    assert sorted(p.name for p in out.rglob("*") if p.is_file()) == [
+        "10.csv", "9.csv", "predictions.json",
+    ]  # fmt: skip
+    printed = run("predict", folder, data, "--split", "all", "--out", out, "--on-nan", "hold")
+    assert "1 step without an answer" in printed
+    assert listing(out) == [f"{name}.csv" for name in NAMES]
+
+
+REFUSED = [
+    (["{data}", "--out", "p.csv"], "--out p.csv: many recordings need a folder"),
+    (["{data}", "--out", "{data}"], "is a recording itself; choose another --out"),
+    (["{data}", "--state-out", "s"], "--state-out belong to a single recording"),
+    (["{data}/other/9.csv", "--out", "p.csv", "--format", "npy"], "leave one of them out"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED)
+def test_what_does_not_go_together_is_refused(
+    trained: tuple[Path, Path], arguments: list[str], reason: str
+) -> None:
+    folder, data = trained
+    before = {path: path.read_bytes() for path in data.rglob("*.csv")}
+    words = [word.format(data=data) for word in arguments]
+    assert reason in run("predict", folder, *words, ok=False)
+    assert {path: path.read_bytes() for path in data.rglob("*.csv")} == before
+
+
+def test_predictions_within_the_data_are_no_recordings(tmp_path: Path) -> None:
+    data = anomaly_files(tmp_path / "data")
+    settings = [*SETTINGS, "--updates", "2", "--hidden", "4", "--lanes", "2"]
+    run("train", data, *settings, "--out", data / "run")
+    run("predict", data / "run", data, "--split", "all", "--out", data / "p")
+    assert "4 recordings, 800 frames to train on" in run(
+        "train", data, *settings, "--out", tmp_path / "again"
+    )
+
+
+def test_names_of_files_stay_within_the_folder_and_apart() -> None:
+    names = ["a/1.csv", "a/1.npy", "A/1.csv", "../../etc/x", "/abs", "", ".hidden", "n:o|t?*", "..",
+             "x" * 300, "über.csv", "CON", "a b", "r.csv[80:100]"]  # fmt: skip
+    files = file_names(names, "npy")
+    assert len({file.casefold() for file in files}) == len(names)
+    for file in files:
+        assert file.endswith(".npy")
+        parts = file.split("/")
+        assert all(part and not part.startswith(".") and len(part) < 140 for part in parts)
+    assert files[0] == "a/1.npy"
+    assert files[-1] == "r.csv-80-100.npy"
