@@ -1,12 +1,13 @@
 """A real ECG: the same model trained on the stream and on windows from a zero state.
 
-    python benchmarks/ecg.py DATA [--updates 4000] [--seeds 3] [--out runs/ecg]
+    python benchmarks/ecg.py DATA [--updates 4000] [--seeds 3] [--rows windows,stream,400]
+        [--out runs/ecg]
 
 DATA is a manifest or a folder with one, such as twelve half-hour records of the MIT-BIH Arrhythmia
 Database labelled frame by frame (0 background, 1 near a beat, 2 near a premature ventricular beat),
-split by patient. Every run is a `throughtime train` of its own process followed by a `throughtime
-eval` on the unbroken records of the test split, at equal updates, frames and seeds. Writes
-`ecg.json` and prints the table of the README.
+split by patient. Every run is a `throughtime train` of its own process, at equal updates, frames
+and seeds. The model of the best of ten validations and that of the last update are scored on the
+unbroken records of the test split. Writes `ecg.json` and prints the table of the README.
 """
 
 import argparse
@@ -21,32 +22,50 @@ from typing import Any
 
 import torch
 
+from throughtime.app.evaluate import evaluate_recordings, open_run
+from throughtime.app.model import one_thread
+from throughtime.app.run_folder import RunFolder
+from throughtime.predict import Evaluator
+
 COLUMNS = ("accuracy", "macro_f1", "f1[0]", "f1[1]", "f1[2]")
 
 
-WAYS = {
-    "windows of 100 frames from a zero state": "--train-on windows",
-    "the stream, horizon 100": "--train-on stream",
-    "the stream, horizon 400": "--train-on stream --horizon 400",
+VALIDATIONS = 10
+ROWS = {
+    "windows": ("windows of 100 frames from a zero state", "--train-on windows"),
+    "stream": ("the stream, horizon 100", "--train-on stream"),
+    "400": ("the stream, horizon 400", "--train-on stream --horizon 400"),
 }
+KEPT = {"best": "best on validation", "last": "last"}
 
 
-def one_run(data: str, way: str, seed: int, updates: int, out: Path) -> dict[str, Any]:
-    """Trains and scores one model through the command line."""
-    command = [sys.executable, "-m", "throughtime"]
+def one_run(data: str, row: str, seed: int, updates: int, out: Path) -> dict[str, Any]:
+    """Trains a model through the command line; scores of its best and its last weights."""
     settings = (
         f"--task classify --hidden 64 --lanes 28 --stride 100 --lr 0.003 --updates {updates} --seed"
-        f" {seed} {WAYS[way]}"
+        f" {seed} --valid-every {updates // VALIDATIONS} {ROWS[row][1]}"
     )
+    command = [sys.executable, "-m", "throughtime", "train", data, *settings.split()]
     began = time.perf_counter()
-    subprocess.run(
-        [*command, "train", data, *settings.split(), "--valid-every", "0", "--out", str(out)],
-        check=True,
-    )
+    subprocess.run([*command, "--out", str(out)], check=True)
     seconds = time.perf_counter() - began
-    subprocess.run([*command, "eval", str(out), "--split", "test"], check=True)
-    scores: dict[str, Any] = json.loads((out / "scores-test.json").read_text(encoding="utf-8"))
-    return {"way": way, "seed": seed, "seconds": seconds, "settings": settings, **scores}
+    return {"row": row, "seed": seed, "seconds": seconds, "settings": settings, **scores(out)}
+
+
+def scores(out: Path) -> dict[str, Any]:
+    """The metrics of the best and the last weights on the test split, and the best update."""
+    folder = RunFolder(out)
+    run = open_run(folder, None, "test", None)
+    saved = folder.read_checkpoint()
+    result: dict[str, Any] = {"update": run.spec.update}
+    with one_thread():
+        for name in KEPT:
+            if name == "last" and saved is not None:
+                run.net.load_state_dict(saved["net"])
+            evaluator = Evaluator(run.net, metrics=run.spec.metrics())
+            scored = evaluate_recordings(evaluator, run.spec, run.recordings, run.config)
+            result[name] = {"metrics": scored.metrics, "recordings": scored.recordings}
+    return result
 
 
 def spread(values: list[float]) -> str:
@@ -62,12 +81,14 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--updates", type=int, default=4000)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rows", default=",".join(ROWS))
     parser.add_argument("--out", type=Path, default=Path("runs/ecg"))
     options = parser.parse_args()
+    rows = options.rows.split(",")
     runs = [
-        one_run(options.data, way, seed, options.updates, options.out / f"{number}-{seed}")
+        one_run(options.data, row, seed, options.updates, options.out / f"{row}-{seed}")
         for seed in range(options.seeds)
-        for number, way in enumerate(WAYS)
+        for row in rows
     ]
     machine = {
         "python": platform.python_version(),
@@ -78,15 +99,13 @@ def main() -> None:
     (options.out / "ecg.json").write_text(
         json.dumps({"machine": machine, "runs": runs}, indent=1), encoding="utf-8"
     )
-    print("| trained on | " + " | ".join(COLUMNS) + " |")
-    print("|---|" + "---|" * len(COLUMNS))
-    for way in WAYS:
-        mine = [run["metrics"] for run in runs if run["way"] == way]
-        print(
-            f"| {way} | "
-            + " | ".join(spread([figures[c] for figures in mine]) for c in COLUMNS)
-            + " |"
-        )
+    print("| trained on | weights | " + " | ".join(COLUMNS) + " |")
+    print("|---|---|" + "---|" * len(COLUMNS))
+    for row in rows:
+        for name, words in KEPT.items():
+            mine = [run[name]["metrics"] for run in runs if run["row"] == row]
+            cells = " | ".join(spread([metrics[c] for metrics in mine]) for c in COLUMNS)
+            print(f"| {ROWS[row][0]} | {words} | {cells} |")
 
 
 if __name__ == "__main__":
