@@ -365,7 +365,8 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="no run there"):
         Training.resume(tmp_path)
     folder = RunFolder(tmp_path / "run")
-    folder.create(Config(str(write_recordings(tmp_path / "data")), "classify", str(folder.path)))
+    data = str(write_recordings(tmp_path / "data"))
+    folder.create(Config(data=data, task="classify", out=str(folder.path)))
     folder.unlock()
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
     with pytest.raises(RunError, match="no checkpoint to go on from"):
@@ -519,12 +520,13 @@ def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once
     from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
-    short = finish(settings(data, tmp_path / "run", valid_every=0))
+    more = {"valid_every": 0, "schedule": "constant"}
+    short = finish(settings(data, tmp_path / "run", **more))
     evaluate_run(short, None, "valid", None)
     training = Training.resume(short.path, updates=90)
     assert list(training.run())
     assert not short.scores("valid").is_file()  # scores of the model as it was
-    whole = finish(settings(data, tmp_path / "whole", updates=90, valid_every=0))
+    whole = finish(settings(data, tmp_path / "whole", updates=90, **more))
     assert whole.model.read_bytes() == short.model.read_bytes()
     assert short.read_config().updates == 90
 

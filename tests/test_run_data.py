@@ -521,6 +521,7 @@ def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Pa
     """Stopped between epochs: the checkpoint has the states that the next epoch starts from."""
     data = write_recordings(tmp_path / "data")
     more = {"lanes": 5, "stride": 30, "updates": None, "hand_off": True, "valid_every": 0}
+    more |= {"schedule": "constant"}  # a cosine is that of the new end
     short = finish(settings(data, tmp_path / "run", epochs=2, **more))
     list(Training.resume(short.path, epochs=4).run())
     whole = finish(settings(data, tmp_path / "whole", epochs=4, **more))
@@ -651,9 +652,9 @@ def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> No
     run("train", data, *small, *flags, "--out", tmp_path / "run")
     kept = RunFolder(tmp_path / "run").read_config()
     expected = Config(
-        str(data),
-        "classify",
-        str(tmp_path / "run"),
+        data=str(data),
+        task="classify",
+        out=str(tmp_path / "run"),
         background_class="nothing",
         target_at="all",
         frame_size=2,

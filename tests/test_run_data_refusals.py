@@ -355,7 +355,7 @@ def test_a_copy_among_the_held_out_recordings_is_a_remark(tmp_path: Path) -> Non
         rows = "".join(f"{u},{u}\n" for u in random.normal(size=60))
         (tmp_path / f"{name}.csv").write_text("u,y\n" + rows, encoding="utf-8")
     shutil.copy(tmp_path / "a.csv", tmp_path / "z.csv")
-    config = Config(str(tmp_path), "regress", str(tmp_path / "run"), targets=("y",))
+    config = Config(data=str(tmp_path), task="regress", out=str(tmp_path / "run"), targets=("y",))
     assert (
         "held-out recording 'z.csv' has the values of 'a.csv', which is trained on"
         in open_dataset(config).remarks

@@ -78,6 +78,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         "updates": 3,
         "max_norm": 1e3,
         "dtype": "float64",
+        "schedule": "constant",
     }
     training = Training.begin(
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))

@@ -130,7 +130,7 @@ def test_a_finished_run_trains_on_for_more_epochs_as_if_asked_at_once(
     tmp_path: Path, own: str, policy: str
 ) -> None:
     write_recordings(tmp_path / "data")
-    more = {"updates": None, "valid_every": 0}
+    more = {"updates": None, "valid_every": 0, "schedule": "constant"}
     whole = finish(values(tmp_path, "whole", policy, own) | more | {"epochs": 4})
     short = finish(values(tmp_path, "short", policy, own) | more | {"epochs": 2})
     list(Training.resume(short.path, epochs=4).run())

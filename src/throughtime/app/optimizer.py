@@ -46,7 +46,9 @@ def learning_rate(config: Config, update: int, updates: int) -> float:
         updates: those of the run, or an estimate; the cosine is 0 in later ones.
 
     Example:
-        >>> config = Config("data", "classify", "out", lr=0.4, lr_warmup=2, schedule="cosine")
+        >>> config = Config(
+        ...     data="data", task="classify", out="out", lr=0.4, lr_warmup=2, schedule="cosine"
+        ... )
         >>> [round(learning_rate(config, update, 6), 3) for update in range(1, 7)]
         [0.2, 0.4, 0.4, 0.341, 0.2, 0.059]
     """
@@ -63,7 +65,8 @@ def in_words(config: Config) -> str:
     """Optimizer, learning rate, schedule and clipping, as a clause.
 
     Example:
-        >>> print(in_words(Config("data", "classify", "out", lr=0.01, weight_decay=0.1)))
+        >>> settings = {"lr": 0.01, "weight_decay": 0.1, "schedule": "constant"}
+        >>> print(in_words(Config(data="data", task="classify", out="out", **settings)))
         AdamW with weight decay 0.1 and learning rate 0.01, gradients clipped to norm 1
     """
     decay = f"weight decay {config.weight_decay:g} and " if config.weight_decay else ""
