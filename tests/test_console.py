@@ -13,8 +13,10 @@ from rich.console import Console
 
 from test_cli import run, signals
 from throughtime.app import console, train
-from throughtime.app.config import make_config
+from throughtime.app.cli import app
+from throughtime.app.config import PANELS, make_config
 from throughtime.app.console import ProgressDisplay, progress_line
+from throughtime.app.distributed import print_error
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training, TrainProgress
 
@@ -143,3 +145,26 @@ def test_speed_and_time_left_leave_out_validation(
     rows = [row for row in training.folder.read_metrics() if row["kind"] == "train"]
     assert [row["training_seconds"] for row in rows] == [*range(1, 15)]
     assert rows[-1]["seconds"] == 14 + 1000 * 6
+
+
+def test_an_error_is_red_where_colours_are_wanted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = "a folder " * 30 + "[red] :warning:"
+    monkeypatch.setattr("sys.argv", ["throughtime"])
+    for colours in ({}, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, {"FORCE_COLOR": "1"}):
+        for name in ("FORCE_COLOR", "NO_COLOR"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in colours.items():
+            monkeypatch.setenv(name, value)
+        print_error(long)
+        start = "\x1b[31merror:\x1b[0m" if colours == {"FORCE_COLOR": "1"} else "error:"
+        assert capsys.readouterr().err == f"{start} {long}\n"
+
+
+def test_options_of_train_are_in_panels_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app(["train", "--help"], prog_name="throughtime")
+    headings = re.findall(r"─ (\w+) ─", capsys.readouterr().out)
+    assert [name for name in headings if name in PANELS] == list(PANELS)
+    assert headings[-len(PANELS) :] == list(PANELS)

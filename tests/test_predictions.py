@@ -14,7 +14,7 @@ from throughtime.app.cli import app
 from throughtime.app.predictions import file_names
 from throughtime.stream.formats import open_table
 
-SETTINGS = ["--task", "classify", "--targets", "anomaly", "--exclude", "changepoint"]
+SETTINGS = ["--targets", "anomaly", "--exclude", "changepoint"]
 
 
 def run(*arguments: object, ok: bool = True) -> str:

@@ -25,6 +25,9 @@ _SHORT = {
 }
 
 
+PANELS = ("Data", "Model", "Gradient", "Training", "Output")  # of the help, in this order
+
+
 def _setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
     """A field of `Config`: the heading of its group in the help, what it sets, its default.
 
@@ -48,7 +51,7 @@ class Config:
         "A file with one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets"
         " or label).",
     )
-    out: str = _setting("Run", "The run folder.", unset="runs/NAME-OF-DATA")
+    out: str = _setting("Output", "The run folder.", unset="runs/NAME-OF-DATA")
     task: Literal["classify", "regress"] | None = _setting(
         "Data",
         "What the targets are: classes, or numbers.",
@@ -186,22 +189,24 @@ class Config:
         "stream",
     )
     lanes: int = _setting(
-        "Stream", "Recordings played at the same time, on all ranks together.", 16, minimum=1
+        "Training", "Recordings played at the same time, on all ranks together.", 16, minimum=1
     )
     warm_up: int = _setting(
-        "Stream", "First steps of a recording whose loss does not count.", 0, minimum=0
+        "Training", "First steps of a recording whose loss does not count.", 0, minimum=0
     )
     offset: int = _setting(
-        "Stream",
+        "Training",
         "Leave out a random number of first steps of each recording, below this.",
         0,
         minimum=0,
     )
     hand_off: bool = _setting(
-        "Stream", "A part of a recording starts from the final state of the part before it.", False
+        "Training",
+        "A part of a recording starts from the final state of the part before it.",
+        False,
     )
     workers: int | Literal["thread"] = _setting(
-        "Stream", "Processes that read ahead, or 'thread'.", 0, words=("thread",)
+        "Training", "Processes that read ahead, or 'thread'.", 0, words=("thread",)
     )
     updates: int | None = _setting("Training", "Stop after this many updates.", None, minimum=1)
     epochs: int | None = _setting(
@@ -253,25 +258,25 @@ class Config:
         unset="never stop early",
     )
     logger: tuple[LoggerName, ...] = _setting(
-        "Run",
+        "Training",
         f"Write the metrics there, too: {', '.join(get_args(LoggerName))}; repeat for more.",
         (),
         unset="none",
         words=get_args(LoggerName),
     )
     checkpoint_every: float = _setting(
-        "Run", "Seconds between two checkpoints.", 30.0, positive=True
+        "Output", "Seconds between two checkpoints.", 30.0, positive=True
     )
     strategy: Literal["single", "ddp"] = _setting(
-        "Ranks", "One process, or several that share the lanes.", "single"
+        "Training", "One process, or several that share the lanes.", "single"
     )
     devices: int = _setting(
-        "Ranks",
+        "Training",
         "With ddp: processes on each machine, one per GPU with --device cuda.",
         1,
         minimum=1,
     )
-    nodes: int = _setting("Ranks", "With ddp: machines.", 1, minimum=1)
+    nodes: int = _setting("Training", "With ddp: machines.", 1, minimum=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_args", dict(self.gradient_args or {}))

@@ -420,7 +420,11 @@ def print_start_error(error: BaseException) -> None:
 
 
 def print_error(message: str) -> None:
-    """Print one message to the terminal, its settings written as flags."""
+    """Print one message to standard error, its settings written as flags; in red on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
     from throughtime.app.flags import as_flags
 
-    print(f"error: {as_flags(message, sys.argv)}", file=sys.stderr, flush=True)
+    text = Text.assemble(("error:", "red"), f" {as_flags(message, sys.argv)}")
+    Console(stderr=True, soft_wrap=True).print(text)

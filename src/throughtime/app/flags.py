@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from throughtime.app.config import Config
+from throughtime.app.config import PANELS, Config
 from throughtime.errors import ConfigError
 
 _COLUMNS = ("inputs", "targets", "exclude", "static")  # settings that name columns
@@ -166,15 +166,18 @@ def train_signature() -> inspect.Signature:
         "config": "A TOML file with the same settings as keys; flags win.",
         "resume": "Go on with the run in this folder, from its last checkpoint.",
     }
+    settings = sorted(fields(Config), key=lambda s: PANELS.index(s.metadata["panel"]))
     context = inspect.Parameter(
         "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )
     return inspect.Signature(
         [
             context,
-            *(_flag(setting, annotations[setting.name]) for setting in fields(Config)),
+            *(_flag(setting, annotations[setting.name]) for setting in settings),
             *(
-                _parameter(name, Path | None, None, typer.Option(help=text, rich_help_panel="Run"))
+                _parameter(
+                    name, Path | None, None, typer.Option(help=text, rich_help_panel=PANELS[-1])
+                )
                 for name, text in files.items()
             ),
         ]

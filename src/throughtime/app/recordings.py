@@ -280,8 +280,9 @@ def open_recordings(
         DataError: missing columns, targets of another length, an empty recording, an unreadable
             file, other columns or rates than those of the first recording; all are listed.
     """
-    opened: list[SourceRecording] = []
-    faults: list[str] = []
+    opened, faults = list[SourceRecording](), list[str]()
+    if on_phase is not None:
+        on_phase("opening recordings", 0, len(entries))
     for count, entry in enumerate(entries, start=1):
         try:
             opened.append(_open(entry, layout))
@@ -374,8 +375,8 @@ def _exclude_faults(opened: Sequence[SourceRecording], layout: DataLayout) -> li
         return []
     near = difflib.get_close_matches(absent[0], tables[0].columns, n=1)
     hint = f"; did you mean '{near[0]}'?" if near else ""
-    what = f"--exclude {listed(absent)}: no recording has it; the columns of {tables[0].path} are"
-    return [f"{what} {listed(tables[0].columns)}{hint}"]
+    of = f"the columns of {tables[0].path} are {listed(tables[0].columns)}"
+    return [f"--exclude {listed(absent)}: no recording has it; {of}{hint}"]
 
 
 def time_summary(table: Table, layout: DataLayout) -> tuple[str, TimeSummary] | None:
