@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from test_folders import anomaly_files
 from throughtime.app.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +75,7 @@ def test_the_commands_of_the_pages_run(
 ) -> None:
     """Those of throughtime on a small set of the same form, with fewer updates."""
     small_ecg(tmp_path / "ecg")
+    anomaly_files(tmp_path / "valves")
     monkeypatch.chdir(tmp_path)
     mine = [line for line in commands() if line.startswith("throughtime")]
     for line in mine:
@@ -83,7 +85,8 @@ def test_the_commands_of_the_pages_run(
         with pytest.raises(SystemExit) as ended:
             main()
         assert ended.value.code in {0, None}, capsys.readouterr().err
-    assert len(mine) == 7
+    assert len(mine) == 10
+    assert (tmp_path / "predictions" / "valve1" / "0.parquet").is_file()
     assert np.load(tmp_path / "200.npy").shape == (900, 3)
 
 

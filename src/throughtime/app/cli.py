@@ -250,8 +250,8 @@ def predict(
     paths = [] if data is None else [Path(data)] if Path(data).exists() else _split_paths(data)
     target = output_file(paths, split, to, form) if data is not None else None
     if target is None:
-        given = {"static": static, "state-in": state_in, "state-out": state_out}
-        if named := [f"--{name}" for name, value in given.items() if value is not None]:
+        single = {"static": static, "state-in": state_in, "state-out": state_out}
+        if named := [f"--{name}" for name, value in single.items() if value is not None]:
             raise ConfigError(f"{', '.join(named)} belong to a single recording; leave them out")
         with ProgressDisplay() as display:
             files = predict_run(
