@@ -2,7 +2,7 @@
 
 A chain is what most deployed recurrent nets are: standardisation or an embedding, LSTM, GRU or RNN
 layers, a readout with what stands around it. It is read from the structure of the module, whether
-an `nn.Sequential` or a class, and holds NumPy arrays alone.
+an `nn.Sequential` or a class, and holds NumPy arrays of float32 alone.
 
 Shapes: `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates, `C`
 outputs, `L` layers, `V` entries of an embedding.
@@ -143,13 +143,12 @@ class Chain:
         return {name: tensors[own][:, k] for name, (own, k) in self.names.items()}
 
 
-def read_chain(net: Carried, inputs: Tensor, dtype: np.dtype[Any]) -> Chain:
+def read_chain(net: Carried, inputs: Tensor) -> Chain:
     """The chain of a net.
 
     Args:
         net: made by `tt.carry`; its weights are copied.
         inputs: an example, `(T, B, ...)`.
-        dtype: of the arrays.
 
     Raises:
         ModelError: the net is none; the child in the way is named where there is one.
@@ -165,7 +164,7 @@ def read_chain(net: Carried, inputs: Tensor, dtype: np.dtype[Any]) -> Chain:
             )
         states = net.initial_state(1, like=inputs)
         names = {child: name for name, child in net.module.named_modules()}
-        reader = _Translator(dtype, names)
+        reader = _Translator(names)
         layers, own = reader.layers(net, structure, states)
         operations: list[Operation] = []
         for call in structure.operations:
@@ -201,14 +200,14 @@ def _columns(operations: Sequence[Operation]) -> int:
 class _Translator:
     """Translates calls of a structure into operations."""
 
-    def __init__(self, dtype: np.dtype[Any], names: dict[nn.Module, str]) -> None:
-        self._dtype, self._names = dtype, names
+    def __init__(self, names: dict[nn.Module, str]) -> None:
+        self._names = names
 
     def array(self, values: Tensor) -> Array:
-        """A copy in the dtype of the chain."""
+        """A copy in float32."""
         if not bool(values.isfinite().all()):
             raise ModelError("a weight is not finite: the training diverged; take an earlier file")
-        return values.detach().cpu().to(torch.float64).numpy().astype(self._dtype)
+        return values.detach().cpu().to(torch.float32, copy=True).numpy()
 
     def operations(self, call: TensorCall) -> Iterator[Operation]:
         """Those of a call on a tensor, none for one that only arranges steps and lanes."""

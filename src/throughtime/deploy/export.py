@@ -75,7 +75,6 @@ def export(
     to: Format | None = None,
     rate: float | None = None,
     classes: Sequence[str] = (),
-    dtype: Literal["float32", "float64"] = "float32",
     steps: int = 100_000,
     check: Any = None,
     details: Mapping[str, Any] | None = None,
@@ -90,7 +89,7 @@ def export(
     Args:
         net: made by `tt.carry`. ONNX takes any; the other formats a chain, an `nn.Sequential` or a
             class: an `nn.Embedding` or standardisation, layers of LSTM, GRU or RNN (tanh or relu),
-            `nn.Linear` and functions of each value.
+            `nn.Linear` and functions of each value. A chain is written in float32.
         path: of the file; its suffix names the format, unless `to` does.
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
             which the file will get its inputs: random steps have its means and deviations.
@@ -99,7 +98,6 @@ def export(
             JSON of RTNeural and AIDA-X).
         rate: steps per second, for the description.
         classes: names of the outputs.
-        dtype: of weights, state and outputs.
         steps: random ones to verify; 0 for none.
         check: a recording to verify on as well, inputs `(T, D)` or indices `(T,)`.
         details: more entries of the description, such as names of columns.
@@ -126,16 +124,16 @@ def export(
             f"{path}: its suffix names no format; expected {', '.join(_SUFFIXES)}, or to="
             f"{' or '.join(map(repr, dict.fromkeys(_SUFFIXES.values())))}"
         )
-    if dtype != "float32" and kind != "onnx":
-        raise ConfigError(f"dtype={dtype!r}: {kind} files compute in float32; leave it out")
     example = _example(inputs)
+    if example.is_floating_point() and (w := next(net.parameters(), None)) is not None:
+        example = example.to(w)
     chain: Chain | None = None
     with running(net):
         try:
-            chain = read_chain(net, example, np.dtype(dtype))
+            chain = read_chain(net, example)
             _check_supported(chain, kind)
         except ModelError:
-            if kind != "onnx" or dtype != "float32":
+            if kind != "onnx":
                 raise
             chain = None
         ports = _chain_ports(chain, net) if chain is not None else _net_ports(net, example)
@@ -188,7 +186,7 @@ def export_page(
     parts: list[PageNet] = []
     for title, net in nets.items():
         with running(net):
-            chain = read_chain(net, example, np.dtype("float32"))
+            chain = read_chain(net, example)
             description = _describe(net, _chain_ports(chain, net), example, None, classes, {})
         parts.append(PageNet(title, chain, description))
     write_together({path: write_page(path.stem, parts, example[:, 0].numpy(), labels)})
@@ -267,7 +265,7 @@ def _net_ports(net: Carried, example: Tensor) -> _Ports:
     return _Ports(
         entries if indexed else example.shape[2],
         indexed,
-        "float32",
+        str(y.dtype).removeprefix("torch."),
         y.shape[2],
         None,
         leaves,
