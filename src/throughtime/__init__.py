@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from throughtime import deploy, metrics, nn, optim, state, testing
+    from throughtime.app.load import load_run, recordings
     from throughtime.carry import Carried, carry
     from throughtime.chunk import Chunk
     from throughtime.deploy.export import Export, export
@@ -72,12 +73,14 @@ __all__ = [
     "from_frame",
     "fuse",
     "linear_scan",
+    "load_run",
     "metrics",
     "nn",
     "optim",
     "predict",
     "reach",
     "recording",
+    "recordings",
     "rollout",
     "state",
     "testing",
@@ -89,6 +92,7 @@ __version__ = "0.1.0"
 
 _MODULES = {"deploy", "metrics", "nn", "optim", "state", "testing"}
 _EXPORTS = {
+    "app.load": ("load_run", "recordings"),
     "carry": ("Carried", "carry"),
     "chunk": ("Chunk",),
     "deploy.export": ("Export", "export"),

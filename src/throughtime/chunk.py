@@ -320,9 +320,9 @@ class Chunk:
 
     def to(self, device: torch.device) -> "Chunk":
         """The chunk on a device; itself if it is on that device."""
-        return self.place(Placement(device))
+        return self.convert(Placement(device))
 
-    def place(self, placement: Placement) -> "Chunk":
+    def convert(self, placement: Placement) -> "Chunk":
         """The chunk where a net and its loss need it, in their types; itself if it has them.
 
         Raises:

@@ -246,7 +246,7 @@ class Evaluator(Generic[L]):
                 "the recordings of this stream have no targets; to run the net without scoring it"
                 " use tt.predict"
             )
-        chunk = chunk.place(self._placement)
+        chunk = chunk.convert(self._placement)
         self._predictor.lanes = chunk.lanes
         outputs = self._predictor._run_chunk(chunk)
         if not chunk.valid_steps:

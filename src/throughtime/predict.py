@@ -321,7 +321,7 @@ class Predictor:
 
     def _run_chunk(self, chunk: Chunk) -> Tensor:
         """Outputs `(T, B, C)` of a chunk on the device of the net; its stream checks inputs."""
-        chunk = chunk.place(Placement(self.device, self._dtype))
+        chunk = chunk.convert(Placement(self.device, self._dtype))
         resets = chunk.resets if chunk.any_reset else None
         outputs, self.state = self._run(chunk.inputs, self.state, resets)
         return outputs

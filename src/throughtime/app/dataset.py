@@ -99,7 +99,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     layout = DataLayout.from_config(config)
     sources = open_recordings(entries_of(listed, ("train", "valid")), layout, on_phase)
     source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
-    splits, remark = split_recordings(_numeric(sources, layout), config.holdout, source)
+    splits, remark = split_recordings(numeric_recordings(sources, layout), config.holdout, source)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
     total, done = sum(map(len, (*train, *valid))), 0
 
@@ -152,7 +152,7 @@ def recordings_for(
     """
     listed = find_recordings(data, spec.layout.static)
     chosen = listed if split == "all" else entries_of(listed, (split,))
-    numeric = _numeric(open_recordings(chosen, spec.layout, on_phase), spec.layout)
+    numeric = numeric_recordings(open_recordings(chosen, spec.layout, on_phase), spec.layout)
     splits, _ = split_recordings(numeric, 0.0 if split == "all" else holdout)
     recordings = choose_split(splits, split)
     if spec.classes:
@@ -165,7 +165,10 @@ def _shifted(recordings: Sequence[Recording], layout: DataLayout) -> list[Record
     return [shift_targets(recording, layout.steps_ahead) for recording in recordings]
 
 
-def _numeric(sources: Sequence[SourceRecording], layout: DataLayout) -> list[tuple[str, Recording]]:
+def numeric_recordings(
+    sources: Sequence[SourceRecording], layout: DataLayout
+) -> list[tuple[str, Recording]]:
+    """The split of each recording, and the recording with its numbers checked as they are read."""
     return [(s.split, NumericRecording(s.recording, not layout.classify)) for s in sources]
 
 

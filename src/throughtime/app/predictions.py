@@ -41,9 +41,8 @@ from throughtime.predict import OnNaN, predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats import SUFFIXES
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, Table
 from throughtime.stream.manifest import (
-    ManifestEntry,
     find_recordings,
     is_folder,
     is_manifest,
@@ -74,12 +73,12 @@ class _Outputs:
 
 
 def open_recording(
-    paths: Sequence[Path], spec: ModelSpec, static: Mapping[str, float] | None = None
+    sources: Sequence[Path | Table], spec: ModelSpec, static: Mapping[str, float] | None = None
 ) -> Recording:
     """The recording in a file, or in several side by side, with the input columns of the model.
 
     Args:
-        paths: its files.
+        sources: its files, or tables that are open already.
         spec: of the model.
         static: the static features of the recording, by name.
 
@@ -95,23 +94,24 @@ def open_recording(
             f" {listed(features) or 'none'}; "
             + (f"write --static {flag}" if flag else "leave out --static")
         )
-    name = ";".join(path.name for path in paths)
-    values = tuple(features[feature] for feature in expected)
-    return _open(ManifestEntry(name, "", tuple(paths), static=values), spec)
+    tables = [open_table(s, spec.layout) if isinstance(s, Path) else s for s in sources]
+    name = ";".join(Path(table.path).name for table in tables)
+    return _inputs(name, tables, tuple(features[feature] for feature in expected), spec)
 
 
-def _open(entry: ManifestEntry, spec: ModelSpec) -> Recording:
+def _inputs(
+    name: str, tables: Sequence[Table], static: tuple[float, ...], spec: ModelSpec
+) -> Recording:
     """The inputs of a recording as the model takes them."""
-    tables = [open_table(path, spec.layout) for path in entry.inputs]
     faults = rate_faults(spec.layout, rates_of(tables))
     if faults:
         raise DataError("; ".join(faults))
-    table = concat_tables(entry.name, tables)
-    recording = input_recording(entry.name, table, spec.layout, entry.static)
-    width = recording.read(0, 1).inputs.shape[1] + len(entry.static)
+    table = concat_tables(name, tables)
+    recording = input_recording(name, table, spec.layout, static)
+    width = recording.read(0, 1).inputs.shape[1] + len(static)
     if width != spec.features:
         raise DataError(
-            f"{entry.name}: has {width} input columns, the model was trained on {spec.features}"
+            f"{name}: has {width} input columns, the model was trained on {spec.features}"
             f" ({listed(spec.layout.inputs)})"
         )
     times = time_summary(table, spec.layout)
@@ -133,7 +133,8 @@ def open_inputs(
     opened, faults = list[tuple[str, Recording]](), list[str]()
     for count, entry in enumerate(chosen, start=1):
         try:
-            opened.append((entry.split, _open(entry, spec)))
+            tables = [open_table(path, spec.layout) for path in entry.inputs]
+            opened.append((entry.split, _inputs(entry.name, tables, entry.static, spec)))
         except DataError as error:
             faults.append(str(error))
         if on_phase is not None:

@@ -36,10 +36,11 @@ def resolve_task(config: Config) -> Config:
     layout = DataLayout.from_config(settings)
     opened = open_recordings(entries[:_RECORDINGS], layout)
     targets = [one.recording.targets for one in opened]
-    return replace(config, task=_task_of(rows for rows in targets if rows is not None))
+    return replace(config, task=task_of(rows for rows in targets if rows is not None))
 
 
-def _task_of(sources: Iterable[RowSource]) -> Literal["classify", "regress"]:
+def task_of(sources: Iterable[RowSource]) -> Literal["classify", "regress"]:
+    """Whether the targets of recordings are classes or numbers."""
     names = set[str]()
     for targets in sources:
         for start in range(0, len(targets), _BLOCK)[:_BLOCKS]:

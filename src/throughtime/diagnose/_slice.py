@@ -81,7 +81,7 @@ class StreamSlice:
     def read(self, start: int, stop: int) -> Chunk:
         """The steps from `start` to before `stop` of the slice."""
         chunk = self.stream.read(self.begin + start, self.begin + min(stop, self.steps))
-        return chunk.place(self.placement)
+        return chunk.convert(self.placement)
 
     def valid_before(self) -> list[int]:
         """The number of valid steps before each step, over all lanes; `steps + 1` entries."""

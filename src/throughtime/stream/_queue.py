@@ -34,7 +34,7 @@ class ChunkQueue:
     def _place(self, placement: Placement) -> None:
         """Give chunks of this placement from now on."""
         self._placement = placement
-        self._waiting = [chunk.place(placement) for chunk in self._waiting]
+        self._waiting = [chunk.convert(placement) for chunk in self._waiting]
 
     def take(self, steps: int) -> Chunk | None:
         self._fetch_until(steps)
@@ -59,7 +59,7 @@ class ChunkQueue:
                 for i in range(first, min(last, len(chunks)))
             ]
         )
-        return chunk if self._placement is None else chunk.place(self._placement)
+        return chunk if self._placement is None else chunk.convert(self._placement)
 
     def steps_to_common_reset(self) -> int:
         chunks = self._readable()
@@ -109,7 +109,7 @@ class ChunkQueue:
         if self._last is not None:
             _check_adjacent(self._last, chunk)
         self._last = chunk
-        self._waiting.append(chunk if self._placement is None else chunk.place(self._placement))
+        self._waiting.append(chunk if self._placement is None else chunk.convert(self._placement))
         return True
 
 

@@ -405,7 +405,7 @@ class Stream:
             chunk, missing = reader.read(request, later)
         finally:
             self.wait_seconds += time.perf_counter() - began
-        return (chunk if self._placement is None else chunk.place(self._placement)), missing
+        return (chunk if self._placement is None else chunk.convert(self._placement)), missing
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""

@@ -89,7 +89,7 @@ def recording(
         >>> next(iter(stream))
         Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
     """
-    table = _as_table(source, sep, decimal)
+    table = as_table(source, sep, decimal)
     if columns is not None:
         table = _renamed(table, columns)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
@@ -158,7 +158,7 @@ def from_frame(
         )
     whole = ArrowColumns.of(frame)
     table = opened(str(whole.path), whole)
-    groups, times = _names(by), _names(time)
+    groups, times = names_of(by), names_of(time)
     used = (*groups, *times)
     check_columns(replace(table, times=()), used or table.columns[:1], "by and time")
     choice = ColumnChoice.of(
@@ -197,9 +197,9 @@ class ColumnChoice:
         exclude: Sequence[str] = (),
     ) -> "ColumnChoice":
         """The choice of the user, checked; by default the inputs are the other columns."""
-        target_names, static_names = _names(targets), _names(static)
+        target_names, static_names = names_of(targets), names_of(static)
         others = {*exclude, *static_names, *(() if shifted else target_names)}
-        names = _names(inputs) or value_columns(table, [*others])
+        names = names_of(inputs) or value_columns(table, [*others])
         for role, chosen in (
             ("inputs", names),
             ("targets", target_names),
@@ -240,14 +240,15 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _names(value: Any) -> tuple[str, ...]:
+def names_of(value: Any) -> tuple[str, ...]:
     """Names of columns; pandas also has numbers as such."""
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def _as_table(source: Any, sep: str | None, decimal: str | None) -> formats.Table:
+def as_table(source: Any, sep: str | None = None, decimal: str | None = None) -> formats.Table:
+    """The table of anything with named columns, see `tt.recording`."""
     if isinstance(source, (str, Path)):
         return formats.open_table(Path(source), delimiter=sep, decimal=decimal)
     if sep is not None or decimal is not None:

@@ -1,0 +1,263 @@
+"""Data sets in splits, and finished runs, as the command line reads them, for Python."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from throughtime.app.checked import ClassRecording
+from throughtime.app.config import Config
+from throughtime.app.data_statistics import class_name, read_blocks, sorted_classes
+from throughtime.app.dataset import numeric_recordings, recordings_for, split_recordings
+from throughtime.app.evaluate import default_split
+from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
+from throughtime.app.predictions import open_inputs, open_recording
+from throughtime.app.recordings import DataLayout, open_recordings
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.task import task_of
+from throughtime.carry.carried import Carried
+from throughtime.errors import DataError, listed
+from throughtime.stream.labels import At
+from throughtime.stream.manifest import find_recordings
+from throughtime.stream.recording import Recording
+from throughtime.stream.shift import shift_targets
+from throughtime.stream.tables import as_table, names_of
+
+
+class Splits(dict[str, list[Recording]]):
+    """The recordings of a data set by split: `splits["train"]`.
+
+    Attributes:
+        classes: the names of the classes, in the order of their indices; empty for numbers.
+    """
+
+    def __init__(
+        self, by_split: Mapping[str, list[Recording]], classes: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(by_split)
+        self.classes = classes
+
+    def __missing__(self, split: str) -> list[Recording]:
+        raise DataError(f"no split '{split}'; there are {listed(self)}")
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name}: {len(rs)} recordings" for name, rs in self.items())
+        return f"Splits({counts}; classes {listed(self.classes) or 'none'})"
+
+
+def recordings(
+    data: str | Path,
+    *,
+    inputs: str | Sequence[str] = (),
+    targets: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    static: str | Sequence[str] = (),
+    task: Literal["classify", "regress"] | None = None,
+    frame_size: int = 1,
+    sep: str | None = None,
+    decimal: Literal[".", ","] | None = None,
+    target_every: int | None = None,
+    target_at: At | None = None,
+    background_class: str | None = None,
+    target_shift: int = 0,
+    allow_target_as_input: bool = False,
+    holdout: float = 0.0,
+) -> Splits:
+    r"""The recordings of a manifest, a folder or a file in splits, as `throughtime train` has them.
+
+    Args:
+        data: a manifest (a CSV file with the columns id, inputs, and optionally split, targets and
+            label), a folder, read with its sub-folders, of which those called train, valid and test
+            are splits, or a file.
+        inputs: columns; default: all that are neither targets nor time stamps nor excluded.
+        targets: columns; default: `targets`, or the file or the label that the manifest names.
+        exclude: columns that are not used.
+        static: columns of the manifest that are appended to the inputs of every step.
+        task: whether the targets are classes or numbers; default: text, and at most 20 different
+            whole numbers, are classes.
+        frame_size: rows that form one step.
+        sep: the character between the fields of CSV files; default: detected.
+        decimal: the decimal mark of CSV files; default: detected.
+        target_every: rows of the inputs for each row of a targets file.
+        target_at: which steps of such a span carry its label, "all" or the "last".
+        background_class: the class between intervals.
+        target_shift: the target of a step is that of so many rows later.
+        allow_target_as_input: whether an input may be the target of the same step.
+        holdout: without splits, the share of the recordings, or of the only one, that is `valid`.
+
+    Returns:
+        The recordings by split; `train` has all where the data have no splits.
+
+    Raises:
+        DataError: every fault of the files: missing columns, other columns than those of the first
+            recording, targets of another length, a recording that is listed twice.
+
+    Cost: the headers of all files, and the targets of the training split where they are classes.
+
+    Example:
+        >>> import pathlib, tempfile, throughtime as tt
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> for name in ("a", "b"):
+        ...     _ = (folder / f"{name}.csv").write_text("u,beat\n0.1,N\n0.3,V\n0.2,N\n")
+        >>> splits = tt.recordings(folder, targets="beat", holdout=0.5)
+        >>> {name: len(recordings) for name, recordings in splits.items()}, splits.classes
+        ({'train': 1, 'valid': 1}, ('N', 'V'))
+        >>> splits["train"][0].read(0, 3).targets.tolist()
+        [0, 1, 0]
+    """
+    path, features = Path(data), names_of(static)
+    entries = find_recordings(path, features)
+    options: dict[str, Any] = {
+        "inputs": names_of(inputs),
+        "targets": names_of(targets),
+        "exclude": names_of(exclude),
+        "static": features,
+        "frame_size": frame_size,
+        "delimiter": sep,
+        "decimal": decimal,
+        "target_every": target_every,
+        "target_at": target_at,
+        "background_class": background_class,
+        "ahead": target_shift,
+        "allow_target_as_input": allow_target_as_input,
+    }
+    layout = DataLayout(task or "classify", **options)
+    sources = open_recordings(entries, layout)
+    if task is None:
+        rows = [one.recording.targets for one in sources if one.split in {"", "train"}]
+        if task_of(targets for targets in rows if targets is not None) == "regress":
+            layout = DataLayout("regress", **options)
+            sources = open_recordings(entries, layout)
+    splits, _ = split_recordings(numeric_recordings(sources, layout), holdout)
+    classes = _class_names(splits.get("train", [])) if layout.classify else ()
+    return Splits(
+        {
+            split: [_played(recording, layout, classes) for recording in several]
+            for split, several in splits.items()
+        },
+        classes,
+    )
+
+
+def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
+    """The classes of the training split; one pass over it."""
+    names = {
+        class_name(value)
+        for recording in recordings
+        for _, steps in read_blocks(recording)
+        if steps.targets is not None
+        for value in np.unique(steps.targets)
+    }
+    return sorted_classes(names - {""})
+
+
+def _played(recording: Recording, layout: DataLayout, classes: tuple[str, ...]) -> Recording:
+    indexed = ClassRecording(recording, classes) if classes else recording
+    return shift_targets(indexed, layout.steps_ahead)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that `throughtime train` wrote: its net, and how it reads data.
+
+    Attributes:
+        folder: of the run.
+        net: takes raw values, standardises inside, and returns logits of the classes, or values in
+            the units of the targets.
+        spec: the description of the model: `layout` of the data, `classes`, `features`, `outputs`.
+        config: the settings of the run.
+    """
+
+    folder: Path
+    net: Carried
+    spec: ModelSpec
+    config: Config
+
+    @property
+    def layout(self) -> DataLayout:
+        """The columns of inputs and targets, and how files are read."""
+        return self.spec.layout
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, in the order of the outputs; empty for a regression."""
+        return self.spec.classes
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """The means (`shift`) and deviations (`scale`) with which the net standardises."""
+        return statistics_of(self.net)
+
+    def recordings(
+        self,
+        data: str | Path | None = None,
+        split: str | None = None,
+        *,
+        targets: bool = True,
+    ) -> list[Recording]:
+        """Recordings in the layout of the run; the classes are indices.
+
+        Args:
+            data: a manifest, a folder or a file; default: the data of the run.
+            split: "train", "valid", "test" or "all"; default: `test` if there are named splits,
+                otherwise what the run held out, or all of other data.
+            targets: whether the data have targets; without them, to predict.
+
+        Raises:
+            DataError: no such split, or recordings that the model does not fit.
+        """
+        path = None if data is None else Path(data)
+        split = split or default_split(self.config, path)
+        read = recordings_for if targets else open_inputs
+        return read(self.spec, path or Path(self.config.data), split, self.config.holdout)
+
+    def recording(self, source: Any, static: Mapping[str, float] | None = None) -> Recording:
+        """The inputs of one recording, to predict: of a file, a frame or another table.
+
+        Args:
+            source: as for `tt.recording`.
+            static: the static features of the recording, by name.
+
+        Raises:
+            DataError: a column or a static feature is missing, or the rate differs.
+        """
+        file = isinstance(source, (str, Path))
+        return open_recording([Path(source) if file else as_table(source)], self.spec, static)
+
+
+def load_run(folder: str | Path, *, device: str = "cpu") -> Run:
+    r"""A finished run: the net, the layout of its data and its standardisation.
+
+    Args:
+        folder: that `throughtime train --out` wrote.
+        device: where the net computes.
+
+    Raises:
+        RunError: the folder holds no run that reached a checkpoint.
+        ConfigError: no such device.
+
+    Example:
+        >>> import pathlib, tempfile, numpy as np, throughtime as tt
+        >>> from throughtime.app.config import Config
+        >>> from throughtime.app.train import Training
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.csv").write_text("u,y\n" + "0.1,0\n0.7,1\n" * 200)
+        >>> options = {"lanes": 2, "updates": 2, "hidden": 4}
+        >>> config = Config(str(folder / "a.csv"), str(folder / "run"), targets=("y",), **options)
+        >>> _ = list(Training.begin(config).run())
+        >>> run = tt.load_run(folder / "run")
+        >>> run.layout.inputs, run.classes
+        (('u',), ('0', '1'))
+        >>> tt.predict(run.net, run.recording(folder / "a.csv"))[0].shape
+        torch.Size([400, 2])
+        >>> tt.Predictor(run.net).step(np.array([[0.1]])).shape  # live, one step at a time
+        torch.Size([1, 2])
+    """
+    check_device(device)
+    files = RunFolder(Path(folder))
+    config = files.read_config()
+    net, spec = load_model(files.model)
+    return Run(files.path, net.to(device), spec, config)
