@@ -137,6 +137,9 @@ def test_settings_win_over_what_is_detected(tmp_path: Path) -> None:
     assert open_table(path, decimal=",").read(0, 1, ["a"])[0, 0] == 1.234
     with pytest.raises(DataError, match="thousands"):
         open_table(path, decimal=".").read(0, 1, ["a"])
+    for name, mark in (("tab", "\t"), ("\\t", "\t"), ("space", "  ")):
+        path = written(tmp_path / "v.csv", f"a,b{mark}c\n1,5{mark}2\n")
+        assert open_table(path, delimiter=name).columns == ("a,b", "c")
     path = written(tmp_path / "s.csv", "a:b\n1:2\n")
     assert open_table(path).columns == ("a:b",)
     assert open_table(path, delimiter=":").read(0, 1, ["b"])[0, 0] == 2

@@ -8,7 +8,7 @@ import pytest
 
 from throughtime.app.config import make_config
 from throughtime.app.dataset import open_dataset
-from throughtime.errors import DataError
+from throughtime.errors import ConfigError, DataError
 from throughtime.stream.folder import read_folder
 from throughtime.stream.manifest import find_recordings
 
@@ -142,6 +142,9 @@ def test_a_name_that_no_recording_has_is_refused_with_the_nearest(tmp_path: Path
     anomaly_files(tmp_path)
     with pytest.raises(DataError, match=r"--exclude changepoin: no .*; did you mean 'changepoint'"):
         dataset(tmp_path, exclude=["changepoin"])
+    for role in ("inputs", "targets"):
+        with pytest.raises(ConfigError, match="exclude=Current is among the inputs or targets"):
+            dataset(tmp_path, exclude=["Current"], **{role: ["Current"]})
 
 
 def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_path: Path) -> None:

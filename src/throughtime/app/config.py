@@ -385,6 +385,9 @@ class Config:
 
     def _label_faults(self) -> Iterator[str]:
         """Contradictions between the settings of targets and class weights."""
+        both = sorted({*self.exclude} & {*self.inputs, *self.targets})
+        if both:
+            yield f"exclude={','.join(both)} is among the inputs or targets, too: leave one out"
         frame, weights = self.frame_size, self.class_weights
         for name in ("target_every", "ahead", "season"):
             rows = getattr(self, name)

@@ -31,7 +31,6 @@ _SYNONYMS = {
     "exact": "gradient exact",
 }
 """Names of other libraries, each with ours."""
-_DELIMITERS = {"tab": "\t", "\\t": "\t", "space": " "}
 
 
 def check_options(commands: Any, arguments: Sequence[str]) -> None:
@@ -92,8 +91,6 @@ def to_settings(flags: dict[str, Any]) -> dict[str, Any]:
     for name in _COLUMNS:
         if name in settings:
             settings[name] = tuple(name.strip() for name in settings[name].split(","))
-    if (delimiter := settings.get("delimiter")) is not None:
-        settings["delimiter"] = _DELIMITERS.get(delimiter, delimiter)
     if "logger" in settings:
         settings["logger"] = [name.lower() for name in settings["logger"]]
     if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):

@@ -20,6 +20,7 @@ from throughtime.stream.formats.times import is_time
 SAMPLE = 2**16  # bytes from the start of the file
 DELIMITERS = (",", ";", "\t", "|", " ")
 DECIMALS = (".", ",")
+_NAMES = {"tab": "\t", "\\t": "\t", "space": " "}
 _RECORDS = 200  # of the sample, which show the delimiter
 _MOST = 0.5  # share of the lines that have as many fields as the header
 _WITH_COMMA = re.compile(r"\s*[+-]?(\d+,\d*|,\d+)([eE][+-]?\d+)?\s*")
@@ -135,13 +136,14 @@ def detect_dialect(
     Args:
         path: of the file, for messages.
         file: at the start of its first line.
-        delimiter: that of the file, if it is known.
+        delimiter: that of the file, if it is known; also "tab" or "space".
         decimal: its decimal mark, if it is known.
 
     Raises:
         ConfigError: see `check_dialect`.
         DataError: numbers with both decimal marks, or only such as `1,234`.
     """
+    delimiter = None if delimiter is None else _NAMES.get(delimiter, delimiter)
     check_dialect(delimiter, decimal)
     lines = _first_lines(file)
     candidates = DELIMITERS if delimiter is None else (delimiter,)
