@@ -8,8 +8,8 @@ from pathlib import Path
 
 from throughtime.errors import DataError, listed
 from throughtime.stream.folder import read_folder
-from throughtime.stream.formats._csv_dialect import header_delimiter
-from throughtime.stream.formats.table import FOLDERS, column_names, is_number, other_encoding
+from throughtime.stream.formats._csv_dialect import column_names, header_delimiter
+from throughtime.stream.formats.table import FOLDERS, is_number, other_encoding
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")

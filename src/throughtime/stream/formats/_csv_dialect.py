@@ -254,3 +254,13 @@ def _decimal(path: Path, sample: _Sample) -> str:
     raise DataError(
         f"{path}: {what}; write --decimal , or --decimal . (in Python decimal=',' or '.')"
     )
+
+
+def column_names(path: Path, fields: list[str]) -> list[str]:
+    """The fields of a header line, checked."""
+    names = [name.strip() for name in fields]
+    if not names:
+        raise DataError(f"{path}: the file is empty, expected a header line with column names")
+    if "" in names or len(set(names)) < len(names):
+        raise DataError(f"{path}: the first line is {names}, expected distinct column names")
+    return names

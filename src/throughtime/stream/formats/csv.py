@@ -20,12 +20,11 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
-from throughtime.stream.formats._csv_dialect import Dialect, detect_dialect
+from throughtime.stream.formats._csv_dialect import Dialect, column_names, detect_dialect
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
     block_slices,
-    column_names,
     concat_blocks,
     other_encoding,
 )

@@ -320,16 +320,6 @@ def is_number(text: str) -> bool:
     return "_" not in text
 
 
-def column_names(path: Path, fields: list[str]) -> list[str]:
-    """The fields of a header line, checked."""
-    names = [name.strip() for name in fields]
-    if not names:
-        raise DataError(f"{path}: the file is empty, expected a header line with column names")
-    if "" in names or len(set(names)) < len(names):
-        raise DataError(f"{path}: the first line is {names}, expected distinct column names")
-    return names
-
-
 @contextlib.contextmanager
 def unreadable(
     what: str, errors: tuple[type[Exception], ...], hint: str = "is it cut short?"
