@@ -156,3 +156,111 @@ def test_rows_that_are_selected_and_put_back_are_in_order(layer: bool, assigned:
             nn.functional.mse_loss(head(out), y).backward()
             optimizer.step()
     assert not doctor.findings
+
+
+# Each case with the advice of its finding put in by hand: texts, and what replaces them.
+REPAIRS: dict[str, tuple[tuple[str, str], ...]] = {
+    "functional_updates_retained": (
+        ("loss.backward(retain_graph=True)  # <- TT102", "loss.backward()\n        h = h.detach()"),
+    ),
+    "rows_of_results": (('"loss": loss}', '"loss": loss.detach()}'),),
+    "smoothed_loss": (
+        (
+            "smooth = loss if smooth is None else 0.9 * smooth + 0.1 * loss",
+            "smooth = loss.detach() if smooth is None else 0.9 * smooth + 0.1 * loss.detach()",
+        ),
+    ),
+    "saved_log_probs_never_emptied": (
+        (
+            "    optimizer.step()\n",
+            (
+                "    optimizer.step()\n"
+                "    policy.saved_log_probs.clear()\n"
+                "    policy.rewards.clear()\n"
+            ),
+        ),
+    ),
+    "five_steps_on_one_loss": (
+        (
+            (
+                "        scores = tagger(sentence)\n"
+                "        loss = nn.functional.cross_entropy(scores.flatten(0, 1), "
+                "tag.flatten())\n"
+                "        for _ in range(5):\n"
+            ),
+            (
+                "        for _ in range(5):\n"
+                "            scores = tagger(sentence)\n"
+                "            loss = nn.functional.cross_entropy(scores.flatten(0, "
+                "1), tag.flatten())\n"
+            ),
+        ),
+    ),
+    "ring_buffer_rolled": (
+        ("            ring[:, t", "            ring = ring.clone()\n            ring[:, t"),
+    ),
+    "label_one_chunk_late": (
+        (
+            "        y, h = rnn(visits[i : i + 10], h.detach())\n        if waiting is not None:\n",
+            (
+                "        if waiting is not None:\n"
+                "            y, _ = rnn(*waiting)\n"
+                "            waiting = bought(y[-1])\n"
+            ),
+        ),
+        (
+            "        waiting = bought(y[-1])\n\n",
+            (
+                "        waiting = visits[i : i + 10], h\n"
+                "        with torch.no_grad():\n"
+                "            _, h = rnn(visits[i : i + 10], h)\n"
+                "\n"
+            ),
+        ),
+    ),
+    "one_of_two_cleared_twice": (
+        (
+            "        of_encoder.zero_grad()\n        of_encoder.zero_grad()\n",
+            "        of_encoder.zero_grad()\n        of_decoder.zero_grad()\n",
+        ),
+    ),
+    "leaky_sum_of_states": (
+        (
+            "    for recording in recordings:\n",
+            "    for recording in recordings:\n        h = torch.zeros(3, 8)\n",
+        ),
+    ),
+    "lanes_in_a_new_order_each_chunk": (
+        (
+            "        y, h = net(data[i : i + 15, order], h.detach())  # <- TT206",
+            (
+                "        y, new = net(data[i : i + 15, order], h[order])\n"
+                "        h = h.index_copy(0, order, new.detach())"
+            ),
+        ),
+    ),
+    "passes_of_converted_counts": (
+        ("    for _ in range(2):\n", "    for _ in range(2):\n        state = None\n"),
+    ),
+    "levels_without_a_gradient": (
+        (
+            "torch.round(4 * torch.tanh(self.read(x_t) + self.keep(h))) / 4",
+            "torch.tanh(self.read(x_t) + self.keep(h))",
+        ),
+    ),
+    "random_lengths_accumulated": (
+        ("(loss / accumulate).backward()", "(loss * length / 43).backward()"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_a_case_that_is_repaired_as_advised_has_no_finding(name: str, tmp_path: Path) -> None:
+    script, text = tmp_path / f"{name}.py", (BROKEN / f"{name}.py").read_text(encoding="utf-8")
+    for before, after in REPAIRS[name]:
+        assert before in text
+        text = text.replace(before, after)
+    script.write_text(text, encoding="utf-8")
+    doctor, error = diagnosed(script)
+    assert not error
+    assert not doctor.findings

@@ -100,6 +100,13 @@ def is_in_place(name: str) -> bool:
     )
 
 
+def is_edit(op: Operation) -> bool:
+    """Whether an operation may reset values of a state: a factor other than 0 and 1 does not."""
+    factor = [arg for arg in op.args if not isinstance(arg, Tensor)]
+    is_decay = "mul" in op.name and len(factor) == 1 and factor[0] not in {0, 1}
+    return op.name == "__setitem__" or (op.name in EDITS and not is_decay)
+
+
 def puts_lanes_back(op: Operation) -> bool:
     """Whether lanes chosen by a tensor or list of indices are written into a state of all lanes."""
     if op.name != "__setitem__" or len(op.args) != 3:

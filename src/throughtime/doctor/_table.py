@@ -15,7 +15,6 @@ from throughtime.doctor._operations import (
     COPIES,
     COPY_OR_VIEW,
     DETACHES,
-    EDITS,
     ELEMENTWISE,
     PACK,
     ROWS,
@@ -24,6 +23,7 @@ from throughtime.doctor._operations import (
     STEPS,
     dim_of,
     has_mask,
+    is_edit,
     selection,
 )
 from throughtime.doctor._outputs import LayerOutputs
@@ -213,7 +213,7 @@ class RecordTable:
             self.on_detach(result.detach, record)
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
             result.path = record.path | {instruction}
-        result.edited = record.edited or name in EDITS or name == "__setitem__"
+        result.edited = record.edited or is_edit(op)
         result.copies += name in CLONES
         result.masked |= has_mask(op)
         if op.args and source is op.args[0]:

@@ -153,7 +153,10 @@ RETAIN_IN_GRAD = (
     "torch.autograd.grad(..., retain_graph=True), or create_graph=True where its result goes into"
     " a loss"
 )
-BACKWARD_FIRST = "loss.backward() before optimizer.step() or any other change of the parameters"
+BACKWARD_FIRST = (
+    "loss.backward() before optimizer.step() or any other change of the parameters; where the loss"
+    " comes only after a step, keep the inputs and the state, and compute the forward pass anew"
+)
 OWN_LOSS = (
     "loss.backward() for the loss of this chunk alone; of the sum keep only the value:"
     " total += loss.detach()"
