@@ -83,7 +83,7 @@ def test_missing_classes_may_be_nan_or_100_below_zero() -> None:
 @pytest.mark.parametrize(
     "loss_fn",
     [nn.BCEWithLogitsLoss(), nn.MSELoss(), nn.SmoothL1Loss(), nn.functional.l1_loss],
-    ids=str,
+    ids=lambda loss_fn: getattr(loss_fn, "__name__", str(loss_fn)),
 )
 def test_integers_are_numbers_where_the_loss_takes_numbers(loss_fn: Any) -> None:
     expected = losses(INPUTS, LABELS.astype(np.float32), loss_fn, 1)
