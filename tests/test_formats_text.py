@@ -79,8 +79,8 @@ def test_text_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=(
-            rf"{re.escape(str(path))}: is not UTF-8 between the bytes 196608 and 200001 \(invalid"
-            r" start byte\)"
+            rf"{re.escape(str(path))}: is not UTF-8 between the bytes 196608 and 200001 \(is it"
+            " WINDOWS-1252"
         ),
     ):
         text(path, unit="characters")

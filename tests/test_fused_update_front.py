@@ -309,6 +309,7 @@ def test_inputs_of_another_type_are_explained_as_with_a_graph(
             {"inputs": torch.randn(50, 5).double(), "targets": torch.randint(4, (50,))},
             lanes=1,
             chunk=10,
+            dtype=torch.float64,
         )
         with pytest.raises(RuntimeError) as raised:
             next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5)))

@@ -54,7 +54,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         Path("nowhere.mp3"),
         {},
-        "nowhere.mp3: the format '.mp3' is unknown, expected one of .arrow, .csv",
+        "nowhere.mp3: the format '.mp3' is unknown, expected one of .arrow, .bdf, .csv",
     ),
 ]
 

@@ -88,7 +88,7 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
             f"recording '{recording.name}': target_shift={steps!r}, expected how many steps later"
             " the target of a step is, at least 0: a target of the past is no forecast"
         )
-    if count >= len(recording):
+    if 0 < len(recording) <= count:
         raise DataError(
             f"recording '{recording.name}' has {len(recording)} steps, so none has a target"
             f" {count} steps later; leave it out, or take a smaller target_shift (--ahead)"
