@@ -121,6 +121,9 @@ class Carried(nn.Module):
             if whole is None:
                 raise
             self.adapter = whole
+        except MISFIT_ERRORS as error:
+            self._note_types(error, x)
+            raise
 
     def _as_written(self, x: Tensor) -> ModuleAdapter | None:
         """An adapter that calls an nn.Sequential as its author does; None if that is refused."""
@@ -226,7 +229,13 @@ class Carried(nn.Module):
                 f"the state has the leaves {got}, this net carries {expected}, lanes first; start"
                 f" from net.initial_state(lanes={x.shape[1]})"
             ) from error
+        self._note_types(error, x)
+
+    def _note_types(self, error: Exception, x: Tensor) -> None:
+        """Say so where inputs and weights are of two types, and the inputs are no indices."""
         weight = next(self.module.parameters(), None)
+        if any(isinstance(part, nn.Embedding) for part in self.module.modules()):
+            return
         if weight is not None and weight.dtype != x.dtype:
             error.add_note(
                 f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}."

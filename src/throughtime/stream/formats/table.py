@@ -249,7 +249,7 @@ def other_encoding(error: Exception, path: Path) -> str | None:
     name = next((n for mark, n in _MARKS.items() if not begin and content.startswith(mark)), None)
     if name is None:
         letter = content[begin : begin + 1].decode("windows-1252", errors="ignore")
-        if not letter:
+        if not letter or "end of data" in error.reason:
             return None
         name, why = "WINDOWS-1252", f"as Excel saves it (byte 0x{content[begin]:02X}: {letter})?"
         return f"is it {name}, {why} {_convert(name, path)}"
