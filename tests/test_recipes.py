@@ -49,7 +49,10 @@ def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
     return ended.value.code
 
 
-@pytest.mark.parametrize("page", COMMANDS)
+@pytest.mark.parametrize(
+    "page",
+    [page if page != "nab" else pytest.param(page, marks=pytest.mark.slow) for page in COMMANDS],
+)
 def test_the_blocks_of_a_recipe_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

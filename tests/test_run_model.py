@@ -217,6 +217,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_its_copy(
     assert load_model(started.folder.model)[1].model == "nets.py:Cell"
 
 
+@pytest.mark.slow
 def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
     tmp_path: Path, code: Path
 ) -> None:
