@@ -276,6 +276,26 @@ def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+def amplifying() -> nn.Module:
+    """Its recurrent weights are so large that it amplifies rounding."""
+    layer = nn.RNN(3, 32)
+    nn.init.normal_(layer.get_parameter("weight_hh_l0"), std=0.28)
+    return nn.Sequential(layer, nn.Linear(32, 2))
+
+
+def test_a_net_that_amplifies_rounding_is_held_to_its_own_rounding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, written = exported(tmp_path, amplifying, "net.onnx", steps=20_000)
+    assert written.verification is not None
+    own = written.verification.sensitivity
+    assert own is not None
+    assert 1e-5 < written.verification.error < 20 * own
+    monkeypatch.setattr(verify, "_MARGIN", 0)
+    with pytest.raises(ModelError, match="where its weights are rounded otherwise"):
+        exported(tmp_path, amplifying, "other.onnx", steps=20_000)
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize(
     "name", ["lstm two", "relu", pytest.param("cells", marks=pytest.mark.slow)]

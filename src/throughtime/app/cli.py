@@ -326,8 +326,10 @@ def export(
     written = export_run(RunFolder(run), out, to, check, steps)
     console.print(f"{', '.join(map(str, written.paths))} written")
     if written.verification is not None:
-        steps, error = written.verification
-        console.print(f"verified: {steps:,} steps, largest difference {error:.1g}")
+        steps_played, error, own = written.verification
+        line = f"verified: {steps_played:,} steps, largest difference {error:.1g}"
+        rounding = "" if own is None else f"; rounding alone makes one of {own:.1g} in this net"
+        console.print(line + rounding)
     for remark in written.remarks:
         console.print(remark)
 
