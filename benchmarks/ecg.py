@@ -25,7 +25,7 @@ import torch
 from throughtime.app.evaluate import evaluate_recordings, open_run
 from throughtime.app.model import one_thread
 from throughtime.app.run_folder import RunFolder
-from throughtime.predict import Evaluator
+from throughtime.evaluation import Evaluator
 
 COLUMNS = ("accuracy", "macro_f1", "f1[0]", "f1[1]", "f1[2]")
 
