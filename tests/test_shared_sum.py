@@ -17,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from processes import LOOPBACK, free_port, in_processes
 from throughtime.kernels import shared_sum
@@ -107,6 +107,7 @@ def work(rank: int, before: None) -> Iterator[tuple[str, Any]]:
             yield f"{size} {dtype}", summed(rank, size, dtype)
     yield "many", many(rank)
     shared = opened(3)
+    distributed.barrier()  # rank 0 removes the name after the others have opened it
     maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     yield "maps", [line for line in maps if "/dev/shm/throughtime-" in line]
     del shared
