@@ -48,7 +48,10 @@ fields = st.one_of(
         ]
     ),
 )
-texts = st.text(st.sampled_from('ab1,"\n\r é.'), max_size=6)
+# not such as 1,1: test_csv_dialect asks what its comma means
+texts = st.text(st.sampled_from('ab1,"\n\r é.'), max_size=6).filter(
+    lambda text: "," not in text or not set(text) <= set("1,. \n\r")
+)
 
 
 def quoted(rows: list[list[str]], end: str) -> str:
