@@ -205,8 +205,6 @@ class _Translator:
 
     def array(self, values: Tensor) -> Array:
         """A copy in float32."""
-        if not bool(values.isfinite().all()):
-            raise ModelError("a weight is not finite: the training diverged; take an earlier file")
         return values.detach().cpu().to(torch.float32, copy=True).numpy()
 
     def operations(self, call: TensorCall) -> Iterator[Operation]:

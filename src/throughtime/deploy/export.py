@@ -125,6 +125,7 @@ def export(
             f"{' or '.join(map(repr, dict.fromkeys(_SUFFIXES.values())))}"
         )
     example = _example(inputs)
+    _check_weights(net)
     if example.is_floating_point() and (w := next(net.parameters(), None)) is not None:
         example = example.to(w)
     chain: Chain | None = None
@@ -142,7 +143,7 @@ def export(
     if chain is None:
         files = {".onnx": write_scan(net, example, description, path.stem)}
     elif kind == "html":
-        signal = (example if recorded is None else recorded)[:, 0].numpy()
+        signal = (example if recorded is None else recorded)[:, 0].cpu().numpy()
         files = {".html": write_page(path.stem, [PageNet("", chain, description)], signal)}
     else:
         files = _WRITERS[kind](chain, description, path.stem)
@@ -152,14 +153,31 @@ def export(
         x = random_steps(description, steps)
         if recorded is not None:
             x = np.concatenate([x, recorded[:, 0].numpy().astype(x.dtype)])
-        with tempfile.TemporaryDirectory() as folder:
-            trial = [Path(folder) / p.name for p in named]
-            for temporary, content in zip(trial, named.values(), strict=True):
-                temporary.write_bytes(content)
-            verification = verify(net, kind, trial[0], description, x)
+        verification = _verify(net, kind, named, description, x)
     write_together(named)
     remarks = [*_remarks(kind, verification, steps), *_folding(chain, kind)]
     return Export(tuple(named), kind, verification, tuple(remarks))
+
+
+def _check_weights(net: Carried) -> None:
+    """Refuse weights that are NaN or infinite."""
+    for name, weight in net.module.named_parameters():
+        if not bool(weight.isfinite().all()):
+            raise ModelError(
+                f"the weight '{name}' is not finite: the training diverged. Take weights from"
+                " before that"
+            )
+
+
+def _verify(
+    net: Carried, kind: str, files: Mapping[Path, bytes], description: Mapping[str, Any], x: Array
+) -> Verification | None:
+    """Verify the files in a folder of their own, before they are where the user wants them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trial = [Path(folder) / path.name for path in files]
+        for temporary, content in zip(trial, files.values(), strict=True):
+            temporary.write_bytes(content)
+        return verify(net, kind, trial[0], description, x)
 
 
 def export_page(
@@ -255,7 +273,7 @@ def _net_ports(net: Carried, example: Tensor) -> _Ports:
             "name": name,
             "shape": ["B", *leaf.shape[1:]],
             "dtype": str(leaf.dtype).removeprefix("torch."),
-            "start": metadata.plain_numbers(leaf.cpu().numpy()),
+            "start": metadata.plain_numbers(leaf.detach().cpu().numpy()),
         }
         for name, leaf in zip(names, trees.tensors(state), strict=True)
     ]

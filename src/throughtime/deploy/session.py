@@ -197,7 +197,6 @@ class Session:
         """Runs lanes with missing steps alone, without these; others as if there were none."""
         before = self.state
         y = self._run(np.where(finite[:, :, None], x, 0))
-        y = y.copy()
         after = self.state
         for lane in np.flatnonzero(~finite.all(axis=0)).tolist():
             state = {
@@ -210,7 +209,7 @@ class Session:
                 if len(rows):
                     part, state = _run(self._runtime, x[rows, lane][:, None], state)
                     y[rows, lane] = part[:, 0]
-                if self.on_nan == "reset" and stop <= len(x) and not finite[stop - 1, lane]:
+                if self.on_nan == "reset" and not finite[stop - 1, lane]:
                     state = start
             for leaf in self._leaves:
                 after[leaf["name"]][_lanes_of(leaf, [lane])] = state[leaf["name"]]

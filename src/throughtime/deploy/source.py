@@ -288,7 +288,6 @@ def _uses(chain: Chain) -> dict[str, bool]:
     tangent = bool(cells - {RNN_RELU} or "tanh" in functions)
     decay = bool(functions & {"softmax", "log_softmax"})
     return {
-        "product": True,
         "sigmoid": sigmoid,
         "tangent": tangent,
         "decay": decay,
