@@ -78,7 +78,7 @@ arm:
 	qemu-aarch64-static -L /usr/aarch64-linux-gnu $(BUILD)/arm/check brief
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks.bench --docs docs/benchmarks.md $(BENCH)
+	$(BIN)/python -m benchmarks.bench --docs docs/reference/benchmarks.md $(BENCH)
 
 # An sdist, and a wheel for every Python; on Linux with the tag of the oldest system that can run it.
 wheel: $(INSTALLED)

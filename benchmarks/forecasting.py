@@ -3,10 +3,10 @@
     python benchmarks/forecasting.py [--ahead 1,24,168] [--seeds 0,1,2] [--out runs/forecasting]
     python benchmarks/forecasting.py --table
 
-Generates the data with the block of `docs/recipes/forecasting.md`, trains with its command for each
-number of hours and each seed, and scores the split `test`. Model and baselines are compared on the
-same steps, by `throughtime eval`. Writes `benchmarks/results/forecasting.json`; `--table` prints
-the table of the recipe from it. About 20 s for each run on one thread.
+Generates the data with the block of `docs/how-to/recipes/forecasting.md`, trains with its command
+for each number of hours and each seed, and scores the split `test`. Model and baselines are
+compared on the same steps, by `throughtime eval`. Writes `benchmarks/results/forecasting.json`;
+`--table` prints the table of the recipe from it. About 20 s for each run on one thread.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "recipes" / "forecasting.md"
+PAGE = ROOT / "docs" / "how-to" / "recipes" / "forecasting.md"
 RESULTS = Path(__file__).parent / "results" / "forecasting.json"
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/fsdd.py DATA [--labels last,word,voice] [--rows windows,stream]
         [--seeds 0,1,2] [--updates N] [--out runs/fsdd]
-    python benchmarks/fsdd.py --table [--picture
-    docs/recipes/fsdd.svg] [--out runs/fsdd]
+    python benchmarks/fsdd.py --table [--picture docs/how-to/recipes/fsdd.svg]
+        [--out runs/fsdd]
 
 DATA is the folder of the clips `{digit}_{speaker}_{index}.wav`
 (github.com/Jakobovski/free-spoken-digit-dataset, CC BY-SA 4.0). The training clips of a speaker

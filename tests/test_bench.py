@@ -42,7 +42,7 @@ pytestmark = [
     ),
 ]
 measure_module = sys.modules["benchmarks.bench.measure"]  # the package exports its function
-PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks.md"
 KEPT = Path(__file__).parent.parent / "benchmarks" / "results" / "bench.json"
 BASE = Case(
     "tiny",

@@ -625,7 +625,7 @@ if (!refused) throw new Error("two numbers are taken");
 
 
 def page_block(language: str) -> str:
-    page = Path(__file__).parent.parent / "docs" / "deploy.md"
+    page = Path(__file__).parent.parent / "docs" / "how-to" / "deploy.md"
     pattern = rf"^```{language}\n(.*?)^```"
     (block,) = re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE)
     return block

@@ -27,7 +27,7 @@ from throughtime.doctor.watcher import Watcher
 from throughtime.errors import ConfigError, DiagnosisError, ThroughtimeError
 from throughtime.testing import plugin
 
-PAGES = Path(__file__).parent.parent / "docs" / "doctor"
+PAGES = Path(__file__).parent.parent / "docs" / "reference" / "doctor"
 MARK = re.compile(r"# <- (TT\d{3})")
 STREAM = (
     torch.randn(120, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).cumsum(
@@ -413,7 +413,13 @@ def test_the_report_says_code_line_and_what_to_write() -> None:
     with contextlib.suppress(RuntimeError), doctor() as d:
         never_detached()
     (finding,) = d.findings
-    for part in ("TT101", f":{finding.line}", "write:", "h = h.detach()", "docs/doctor/TT101.md"):
+    for part in (
+        "TT101",
+        f":{finding.line}",
+        "write:",
+        "h = h.detach()",
+        "docs/reference/doctor/TT101.md",
+    ):
         assert part in str(d)
     with doctor() as d:
         train(STREAM[:24], "layer")

@@ -128,7 +128,7 @@ def test_an_error_in_a_with_block_has_its_findings_once_and_no_frame_of_the_doct
         fail_from_a_cause()
     text = "".join(traceback.format_exception(raised.value))
     assert text.count("tt.doctor: TT101") == 1
-    assert "throughtime/doctor" not in text.replace("docs/doctor", "")
+    assert "throughtime/doctor" not in text.replace("docs/reference/doctor", "")
     assert "in never_detached" in text
     assert "in fail_from_a_cause" in text
 

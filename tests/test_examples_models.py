@@ -342,7 +342,7 @@ def carried(name: str, lengths: Sequence[int], *, copies: bool) -> str:
 
 
 # chunks, chunks with what is saved copied, single steps, single steps with copies: the table of
-# docs/models.md
+# docs/how-to/models.md
 CARRIED = {
     "Mamba2": ("gradient", "gradient", "forward", "gradient"),
     "Qwen3NextGatedDeltaNet": ("forward", "gradient", "forward", "gradient"),

@@ -1,4 +1,4 @@
-"""docs/extending.md is true: its policy trains, resumes and runs from TOML; its format plays."""
+"""The page on extensions is true: its policy trains and resumes, its format plays."""
 
 import re
 import shlex
@@ -10,7 +10,7 @@ import pytest
 from test_docs import ROOT, small_ecg
 from throughtime.app.cli import main
 
-PAGE = ROOT / "docs" / "extending.md"
+PAGE = ROOT / "docs" / "how-to" / "extending.md"
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -80,7 +80,7 @@ def names_in_docs() -> set[str]:
 
 def names_in_reference() -> list[str]:
     """The names in the first column of the reference's tables."""
-    page = (DOCS / "reference.md").read_text(encoding="utf-8")
+    page = (DOCS / "reference" / "names.md").read_text(encoding="utf-8")
     return re.findall(r"^\| `tt\.(\w+)", page, re.MULTILINE)
 
 

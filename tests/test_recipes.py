@@ -11,7 +11,7 @@ import pytest
 from throughtime.app.cli import app, main
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ROOT / "docs" / "recipes"
+RECIPES = ROOT / "docs" / "how-to" / "recipes"
 DATA = ROOT.parent / "shared" / "data"
 COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4, "digits": 2, "forecasting": 3}
 SMALLER = (

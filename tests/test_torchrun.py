@@ -171,7 +171,9 @@ def test_two_agents_that_meet_as_on_two_machines_give_the_weights_of_one_process
 
 
 def test_the_scripts_that_the_page_starts_exist_and_accept_its_flags() -> None:
-    page = (EXAMPLE.parent.parent / "docs" / "distributed.md").read_text(encoding="utf-8")
+    page = (EXAMPLE.parent.parent / "docs" / "how-to" / "distributed.md").read_text(
+        encoding="utf-8"
+    )
     started = re.findall(r"(examples/\w+\.py)((?: --\w+(?: \d+)?)*)", page)
     assert {script for script, _ in started} >= {
         "examples/torchrun.py",

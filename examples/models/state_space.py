@@ -6,8 +6,8 @@ The cache of transformers is made for generation: it is written in place. For ev
 is filled with the state, so that the state stays a value, and copying into the cache keeps its
 graph: the gradient flows through it into the chunk before, as far as the horizon allows. Chunks of
 a single step take another path in the library, which overwrites what its own gradient needs; there
-a copy is saved. Other models of the library, and what they carry: docs/models.md. The scan is in
-float32 whatever the model.
+a copy is saved. Other models of the library, and what they carry: docs/how-to/models.md. The scan
+is in float32 whatever the model.
 
 The task: name the symbol of six steps ago, with an update every five steps.
 

@@ -64,7 +64,7 @@ def _policy_class(name: str) -> Callable[..., Policy]:
     if missing:
         raise ConfigError(
             f"gradient={name!r}: its class {policy_class.__name__} has no method {missing[0]};"
-            " docs/extending.md shows a policy"
+            " docs/how-to/extending.md shows a policy"
         )
     return policy_class
 

@@ -34,7 +34,7 @@ from throughtime.updates import updates
 FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
 LONGEST_STRIDE = 1_000  # no update ends among the shown steps of a longer one
 MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
-VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/trace.md
+VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/how-to/trace.md
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`tt.doctor`: what is wrong with a training loop of the user's own.
 
-`docs/extending.md` shows how to add a rule.
+`docs/how-to/extending.md` shows how to add a rule.
 """
 
 from throughtime.doctor.doctor import Doctor, doctor

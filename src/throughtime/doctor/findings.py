@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from throughtime.doctor._frames import SourceLine
 from throughtime.errors import ConfigError, DiagnosisError
 
-PAGES_URL = "https://github.com/throughtime/throughtime/blob/main/docs/doctor"
+PAGES_URL = "https://github.com/throughtime/throughtime/blob/main/docs/reference/doctor"
 
 CODES: dict[str, tuple[str, str]] = {
     "TT101": (

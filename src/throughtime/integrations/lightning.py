@@ -69,8 +69,8 @@ class StreamModule(AttachedModule):
     Raises:
         ConfigError: a setting out of its range.
 
-    Cost: Lightning's own, once per training step except for the optimizer's step; docs/lightning.md
-    has measurements.
+    Cost: Lightning's own, once per training step except for the optimizer's step;
+    docs/how-to/lightning.md has measurements.
 
     Example:
         >>> import torch, throughtime as tt
