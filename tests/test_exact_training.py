@@ -35,6 +35,7 @@ from strategies import (
     start,
     states_apart,
 )
+from throughtime import _device
 from throughtime.errors import ModelError, StateError
 from throughtime.gradient import _memory, _segments
 from throughtime.stream.recording import StepArrays
@@ -232,6 +233,7 @@ def test_sweep_that_puts_nothing_back_is_found_out(
     expected = held(changing(name), data, 7)
     assert swept(changing(name), data, policy).equals(expected) == ALL
     monkeypatch.setattr(module, attribute, broken)
+    monkeypatch.setattr(_device, attribute, broken, raising=False)
     results = swept(changing(name), data, policy).equals(expected)
     assert {part for part, same in results.items() if not same} == wrong
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from throughtime import state as trees
+from throughtime._device import is_accelerator
 from throughtime.carry.carried import device_of, refuse_wrappers
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Update
@@ -259,7 +260,7 @@ class _Message:
             dtype = torch.promote_types(dtype, of_weight.to_real())
         self._head = self._counts + len(layout)
         size = self._head + sum(sizes)
-        self._timeout = _gloo_timeout() if device.type == "cpu" else None
+        self._timeout = None if is_accelerator(device) else _gloo_timeout()
         with rank_errors():
             shared = None if self._timeout is None else SharedSum.open(size, dtype)
         self._sum = shared or _GroupSum(size, dtype, device)

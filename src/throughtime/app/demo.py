@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from throughtime._device import seed_generators
 from throughtime.app.audit import AuditReport
 from throughtime.app.model import one_thread
 from throughtime.app.report.page import DataTable
@@ -227,7 +228,7 @@ def _train(
     count: int,
     on_loss: Callable[[str, int, float], None],
 ) -> Carried:
-    torch.manual_seed(network.seed)
+    seed_generators(network.seed, torch.device("cpu"))
     net = carry(
         nn.Sequential(OrderedDict(lstm=nn.LSTM(1, HIDDEN), readout=nn.Linear(HIDDEN, len(MODES))))
     )

@@ -22,6 +22,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
+from throughtime._device import device_count, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.run_folder import to_cpu
 from throughtime.distributed import differing_keys
@@ -262,7 +263,7 @@ def _process_group(config: Config) -> Generator[torch.device]:
             variables = _own_variables(config)
             children = _start_others(config, variables)
         device = _join_group(config, variables)
-        if children is not None and device.type == "cuda":
+        if children is not None and is_accelerator(device):
             Thread(target=_end_with_others, args=(children,), daemon=True).start()
     except (RuntimeError, ValueError) as error:
         reason = error if isinstance(error, ConfigError) else str(error).partition("\n")[0]
@@ -384,20 +385,21 @@ def _end_with_others(children: ProcessContext) -> None:
 
 
 def _check_gpus(config: Config) -> None:
-    if config.device == "cuda" and torch.cuda.device_count() < config.devices:
-        raise ConfigError(f"this machine has {torch.cuda.device_count()} GPUs")
+    device = torch.device(config.device)
+    if is_accelerator(device) and device_count(device) < config.devices:
+        raise ConfigError(f"this machine has {device_count(device)} GPUs")
 
 
 def _join_group(config: Config, variables: dict[str, str]) -> torch.device:
     _check_gpus(config)
     device = torch.device(config.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(variables["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        device = torch.device(device.type, int(variables["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device)
     # torchrun's agent holds the store that env:// joins; elsewhere the first rank opens it.
     store = f"tcp://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
     distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        distributed.get_default_backend_for_device(device),
         "env://" if distributed.is_torchelastic_launched() else store,
         rank=int(variables["RANK"]),
         world_size=int(variables["WORLD_SIZE"]),

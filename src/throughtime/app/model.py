@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import _safetensors
+from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config, counted
 from throughtime.app.data_statistics import Statistics, class_name, sorted_classes
 from throughtime.app.recordings import DataLayout, SourceRecording
@@ -253,8 +254,8 @@ def check_memory(spec: ModelSpec, device: str) -> None:
 
 def _memory(device: str) -> int | None:
     """Bytes of a GPU, or of this machine; None where the system does not say."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if is_accelerator(torch.device(device)):
+        return device_bytes(torch.device(device))
     if sys.platform == "win32":
         return None
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

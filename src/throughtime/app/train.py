@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from throughtime._device import seed_generators
 from throughtime._files import write_atomically, write_together
 from throughtime.app import training_state
 from throughtime.app.config import Config
@@ -89,7 +90,7 @@ class Training:
         on_phase: OnPhase | None = None,
     ) -> None:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
-        torch.manual_seed(config.seed)
+        seed_generators(config.seed, torch.device(config.device))
         check_memory(dataset.spec, config.device)
         own = own_class(config)
         self.net = build_model(dataset.spec, own)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
+from throughtime._device import fork_rng
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._convention import (
     MISSING,
@@ -175,7 +176,7 @@ class BoundModule(Adapter):
         state: dict[str, State] = {}
         if self._hooks is not None:
             call = self.port_call(inputs, None, None)
-            with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+            with fork_rng(inputs.device):
                 self.invoke(inputs, None, None, call)
             state |= call.passed if call is not None else {}
         if isinstance(source, ArgumentState):

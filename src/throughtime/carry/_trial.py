@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from throughtime._device import fork_rng
+
 
 class HasModule(Protocol):
     """An adapter of one module."""
@@ -93,10 +95,9 @@ class ConstantRandomness(TorchFunctionMode):
 def quiet(device: torch.device) -> Generator[None]:
     """Random states are restored; no autocast, no warnings; cuDNN, which needs training, is off."""
     python = random.getstate()
-    devices = [device] if device.type == "cuda" else []
     try:
         with (
-            torch.random.fork_rng(devices),
+            fork_rng(device),
             torch.autocast(device.type, enabled=False),
             torch.backends.cudnn.flags(enabled=False),
             torch.inference_mode(False),

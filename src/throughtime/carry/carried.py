@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
+from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers
@@ -51,7 +52,6 @@ WRAPPERS = {
 }
 # The exceptions that a module raises for inputs or a state that do not fit it.
 MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
-CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
 
 
 class Carried(nn.Module):
@@ -186,7 +186,7 @@ class Carried(nn.Module):
                 " for each step and lane"
             )
         try:
-            if x.is_cuda or (resets is not None and not self.adapter.takes_resets()):
+            if cudnn_rules(x) or (resets is not None and not self.adapter.takes_resets()):
                 return self._run_split(x, state, resets)
             y, after = self.adapter.run(x, state, resets)
             return y, _as_entering(after, state) if torch.is_autocast_enabled(
@@ -199,10 +199,10 @@ class Carried(nn.Module):
             raise
 
     def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        """One call for each segment between resets, and for at most `CUDNN_STEPS` on CUDA."""
+        """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
         steps = x.shape[0]
         reset_steps = reset_positions(resets)
-        starts = segment_starts(steps, reset_steps, CUDNN_STEPS if x.is_cuda else steps)
+        starts = segment_starts(steps, reset_steps, CUDNN_STEPS if cudnn_rules(x) else steps)
         outputs: list[Tensor] = []
         for start, stop in pairwise([*starts, steps]):
             if resets is not None and start in reset_steps:

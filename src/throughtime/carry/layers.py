@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
+from throughtime._device import cudnn_rules
 from throughtime.carry._adapter import Adapter
 from throughtime.carry._explain import laws_line, state_shapes
 from throughtime.carry._laws import Laboratory
@@ -80,7 +81,7 @@ class LayerAdapter(Adapter):
             if is_single
             else (state[0].transpose(0, 1), state[1].transpose(0, 1))
         )
-        if x.is_cuda:  # cuDNN refuses a strided state
+        if cudnn_rules(x):  # which refuses a strided state
             entering = trees.map_leaves(Tensor.contiguous, entering)
         batch_first = self.module.batch_first
         options = () if resets is None else (resets.transpose(0, 1) if batch_first else resets,)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import Variable
 
+from throughtime._device import real_type
 from throughtime.errors import ConfigError
 
 STEP_NAME = re.compile(r"(?P<track>.+)\.(?P<leaf>[^.\[\]]+)(\[(?P<step>-?\d+)\])?")
@@ -106,9 +107,7 @@ def vector_norms(gradient: Tensor, dims: int) -> Tensor:
     In double precision where the device has it, since squares of small numbers vanish in single.
     """
     flat = gradient.flatten(dims) if gradient.dim() > dims else gradient.unsqueeze(dims)
-    kind = torch.float64 if flat.device.type != "mps" else torch.float32
-    if flat.is_complex():
-        kind = torch.complex128
+    kind = torch.complex128 if flat.is_complex() else real_type(flat)
     return torch.linalg.vector_norm(flat, dim=dims, dtype=kind)
 
 

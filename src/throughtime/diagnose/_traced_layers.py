@@ -26,6 +26,7 @@ from torch.autograd import forward_ad
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
+from throughtime._device import cudnn_rules
 from throughtime.diagnose._trace_record import History, Track, TrackRecord, is_batched
 from throughtime.diagnose._traced_call import PackedLayout, TracedCall
 from throughtime.errors import ConfigError, ModelError, listed
@@ -223,7 +224,7 @@ def _call_torch_layers(
     if not _needs_grad(x, *states, *weights):
         return func(x, *rest)
     dropout = dropout if train and layers > 1 else 0.0
-    if dropout and x.is_cuda:
+    if dropout and cudnn_rules(x):
         raise ModelError(
             f"dropout={dropout:g} between the layers from '{tracks[0].name}' on: cuDNN"
             " draws it inside its kernel, so a trace cannot repeat it. Trace in eval() mode or"

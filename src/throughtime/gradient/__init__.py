@@ -1,7 +1,7 @@
 """Gradient policies: how credit flows back through time."""
 
+from throughtime._device import generators, set_generators
 from throughtime.gradient._accumulated import Accumulation
-from throughtime.gradient._memory import generators, set_generators
 from throughtime.gradient.adaptive import Adaptive
 from throughtime.gradient.exact import Exact
 from throughtime.gradient.objective import LossFn, Objective, Scaler

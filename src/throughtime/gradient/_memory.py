@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
+from throughtime._device import fork_rng, generators, is_accelerator, pins_memory, set_generators
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, StateError, listed
@@ -87,7 +88,7 @@ class MemoryBudget:
             return min(self.chunk, steps)
         size = measure_graph(net, lambda n: first(min(n, steps)), state, objective)
         size = size._replace(step=size.step + size.fixed * gates / steps)
-        target = None if first(1).inputs.is_cuda else schedule.FASTEST_GRAPH
+        target = None if is_accelerator(first(1).inputs) else schedule.FASTEST_GRAPH
         return schedule.best_chunk(
             steps, size, schedule.bytes_in(self.memory), stored=self.offload is None, target=target
         )
@@ -243,7 +244,7 @@ class BoundaryStates:
         if self._offload is None:
             return leaf.new_empty(shape)
         if self._offload == "cpu":
-            return torch.empty(shape, dtype=leaf.dtype, pin_memory=leaf.is_cuda)
+            return torch.empty(shape, dtype=leaf.dtype, pin_memory=pins_memory(leaf))
         return _map_file(Path(self._offload), shape, leaf.dtype)
 
 
@@ -311,28 +312,6 @@ class RngSnapshots:
         _set_buffers(self.net, snapshot.buffers)
 
 
-def generators(device: torch.device) -> dict[str, Tensor]:
-    """The states of the random generators that a net on `device` uses."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-    elif device.type == "mps":
-        states["mps"] = torch.mps.get_rng_state()
-    return states
-
-
-def set_generators(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the random generators that a net on `device` uses.
-
-    A checkpoint may hold their states on another device.
-    """
-    torch.set_rng_state(states["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
-    if device.type == "mps" and "mps" in states:
-        torch.mps.set_rng_state(states["mps"].cpu())
-
-
 def _set_buffers(net: nn.Module, values: dict[str, Tensor]) -> None:
     """Restore buffers in place."""
     with torch.no_grad():
@@ -344,10 +323,9 @@ def _set_buffers(net: nn.Module, values: dict[str, Tensor]) -> None:
 @contextmanager
 def preserve_rng_and_buffers(net: nn.Module, device: torch.device) -> Generator[None]:
     """Restore random generators and buffers at the end of the block."""
-    random = generators(device)
     buffers = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
     try:
-        yield
+        with fork_rng(device):
+            yield
     finally:
-        set_generators(random, device)
         _set_buffers(net, buffers)

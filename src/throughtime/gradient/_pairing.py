@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from throughtime._device import generators, set_generators
 from throughtime.errors import ModelError
 
 R = TypeVar("R")
@@ -197,11 +198,6 @@ def check_rows(
 
     Cost: 10 to 20 microseconds for each operation of the call.
     """
-    from throughtime.gradient._memory import (
-        generators,
-        set_generators,
-    )  # it imports the objective, and so this module
-
     random = generators(rows.device)
     intended: list[tuple[object, ...]] = []
     while True:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from throughtime import state as trees
+from throughtime._device import fork_rng
 from throughtime.carry._adapter import Adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.layers import ChainAdapter, LayerAdapter
 from throughtime.carry.structure import Around, Structure, TensorCall, is_foreign, structure_of
-from throughtime.gradient._memory import generators, preserve_rng_and_buffers, set_generators
+from throughtime.gradient._memory import preserve_rng_and_buffers
 from throughtime.gradient._segments import tolerance
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
@@ -203,12 +204,11 @@ def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:
         own = parts.by_name(state) if parts.argument else state
         if type(own) is not dict or tuple(own) != parts.names:
             return False
-        random = generators(device)
         try:
-            y, after = net(x, state)
+            with fork_rng(device):
+                y, after = net(x, state)
         except MISFIT_ERRORS:  # a graph will raise the same
             return False
-        set_generators(random, device)
         z = x if parts.front is None else parts.front(x)
         ends: dict[str, State] = {}
         for name, layer in parts.layers.items():

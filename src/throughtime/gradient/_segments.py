@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
+from throughtime._device import fork_rng, real_type
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, ModelError
@@ -34,9 +35,7 @@ from throughtime.gradient._memory import (
     BoundaryStates,
     Offload,
     RngSnapshots,
-    generators,
     preserve_rng_and_buffers,
-    set_generators,
 )
 from throughtime.state import State
 
@@ -330,12 +329,10 @@ class CheckpointedPass:
         """
         if self._difference(index, outputs, after) is None:
             return
-        random = generators(self._rng.device)
-        self._rng.restore(index)
-        with torch.no_grad():
+        with fork_rng(self._rng.device), torch.no_grad():
+            self._rng.restore(index)
             state = self._states.get(index)
             outputs, after = self._forward_segment(index, chunk, chunk.inputs, state)
-        set_generators(random, self._rng.device)
         difference = self._difference(index, outputs, after)
         if difference is not None:
             raise ModelError(_not_repeated(*difference, *self.bounds[index : index + 2]))
@@ -399,9 +396,8 @@ def tolerance(leaf: Tensor) -> float:
 
 def wide(values: Tensor) -> Tensor:
     """The values in double precision, where the device has it."""
-    if values.is_complex():
-        return values if values.device.type == "mps" else values.to(torch.complex128)
-    return values.float() if values.device.type == "mps" else values.double()
+    kind = real_type(values)
+    return values.to(kind.to_complex() if values.is_complex() else kind)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from throughtime._device import fork_rng, seed_generators
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, LawError, ModelError
@@ -287,8 +288,8 @@ class _SeededPredictor:
 
     def __call__(self, inputs: Tensor, chunk: Chunk) -> Tensor:
         device = self.predictor.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(self.seed)
+        with fork_rng(device):
+            seed_generators(self.seed, device)
             resets = chunk.resets.to(device) if chunk.any_reset else None
             return self.predictor(inputs.to(device), resets).cpu()
 

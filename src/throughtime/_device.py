@@ -1,0 +1,117 @@
+"""What differs between devices: the only module that asks for the kind of a device.
+
+The CPU computes in the host's memory. An accelerator (CUDA, MPS, XPU or a backend of the user's)
+has memory and a random generator of its own, and the host waits whenever it reads a value from it.
+The rules of cuDNN's recurrent layers are kept on every accelerator: they cost little elsewhere, and
+no other device is known to need stricter ones. A tensor on the meta device holds no values.
+
+Every function touches the one device it is called with. `torch.manual_seed` and
+`torch.random.fork_rng()` touch all of them, also those that other programs use.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
+
+
+def device_type(value: Tensor | torch.device) -> str:
+    """The type of a tensor's device, or of a device: `cpu`, `cuda`, `mps`, `meta`, ..."""
+    return value.device.type if isinstance(value, Tensor) else value.type
+
+
+def is_accelerator(value: Tensor | torch.device) -> bool:
+    """Whether values are in another memory than the host's, and are computed while it goes on."""
+    return device_type(value) not in {"cpu", "meta"}
+
+
+def cudnn_rules(value: Tensor | torch.device) -> bool:
+    """Whether recurrent layers are held to what cuDNN's kernels accept.
+
+    At most `CUDNN_STEPS` steps and no resets in one call; contiguous states; dropout between
+    layers is drawn inside the kernel.
+    """
+    return is_accelerator(value)
+
+
+def real_type(value: Tensor | torch.device) -> torch.dtype:
+    """The widest real type of the device: float64, which MPS lacks."""
+    return torch.float32 if device_type(value) == "mps" else torch.float64
+
+
+def pins_memory(value: Tensor | torch.device) -> bool:
+    """Whether the host can pin memory, so that copies to this device need not be waited for."""
+    return is_accelerator(value) and _pins_memory(device_type(value))
+
+
+@cache
+def _pins_memory(kind: str) -> bool:
+    current = torch.accelerator.current_accelerator()
+    if current is None or current.type != kind:  # torch pins memory for this one alone
+        return False
+    try:
+        return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
+    except RuntimeError:  # a backend without an allocator of pinned memory
+        return False
+
+
+def device_count(device: torch.device) -> int:
+    """The accelerators of this type on this machine; 0 where torch has no such backend."""
+    query = _backend(device, "device_count")
+    return 0 if query is None else query()
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """The size of an accelerator's memory; None for the CPU, or where the backend does not say."""
+    query = _backend(device, "mem_get_info")
+    return None if query is None else query(device)[1]
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of the random generators that a net on `device` uses, by the type of device."""
+    states = {"cpu": torch.get_rng_state()}
+    get_state = _backend(device, "get_rng_state")
+    if get_state is not None:
+        states[device.type] = get_state(device)
+    return states
+
+
+def set_generators(states: dict[str, Tensor], device: torch.device) -> None:
+    """Restore the random generators that a net on `device` uses.
+
+    A checkpoint may hold their states on another device, or those of another type of device.
+    """
+    torch.set_rng_state(states["cpu"].cpu())
+    set_state = _backend(device, "set_rng_state")
+    if set_state is not None and device.type in states:
+        set_state(states[device.type].cpu(), device)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the random generators that a net on `device` uses."""
+    torch.default_generator.manual_seed(seed)
+    set_state = _backend(device, "set_rng_state")
+    if set_state is not None:
+        generator = torch.Generator(device)
+        set_state(generator.manual_seed(seed).get_state(), device)
+
+
+@contextmanager
+def fork_rng(device: torch.device) -> Generator[None]:
+    """Restore the random generators that a net on `device` uses at the end of the block."""
+    states = generators(device)
+    try:
+        yield
+    finally:
+        set_generators(states, device)
+
+
+def _backend(device: torch.device, name: str) -> Any:
+    """A function of torch's module for an accelerator (`torch.cuda`); None if there is none."""
+    module = getattr(torch, device.type, None) if is_accelerator(device) else None
+    return getattr(module, name, None)

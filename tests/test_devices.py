@@ -1,0 +1,151 @@
+"""One module asks for the kind of a device, and only the device in use is touched.
+
+Laws of the numbers on another device than the CPU are in `tests/device`.
+"""
+
+import ast
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+import throughtime as tt
+from throughtime import _device
+from throughtime.carry import _trial
+from throughtime.testing import check_no_leak, leaks
+
+SOURCES = Path(tt.__file__).parent
+KINDS = {"cuda", "mps", "xpu"}
+# attributes of tensors and of torch's modules that ask for a kind, or touch every device
+ASKING = {"is_cuda", "is_mps", "is_xpu", "manual_seed_all", "get_rng_state_all", "synchronize"}
+# of torch itself
+GLOBAL = KINDS | {"manual_seed", "seed", "random"}
+
+
+def questions(source: str) -> Iterator[str]:
+    """The expressions that ask for a kind of device, or touch all devices."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(attr=name) if name in ASKING:
+                yield ast.unparse(node)
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in GLOBAL:
+                yield ast.unparse(node)
+            case ast.Compare(left=ast.Attribute(attr="type")):
+                named = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                if named & KINDS:
+                    yield ast.unparse(node)
+            case _:
+                pass
+
+
+def test_one_module_asks_for_the_kind_of_a_device() -> None:
+    asked = {
+        str(path.relative_to(SOURCES)): expressions
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path.name != "_device.py"
+        and (expressions := list(questions(path.read_text(encoding="utf-8"))))
+    }
+    assert not asked, asked
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x.is_cuda",
+        "device.type == 'cuda'",
+        "x.device.type in {'cpu', 'mps'}",
+        "torch.cuda.synchronize()",
+        "torch.random.fork_rng()",
+        "torch.manual_seed(0)",
+    ],
+)
+def test_questions_are_recognised(line: str) -> None:
+    assert list(questions(line))
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with GPUs that no test may touch."""
+
+    def touched(*_: Any) -> NoReturn:
+        raise AssertionError("a GPU was touched, and the net is on the CPU")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, touched)
+
+
+def net_with_dropout() -> tt.Carried:
+    return tt.carry(nn.Sequential(nn.LSTM(3, 4, 2, dropout=0.3), nn.Dropout(0.2), nn.Linear(4, 1)))
+
+
+def stream() -> tt.Stream:
+    recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randn(n, 1)} for n in (30, 20)]
+    return tt.Stream(recordings, lanes=2, chunk=10)
+
+
+def train_and_check() -> None:
+    net = net_with_dropout()
+    policies: list[Any] = [tt.Exact(), tt.Truncated(5, 15)]
+    for policy in policies:
+        losses = [u.loss for u in tt.updates(net, stream(), nn.MSELoss(), gradient=policy)]
+        assert losses
+    check_no_leak(stream(), net)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+def test_a_net_on_the_cpu_touches_no_gpu() -> None:
+    train_and_check()
+
+
+@contextmanager
+def every_device(_: torch.device) -> Generator[None]:
+    with torch.random.fork_rng():
+        yield
+
+
+def every_seed(seed: int, _: torch.device) -> None:
+    torch.manual_seed(seed)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA reports")
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("module", "name", "mutant"),
+    [
+        (_trial, "fork_rng", every_device),
+        (leaks, "fork_rng", every_device),
+        (leaks, "seed_generators", every_seed),
+    ],
+)
+def test_touching_every_gpu_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutant: Any
+) -> None:
+    monkeypatch.setattr(module, name, mutant)
+    with pytest.raises(AssertionError, match="a GPU was touched"):
+        train_and_check()
+
+
+def test_forked_generators_return_to_their_state() -> None:
+    cpu = torch.device("cpu")
+    before = torch.get_rng_state()
+    with _device.fork_rng(cpu):
+        _device.seed_generators(7, cpu)
+        drawn = torch.rand(3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(7)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_kinds_of_devices() -> None:
+    kinds = ("cpu", "meta", "cuda", "mps")
+    devices = [torch.device(kind) for kind in kinds]
+    assert [_device.is_accelerator(device) for device in devices] == [False, False, True, True]
+    assert [_device.real_type(d) for d in devices] == [torch.float64] * 3 + [torch.float32]
+    assert _device.device_bytes(devices[0]) is None
+    assert _device.device_count(devices[0]) == 0
