@@ -11,10 +11,10 @@ NAMED := pyproject.toml constraints.txt
 COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
 CHECKED := cmake -S . -DCHECK=ON
 
-.PHONY: demo test test-all test-oldest check format lint names types imports sanitize arm bench wheel clean help
+.PHONY: demo docs test test-all test-oldest check format lint names types imports sanitize arm bench wheel clean help
 
 help:
-	@echo "make demo | test | test-all | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
+	@echo "make demo | docs | test | test-all | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
 
 # If only C++ has changed, the dependencies are not installed again.
 $(INSTALLED): $(NAMED) $(COMPILED)
@@ -59,6 +59,13 @@ types: $(INSTALLED)
 
 imports: $(INSTALLED)
 	$(BIN)/lint-imports --no-cache
+
+# The site in English, and in Chinese with what is translated; every warning is an error.
+SITE := $(BUILD)/site
+SPHINX := $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2
+docs: $(INSTALLED)
+	$(SPHINX) --doctree-dir $(BUILD)/doctrees/en docs $(SITE)
+	$(SPHINX) --doctree-dir $(BUILD)/doctrees/zh_CN --define language=zh_CN docs $(SITE)/zh_CN
 
 check: lint names types imports test
 

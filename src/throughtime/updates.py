@@ -42,7 +42,7 @@ def updates(
     Args:
         net: made by `tt.carry`.
         stream: a `tt.Stream` (any chunk length: the policy cuts as it needs), or any iterable of
-            adjacent `Chunk`s. It starts its epoch again unless `state` is given or a `state_dict`
+            adjacent chunks. It starts its epoch again unless `state` is given or a `state_dict`
             was loaded.
         loss_fn: any function of outputs `(N, C)` and targets that returns their mean loss, as
             `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of the update.
@@ -58,7 +58,7 @@ def updates(
             an epoch. Ranks reduce once for all of them.
 
     Returns:
-        An iterator of `Update`s. A stride without any valid step carries the state and yields
+        An iterator over `Update` objects. A stride with no valid step carries the state and yields
         nothing.
 
     Raises:

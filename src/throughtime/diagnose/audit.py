@@ -41,7 +41,7 @@ from throughtime.gradient._segments import Verify, check_verify, wide
 from throughtime.state import State
 
 BLOCKS = 16  # of steps; every other one is in the same half
-NOISY = math.sqrt(0.5)  # from here on, half of |g|^2 or more is sampling noise
+NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
 WIDTH = 80  # characters of a line of text under the table
 SHORTER_STRIDE = (
     "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
@@ -65,9 +65,9 @@ class Truncation:
     Attributes:
         horizon: steps that credit may flow back.
         stride: steps between two updates.
-        bias: |g_h - g| / |g|, over all parameters.
+        bias: `|g_h - g| / |g|`, over all parameters.
         cosine: of the angle between g_h and g.
-        norm: |g_h| / |g|.
+        norm: `|g_h| / |g|`.
         updates: updates in the stretch; a stride without a step that counts makes none.
         by_parameter: the bias of each parameter by itself, by its name.
     """
@@ -89,9 +89,9 @@ class Audit:
         steps: audited steps of every lane.
         lanes: B.
         loss: mean loss of the stretch.
-        norm: |g|, the norm of the exact gradient.
+        norm: `|g|`, the norm of the exact gradient.
         rows: one for each horizon, the shortest first.
-        noise: sampling noise of g relative to |g|; see `is_noisy`.
+        noise: sampling noise of g relative to `|g|`; see `is_noisy`.
     """
 
     steps: int
@@ -153,7 +153,7 @@ class Audit:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether half of |g|^2 or more is sampling noise, so that relative biases are noise."""
+        """Whether half of `|g|^2` or more is sampling noise, so that relative biases are noise."""
         return self.noise >= NOISY
 
     def as_dict(self) -> dict[str, Any]:

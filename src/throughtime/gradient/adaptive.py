@@ -68,8 +68,8 @@ class Adaptive:
     from the shortest horizon. A checkpoint contains it.
 
     Args:
-        tolerance: largest relative bias |g_h - g| / |g|; one of d costs 1 / (1 - d) times the steps
-            (Aicher et al., theorem 2).
+        tolerance: largest relative bias `|g_h - g| / |g|`; one of d costs 1 / (1 - d) times the
+            steps (Aicher et al., theorem 2).
         min: shortest horizon; never less, whatever is measured.
         max: longest horizon.
         stride: steps between two updates, at most `min`; default: the horizon, as in

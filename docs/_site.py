@@ -1,0 +1,101 @@
+"""A Sphinx extension with what the site needs besides: links of inline code, and equations.
+
+The pages stay plain Markdown: `tt.Stream` in backticks becomes a link to its page of the API, and
+an equation becomes MathML, which browsers show without a script and without a network.
+"""
+
+import re
+from textwrap import indent
+from typing import Any
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx import addnodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms.post_transforms import SphinxPostTransform
+
+import throughtime
+
+_CODE = re.compile(r"(tt|torch|nn)((?:\.\w+)+)(?:\(.*\))?", re.DOTALL)
+_PACKAGES = {"tt": "throughtime", "torch": "torch", "nn": "torch.nn"}
+
+
+class CodeLinks(SphinxPostTransform):
+    """Inline code that is a name of throughtime or torch, with or without a call, as a link."""
+
+    default_priority = 5  # before references are resolved
+
+    def run(self, **_: Any) -> None:
+        for literal in list(self.document.findall(nodes.literal)):
+            named = _CODE.fullmatch(literal.astext())
+            if named is None or isinstance(literal.parent, nodes.reference | addnodes.pending_xref):
+                continue
+            target = _PACKAGES[named[1]] + named[2]
+            link = addnodes.pending_xref(
+                "",
+                refdomain="py",
+                reftype="obj",
+                reftarget=target,
+                refexplicit=True,
+                refdoc=self.env.current_document.docname,
+                refwarn=False,
+            )
+            literal.replace_self(link)
+            link += literal
+
+
+def find_public(
+    app: Sphinx, env: BuildEnvironment, node: addnodes.pending_xref, content: nodes.TextElement
+) -> nodes.Element | None:
+    """The page of a name that a docstring or a signature writes by its module, or as `tt.name`."""
+    target = str(node.get("reftarget", ""))
+    last = target.removeprefix("tt.").removeprefix("throughtime.").rpartition(".")[2]
+    names = [target.replace("tt.", "throughtime.", 1)] if target.startswith("tt.") else []
+    if last in throughtime.__all__:
+        names.append(f"throughtime.{last}")
+    for name in names:
+        if name != target:
+            domain = env.domains.python_domain
+            result = domain.resolve_xref(
+                env, str(node["refdoc"]), app.builder, "obj", name, node, content
+            )
+            if result is not None:
+                return result
+    return None
+
+
+def keep_diagrams(
+    _app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]
+) -> None:
+    """Trees and equations in a module docstring, which are indented or drawn, as they are."""
+    if what != "module":
+        return
+    blocks = "\n".join(lines).split("\n\n")
+    for number, block in enumerate(blocks):
+        if block.startswith("    ") or "├──" in block:
+            blocks[number] = ".. code-block:: text\n\n" + indent(block, "    ")
+    lines[:] = "\n\n".join(blocks).split("\n")
+
+
+def visit_math(self: Any, node: nodes.math) -> None:
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def visit_math_block(self: Any, node: nodes.math_block) -> None:
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def leave_out(self: Any, node: nodes.Node) -> None:
+    """The visitors leave nothing to close."""
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    app.add_post_transform(CodeLinks)
+    app.connect("missing-reference", find_public)
+    app.connect("autodoc-process-docstring", keep_diagrams)
+    app.add_node(nodes.math, override=True, html=(visit_math, leave_out))
+    app.add_node(nodes.math_block, override=True, html=(visit_math_block, leave_out))
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
