@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     from throughtime.carry import Carried, carry
     from throughtime.chunk import Chunk
     from throughtime.deploy.export import Export, export
-    from throughtime.diagnose import Audit, Reach, Trace, audit, reach, trace
+    from throughtime.diagnose import (
+        Audit,
+        Reach,
+        SettlingTime,
+        Trace,
+        audit,
+        reach,
+        settling_time,
+        trace,
+    )
     from throughtime.diagnose.draw import Drawing, draw
     from throughtime.doctor import Doctor, Finding, doctor
     from throughtime.evaluation import Evaluation, Evaluator, evaluate
@@ -57,6 +66,7 @@ __all__ = [
     "Randomized",
     "Reach",
     "Recording",
+    "SettlingTime",
     "Stream",
     "Trace",
     "Truncated",
@@ -82,6 +92,7 @@ __all__ = [
     "recording",
     "recordings",
     "rollout",
+    "settling_time",
     "state",
     "testing",
     "trace",
@@ -96,7 +107,16 @@ _EXPORTS = {
     "carry": ("Carried", "carry"),
     "chunk": ("Chunk",),
     "deploy.export": ("Export", "export"),
-    "diagnose": ("Audit", "Reach", "Trace", "audit", "reach", "trace"),
+    "diagnose": (
+        "Audit",
+        "Reach",
+        "SettlingTime",
+        "Trace",
+        "audit",
+        "reach",
+        "settling_time",
+        "trace",
+    ),
     "diagnose.draw": ("Drawing", "draw"),
     "doctor": ("Doctor", "Finding", "doctor"),
     "evaluation": ("Evaluation", "Evaluator", "evaluate"),

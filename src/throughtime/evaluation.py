@@ -32,9 +32,8 @@ from throughtime.metrics import (
 )
 from throughtime.predict import Predictor
 from throughtime.stream import Stream
-from throughtime.stream.sources import Recordings, as_recordings
-
-_LANES, _CHUNK = 64, 512  # of an evaluation whose recordings are no stream
+from throughtime.stream.sources import Recordings
+from throughtime.stream.stream import whole_stream
 
 L = TypeVar("L", Tensor, None)
 
@@ -122,19 +121,12 @@ def evaluate(
         >>> tt.evaluate(net, stream, metrics=tt.metrics.Regression()).loss is None
         True
     """
-    stream = data if isinstance(data, Stream) else _whole(data)
+    stream = data if isinstance(data, Stream) else whole_stream(data)
     evaluator = Evaluator(net, loss_fn, metrics=metrics)
     evaluator.check(stream)
     for chunk in stream:
         evaluator.add(chunk)
     return evaluator.result(stream)
-
-
-def _whole(recordings: Recordings) -> Stream:
-    """A stream that cuts none of the recordings."""
-    played = as_recordings(recordings)
-    lanes = min(max(1, len(played)), _LANES)
-    return Stream(played, lanes, _CHUNK, seed=None, rank=0, ranks=1)
 
 
 def warn_of_cuts(stream: Stream) -> None:

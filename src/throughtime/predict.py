@@ -12,10 +12,10 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried
+from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried, running
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import shards_of, unsharded_weights
 from throughtime.errors import ConfigError, DataError, RunError, StateError
@@ -375,20 +375,6 @@ class Predictor:
             StateError: the file holds no state of this net and lane count.
         """
         self.state = trees.load(path, trees.detach(self.net.initial_state(self.lanes, like=like)))
-
-
-@contextmanager
-def running(net: nn.Module) -> Generator[None]:
-    """Evaluation mode without a graph; every submodule gets its own mode back."""
-    modes = [m for m in net.modules() if m.training]
-    for m in modes:
-        m.training = False
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for m in modes:
-            m.training = True
 
 
 def _nan_message(finite: Tensor) -> str:

@@ -31,12 +31,12 @@ from throughtime.app.user_class import (
     model_arguments,
 )
 from throughtime.app.values import weights_by_class
-from throughtime.carry.carried import Carried, carry
+from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine
-from throughtime.predict import predict, running
+from throughtime.predict import predict
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.formats.table import Array

@@ -11,7 +11,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -351,6 +352,20 @@ def dtype_of(net: nn.Module) -> torch.dtype | None:
     """The type of the weights, float32 or float64; `None` for others, and where they differ."""
     types = {weight.dtype for weight in net.parameters() if weight.is_floating_point()}
     return types.pop() if len(types) == 1 and types <= {torch.float32, torch.float64} else None
+
+
+@contextmanager
+def running(net: nn.Module) -> Generator[None]:
+    """Evaluation mode without a graph; every submodule gets its own mode back."""
+    modes = [m for m in net.modules() if m.training]
+    for m in modes:
+        m.training = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for m in modes:
+            m.training = True
 
 
 def refuse_wrappers(net: nn.Module) -> None:

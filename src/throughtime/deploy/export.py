@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._files import write_together
-from throughtime.carry.carried import Carried, require_carried
+from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import metadata
 from throughtime.deploy.audio import write_nam, write_rtneural
 from throughtime.deploy.chain import Array, Chain, Pointwise, Rescale, read_chain
@@ -25,7 +25,6 @@ from throughtime.deploy.scan import write_scan
 from throughtime.deploy.source import write_c, write_javascript
 from throughtime.deploy.verify import Verification, random_steps, verify
 from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.predict import running
 from throughtime.state import State
 
 Format: TypeAlias = Literal["onnx", "c", "js", "html", "nam", "rtneural"]

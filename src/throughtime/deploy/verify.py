@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, running
 from throughtime.deploy.audio import play_nam, play_rtneural
 from throughtime.deploy.chain import Array
 from throughtime.deploy.session import Session
 from throughtime.deploy.source import identifier
 from throughtime.errors import MissingExtraError, ModelError
-from throughtime.predict import running
 
 C_FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off")
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}  # relative to the largest output above 1

@@ -27,6 +27,7 @@ from throughtime.stream.sources import Recordings, as_recordings
 
 NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
+_MOST_LANES = 64  # of recordings that are not cut
 _SAMPLED = 32  # recordings that ranks compare, at most
 
 
@@ -483,6 +484,12 @@ class Stream:
             " of the recordings anew each epoch, reads ahead with workers=..., and plays on each"
             " rank of torch.distributed its own"
         )
+
+
+def whole_stream(recordings: Recordings, chunk: int = 512) -> Stream:
+    """A stream that cuts none of the recordings, up to 64 side by side, all on this rank."""
+    played = as_recordings(recordings)
+    return Stream(played, min(max(1, len(played)), _MOST_LANES), chunk, seed=None, rank=0, ranks=1)
 
 
 def _request(schedule: LaneSchedule, start: int, stop: int) -> ReadRequest:

@@ -1,0 +1,269 @@
+"""The settling time of a cold start, against closed forms and against whole recordings.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.diagnose.settling import ColdStart
+from throughtime.errors import ConfigError, DataError, ModelError, RunError
+
+WIDE = torch.float64
+
+
+class Leaky(nn.Module):
+    """h' = a h + x; the outputs are h'."""
+
+    def __init__(self, decay: float) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.tensor(decay, dtype=WIDE))
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.decay.new_zeros(lanes, 1)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for row in x:
+            h = self.decay * h + row
+            outputs.append(h)
+        return torch.stack(outputs), h
+
+
+class Rotating(nn.Module):
+    """A damped rotation, one coordinate of which is the output: its difference crosses zero."""
+
+    def __init__(self, decay: float, angle: float) -> None:
+        super().__init__()
+        turn = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
+        self.turn = nn.Parameter(decay * torch.tensor(turn, dtype=WIDE))
+        self.start = nn.Parameter(torch.tensor([0.5, -0.5], dtype=WIDE))
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.start.expand(lanes, 2)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for row in x:
+            h = h @ self.turn + row
+            outputs.append(h[:, :1])
+        return torch.stack(outputs), h
+
+
+def readout(layer: nn.Module) -> tt.Carried:
+    torch.manual_seed(1)
+    return tt.carry(nn.Sequential(layer, nn.Linear(8, 2)).to(WIDE))
+
+
+def signals(*lengths: int, width: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(n, width, dtype=WIDE, generator=generator) for n in lengths]
+
+
+def steps_by_definition(
+    net: tt.Carried, signal: Tensor, start: ColdStart, limit: float
+) -> int | None:
+    """Both runs by themselves, and the last compared step at which they differ."""
+    position, stop = start.position, start.position + start.compared
+    carried, _ = tt.predict(net, signal)
+    cold, _ = tt.predict(net, signal[position:stop])
+    apart = (cold - carried[position:stop]).abs().amax(1) > limit
+    last = max((k for k, wrong in enumerate(apart.tolist()) if wrong), default=-1)
+    return None if last + 1 == start.compared else last + 1
+
+
+@pytest.mark.parametrize("decay", [0.5, 0.9, 0.97])
+def test_a_leaky_integrator_settles_by_the_closed_form(decay: float) -> None:
+    net, (signal,) = tt.carry(Leaky(decay)), signals(900)
+    result = tt.settling_time(net, signal, span=400, starts=8, tolerance=1e-3, scale=1.0)
+    carried, _ = tt.predict(net, signal)
+    for start in result.starts:
+        first = decay * float(carried[start.position - 1].abs())  # the first difference
+        steps = max(0, math.ceil(math.log(1e-3 / first) / math.log(decay)))
+        assert start.steps == steps
+    assert result.maximum == max(n for n in result.steps if n is not None)
+    assert len(set(result.steps)) > 2
+    assert not result.unsettled
+
+
+@pytest.mark.parametrize("kind", ["gru", "rotating", "leaky"])
+def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) -> None:
+    nets = {
+        "gru": lambda: readout(nn.GRU(1, 8)),
+        "rotating": lambda: tt.carry(Rotating(0.99, 0.3)),
+        "leaky": lambda: tt.carry(Leaky(0.995)),
+    }
+    net = nets[kind]()
+    recordings = signals(4600, 90, 3, 2, 1, width=2 if kind == "rotating" else 1)
+    result = tt.settling_time(net, recordings, starts=12, span=1500, scale=1.0)
+    by_name = {str(i): recording for i, recording in enumerate(recordings)}
+    assert {len(by_name[start.recording]) for start in result.starts} == {4600, 90, 3, 2}
+    for start in result.starts:
+        signal = by_name[start.recording]
+        assert start.steps == steps_by_definition(net, signal, start, 0.01)
+        assert start.position >= min(1500, max(1, len(signal) // 3))
+        assert start.compared == min(1500, len(signal) - start.position)
+    assert len({start.position for start in result.starts if start.compared == 1500}) > 2
+
+
+def test_a_net_without_memory_settles_at_once() -> None:
+    net = tt.carry(nn.Sequential(nn.RNN(1, 8), nn.Linear(8, 2)))
+    with torch.no_grad():
+        net.get_parameter("module.0.weight_hh_l0").zero_()
+    result = tt.settling_time(net, [x.float() for x in signals(500, 300)], span=100)
+    assert set(result.steps) == {0}
+    assert set(result.quantiles.values()) == {0}
+    assert result.remembrance[0] < 1e-6
+
+
+def test_an_unbounded_counter_never_settles() -> None:
+    net, signal = tt.carry(Leaky(1.0)), torch.ones(3000, 1, dtype=WIDE)
+    result = tt.settling_time(net, signal, starts=9)
+    assert result.steps == (None,) * 9
+    assert result.quantiles == dict.fromkeys((0.5, 0.9, 0.99, 1.0))
+    assert (result.median, result.maximum, result.unsettled) == (None, None, 9)
+    assert "9 of them had not settled" in repr(result)
+    assert "maximum not settled" in str(result)
+
+
+def test_some_may_not_have_settled_and_the_quantiles_say_so() -> None:
+    net, (long, short) = tt.carry(Leaky(0.9)), signals(2000, 20)
+    result = tt.settling_time(net, [long, short], starts=8, span=200, tolerance=1e-3, scale=1.0)
+    assert result.unsettled == 4  # those of the short recording
+    assert [start.recording for start in result.starts if start.steps is None] == ["1"] * 4
+    assert result.median is not None
+    assert result.quantiles[0.9] is None
+    assert result.maximum is None
+    ordered = sorted(n for n in result.steps if n is not None)
+    assert result.median == ordered[3]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 5000])
+def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
+    net, recordings = readout(nn.LSTM(1, 8)), signals(700, 400, 300)
+    whole = tt.settling_time(net, recordings, span=100, starts=10)
+    stream = tt.Stream(recordings, lanes=3, chunk=chunk, seed=None)
+    result = tt.settling_time(net, stream, span=100, starts=10)
+    assert result == whole
+    assert stream.position == 0
+
+
+def test_lanes_are_independent() -> None:
+    net, (one, two, other) = readout(nn.GRU(1, 8)), signals(700, 400, 400)
+    first, second = (
+        tt.settling_time(net, [one, with_], span=100, starts=10, scale=1.0)
+        for with_ in (two, 100 * other)
+    )
+    assert first.starts[:5] == second.starts[:5]
+    assert first.starts[5:] != second.starts[5:]
+
+
+def test_lanes_that_play_several_recordings_are_reset_between_them() -> None:
+    net, recordings = readout(nn.GRU(1, 8)), signals(300, 200, 250, 150)
+    stream = tt.Stream(recordings, lanes=2, chunk=50, seed=3)
+    result = tt.settling_time(net, stream, span=60, starts=20, scale=1.0)
+    for start in result.starts:
+        signal = recordings[int(start.recording)]
+        assert start.steps == steps_by_definition(net, signal, start, 0.01)
+    assert len({start.recording for start in result.starts}) == 4
+
+
+def test_the_tolerance_is_relative_to_the_deviation_of_the_outputs() -> None:
+    net, (signal,) = tt.carry(Leaky(0.97)), signals(2000)
+    small = tt.settling_time(net, signal, span=500)
+    large = tt.settling_time(net, 1000 * signal, span=500)
+    assert large.steps == small.steps
+    assert large.scale == pytest.approx(1000 * small.scale)
+    carried, _ = tt.predict(net, signal)
+    assert small.scale == pytest.approx(float(carried.std()), rel=0.2)
+    coarse = tt.settling_time(net, signal, span=500, tolerance=0.1)
+    assert (coarse.median or 0) < (small.median or 0)
+
+
+def test_effective_remembrance_falls_as_the_leak_does() -> None:
+    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
+    result = tt.settling_time(net, signal, span=100)
+    curve = result.remembrance
+    assert list(curve) == [0, 1, 2, 4, 8, 16, 32, 64]
+    for age in (1, 8, 64):
+        assert curve[age] == pytest.approx(curve[0] * 0.9**age, rel=1e-6)
+
+
+def test_the_seed_draws_the_positions() -> None:
+    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
+    one, same, other = (
+        tt.settling_time(net, signal, span=100, starts=4, seed=seed) for seed in (0, 0, 1)
+    )
+    assert one == same
+    assert one.starts != other.starts
+    assert all(100 <= start.position <= 1900 for start in one.starts)
+
+
+def test_only_the_first_steps_are_played_if_asked() -> None:
+    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
+    signal[1000:] = math.nan
+    result = tt.settling_time(net, signal, span=100, steps=500)
+    assert max(start.position + start.compared for start in result.starts) <= 500
+
+
+def test_inputs_that_are_not_finite_are_refused_or_masked_as_by_a_stream() -> None:
+    net, (signal,) = tt.carry(Leaky(0.9)), signals(400)
+    signal[150] = math.nan
+    with pytest.raises(DataError, match="step 150"):
+        tt.settling_time(net, signal, span=100)
+    stream = tt.Stream(signal, lanes=1, chunk=50, missing="mask")
+    assert tt.settling_time(net, stream, span=100).unsettled == 0
+
+
+def test_a_net_that_diverges_is_named() -> None:
+    with pytest.raises(RunError, match="carried run is NaN or infinite"):
+        tt.settling_time(tt.carry(Leaky(9.0)), signals(2000)[0])
+
+
+def test_a_recording_of_one_step_has_no_past() -> None:
+    with pytest.raises(DataError, match="two steps or more"):
+        tt.settling_time(tt.carry(Leaky(0.9)), signals(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"starts": 0}, "starts"),
+        ({"span": 0}, "span"),
+        ({"steps": 0}, "steps"),
+        ({"tolerance": 0.0}, "tolerance"),
+        ({"tolerance": math.nan}, "tolerance"),
+        ({"scale": -1.0}, "scale"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tt.settling_time(tt.carry(Leaky(0.9)), signals(100)[0], **settings)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_bare_module_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"tt\.carry"):
+        tt.settling_time(nn.GRU(1, 8), signals(100)[0])  # pyright: ignore[reportArgumentType]
+
+
+def test_the_net_and_the_random_numbers_stay_as_they_were() -> None:
+    net = tt.carry(nn.Sequential(nn.GRU(1, 8), nn.Dropout(0.5), nn.Linear(8, 1)).to(WIDE))
+    before = torch.get_rng_state()
+    result = tt.settling_time(net, signals(500)[0], span=100)
+    assert result.unsettled == 0  # the dropout is off
+    assert net.training
+    assert all(part.training for part in net.modules())
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_the_result_is_plain_json() -> None:
+    result = tt.settling_time(tt.carry(Leaky(1.0)), torch.ones(50, 1, dtype=WIDE), span=10)
+    plain = json.loads(json.dumps(result.as_dict(), allow_nan=False))
+    assert plain["quantiles"]["1.0"] is None
+    assert plain["starts"][0]["compared"] == 10
