@@ -9,7 +9,7 @@ Every function touches the one device it is called with. `torch.manual_seed` and
 `torch.random.fork_rng()` touch all of them, also those that other programs use.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -52,12 +52,30 @@ def pins_memory(value: Tensor | torch.device) -> bool:
 @cache
 def _pins_memory(kind: str) -> bool:
     current = torch.accelerator.current_accelerator()
-    if current is None or current.type != kind:  # torch pins memory for this one alone
+    # torch pins memory for the current one alone; MPS shares the memory of the host
+    if current is None or current.type != kind or kind == "mps":
         return False
     try:
         return torch.empty(1, device="cpu", pin_memory=True).is_pinned()
     except RuntimeError:  # a backend without an allocator of pinned memory
         return False
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device: from the host in one transfer, not waited for where that is safe."""
+    if tensor.is_cpu and pins_memory(device):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of the host on a device, in one transfer; those of the largest type come first."""
+    rows = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
+    parts = send(rows, device).split([tensor.nbytes for tensor in tensors])
+    return [
+        part.view(tensor.dtype).view(tensor.shape)
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]
 
 
 def device_count(device: torch.device) -> int:

@@ -5,23 +5,28 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from throughtime._device import send, send_together
 from throughtime.errors import DataError, ModelError
 
 _IGNORED = -100  # torch's own ignore_index
+_PER_STEP = ("resets", "mask", "recording", "position")
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkMetadata:
     """Resets, mask, recording and position of every step, and counts of valid steps.
 
-    Shared by all chunks sliced from the same block, so slicing a chunk slices none of these.
+    The tensors are on the host, whatever the device of the chunk, so that the plan of an update
+    waits for no device. Shared by all chunks sliced from the same block, so slicing a chunk slices
+    none of these.
     """
 
     resets: Tensor
@@ -30,12 +35,18 @@ class ChunkMetadata:
     position: Tensor
     reset_steps: tuple[int, ...]  # steps at which any lane resets, ascending
     valid_before: Sequence[int]  # valid steps before each step, over all lanes: T + 1 entries
+    _copies: dict[torch.device, dict[str, Tensor]] = field(
+        default_factory=dict[torch.device, dict[str, Tensor]], init=False, repr=False
+    )
 
     @classmethod
     def of(
         cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor
     ) -> "ChunkMetadata":
-        """Compute the counts from the tensors."""
+        """Compute the counts from the tensors, and move these to the host."""
+        resets, mask, recording, position = (
+            tensor.cpu() for tensor in (resets, mask, recording, position)
+        )
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
         # the usual case: all steps are valid, and a range is enough
         full = mask.numel() > 0 and bool(mask.all())
@@ -45,6 +56,23 @@ class ChunkMetadata:
             else (0, *accumulate(mask.sum(dim=1).tolist()))
         )
         return cls(resets, mask, recording, position, reset_steps, valid_before)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """`(N,)` int64, the valid steps in order: `step * B + lane`."""
+        return self.mask.flatten().nonzero().flatten()
+
+    def on(self, name: str, device: torch.device) -> Tensor:
+        """One of the tensors on a device; `valid`, resets and mask are copied together, once."""
+        if device.type == "cpu":
+            return getattr(self, name)
+        copies = self._copies.setdefault(device, {})
+        if name not in copies:
+            together = ("valid", "resets", "mask")
+            names = together if name in together else (name,)
+            parts = send_together([getattr(self, name) for name in names], device)
+            copies.update(zip(names, parts, strict=True))
+        return copies[name]
 
 
 class Placement(NamedTuple):
@@ -72,7 +100,12 @@ class Chunk:
     Attributes:
         inputs: `(T, B, D)`, or `(T, B)` for token indices.
         targets: `(T, B)` or `(T, B, C)`; `None` if the recordings have no targets.
-        metadata: resets, mask, recording and position of the block that contains the chunk.
+        resets: `(T, B)` bool, true where a lane starts a recording and resets to the initial state.
+        mask: `(T, B)` bool, true where the step counts in the loss.
+        recording: `(T, B)` int64, index of the recording; -1 after the end of the lane's data.
+        position: `(T, B)` int64, step within the recording; -1 after the end of the lane's data.
+        metadata: these four for the block that contains the chunk, on the host. Those above are on
+            the device of the inputs, copied when they are first read.
         start: the first step of the chunk in that block.
         stop: the end of the chunk in that block, exclusive.
         steps: T.
@@ -83,6 +116,10 @@ class Chunk:
 
     inputs: Tensor
     targets: Tensor | None
+    resets: Tensor
+    mask: Tensor
+    recording: Tensor
+    position: Tensor
     metadata: ChunkMetadata
     start: int
     stop: int
@@ -94,6 +131,8 @@ class Chunk:
     _inputs: Tensor
     _targets: Tensor | None
     _first: int
+    # the targets before they were sent to a device
+    _host_targets: Tensor | None
 
     def __init__(
         self,
@@ -103,6 +142,7 @@ class Chunk:
         start: int,
         stop: int,
         first: int = 0,
+        host_targets: Tensor | None = None,
     ) -> None:
         valid_before, resets = metadata.valid_before, metadata.reset_steps
         any_reset = False
@@ -121,18 +161,24 @@ class Chunk:
             _inputs=inputs,
             _targets=targets,
             _first=first,
+            _host_targets=host_targets,
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Slice `inputs` or `targets` when they are first needed: a kernel reads them by address.
+        """Slice a tensor when it is first needed: a kernel reads inputs and targets by address.
 
         As `functools.cached_property` does, in half its time.
         """
-        if name not in ("inputs", "targets"):
+        if name in ("inputs", "targets"):
+            rows = self._inputs if name == "inputs" else self._targets
+            if rows is not None and (self._first or len(rows) != self.steps):
+                rows = rows[self._first : self._first + self.steps]
+        elif name in _PER_STEP:
+            metadata, of = self.metadata, self._inputs
+            rows = getattr(metadata, name) if of.is_cpu else metadata.on(name, of.device)
+            rows = rows[self.start : self.stop]
+        else:
             raise AttributeError(f"'Chunk' object has no attribute '{name}'")
-        rows = self._inputs if name == "inputs" else self._targets
-        if rows is not None and (self._first or len(rows) != self.steps):
-            rows = rows[self._first : self._first + self.steps]
         self.__dict__[name] = rows
         return rows
 
@@ -170,15 +216,14 @@ class Chunk:
                 f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)"
             )
         shape = inputs.shape[:2]
-        device = inputs.device
         if resets is None:
-            resets = torch.zeros(shape, dtype=torch.bool, device=device)
+            resets = torch.zeros(shape, dtype=torch.bool, device="cpu")
         if mask is None:
-            mask = torch.full(shape, targets is not None, device=device)
+            mask = torch.full(shape, targets is not None, device="cpu")
         if recording is None:
-            recording = torch.zeros(shape, dtype=torch.long, device=device)
+            recording = torch.zeros(shape, dtype=torch.long, device="cpu")
         if position is None:
-            position = torch.arange(shape[0], device=device).unsqueeze(1).expand(shape)
+            position = torch.arange(shape[0], device="cpu").unsqueeze(1).expand(shape)
         named = {
             "targets": targets,
             "resets": resets,
@@ -207,28 +252,38 @@ class Chunk:
         targets = "none" if self.targets is None else tuple(self.targets.shape)
         return (
             f"Chunk(inputs {tuple(self.inputs.shape)}, targets {targets}, valid={self.valid_steps},"
-            f" resets={int(self.resets.sum())})"
+            f" resets={int(self.metadata.resets[self.span].sum())})"
         )
 
     @property
-    def resets(self) -> Tensor:
-        """`(T, B)` bool, true where a lane starts a recording and resets to the initial state."""
-        return self.metadata.resets[self.start : self.stop]
+    def span(self) -> slice:
+        """The steps in the block of the metadata: `chunk.metadata.mask[chunk.span]`."""
+        return slice(self.start, self.stop)
 
     @property
-    def mask(self) -> Tensor:
-        """`(T, B)` bool, true where the step counts in the loss."""
-        return self.metadata.mask[self.start : self.stop]
+    def reset_steps(self) -> list[int]:
+        """The steps at which any lane resets, ascending; read on the host."""
+        resets, start = self.metadata.reset_steps, self.start
+        first, last = bisect_left(resets, start), bisect_left(resets, self.stop)
+        return [step - start for step in resets[first:last]]
 
     @property
-    def recording(self) -> Tensor:
-        """`(T, B)` int64, index of the recording; -1 after the end of the lane's data."""
-        return self.metadata.recording[self.start : self.stop]
+    def valid(self) -> Tensor:
+        """`(N,)` int64, `step * B + lane` of the valid steps; on the device of the inputs."""
+        before, start = self.metadata.valid_before, self.start
+        rows = self.metadata.on("valid", self._inputs.device)[before[start] : before[self.stop]]
+        return rows - start * self.lanes if start else rows
 
     @property
-    def position(self) -> Tensor:
-        """`(T, B)` int64, step within the recording; -1 after the end of the lane's data."""
-        return self.metadata.position[self.start : self.stop]
+    def host_targets(self) -> Tensor | None:
+        """The targets on the host; those that were sent to a device are not read back."""
+        sent = self._sent_targets()
+        return self.targets.cpu() if sent is None and self.targets is not None else sent
+
+    def _sent_targets(self) -> Tensor | None:
+        """The targets before they were sent to a device; None if they were not."""
+        rows = self._host_targets
+        return None if rows is None else rows[self._first : self._first + self.steps]
 
     def __getitem__(self, span: slice) -> "Chunk":
         """The steps of a slice, without a stride; shares memory.
@@ -257,6 +312,7 @@ class Chunk:
             self.start + start,
             self.start + stop,
             self._first + start,
+            self._host_targets,
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
@@ -264,16 +320,20 @@ class Chunk:
 
         Args:
             steps: the length of the warm-up.
-            since: `(B,)`, steps since each lane's last reset, before the chunk.
+            since: `(B,)`, steps since each lane's last reset, before the chunk; on the host.
 
         Returns:
             The chunk, and the steps since the last reset at its end.
         """
-        at = torch.arange(self.steps, device=since.device).unsqueeze(1)
-        last = torch.where(self.resets, at, -since).cummax(dim=0).values
-        mask = self.mask & (at - last >= steps)
-        metadata = ChunkMetadata.of(self.resets, mask, self.recording, self.position)
-        return Chunk(self.inputs, self.targets, metadata, 0, self.steps), at[-1] + 1 - last[-1]
+        resets, mask, recording, position = (
+            getattr(self.metadata, name)[self.span] for name in _PER_STEP
+        )
+        at = torch.arange(self.steps, device="cpu").unsqueeze(1)
+        last = torch.where(resets, at, -since).cummax(dim=0).values
+        metadata = ChunkMetadata.of(resets, mask & (at - last >= steps), recording, position)
+        sent = self._sent_targets()
+        chunk = Chunk(self.inputs, self.targets, metadata, 0, self.steps, host_targets=sent)
+        return chunk, at[-1] + 1 - last[-1]
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets of the N valid steps, time first.
@@ -306,10 +366,10 @@ class Chunk:
                 f"the net returned outputs of shape {tuple(outputs.shape)} for {self.steps} steps"
                 f" of {self.lanes} lanes, expected (T, B, C): one output per step and lane"
             )
-        if self.valid_steps == self.steps * self.lanes:
-            rows, targets = outputs.flatten(0, 1), self.targets.flatten(0, 1)
-        else:
-            rows, targets = outputs[self.mask], self.targets[self.mask]
+        rows, targets = outputs.flatten(0, 1), self.targets.flatten(0, 1)
+        if self.valid_steps < self.steps * self.lanes:
+            valid = self.valid
+            rows, targets = rows.index_select(0, valid), targets.index_select(0, valid)
         if (
             targets.is_floating_point()
             and targets.dim() != rows.dim()
@@ -337,20 +397,15 @@ class Chunk:
                 targets = targets.to(placement.dtype)
             elif placement.targets == "numbers" and not targets.is_floating_point():
                 targets = targets.to(placement.dtype or torch.get_default_dtype())
-        if inputs.device == placement.device:
+        device = placement.device
+        if inputs.device == device:
             if inputs is self.inputs and targets is self.targets:
                 return self
             return Chunk(inputs, targets, self.metadata, self.start, self.stop)
-        metadata = ChunkMetadata.of(self.resets, self.mask, self.recording, self.position)
-        names = ("resets", "mask", "recording", "position")
-        moved = {name: getattr(metadata, name).to(placement.device) for name in names}
-        return Chunk(
-            inputs.to(placement.device),
-            None if targets is None else targets.to(placement.device),
-            replace(metadata, **moved),
-            0,
-            self.steps,
-        )
+        sent = None if targets is None else send(targets, device)
+        host = targets if targets is not None and targets.is_cpu else None
+        rows = send(inputs, device)
+        return Chunk(rows, sent, self.metadata, self.start, self.stop, host_targets=host)
 
     def _as_classes(self, targets: Tensor) -> Tensor:
         """Class indices `(T, B)`, int64; a target of several columns is no class: unchanged."""
@@ -375,13 +430,27 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     inputs = torch.cat([c.inputs for c in chunks])
-    several = [c.targets for c in chunks if c.targets is not None]
-    targets = torch.cat(several) if len(several) == len(chunks) else None
+    targets = _cat([c.targets for c in chunks])
+    host = None if inputs.is_cpu else _cat([c._sent_targets() for c in chunks])
     if all(a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)):
-        return Chunk(inputs, targets, chunks[0].metadata, chunks[0].start, chunks[-1].stop)
-    names = ("resets", "mask", "recording", "position")
-    metadata = ChunkMetadata.of(*(torch.cat([getattr(c, name) for c in chunks]) for name in names))
-    return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks))
+        first, last = chunks[0], chunks[-1]
+        return Chunk(inputs, targets, first.metadata, first.start, last.stop, host_targets=host)
+    metadata = ChunkMetadata.of(
+        *(torch.cat([getattr(c.metadata, name)[c.span] for c in chunks]) for name in _PER_STEP)
+    )
+    if metadata.reset_steps and not inputs.is_cpu:  # those on the device are not sent again
+        resets = [
+            c.resets if c.any_reset else inputs.new_zeros((c.steps, c.lanes), dtype=torch.bool)
+            for c in chunks
+        ]
+        metadata._copies[inputs.device] = {"resets": torch.cat(resets)}
+    return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks), host_targets=host)
+
+
+def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
+    """All of them in order; None if one is missing."""
+    rows = [tensor for tensor in tensors if tensor is not None]
+    return torch.cat(rows) if len(rows) == len(tensors) else None
 
 
 @runtime_checkable

@@ -252,11 +252,17 @@ class Predictor:
         self.state = after
         return outputs
 
-    def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
+    def _run(
+        self,
+        x: Tensor,
+        state: State,
+        resets: Tensor | None,
+        reset_steps: Sequence[int] | None = None,
+    ) -> tuple[Tensor, State]:
         with self._whole(), running(self.net):
             if state is None:
                 state = self.net.initial_state(x.shape[1], like=x)
-            return self.net(x, state, resets)
+            return self.net(x, state, resets, reset_steps)
 
     def _run_around(self, x: Tensor, finite: Tensor, resets: Tensor | None) -> tuple[Tensor, State]:
         """Outputs and state where lanes with inputs that are not finite run alone, without them.
@@ -322,8 +328,8 @@ class Predictor:
     def _run_chunk(self, chunk: Chunk) -> Tensor:
         """Outputs `(T, B, C)` of a chunk on the device of the net; its stream checks inputs."""
         chunk = chunk.convert(Placement(self.device, self._dtype))
-        resets = chunk.resets if chunk.any_reset else None
-        outputs, self.state = self._run(chunk.inputs, self.state, resets)
+        resets = (chunk.resets, chunk.reset_steps) if chunk.any_reset else (None, None)
+        outputs, self.state = self._run(chunk.inputs, self.state, *resets)
         return outputs
 
     def step(self, inputs: Tensor | Array) -> Tensor:

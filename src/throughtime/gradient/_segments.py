@@ -129,12 +129,12 @@ def forward(
             # the cache may hold weights of another moment, or casts made without a graph
             torch.clear_autocast_cache()
         rows = inputs if part is chunk else inputs[start:stop]
-        resets = part.resets if part.any_reset else None
+        resets = (part.resets, part.reset_steps) if part.any_reset else ()
         if start >= graph_from:
-            y, state = net(rows, state, resets)
+            y, state = net(rows, state, *resets)
         else:
             with torch.no_grad():
-                y, state = net(rows, state, resets)
+                y, state = net(rows, state, *resets)
         yield y, state
 
 
@@ -143,7 +143,7 @@ def run_chunk(net: Carried, chunk: Chunk, state: State) -> tuple[Tensor, State]:
     inputs = chunk.inputs
     if torch.is_autocast_enabled(inputs.device.type):
         torch.clear_autocast_cache()
-    return net(inputs, state, chunk.resets if chunk.any_reset else None)
+    return net(inputs, state, *((chunk.resets, chunk.reset_steps) if chunk.any_reset else ()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,6 +102,10 @@ class Objective:
     scaler: Scaler | None = None
     reducer: Reducer | None = None
     _checked: bool = field(default=False, init=False, repr=False, compare=False)
+    # the weights of classes on a device, torch's count of their changes, and a copy on the host
+    _class_weight: tuple[Tensor, int, Tensor] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if (
@@ -150,15 +154,26 @@ class Objective:
         their class weights.
         """
         fn = self.loss_fn
-        if (
-            not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))
-            or chunk.targets is None
-            or chunk.targets.is_floating_point()
-        ):
+        if not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
             return chunk.valid_steps
-        targets = chunk.targets[chunk.mask]
-        counted = targets[targets != fn.ignore_index]
-        return float(len(counted) if fn.weight is None else fn.weight[counted].sum())
+        targets = chunk.host_targets
+        if targets is None or targets.is_floating_point():
+            return chunk.valid_steps
+        counted = targets[chunk.metadata.mask[chunk.span]]
+        counted = counted[counted != fn.ignore_index]
+        return float(
+            len(counted) if fn.weight is None else self._host_weight(fn.weight)[counted].sum()
+        )
+
+    def _host_weight(self, weight: Tensor) -> Tensor:
+        """The class weights on the host: read from a device once."""
+        if weight.is_cpu:
+            return weight
+        known = self._class_weight
+        if known is None or known[0] is not weight or known[1] != weight._version:
+            known = weight, weight._version, weight.cpu()
+            object.__setattr__(self, "_class_weight", known)
+        return known[2]
 
     def counts(self, chunk: Chunk) -> bool:
         """Whether any step of the chunk counts in the loss."""

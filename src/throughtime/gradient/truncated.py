@@ -50,7 +50,7 @@ class TruncatedState(NamedTuple):
         carried: the state after the last step.
         edge: the state entering the first step of `past`; `None` for the initial state.
         past: the last steps, which the next window runs again.
-        since_reset: `(B,)`, steps since each lane's last reset, with a warm-up.
+        since_reset: `(B,)`, steps since each lane's last reset, with a warm-up; on the host.
         segments: those of the last horizon with their graphs, where graphs are retained.
     """
 
@@ -165,7 +165,7 @@ class Truncated:
             values["carried"],
             values["edge"],
             source.read(position - past, position) if past else None,
-            values["since_reset"],
+            None if values["since_reset"] is None else values["since_reset"].cpu(),
         )
 
     def update(
@@ -198,7 +198,7 @@ class Truncated:
         since = state.since_reset
         if since is None:
             steps = 0 if state.edge is None else self.warm_up
-            since = torch.full((chunk.lanes,), steps, device=chunk.inputs.device)
+            since = torch.full((chunk.lanes,), steps, device="cpu")
         return chunk.warmed_up(self.warm_up, since)
 
     def _retains(

@@ -66,7 +66,8 @@ class ChunkQueue:
         for i in range(max(0, bisect_right(self._starts, self.position) - 1), len(chunks)):
             chunk, at = chunks[i], self._starts[i]
             if chunk.any_reset:
-                common = (chunk.resets | (chunk.recording < 0)).all(dim=1)
+                metadata, span = chunk.metadata, chunk.span
+                common = (metadata.resets[span] | (metadata.recording[span] < 0)).all(dim=1)
                 steps = [at + step for step in common.nonzero().flatten().tolist()]
                 later = [step for step in steps if step > self.position]
                 if later:
@@ -130,14 +131,16 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
             f"a chunk of {chunk.lanes} lanes follows one of {last.lanes}; a carried state needs the"
             " same lanes in every chunk"
         )
-    same = chunk.recording[0] == last.recording[-1]
-    follows = same & (chunk.position[0] == last.position[-1] + 1)
-    broken = (~(follows | chunk.resets[0] | (chunk.recording[0] < 0))).nonzero()
+    before, after = last.metadata, chunk.metadata
+    end, start = last.stop - 1, chunk.start
+    same = after.recording[start] == before.recording[end]
+    follows = same & (after.position[start] == before.position[end] + 1)
+    broken = (~(follows | after.resets[start] | (after.recording[start] < 0))).nonzero()
     if len(broken):
         lane = int(broken[0])
         raise DataError(
-            f"lane {lane} jumps from recording {int(last.recording[-1, lane])}, step"
-            f" {int(last.position[-1, lane])} to recording {int(chunk.recording[0, lane])}, step"
-            f" {int(chunk.position[0, lane])} without a reset: the chunks are not adjacent"
+            f"lane {lane} jumps from recording {int(before.recording[end, lane])}, step"
+            f" {int(before.position[end, lane])} to recording {int(after.recording[start, lane])},"
+            f" step {int(after.position[start, lane])} without a reset: the chunks are not adjacent"
             " (shuffled? sharded?). Mark the reset, or use tt.Stream."
         )
