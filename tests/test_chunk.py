@@ -115,3 +115,29 @@ def test_only_slices_of_adjacent_steps_index_a_chunk(index: Any) -> None:
     alone: Any = chunk
     with pytest.raises(TypeError, match=r"give a list: \[chunk\]"):
         next(tt.updates(net, alone, torch.nn.MSELoss(), gradient=tt.Truncated(3)))
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 40), (7, 30), (23, 24), (39, 40), (5, 5)])
+def test_the_plan_of_a_slice_is_that_of_its_tensors(start: int, stop: int) -> None:
+    """Reset steps and valid steps are read from counts of the block, not from the slice."""
+    whole = stream_with_gaps(64).read(0, 40)
+    for part in (whole[start:stop], join([whole[start:start], whole[start:stop]])):
+        assert part.reset_steps == part.resets.any(dim=1).nonzero().flatten().tolist()
+        assert torch.equal(part.valid, part.mask.flatten().nonzero().flatten())
+        outputs = torch.arange(part.steps * 4.0).view(part.steps, 2, 2)
+        rows, targets = part.valid_pairs(outputs)
+        assert torch.equal(rows, outputs[part.mask])
+        assert part.targets is not None
+        assert torch.equal(targets.flatten(), part.targets[part.mask].flatten())
+
+
+def test_a_call_with_the_reset_steps_of_a_chunk_is_the_call_without() -> None:
+    chunk = stream_with_gaps(64).read(0, 40)
+    torch.manual_seed(0)
+    net = tt.carry(torch.nn.GRU(2, 3).double())
+    start = net.initial_state(2, like=chunk.inputs)
+    y, end = net(chunk.inputs, start, chunk.resets, chunk.reset_steps)
+    expected, last = net(chunk.inputs, start, chunk.resets)
+    assert len(chunk.reset_steps) > 1
+    assert torch.equal(y, expected)
+    assert torch.equal(end, last)

@@ -215,12 +215,11 @@ class Carried(nn.Module):
     ) -> tuple[Tensor, State]:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
         steps = x.shape[0]
-        if reset_steps is None:
-            reset_steps = reset_positions(resets)
-        starts = segment_starts(steps, reset_steps, CUDNN_STEPS if cudnn_rules(x) else steps)
+        marked = reset_positions(resets) if reset_steps is None else set(reset_steps)
+        starts = segment_starts(steps, marked, CUDNN_STEPS if cudnn_rules(x) else steps)
         outputs: list[Tensor] = []
         for start, stop in pairwise([*starts, steps]):
-            if resets is not None and start in reset_steps:
+            if resets is not None and start in marked:
                 state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
             y, after = self.adapter.run(x[start:stop], state)
             state = (
@@ -259,9 +258,9 @@ class Carried(nn.Module):
             )
 
 
-def reset_positions(resets: Tensor | None) -> list[int]:
+def reset_positions(resets: Tensor | None) -> set[int]:
     """The steps at which any lane is reset; `resets` are `(T, B)`."""
-    return [] if resets is None else resets.any(dim=1).nonzero().flatten().tolist()
+    return set() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
 
 
 def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:
