@@ -22,6 +22,7 @@ from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import Decay
+from throughtime.diagnose.settling import ColdStart
 from throughtime.errors import ConfigError, DataError, RunError
 
 QUICK = ("--horizons", "10,40", "--max-lag", "40")
@@ -63,6 +64,8 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
         "What truncating the gradient costs",
         "Loss by context length",
         "worst parameter",
+        "After a cold start",
+        "A cold start beside the carried state",
     ):
         assert words in page
     for words in (
@@ -72,7 +75,11 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     ):
         assert words in page
     found = AuditReport.read(folder.audit)
-    for words in (found.advice(folder.read_config()), found.warning()):
+    assert content["settling"]["quantiles"]["1.0"] == found.settling.maximum
+    assert [start["compared"] for start in content["settling"]["starts"]] == [40] * 64
+    cold = str(found.settling)
+    assert cold[1:] in page
+    for words in (found.advice(folder.read_config()), found.warning(), cold[1:]):
         assert words in " ".join(said.split())
         assert words.replace("'", "&#39;") in page
 
@@ -253,7 +260,9 @@ def audited(
         contexts,
         memory_used,
     )
-    return AuditReport("train", "d", 7, 100_000, 0.1, found, replace(goes, **more))
+    starts = (ColdStart("0", 500, 100, 12),)
+    cold = tt.SettlingTime(starts, {0.5: 12, 0.9: 12, 0.99: 12, 1.0: 12}, 0, 0.01, 1.0, {0: 0.5})
+    return AuditReport("train", "d", 7, 100_000, 0.1, found, replace(goes, **more), cold)
 
 
 CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})

@@ -5,12 +5,18 @@ Shapes: `T` steps, `B` lanes.
 
 import json
 import math
+import shutil
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from test_cli import run
+from test_run import finish, settings, write_recordings
 from throughtime.diagnose.settling import ColdStart
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 
@@ -267,3 +273,82 @@ def test_the_result_is_plain_json() -> None:
     plain = json.loads(json.dumps(result.as_dict(), allow_nan=False))
     assert plain["quantiles"]["1.0"] is None
     assert plain["starts"][0]["compared"] == 10
+
+
+def export(folder: Path, name: str, **more: Any) -> tuple[tt.Export, dict[str, Any]]:
+    """The result of an export, and what the file says of itself."""
+    torch.manual_seed(0)
+    net = tt.carry(nn.Sequential(nn.GRU(2, 8), nn.Linear(8, 2)))
+    written = tt.export(net, folder / name, inputs=torch.randn(50, 2), steps=500, **more)
+    return written, tt.deploy.Session(written.paths[0]).description
+
+
+def test_an_export_has_the_settling_time_and_the_verification_of_its_stream(
+    tmp_path: Path,
+) -> None:
+    recordings = [torch.randn(n, 2) for n in (700, 1200)]
+    written, description = export(tmp_path, "net.onnx", stream=recordings)
+    assert written.verification is not None
+    assert written.settling is not None
+    facts = description["settling_time"]
+    assert facts["steps"]["1"] == written.settling.maximum
+    assert list(facts["steps"]) == ["0.5", "0.9", "0.99", "1"]
+    assert (facts["starts"], facts["unsettled"]) == (64, 0)
+    assert description["verified"] == {
+        "steps": 1700,
+        "error": written.verification.error,
+        "longest_run": 1700,
+    }
+    stream = tt.Stream(recordings, lanes=2, chunk=50, seed=None)
+    _, same = export(tmp_path, "other.onnx", stream=stream)
+    assert same["settling_time"] == facts
+    assert stream.position == 0
+
+
+def test_an_export_without_a_stream_says_nothing_of_either(tmp_path: Path) -> None:
+    written, description = export(tmp_path, "net.onnx")
+    assert written.verification is not None
+    assert written.settling is None
+    assert description["settling_time"] is None
+    assert description["verified"] is None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_description_in_c_has_them_too(tmp_path: Path) -> None:
+    net = tt.carry(nn.Sequential(nn.GRU(2, 8), nn.Linear(8, 2)))
+    stream = torch.randn(900, 2)
+    tt.export(net, tmp_path / "net.c", inputs=stream, stream=stream, steps=100)
+    text = (tmp_path / "net.h").read_text(encoding="utf-8")
+    description = json.loads(text[text.index("{") : text.rindex("}", 0, text.index("*/")) + 1])
+    assert description["verified"]["longest_run"] == 1000
+    assert description["settling_time"]["steps"]["0.5"] is not None
+
+
+def test_a_stream_of_an_export_may_mask_inputs(tmp_path: Path) -> None:
+    signal = torch.randn(900, 2)
+    signal[100] = math.nan
+    with pytest.raises(DataError, match="step 100"):
+        export(tmp_path, "net.onnx", stream=signal)
+    masked = tt.Stream(signal, lanes=1, chunk=50, missing="mask")
+    _, description = export(tmp_path, "net.onnx", stream=masked)
+    assert description["verified"]["steps"] == 1400
+
+
+@pytest.mark.slow
+def test_the_command_line_measures_it_where_it_exports_and_audits(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data")
+    folder = finish(settings(data, tmp_path / "run", updates=5))
+    signal, out = data / "0_x.npy", tmp_path / "beat.onnx"
+    said = run("export", folder.path, "--out", out, "--check", signal, "--steps", "50")
+    assert "steps until a cold start agrees with the carried state: median" in " ".join(
+        said.split()
+    )
+    description = tt.deploy.Session(out).description
+    length = len(np.load(signal))
+    assert description["verified"]["steps"] == length + 50
+    assert description["settling_time"]["starts"] == 64
+    facts = json.loads(run("audit", folder.path, "--horizons", "10,40", "--json"))
+    assert facts["settling"]["starts"][0].keys() == {
+        *("recording", "position", "compared", "steps")
+    }
+    assert "After a cold start" in folder.report.read_text(encoding="utf-8")

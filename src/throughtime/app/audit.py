@@ -1,4 +1,4 @@
-"""The audit of a run: how far back its gradient reaches, and what truncating it costs.
+"""The audit of a run: the reach of its gradient, the cost of truncating it, its settling time.
 
 The gradients are those of training: the recordings and lanes of the run, its loss and its class
 weights. The results, with the advice that follows from them, are kept in a file of the run.
@@ -28,7 +28,7 @@ from throughtime.app.model import (
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, from_plain
 from throughtime.app.trace import RunTrace, trace_run
-from throughtime.diagnose import Audit, Reach, audit, reach
+from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import NOISE, SHORTER_STRIDE, UNEQUAL_DATA, Truncation
 from throughtime.errors import ConfigError, DataError, RunError
@@ -54,6 +54,7 @@ class AuditReport:
         tolerance: the largest acceptable bias.
         audit: the cost of each truncation.
         reach: how far the gradient goes back.
+        settling: how long a cold start differs from the carried state.
         trace: the gradient at every step of an excerpt; `None` if it was not traced.
     """
 
@@ -64,6 +65,7 @@ class AuditReport:
     tolerance: float
     audit: Audit
     reach: Reach
+    settling: SettlingTime
     trace: RunTrace | None = None
 
     @property
@@ -138,7 +140,8 @@ class AuditReport:
         """Plain numbers for JSON, `None` where one is not finite."""
         row = self.enough
         enough = None if row is None else {"stride": row.stride, "horizon": row.horizon}
-        return json_safe({**asdict(self), "enough": enough, "warning": self.warning()})
+        facts = {**asdict(self), "settling": self.settling.as_dict()}
+        return json_safe({**facts, "enough": enough, "warning": self.warning()})
 
     def write(self, path: Path) -> None:
         """Write the facts as JSON, atomically."""
@@ -276,7 +279,7 @@ class AuditJob:
         """Measure: seconds to minutes.
 
         Args:
-            on_phase: called as each of the three parts begins and ends.
+            on_phase: called as each of the four parts begins and ends.
         """
         net, stream, loss_fn, options = self.net, self.stream, self.loss_fn, self.options
         with one_thread(when=self.spec.is_small(stream.lanes)):
@@ -293,6 +296,8 @@ class AuditJob:
                     anchors=min(ANCHORS, _MAX_PASSES * stream.lanes),
                     steps=self.steps,
                 )
+            with _shown(on_phase, "comparing cold starts"):
+                settling = settling_time(net, stream, span=options.max_lag, steps=self.steps)
             with _shown(on_phase, "tracing updates"):
                 steps = trace_run(net, self.spec, self.first, loss_fn, self.config)
         return AuditReport(
@@ -303,6 +308,7 @@ class AuditJob:
             options.tolerance,
             costs,
             decay,
+            settling,
             steps,
         )
 

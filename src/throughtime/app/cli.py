@@ -314,7 +314,8 @@ def export(
         _option("The format.", "by the suffix of --out"),
     ] = None,
     check: Annotated[
-        Path | None, _option("Verify the file on this recording as well, step by step.")
+        Path | None,
+        _option("Verify the file on this recording as well, and measure its settling time."),
     ] = None,
     steps: Annotated[int, _option("Random steps to verify the file on; 0 for none.")] = 100_000,
 ) -> None:
@@ -330,6 +331,8 @@ def export(
         line = f"verified: {steps_played:,} steps, largest difference {error:.1g}"
         rounding = "" if own is None else f"; rounding alone makes one of {own:.1g} in this net"
         console.print(line + rounding)
+    if written.settling is not None:
+        console.print(str(written.settling))
     for remark in written.remarks:
         console.print(remark)
 
@@ -368,13 +371,16 @@ def audit(
         int | None,
         _option("Recordings played at the same time.", "as in training"),
     ] = None,
-    max_lag: Annotated[int, _option("Steps back that the gradient is traced.")] = 1000,
+    max_lag: Annotated[
+        int,
+        _option("Steps back that the gradient is traced, and for which a cold start is compared."),
+    ] = 1000,
     tolerance: Annotated[float, _option("Largest acceptable relative bias.")] = 0.1,
     missing: _Missing = None,
     device: Annotated[str | None, _option("Where to compute: cpu, cuda, ...", "cpu")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Measure what truncating the gradient costs a trained model, and update its report."""
+    """Measure what truncating the gradient costs a model and how long a cold start differs."""
     from throughtime.app.audit import AuditJob, AuditOptions
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
     from throughtime.app.report.run_page import write_report

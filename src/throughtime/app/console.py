@@ -296,6 +296,7 @@ def print_audit(report: "AuditReport", config: Config) -> None:
         f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
         f" carried: {report.reach.loss:.4g}"
     )
+    out.print(str(report.settling))
     out.print(report.advice(config))
     out.print(report.warning())
 

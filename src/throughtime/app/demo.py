@@ -30,7 +30,7 @@ from throughtime.app.report.page import DataTable
 from throughtime.carry.carried import Carried, carry
 from throughtime.deploy.export import export_page
 from throughtime.deploy.page import SIGNAL
-from throughtime.diagnose import audit, reach
+from throughtime.diagnose import audit, reach, settling_time
 from throughtime.evaluation import evaluate
 from throughtime.gradient import Exact, Objective, Truncated, Update
 from throughtime.gradient._memory import measure_graph
@@ -199,8 +199,9 @@ def _audit(net: Carried, train: list[Recording], count: int) -> AuditReport:
     stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
     costs = audit(net, stream, loss_fn, HORIZONS, steps=AUDITED)
     decay = reach(net, stream, loss_fn, max_lag=LAGS, anchors=2 * LANES, steps=AUDITED)
+    settling = settling_time(net, stream, steps=AUDITED)
     return AuditReport(
-        "train", "generated recordings", count, stream.steps, TOLERANCE, costs, decay
+        "train", "generated recordings", count, stream.steps, TOLERANCE, costs, decay, settling
     )
 
 

@@ -13,7 +13,7 @@ from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.deploy.export import Export, export
 from throughtime.nn.affine import Affine
-from throughtime.stream import Recording
+from throughtime.stream import Recording, Stream
 
 _STEPS = 1_000  # of the example
 
@@ -31,7 +31,8 @@ def export_run(
         folder: of the run.
         out: the file to write; its suffix names the format, unless `to` does.
         to: the format.
-        check: a recording with the input columns of the run, on which the file is verified too.
+        check: a recording with the input columns of the run, on which the file is verified and the
+            settling time measured.
         steps: random ones to verify on.
 
     Raises:
@@ -57,7 +58,7 @@ def export_run(
             steps=steps,
             rate=rate,
             classes=spec.classes,
-            check=None if recording is None else _inputs(recording, spec),
+            stream=None if recording is None else _unbroken(recording, spec, folder),
             details=details,
         )
 
@@ -71,7 +72,9 @@ def _example(net: Carried, spec: ModelSpec) -> Tensor:
     return x * standardise.scale.double() + standardise.shift.double()
 
 
-def _inputs(recording: Recording, spec: ModelSpec) -> Tensor:
-    """The inputs of a whole recording with its static features, `(T, D)`."""
+def _unbroken(recording: Recording, spec: ModelSpec, folder: RunFolder) -> Stream:
+    """The inputs of a whole recording with its static features."""
     rows = features(recording.read(0, len(recording)))
-    return torch.from_numpy(rows).to(spec.torch_dtype)
+    inputs = {"inputs": torch.from_numpy(rows).to(spec.torch_dtype), "name": recording.name}
+    missing = folder.read_config().missing
+    return Stream(inputs, 1, len(rows), seed=None, missing=missing, rank=0, ranks=1)

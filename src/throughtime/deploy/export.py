@@ -21,11 +21,15 @@ from throughtime.deploy.audio import write_nam, write_rtneural
 from throughtime.deploy.chain import Array, Chain, Pointwise, Rescale, read_chain
 from throughtime.deploy.onnx import write_onnx
 from throughtime.deploy.page import PageNet, write_page
-from throughtime.deploy.scan import write_scan
+from throughtime.deploy.scan import scan_writer
 from throughtime.deploy.source import write_c, write_javascript
 from throughtime.deploy.verify import Verification, random_steps, verify
+from throughtime.diagnose import SettlingTime, settling_time
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.state import State
+from throughtime.stream import Stream
+from throughtime.stream.sources import Recordings
+from throughtime.stream.stream import whole_stream
 
 Format: TypeAlias = Literal["onnx", "c", "js", "html", "nam", "rtneural"]
 # Writes the files of a chain by their suffixes; the description, and the name of the file
@@ -57,12 +61,14 @@ class Export:
         paths: of the files, that which was asked for first.
         format: of them.
         verification: steps and largest error against the net; None if no runtime was at hand.
+        settling: how long a cold start differs; None without `stream`.
         remarks: what a user should know.
     """
 
     paths: tuple[Path, ...]
     format: str
     verification: Verification | None
+    settling: SettlingTime | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -75,7 +81,7 @@ def export(
     rate: float | None = None,
     classes: Sequence[str] = (),
     steps: int = 100_000,
-    check: Any = None,
+    stream: Stream | Recordings | None = None,
     details: Mapping[str, Any] | None = None,
 ) -> Export:
     """Write the net as a file that runs without Python, its state explicit.
@@ -93,12 +99,14 @@ def export(
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
             which the file will get its inputs: random steps have its means and deviations.
         to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "html" (a page that runs
-            the net on `check`, or on the example), "nam" (Neural Amp Modeler) or "rtneural" (the
-            JSON of RTNeural and AIDA-X).
+            the net on the longest recording of `stream`, or on the example), "nam" (Neural Amp
+            Modeler) or "rtneural" (the JSON of RTNeural and AIDA-X).
         rate: steps per second, for the description.
         classes: names of the outputs.
         steps: random ones to verify; 0 for none.
-        check: a recording to verify on as well, inputs `(T, D)` or indices `(T,)`.
+        stream: recordings, as for `tt.evaluate`, or a `tt.Stream`. The longest one is played after
+            the random steps without a reset, and `settling_time` of the description is that of
+            `tt.settling_time(net, stream)`.
         details: more entries of the description, such as names of columns.
 
     Raises:
@@ -106,7 +114,8 @@ def export(
         ModelError: the net is no chain, with the child in the way, or the file that was written
             computes something else; then there is no file.
 
-    Cost: writing takes milliseconds; verifying takes a forward pass of `steps` steps, twice.
+    Cost: writing takes milliseconds; verifying takes a forward pass of `steps` steps, twice; the
+    settling time one over `stream`.
 
     Example:
         >>> import tempfile, torch, throughtime as tt
@@ -138,24 +147,63 @@ def export(
             chain = None
         ports = _chain_ports(chain, net) if chain is not None else _net_ports(net, example)
         description = _describe(net, ports, example, rate, classes, details or {})
-    recorded = None if check is None else _example(check)
+    recorded, settling = None, None
+    if stream is not None:
+        played = stream if isinstance(stream, Stream) else whole_stream(stream)
+        recorded, settling = _longest(played), settling_time(net, played)
+        description["settling_time"] = _settling_facts(settling)
     if chain is None:
-        files = {".onnx": write_scan(net, example, description, path.stem)}
-    elif kind == "html":
-        signal = (example if recorded is None else recorded)[:, 0].cpu().numpy()
-        files = {".html": write_page(path.stem, [PageNet("", chain, description)], signal)}
+        write = scan_writer(net, example, description, path.stem)
     else:
-        files = _WRITERS[kind](chain, description, path.stem)
-    named = {path if i == 0 else path.with_suffix(s): files[s] for i, s in enumerate(files)}
+        write = _chain_writer(chain, kind, path.stem, example if recorded is None else recorded)
     verification = None
     if steps or recorded is not None:
         x = random_steps(description, steps)
         if recorded is not None:
             x = np.concatenate([x, recorded[:, 0].numpy().astype(x.dtype)])
-        verification = _verify(net, kind, named, description, x)
+        verification = _verify(net, kind, _named(path, write(description)), description, x)
+        if recorded is not None and verification is not None:
+            steps_played, error, _ = verification
+            run = {"steps": steps_played, "error": error, "longest_run": steps_played}
+            description["verified"] = run
+    named = _named(path, write(description))
     write_together(named)
     remarks = [*_remarks(kind, verification, steps), *_folding(chain, kind)]
-    return Export(tuple(named), kind, verification, tuple(remarks))
+    return Export(tuple(named), kind, verification, settling, tuple(remarks))
+
+
+def _chain_writer(
+    chain: Chain, kind: str, name: str, example: Tensor
+) -> Callable[[Mapping[str, Any]], Mapping[str, bytes]]:
+    """Writes the files by their suffixes, with a description; a page plays the example."""
+    if kind == "html":
+        signal = example[:, 0].cpu().numpy()
+        return lambda d: {".html": write_page(name, [PageNet("", chain, d)], signal)}
+    return lambda d: _WRITERS[kind](chain, d, name)
+
+
+def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
+    """The contents by path, the first one as the user named it."""
+    return {path if i == 0 else path.with_suffix(s): files[s] for i, s in enumerate(files)}
+
+
+def _longest(stream: Stream) -> Tensor:
+    """The inputs of the longest recording, `(T, 1, D)` or `(T, 1)`."""
+    longest = max(stream.recordings, key=len)
+    single = Stream([longest], 1, len(longest), seed=None, missing=stream.missing, rank=0, ranks=1)
+    return single.read(0, len(longest)).inputs
+
+
+def _settling_facts(settling: SettlingTime) -> dict[str, Any]:
+    """The settling time for a description: steps by share of the cold starts, null if unsettled."""
+    return {
+        "steps": {f"{share:g}": n for share, n in settling.quantiles.items()},
+        "starts": len(settling.starts),
+        "unsettled": settling.unsettled,
+        "compared": max(start.compared for start in settling.starts),
+        "tolerance": settling.tolerance,
+        "scale": settling.scale,
+    }
 
 
 def _check_weights(net: Carried) -> None:
@@ -325,6 +373,8 @@ def _describe(
         },
         "rate": rate,
         "state": ports.leaves,
+        "settling_time": None,
+        "verified": None,
         **details,
     }
     weight = next(net.parameters())

@@ -12,7 +12,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ from throughtime.state import State
 _MOST_LANES = 4096  # that the exporter may assume
 
 
-def write_scan(net: Carried, example: Tensor, description: Mapping[str, Any], name: str) -> bytes:
-    """The file of a net, with its description as a metadata property.
+def scan_writer(
+    net: Carried, example: Tensor, description: Mapping[str, Any], name: str
+) -> Callable[[Mapping[str, Any]], dict[str, bytes]]:
+    """Export a net once; the result writes the file, by suffix, with a description as a property.
 
     Args:
         net: made by `tt.carry`.
@@ -58,8 +60,12 @@ def write_scan(net: Carried, example: Tensor, description: Mapping[str, Any], na
     step = _export_step(net, example, names)
     model = _over_time(onnx, step, description, name)
     body: bytes = model.SerializeToString()
-    text = json.dumps(seal(description, body), separators=(",", ":"))
-    return body + metadata_entry(KEY, text)
+
+    def write(described: Mapping[str, Any]) -> dict[str, bytes]:
+        text = json.dumps(seal(described, body), separators=(",", ":"))
+        return {".onnx": body + metadata_entry(KEY, text)}
+
+    return write
 
 
 class _Step(nn.Module):

@@ -267,6 +267,11 @@ class Stream:
         return {**self.__dict__, "_entering": None}
 
     @property
+    def missing(self) -> Literal["error", "mask"]:
+        """How inputs that are NaN or infinite are treated."""
+        return "mask" if self._collator.mask_missing else "error"
+
+    @property
     def steps(self) -> int:
         """Steps of the longest lane in this epoch.
 
@@ -469,7 +474,7 @@ class Stream:
             "hand_off": self.hand_off,
             "warm_up": self._collator.warm_up,
             "dtype": str(self._collator.dtype),
-            "missing": "mask" if self._collator.mask_missing else "error",
+            "missing": self.missing,
             "recordings": len(self.recordings),
             "total_steps": sum(self.lengths),
             "names_and_lengths": hashlib.sha256(names.encode()).hexdigest()[:16],

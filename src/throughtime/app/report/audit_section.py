@@ -15,7 +15,7 @@ from throughtime.app.trace import (
     GradientLifetime,
     RunTrace,
 )
-from throughtime.diagnose import Audit, Reach
+from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
 
@@ -222,6 +222,41 @@ def audit_table(audit: Audit) -> DataTable:
         f" {audit.noise:.2g} times that.",
         numeric=(0, 1, 2, 3, 4, 6),
     )
+
+
+def settling_parts(settling: SettlingTime) -> list[Part]:
+    """How long a cold start differs from the carried state: in words, and step by step."""
+    ages, means = zip(*settling.remembrance.items(), strict=True)
+    svg = lines(
+        [Series("mean difference", [age + 1 for age in ages], means)],
+        title="A cold start beside the carried state",
+        description=(
+            f"Mean difference of the outputs, relative to their deviation: {means[0]:.2g} at the"
+            f" first step after a cold start, {means[-1]:.2g} at step {ages[-1] + 1:,}."
+        ),
+        x_label="steps since the cold start",
+        y_label="relative difference",
+        log_x=True,
+        dots=True,
+        y_marks=[Mark(settling.tolerance, "counts as agreement")],
+    )
+    open_ = (
+        "Cold starts that had not settled count as not settled in every share to which they belong:"
+        " no number of steps up to the compared ones is enough for them."
+    )
+    advice = (
+        "So many steps are to be played before the outputs are used, wherever the net starts in the"
+        " middle of a recording."
+    )
+    text = str(settling)
+    return [
+        Paragraphs(f"{text[0].upper()}{text[1:]}.\n\n{open_ if settling.unsettled else advice}"),
+        Figure(
+            svg,
+            "The largest difference between the outputs after a cold start and those of the run"
+            f" whose state was carried, mean of {len(settling.starts)} cold starts.",
+        ),
+    ]
 
 
 def trace_parts(trace: RunTrace, config: Config) -> list[Part]:

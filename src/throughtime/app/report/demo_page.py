@@ -23,7 +23,7 @@ from throughtime.app.demo import (
     facts,
     results_table,
 )
-from throughtime.app.report.audit_section import audit_figures, audit_table
+from throughtime.app.report.audit_section import audit_figures, audit_table, settling_parts
 from throughtime.app.report.charts import Band, Mark, Series, lines, strip
 from throughtime.app.report.page import Figure, Page, Paragraphs, Part, Section, render
 
@@ -37,6 +37,7 @@ def write_report(demo: Demo, folder: Path) -> Path:
         Section("Results", _results(demo)),
         Section("Why", _explanation(demo)),
         Section("Where the gradient goes", _gradient(demo)),
+        Section("After a cold start", settling_parts(demo.audit_report.settling)),
         Section("Learning", [_training_loss(demo)]),
         Section("The task", [_task()]),
     ]

@@ -294,7 +294,12 @@ def _audit_sections(folder: RunFolder, config: Config, update: int) -> list[Sect
     if not folder.audit.exists():
         return []
     from throughtime.app.audit import AuditReport
-    from throughtime.app.report.audit_section import audit_figures, audit_table, trace_parts
+    from throughtime.app.report.audit_section import (
+        audit_figures,
+        audit_table,
+        settling_parts,
+        trace_parts,
+    )
 
     report = AuditReport.read(folder.audit)
     source = (
@@ -309,7 +314,10 @@ def _audit_sections(folder: RunFolder, config: Config, update: int) -> list[Sect
         *audit_figures(report, report.own(config), config.credit_steps()),
         audit_table(report.audit),
     ]
-    sections = [Section("Where the gradient goes", parts)]
+    sections = [
+        Section("Where the gradient goes", parts),
+        Section("After a cold start", settling_parts(report.settling)),
+    ]
     if report.trace is not None:
         sections.append(Section("The gradient, step by step", trace_parts(report.trace, config)))
     return sections
