@@ -11,10 +11,10 @@ NAMED := pyproject.toml constraints.txt
 COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
 CHECKED := cmake -S . -DCHECK=ON
 
-.PHONY: demo docs test test-all test-oldest check format lint names types imports sanitize arm bench wheel clean help
+.PHONY: demo docs test test-all test-device test-oldest check format lint names types imports sanitize arm bench wheel clean help
 
 help:
-	@echo "make demo | docs | test | test-all | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
+	@echo "make demo | docs | test | test-all | test-device | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
 
 # If only C++ has changed, the dependencies are not installed again.
 $(INSTALLED): $(NAMED) $(COMPILED)
@@ -31,6 +31,10 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST) -m "slow or not slow"
+
+# The laws on a device that PyTorch computes on but that has no memory of the host: needs a C++ compiler, no GPU.
+test-device: $(INSTALLED)
+	$(PYTEST) tests/device
 
 # Each on the oldest supported versions, in a folder before the environment. The newest libraries with adapters need
 # newer ones of the core, so the two are apart.
