@@ -5,6 +5,7 @@ an equation becomes MathML, which browsers show without a script and without a n
 """
 
 import re
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -43,6 +44,24 @@ class CodeLinks(SphinxPostTransform):
             )
             literal.replace_self(link)
             link += literal
+
+
+class InlinePictures(SphinxPostTransform):
+    """A picture that is drawn in the colours of the page becomes a part of it.
+
+    As a file, which GitHub shows, it is black on white; on the page it follows light and dark.
+    """
+
+    formats = ("html",)
+    default_priority = 5  # before the file is copied
+
+    def run(self, **_: Any) -> None:
+        for image in list(self.document.findall(nodes.image)):
+            path = Path(self.app.srcdir, str(image["uri"]))
+            if path.suffix != ".svg" or "var(--paper" not in (svg := path.read_text("utf-8")):
+                continue
+            figure = f'<div class="drawing">{svg}</div>'
+            image.replace_self(nodes.raw("", figure, format="html"))
 
 
 def find_public(
@@ -94,6 +113,7 @@ def leave_out(self: Any, node: nodes.Node) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_post_transform(CodeLinks)
+    app.add_post_transform(InlinePictures)
     app.connect("missing-reference", find_public)
     app.connect("autodoc-process-docstring", keep_diagrams)
     app.add_node(nodes.math, override=True, html=(visit_math, leave_out))

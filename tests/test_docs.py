@@ -36,7 +36,12 @@ def blocks(page: str, language: str) -> list[str]:
     "ignore:Checkpoint directory .* exists and is not empty"
 )  # a page that resumes where it saved
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python") and page != EXTENDING]
+    "page",
+    [
+        page
+        for page in PAGES
+        if blocks(page, "python") and page != EXTENDING and "errors" not in page  # test_error_pages
+    ],
 )
 def test_the_python_of_a_page_runs(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,80 @@
+"""The pages titled with error messages: each loop fails as the page says, each mend runs."""
+
+import contextlib
+import importlib.util
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "errors"
+PAGES = [page for page in sorted(FOLDER.glob("*.md")) if page.stem != "index"]
+BLOCK = re.compile(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE)
+
+
+def outcome(code: str, names: dict[str, Any], origin: str) -> str:
+    """What a block prints, or the last line of its traceback."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            exec(compile(code, origin, "exec"), names)
+        except RuntimeError as error:
+            return f"{type(error).__name__}: {error}"
+    return printed.getvalue()
+
+
+@pytest.mark.filterwarnings("ignore:Using non-full backward hooks")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_loop_fails_with_the_message_and_the_mends_run(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
+    expected = [text.split() for _, text in blocks]
+    results = [
+        outcome(code, names, f"{page.name}, block {number}").split()
+        for number, (code, _) in enumerate(blocks, 1)
+    ]
+    assert results == expected
+    assert expected[0]  # the first loop shows the fault
+    assert any("tt." in code for code, _ in blocks)
+
+
+def test_every_page_names_its_message_its_cause_and_both_mends() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        headings = re.findall(r"^## (.*)", text, re.MULTILINE)
+        assert headings[-1 if headings[-1] == "With throughtime" else -2] == "With throughtime", (
+            page
+        )
+        assert "In plain PyTorch" in headings, page
+        assert "reference/doctor/TT" in text, page
+
+
+def test_error_pages_and_doctor_codes_are_linked_both_ways() -> None:
+    codes = FOLDER.parent / "reference" / "doctor"
+    for code in sorted(codes.glob("TT*.md")):
+        links = re.findall(r"\]\(\.\./\.\./([\w/-]+\.md)\)", code.read_text(encoding="utf-8"))
+        assert links, code
+        for link in links:
+            back = (FOLDER.parent / link).read_text(encoding="utf-8")
+            assert not link.startswith("errors/") or code.name in back, f"{link}: {code.name}"
+
+
+def script() -> Any:
+    path = ROOT / "docs" / "draw_errors.py"
+    spec = importlib.util.spec_from_file_location("draw_errors", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", script().drawn_pages(), ids=lambda page: page.stem)
+def test_the_picture_is_that_of_the_loop(page: Path) -> None:
+    picture = FOLDER / "pictures" / f"{page.stem}.svg"
+    assert picture.read_text(encoding="utf-8") == script().drawing(page).svg, (
+        "run python docs/draw_errors.py"
+    )
