@@ -46,7 +46,7 @@ def opened(size: int, dtype: torch.dtype = torch.float32) -> SharedSum:
 def summed(rank: int, size: int, dtype: torch.dtype) -> Tensor:
     shared = opened(size, dtype)
     shared.mine.copy_(vector(rank, size, dtype))
-    shared.reduce(60)
+    shared.reduce()
     return shared.total.clone()
 
 
@@ -57,7 +57,7 @@ def many(rank: int) -> list[float]:
         if number % 20 == rank:
             time.sleep(0.005)  # the others have gone to sleep
         shared.mine.copy_(vector(rank, 3000, torch.float64, number))
-        shared.reduce(60)
+        shared.reduce()
         sums.append(float(shared.total.sum()))
     return sums
 
@@ -74,20 +74,21 @@ def too_late(rank: int) -> str:
     shared = opened(3)
     if rank:
         time.sleep(1.0)
-        return error(lambda: shared.reduce(60))
-    return error(lambda: shared.reduce(0.2))
+        return error(shared.reduce)
+    shared.timeout = 0.2
+    return error(shared.reduce)
 
 
 def dropped(rank: int) -> tuple[str, float]:
     """One rank drops its sum, which frees its lock as the end of its process does."""
     shared = opened(3)
-    shared.reduce(60)
+    shared.reduce()
     if rank:
         del shared
         gc.collect()
         return "", 0.0
     began = time.monotonic()
-    return error(lambda: shared.reduce(60)), time.monotonic() - began
+    return error(shared.reduce), time.monotonic() - began
 
 
 def refused(rank: int) -> Iterator[tuple[str, bool]]:
@@ -178,11 +179,11 @@ from throughtime.kernels.shared_sum import SharedSum
 rank, port = int(sys.argv[1]), sys.argv[2]
 distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 shared = SharedSum.open(100, torch.float32)
-shared.reduce(60)
+shared.reduce()
 if rank:
     os.kill(os.getpid(), signal.SIGKILL)
 try:
-    shared.reduce(60)
+    shared.reduce()
 except RuntimeError as error:
     print(error, flush=True)
 os._exit(0)

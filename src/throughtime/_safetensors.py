@@ -20,6 +20,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
+from throughtime.errors import one_line
+
 _CHECKSUM = re.compile(r"crc32:([0-9a-f]{8}) ")
 _MARK = b'"crc32:'  # inside JSON a quote that is not escaped begins or ends a text
 _DIGITS = 8
@@ -50,7 +52,7 @@ def read_tensors(path: Path, kind: str) -> tuple[Any, dict[str, Tensor]]:
         size = int.from_bytes(content[:8], "little")
         metadata: dict[str, str] = json.loads(content[8 : 8 + size]).get("__metadata__") or {}
     except (safetensors.SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"it is damaged, or no safetensors file: {_line(error)}") from error
+        raise ValueError(f"it is damaged, or no safetensors file: {one_line(error)}") from error
     what = kind.split(".")[1].partition("/")[0]
     if kind not in metadata:
         raise ValueError(f"it is not a {what} that throughtime wrote")
@@ -63,7 +65,7 @@ def read_tensors(path: Path, kind: str) -> tuple[Any, dict[str, Tensor]]:
         return json.loads(text), tensors
     except ValueError as error:
         raise ValueError(
-            f"it is damaged: the description of its {what} is not JSON: {_line(error)}"
+            f"it is damaged: the description of its {what} is not JSON: {one_line(error)}"
         ) from error
 
 
@@ -78,7 +80,3 @@ def _check(content: bytes, checksum: str) -> None:
             f"it is damaged: its bytes have the checksum {actual:0{_DIGITS}x}, and"
             f" {checksum} was written into it"
         )
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -225,9 +225,8 @@ class _GroupSum:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.mine = self.total = torch.zeros(size, dtype=dtype, device=device)
 
-    def reduce(self, timeout: float) -> None:
-        """Replace the vector of this rank by the sum; the group has the same time limit."""
-        del timeout
+    def reduce(self) -> None:
+        """Replace the vector of this rank by the sum."""
         distributed.all_reduce(self.total)
 
 
@@ -260,9 +259,8 @@ class _Message:
             dtype = torch.promote_types(dtype, of_weight.to_real())
         self._head = self._counts + len(layout)
         size = self._head + sum(sizes)
-        self._timeout = None if is_accelerator(device) else _gloo_timeout()
         with rank_errors():
-            shared = None if self._timeout is None else SharedSum.open(size, dtype)
+            shared = None if is_accelerator(device) else SharedSum.open(size, dtype)
         self._sum = shared or _GroupSum(size, dtype, device)
         self._grads, self._means = (
             [
@@ -288,7 +286,7 @@ class _Message:
     def reduce(self) -> list[float]:
         """Send it; returns the sums of the counts of all ranks."""
         with rank_errors():
-            self._sum.reduce(self._timeout or 0.0)
+            self._sum.reduce()
         head = self._sum.total[: self._head].tolist()
         self._owners = head[self._counts :]
         everyone = [
@@ -304,13 +302,6 @@ class _Message:
                 if weight.grad is None:
                     weight.grad = torch.empty_like(weight)
                 torch.div(part, loss_weight, out=_as_real(weight.grad))
-
-
-def _gloo_timeout() -> float | None:
-    """The time limit of the default group in seconds; None if its messages are not gloo's."""
-    group: Any = distributed.group.WORLD
-    backend = group._get_backend(torch.device("cpu"))  # there is no public way
-    return backend.options._timeout.total_seconds() if backend.name() == "gloo" else None
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -5,14 +5,13 @@ ThroughtimeError
 ├── ModelError          (TypeError)     a module that cannot be carried, or breaks its contract
 ├── DataError           (ValueError)    a recording, chunk or stream that cannot be used as it is
 ├── ConfigError         (ValueError)    a setting that is unknown or out of range
-├── RunError            (RuntimeError)  a run that cannot go on: diverged, or its folder does not
-serve
+├── RunError            (RuntimeError)  a run that cannot go on, or whose folder does not serve
 ├── MissingExtraError   (ImportError)   a feature whose optional dependency is not installed
-├── DiagnosisError      (RuntimeError)  a fault that `tt.doctor(strict=True)` found in a training
-loop
+├── DiagnosisError      (RuntimeError)  a fault that `tt.doctor(strict=True)` found in a loop
 └── LawError            (AssertionError) a law of `throughtime.testing` that a module breaks
 """
 
+import difflib
 import inspect
 import warnings
 from collections.abc import Iterable
@@ -38,6 +37,37 @@ def listed(names: Iterable[object], *, quoted: bool = False) -> str:
     rest = len(every) - len(texts)
     text = ", ".join(texts) + (f" and {rest:,} more" if rest else "")
     return f"[{text}]" if quoted else text
+
+
+def counted(count: int, noun: str) -> str:
+    """The number and the noun, which is in the plural unless the number is 1.
+
+    Example:
+        >>> counted(1, "lane"), counted(2_000, "lane")
+        ('1 lane', '2,000 lanes')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def did_you_mean(name: str, known: Iterable[str], before: str = "; ") -> str:
+    """The question whether the most similar of the known names is meant; empty without one.
+
+    Args:
+        name: that is unknown.
+        known: the names to choose from.
+        before: separates the question from the message that it is added to.
+
+    Example:
+        >>> did_you_mean("stirde", ["lanes", "stride"]), did_you_mean("x", ["lanes", "stride"])
+        ("; did you mean 'stride'?", '')
+    """
+    near = difflib.get_close_matches(name, [*known], n=1)
+    return f"{before}did you mean '{near[0]}'?" if near else ""
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without its line breaks."""
+    return " ".join(str(error).split())
 
 
 def warn_caller(message: str) -> None:

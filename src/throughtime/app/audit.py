@@ -15,7 +15,7 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.checked import ClassRecording
-from throughtime.app.config import Config, counted
+from throughtime.app.config import Config
 from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import recordings_for
 from throughtime.app.evaluate import Missing, open_run
@@ -31,7 +31,7 @@ from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import NOISE, SHORTER_STRIDE, UNEQUAL_DATA, Truncation
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient import schedule
 from throughtime.stream import Stream
 

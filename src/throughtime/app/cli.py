@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from throughtime import __version__
-from throughtime.app.config import counted, make_config
+from throughtime.app.config import make_config
 from throughtime.app.flags import check_options, merge_settings, to_settings, train_signature
 from throughtime.app.values import named_numbers, read_toml
-from throughtime.errors import ConfigError, RunError, ThroughtimeError
+from throughtime.errors import ConfigError, RunError, ThroughtimeError, counted
 
 _HELP = "Train recurrent networks on one unbroken stream, with the state carried."
 app = typer.Typer(

@@ -3,7 +3,6 @@
 This module imports no torch, so that `throughtime --help` is instant.
 """
 
-import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -11,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 from throughtime.app.user_class import is_reference
 from throughtime.app.values import convert, toml_lines, weights_by_class
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, did_you_mean
 
 DEFAULT_STRIDE = 100
 LoggerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
@@ -466,19 +465,8 @@ def _name_faults(setting: str, value: str, names: Sequence[str]) -> list[str]:
     """The fault of a value that is neither one of the names nor a class in a file, if it is."""
     if value in names or is_reference(value):
         return []
-    near = difflib.get_close_matches(value.lower(), names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(value.lower(), names)
     return [f"{setting}={value!r}: expected {', '.join(names)}, or FILE.py:Class{hint}"]
-
-
-def counted(count: int, noun: str) -> str:
-    """The number and the noun, which is in the plural unless the number is 1.
-
-    Example:
-        >>> counted(1, "lane"), counted(2_000, "lane")
-        ('1 lane', '2,000 lanes')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def make_config(settings: Mapping[str, Any], *, source: str = "the settings") -> Config:
@@ -490,11 +478,12 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     """
     types = get_type_hints(Config)
     present = {key: value for key, value in settings.items() if value is not None}
-    faults: list[str] = []
-    for key in [key for key in present if key not in types]:
-        near = difflib.get_close_matches(key, types, n=1)
-        hint = f", did you mean '{near[0]}'?" if near else f"; known are {', '.join(types)}"
-        faults.append(f"unknown key '{key}'{hint}")
+    known = f"; known are {', '.join(types)}"
+    faults = [
+        f"unknown key '{key}'{did_you_mean(key, types, ', ') or known}"
+        for key in present
+        if key not in types
+    ]
     faults += [
         f"'{f.name}' is missing"
         for f in fields(Config)

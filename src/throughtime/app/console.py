@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
 from throughtime.app.baselines import baseline_table, is_comparison
-from throughtime.app.config import Config, counted
+from throughtime.app.config import Config
 from throughtime.app.distributed import LostRankError
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
@@ -25,7 +25,7 @@ from throughtime.app.report.run_page import scores_table, write_report
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.reach import within
-from throughtime.errors import listed
+from throughtime.errors import counted, listed
 
 if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from throughtime.app.checked import ClassRecording, NumericRecording
-from throughtime.app.config import Config, counted
+from throughtime.app.config import Config
 from throughtime.app.data_statistics import (
     Statistics,
     collect_statistics,
@@ -27,7 +27,7 @@ from throughtime.app.recordings import (
     SourceRecording,
     open_recordings,
 )
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.folder import read_folder
 from throughtime.stream.formats.times import time_span

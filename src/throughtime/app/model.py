@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from throughtime import _safetensors
 from throughtime._device import device_bytes, is_accelerator
-from throughtime.app.config import Config, counted
+from throughtime.app.config import Config
 from throughtime.app.data_statistics import Statistics, class_name, sorted_classes
 from throughtime.app.recordings import DataLayout, SourceRecording
-from throughtime.app.run_folder import from_plain, load_tensors, one_line
+from throughtime.app.run_folder import from_plain, load_tensors
 from throughtime.app.user_class import (
     ClassReference,
     is_reference,
@@ -32,7 +32,15 @@ from throughtime.app.user_class import (
 )
 from throughtime.app.values import weights_by_class
 from throughtime.carry.carried import Carried, carry, running
-from throughtime.errors import ConfigError, ModelError, RunError, ThroughtimeError, listed
+from throughtime.errors import (
+    ConfigError,
+    ModelError,
+    RunError,
+    ThroughtimeError,
+    counted,
+    listed,
+    one_line,
+)
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine

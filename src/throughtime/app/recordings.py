@@ -8,7 +8,6 @@ covers the steps whose last row it covers.
 Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 """
 
-import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 
 from throughtime.app.concat_table import concat_tables
 from throughtime.app.config import Config
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.csv_rows import LineNames
@@ -373,8 +372,7 @@ def _exclude_faults(opened: Sequence[SourceRecording], layout: DataLayout) -> li
     absent = [n for n in layout.exclude if not any(n in table.columns for table in tables)]
     if not tables or not absent:
         return []
-    near = difflib.get_close_matches(absent[0], tables[0].columns, n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
+    hint = did_you_mean(absent[0], tables[0].columns)
     of = f"the columns of {tables[0].path} are {listed(tables[0].columns)}"
     return [f"--exclude {listed(absent)}: no recording has it; {of}{hint}"]
 

@@ -418,11 +418,6 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
-def one_line(error: Exception) -> str:
-    """The message of an error without its line breaks."""
-    return " ".join(str(error).split())
-
-
 def to_cpu(content: Any) -> Any:
     """The content with its tensors copied to the CPU, to be sent to another process."""
     return map_tensors(lambda _, tensor: _copy(tensor), content)

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from throughtime._device import generators, set_generators
-from throughtime.app.config import counted
 from throughtime.app.dataset import changed_data
 from throughtime.app.model import statistics_of
-from throughtime.app.run_folder import one_line
-from throughtime.errors import DataError, RunError, ThroughtimeError
+from throughtime.errors import DataError, RunError, ThroughtimeError, counted, one_line
 from throughtime.state import differences, leaves
 from throughtime.stream.manifest import join_faults
 

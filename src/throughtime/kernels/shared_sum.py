@@ -39,9 +39,13 @@ class SharedSum:
         mine: `(N,)`, to be written by this rank before `reduce()`.
         total: `(N,)`, after `reduce()` the sum, the same bits on every rank; valid until `mine` of
             the next message is complete on all ranks.
+        timeout: seconds that `reduce()` waits for another rank; those of the group.
     """
 
-    def __init__(self, file: int, rank: int, ranks: int, size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, file: int, rank: int, ranks: int, size: int, dtype: torch.dtype, timeout: float
+    ) -> None:
+        self.timeout = timeout
         self._file, self._rank, self._ranks = file, rank, ranks
         self._memory = mmap.mmap(file, _bytes(ranks, size, dtype))
         lines = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
@@ -54,14 +58,19 @@ class SharedSum:
 
     @classmethod
     def open(cls, size: int, dtype: torch.dtype) -> "SharedSum | None":
-        """For vectors of so many numbers, on all ranks of gloo's default group at once.
+        """For vectors of so many numbers, on all ranks of the default group at once.
 
         Returns:
-            None on every rank if any of them is on another machine or lacks the compiled core, or
-            if there is no room; on systems without /dev/shm too.
+            None on every rank if the group's messages are not gloo's, if any rank is on another
+            machine or lacks the compiled core, or if there is no room; on systems without /dev/shm
+            too.
 
         Cost: three messages and the clearing of the memory, some milliseconds.
         """
+        group: Any = distributed.group.WORLD
+        backend = group._get_backend(torch.device("cpu"))  # there is no public way
+        if backend.name() != "gloo":
+            return None
         rank, ranks = distributed.get_rank(), distributed.get_world_size()
         path: list[Any] = [None]
         if rank == 0 and library() is not None:
@@ -82,33 +91,34 @@ class SharedSum:
         if not everywhere:
             os.close(file)
             return None
-        shared = cls(file, rank, ranks, size, dtype)
+        timeout = backend.options._timeout.total_seconds()
+        shared = cls(file, rank, ranks, size, dtype, timeout)
         weakref.finalize(shared, os.close, file)
         return shared
 
-    def reduce(self, timeout: float) -> None:
+    def reduce(self) -> None:
         """Add up what every rank has written to `mine`.
 
         Raises:
             RuntimeError: another rank has ended, or has not come for `timeout` seconds.
         """
-        self._wait(timeout)
+        self._wait()
         share, (first, second, *more) = self._share, self._vectors
         torch.add(first[share], second[share], out=self.total[share])
         for vector in more:
             self.total[share].add_(vector[share])
-        self._wait(timeout)
+        self._wait()
 
-    def _wait(self, timeout: float) -> None:
+    def _wait(self) -> None:
         """Until every rank has called it as often as this one."""
         self._arrivals = (self._arrivals + 1) % 2**32
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + self.timeout
         while not self._barrier(self._arrivals, CHECK):
             ended = [rank for rank in range(self._ranks) if not self._is_alive(rank)]
             if ended and not self._barrier(self._arrivals, 0):  # it had not come before it ended
                 raise RuntimeError(f"rank {ended[0]} has ended")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not all ranks have come within {timeout:g} seconds")
+                raise RuntimeError(f"not all ranks have come within {self.timeout:g} seconds")
 
     def _is_alive(self, rank: int) -> bool:
         """Whether a process has the lock of that rank."""

@@ -3,7 +3,6 @@
 Shapes: `n` rows read, `D` columns.
 """
 
-import difflib
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import slice_rows
 from throughtime.stream.formats.objects import (
@@ -217,9 +216,8 @@ def check_columns(table: formats.Table, names: Sequence[str], role: str) -> None
     missing = [c for c in names if c not in available and c not in table.columns]
     if not missing and names:
         return
-    near = difflib.get_close_matches(missing[0], table.columns, n=1) if missing else []
-    absent = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
-    hint = f"{absent}; did you mean '{near[0]}'?" if near else absent
+    hint = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
+    hint += did_you_mean(missing[0], table.columns) if missing else ""
     if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
         hint = (
             f"; are its fields separated by {mark[0]!r}? --delimiter (Python: tt.recording(...,"

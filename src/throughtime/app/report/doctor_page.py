@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 
 from throughtime._files import write_atomically
-from throughtime.app.config import counted
 from throughtime.app.report.page import (
     Code,
     DataTable,
@@ -17,6 +16,7 @@ from throughtime.app.report.page import (
     render,
 )
 from throughtime.doctor import CODES, Doctor, Finding
+from throughtime.errors import counted
 
 _CONTEXT = 4  # lines of code before and after the marked one
 _LIMITS = (

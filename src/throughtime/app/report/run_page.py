@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from throughtime._files import write_atomically
 from throughtime.app import optimizer
 from throughtime.app.baselines import baseline_table
-from throughtime.app.config import Config, counted
+from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.model import ModelSpec, busiest_excerpt, load_model
 from throughtime.app.policy import describe_policy, make_policy
@@ -27,7 +27,7 @@ from throughtime.app.report.page import (
 )
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
-from throughtime.errors import DataError, RunError
+from throughtime.errors import DataError, RunError, counted
 
 Row: TypeAlias = dict[str, Any]
 
