@@ -1,0 +1,17 @@
+"""Write the pictures of README and docs: `python -m docs.pictures`.
+
+`--train` first trains the networks of the demo again, which takes half a minute.
+"""
+
+import json
+import sys
+
+from docs.pictures import graph, idea, paths, resets, strides
+from docs.pictures.frame import FOLDER
+
+if "--train" in sys.argv:
+    idea.MEASURED.write_text(json.dumps(idea.train()) + "\n", encoding="utf-8")
+for module in (graph, idea, paths, resets, strides):
+    for name, svg in module.draw().items():
+        (FOLDER / name).write_text(svg, encoding="utf-8")
+        print(f"{name}: {len(svg) / 1000:.1f} kB")
