@@ -353,6 +353,7 @@ def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> 
     x = torch.randn(30, 3, 3)
     for step, lane in ((0, 1), (7, 0), (8, 0), (12, 2), (29, 1)):
         x[step, lane, 1] = torch.nan
+    x[9, 2, 0] = torch.inf
     predictor = tt.Predictor(net, lanes=3, on_nan=on_nan)
     session = tt.deploy.Session(path, 3, on_nan=on_nan)
     for part in (x[:9], x[9:10], x[10:]):

@@ -370,7 +370,14 @@ def dtype_of(net: nn.Module) -> torch.dtype | None:
 @contextmanager
 def running(net: nn.Module) -> Generator[None]:
     """Evaluation mode without a graph; every submodule gets its own mode back."""
-    modes = [m for m in net.modules() if m.training]
+    with evaluating(net.modules()):
+        yield
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Generator[None]:
+    """As `running`, for the modules of a net."""
+    modes = [m for m in modules if m.training]
     for m in modes:
         m.training = False
     try:

@@ -16,7 +16,9 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,8 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from throughtime.carry.carried import Carried
+from throughtime.carry.guards import Guards
 from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
 from throughtime.nn.layers import GRU, LSTM, RNN
+from throughtime.state import State
 
 LAYERS = (nn.LSTM, nn.GRU, nn.RNN, LSTM, GRU, RNN)  # a subclass may compute something else
 PLAIN = (int, float, bool, str, type(None))
@@ -99,35 +103,6 @@ class Opaque(NamedTuple):
     zeros: bool = False
 
 
-Guard: TypeAlias = tuple[Mapping[str, Any], str, object]
-
-
-@dataclass
-class Guards:
-    """What must stay as it was: entries of dicts, and the functions of classes."""
-
-    entries: dict[tuple[int, str], Guard] = field(default_factory=dict[tuple[int, str], Guard])
-    methods: dict[tuple[nn.Module, str], tuple[FunctionType, CodeType]] = field(
-        default_factory=dict[tuple[nn.Module, str], tuple[FunctionType, CodeType]]
-    )
-
-    def entry(self, values: Mapping[str, Any], key: str) -> Any:
-        """The value of a key, which must stay the same object."""
-        self.entries[id(values), key] = values, key, values[key]
-        return values[key]
-
-    def hold(self) -> bool:
-        """Whether all is as it was."""
-        for values, key, value in self.entries.values():
-            if values.get(key) is not value:
-                return False
-        for (module, name), (function, code) in self.methods.items():
-            # tools that reload modules replace the code of a function
-            if getattr(type(module), name) is not function or function.__code__ is not code:
-                return False
-        return True
-
-
 # Operations before and after layers
 Around: TypeAlias = tuple[tuple[TensorCall, ...], tuple[TensorCall, ...]]
 
@@ -168,10 +143,26 @@ def structure_of(net: Carried, inputs: Tensor) -> Structure | None:
     """
     if isinstance(net.adapter, ChainAdapter):
         return _read_chain(net.adapter)
+    if isinstance(net.adapter, LayerAdapter):
+        return _structure([TensorCall(net.module)], Guards())
     arguments = net.adapter.forward_arguments(inputs[:1], ())
     if arguments is None:
         return None
     return read_structure(net.module, takes_state=len(arguments) == 2)
+
+
+def layer_states(net: Carried, structure: Structure, state: State) -> list[State]:
+    """The state of each layer of a structure, in order, in a state of its net.
+
+    Raises:
+        LookupError, TypeError: the state is another one.
+    """
+    if isinstance(net.adapter, LayerAdapter):
+        return [state]
+    if isinstance(net.adapter, ChainAdapter) or not structure.paths:
+        names = {child: name for name, child in net.module.named_modules()}
+        return [state[names[layer]] for layer in structure.layers]
+    return [reduce(getitem, path, state) for path in structure.paths]
 
 
 def _read_chain(adapter: ChainAdapter) -> Structure | None:

@@ -8,7 +8,7 @@ Shapes: `D` input features, `H` hidden, `P` = `H` or the size of a projection, `
 outputs, `L` layers, `V` entries of an embedding.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,8 +19,7 @@ from torch.nn import functional
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
-from throughtime.carry.layers import ChainAdapter, LayerAdapter
-from throughtime.carry.structure import LAYERS, Guards, Structure, TensorCall, structure_of
+from throughtime.carry.structure import Structure, TensorCall, layer_states, structure_of
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import BY_MODE, Cell
 from throughtime.nn.affine import Affine
@@ -155,7 +154,7 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
     """
     with torch.no_grad():
         net.prepare(inputs)
-        structure = _bare_layer(net) or structure_of(net, inputs)
+        structure = structure_of(net, inputs)
         if structure is None:
             raise ModelError(
                 f"{type(net.module).__name__} is no chain of operations that this format has:"
@@ -171,13 +170,6 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
             operations += layers.get(call.target) or reader.operations(call)
     width = inputs.shape[2] if inputs.is_floating_point() else _entries(operations)
     return Chain(tuple(operations), width, _columns(operations), own)
-
-
-def _bare_layer(net: Carried) -> Structure | None:
-    """The structure of a net that is a layer."""
-    if isinstance(net.adapter, LayerAdapter) and type(net.module) in LAYERS:
-        return Structure((TensorCall(net.module),), ((),), Guards())
-    return None
 
 
 def _entries(operations: Sequence[Operation]) -> int:
@@ -268,10 +260,10 @@ class _Translator:
         known = dict(zip(map(id, trees.tensors(start)), net.leaf_names(start), strict=True))
         result: dict[object, list[Recurrence]] = {}
         own: dict[str, tuple[str, int]] = {}
-        find = _states_of(net, structure, self._names)
-        for layer in structure.layers:
+        states = layer_states(net, structure, start)
+        for layer, state in zip(structure.layers, states, strict=True):
             cell = BY_MODE[layer.mode]
-            result[layer], tensors = [], trees.tensors(find(start, layer))
+            result[layer], tensors = [], trees.tensors(state)
             if any(leaf.dim() != 3 or leaf.shape[1] != layer.num_layers for leaf in tensors):
                 raise self._refusal(layer, " whose state has another shape than (B, L, H),")
             for k, weights in enumerate(layer_weights(layer)):
@@ -293,18 +285,3 @@ def _is_known(target: Any, function: str) -> bool:
         getattr(torch, function, None),
         getattr(functional, function, None),
     )
-
-
-def _states_of(
-    net: Carried, structure: Structure, names: dict[nn.Module, str]
-) -> Callable[[State, nn.Module], State]:
-    """Finds the state of a layer in that of the net."""
-
-    def find(state: Any, layer: nn.Module) -> State:
-        if structure.paths and not isinstance(net.adapter, ChainAdapter):
-            for index in structure.paths[structure.layers.index(layer)]:
-                state = state[index]
-            return state
-        return state[names[layer]]
-
-    return find

@@ -254,7 +254,7 @@ class _SingleStep:
         row = self._row
         if x.shape != row.shape or x.dtype != row.dtype or x.ndim == 1:
             return False
-        return x.ravel().dot(self._zeros) == 0  # NaN if any is NaN or infinite
+        return bool(np.vdot(x, self._zeros) == 0)  # NaN if any is NaN or infinite
 
     def run(self, x: Array) -> Array:
         """The outputs `(B, C)` of one step `(B, D)`, or of `(B,)` indices."""

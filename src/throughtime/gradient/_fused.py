@@ -22,48 +22,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter, is_, itemgetter
 from threading import get_ident
-from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C._autograd import _profiler_enabled as profiler_enabled  # as torch's optimizers do
-from torch.nn.modules import module as torch_modules
 
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
+from throughtime.carry.guards import ModuleGuards, modified
 from throughtime.chunk import Chunk
 from throughtime.gradient._parts import Parts, match
 from throughtime.gradient.objective import IGNORED, Objective
 from throughtime.gradient.schedule import Window
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.cells import BY_MODE
-from throughtime.kernels.dispatch import active_torch_modes, static_backend
+from throughtime.kernels.dispatch import static_backend
 from throughtime.kernels.recurrent import TYPES
 from throughtime.kernels.workspace import LayerSizes, Workspace
-from throughtime.nn.layers import GRU, LSTM, RNN, weight_shapes
+from throughtime.nn.layers import weight_shapes
 from throughtime.state import State
 
-FUSED_LAYERS = {LSTM, GRU, RNN}  # a subclass may compute something else
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
-# plain attributes of a layer, which the user may write to
-_settings = itemgetter(
-    "mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first"
-)
-_hooks = itemgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-)
 _traits = attrgetter(
     "shape", "dtype", "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
 _address = Tensor.data_ptr
-NO_HOOKS: tuple[tuple[object, ...], ...] = ((), (), (), ())
 MOST_MATCHES = 20  # a net that changes again and again is run with a graph
-_GLOBAL_HOOKS = (
-    torch_modules._global_forward_hooks,
-    torch_modules._global_forward_pre_hooks,
-    torch_modules._global_backward_hooks,
-    torch_modules._global_backward_pre_hooks,
-)
 
 
 # loss, outputs `(T, B, C)` of the steps that count, the states after the last step and entering
@@ -96,15 +79,13 @@ def try_fused(
         has been changed.
     """
     fused = net._fused_net
-    if fused is None or (
-        isinstance(fused, FusedNet)
-        and not (fused.parts.adapter is net.adapter and fused.parts.holds())
-    ):
-        if _observed(net):
+    if fused is None or (isinstance(fused, FusedNet) and not fused.holds(net)):
+        guards = ModuleGuards(net.module)
+        if not guards.unobserved(net):
             return None  # a trial would be noticed
         matches = fused.matches + 1 if isinstance(fused, FusedNet) else 1
         parts = match(net, steps.inputs) if matches <= MOST_MATCHES else None
-        fused = net._fused_net = False if parts is None else FusedNet(parts, matches)
+        fused = net._fused_net = False if parts is None else FusedNet(parts, guards, matches)
     if window.start or not isinstance(fused, FusedNet):
         return None
     loss = None
@@ -115,34 +96,21 @@ def try_fused(
     return fused.update(net, steps, chunk, edge, window, objective, loss)
 
 
-def _observed(net: Carried) -> bool:
-    """Whether hooks of the user's, or modes of torch, would see a call of the net."""
-    return (
-        any(_GLOBAL_HOOKS)
-        or active_torch_modes() is not None
-        or any(_modified(part.__dict__, _own_hooks(part)) for part in net.modules())
-    )
-
-
 class FusedNet:
     """A net that is updated in one call.
 
     Args:
         parts: of the net.
+        guards: of its modules.
         matches: how often its parts have been read.
     """
 
-    def __init__(self, parts: Parts, matches: int) -> None:
-        self.parts, self.matches = parts, matches
+    def __init__(self, parts: Parts, guards: ModuleGuards, matches: int) -> None:
+        self.parts, self.guards, self.matches = parts, guards, matches
         self._readout = readout = parts.readout
         layers = parts.layers
         # set when the front has returned what no kernel reads, or has changed layers or readout
         self._declined = False
-        self._instances = [module.__dict__ for module in parts.others]
-        # of each layer its settings, and the hooks that set the carried state
-        self._stack = [
-            (layer, _settings(layer.__dict__), _own_hooks(layer)) for layer in layers.values()
-        ]
         self._sizes: dict[str, LayerSizes] = {}
         self._inputs = next(iter(layers.values())).input_size
         self._bias = readout is not None and readout._parameters["bias"] is not None
@@ -155,9 +123,11 @@ class FusedNet:
         self._checked: list[Tensor] = []
         self._addresses: list[int] = []
         self._traits: list[tuple[Any, ...]] = []
-        for name, (layer, (mode, *sizes, _), _) in zip(layers, self._stack, strict=True):
-            own = self._sizes[name] = LayerSizes(BY_MODE[mode], *sizes)
-            first, later = weight_shapes(own.cell, *sizes[:3], layer.bidirectional)
+        for name, layer in layers.items():
+            sizes = layer.input_size, layer.hidden_size, layer.proj_size
+            own = LayerSizes(BY_MODE[layer.mode], *sizes, layer.num_layers, layer.bias)
+            self._sizes[name] = own
+            first, later = weight_shapes(own.cell, *sizes, layer.bidirectional)
             for k, names in enumerate(layer._all_weights):
                 shapes = zip(WEIGHTS, later if k else first, strict=True)
                 self._shapes += [shape for name, shape in shapes if f"{name}_l{k}" in names]
@@ -165,7 +135,6 @@ class FusedNet:
         # the number of outputs, and of weights, of the readout
         self._readout_sizes = 0, 0
         if readout is not None:
-            self._instances.append(readout.__dict__)
             self._slots.append((readout._parameters, itemgetter("weight", "bias")))
             self._shapes.append((readout.out_features, [*self._sizes.values()][-1].outputs))
             self._readout_sizes = readout.out_features, 1 + self._bias
@@ -175,6 +144,10 @@ class FusedNet:
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of a net, or one read from a file, is matched anew."""
         return type(None), ()
+
+    def holds(self, net: Carried) -> bool:
+        """Whether the modules of the net are still put together in this way."""
+        return self.parts.adapter is net.adapter and self.parts.holds() and self.guards.hold()
 
     def update(
         self,
@@ -233,8 +206,7 @@ class FusedNet:
     def by_tail(self) -> "FusedNet":
         """The same net with its readout as tail, for a loss that the kernel does not have."""
         if self._tail_net is None:
-            others = *self.parts.others, *(self.parts.readout or nn.Identity()).modules()
-            self._tail_net = FusedNet(replace(self.parts, readout=None, others=others), 0)
+            self._tail_net = FusedNet(replace(self.parts, readout=None), self.guards, 0)
         return self._tail_net
 
     def _read_inputs(
@@ -254,34 +226,17 @@ class FusedNet:
     def _unchanged(self, net: Carried, objective: Objective) -> bool:
         """Whether modules and settings are as they were, and nothing observes the computation."""
         readout = self._readout
-        if (
-            type(net) is not Carried
-            or (readout is not None and type(readout) is not nn.Linear)
-            or (readout is not None and (readout._parameters.get("bias") is None) is self._bias)
-            or objective.scaler is not None
-            or not torch.is_grad_enabled()
-            or active_torch_modes() is not None
-            or torch.is_anomaly_enabled()
-            or torch.is_autocast_enabled("cpu")
-            or profiler_enabled()
-            or any(_GLOBAL_HOOKS)
-        ):
-            return False
-        for own in (net.__dict__, *self._instances):
-            if any(_hooks(own)) or ("forward" in own and not _has_class_forward(own)):
-                return False
-        for layer, settings, own_hooks in self._stack:
-            own = layer.__dict__
-            if (
-                type(layer) not in FUSED_LAYERS
-                or _settings(own) != settings
-                or (own["dropout"] and own["training"] and own["num_layers"] > 1)
-                or (own_hooks is not NO_HOOKS and _values(_hooks(own)) != own_hooks)
-                or (own_hooks is NO_HOOKS and any(_hooks(own)))
-                or ("forward" in own and not _has_class_forward(own))
-            ):
-                return False
-        return True
+        return (
+            type(net) is Carried
+            and (readout is None or (readout._parameters.get("bias") is not None) is self._bias)
+            and objective.scaler is None
+            and torch.is_grad_enabled()
+            and self.guards.unobserved(net)
+            and not any(
+                layer.dropout and layer.training and layer.num_layers > 1
+                for layer in self.parts.layers.values()
+            )
+        )
 
     def _read_weights(self) -> _Parameters | None:
         """All parameters.
@@ -452,45 +407,6 @@ def _readable(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _modified(
-    instance: dict[str, Any], own_hooks: tuple[tuple[object, ...], ...] = NO_HOOKS
-) -> bool:
-    """Whether a module, by its `__dict__`, has hooks or another forward than that of its class."""
-    hooks = _hooks(instance)
-    if any(hooks) if own_hooks is NO_HOOKS else _values(hooks) != own_hooks:
-        return True
-    return "forward" in instance and not _has_class_forward(instance)
-
-
-def _values(hooks: Sequence[dict[int, object]]) -> tuple[tuple[object, ...], ...]:
-    return tuple([tuple(kind.values()) for kind in hooks])
-
-
-def _own_hooks(module: nn.Module) -> tuple[tuple[object, ...], ...]:
-    """The hooks of a module that are those of its adapter."""
-
-    def is_own(hook: Any) -> bool:
-        function = getattr(hook, "func", hook)
-        owner = getattr(function, "__self__", function)
-        return type(owner).__module__.startswith("throughtime.carry.")
-
-    own = tuple([tuple(filter(is_own, kind)) for kind in _values(_hooks(module.__dict__))])
-    return own if any(own) else NO_HOOKS
-
-
-def _has_class_forward(instance: dict[str, Any]) -> bool:
-    """Whether the forward of an instance is that of its class, as in a copy of a module."""
-    forward = instance["forward"]
-    if not isinstance(forward, MethodType):
-        return False
-    module = forward.__self__
-    return (
-        isinstance(module, nn.Module)
-        and module.__dict__ is instance
-        and forward.__func__ is type(module).forward
-    )
-
-
 def _loss_code(fn: object, targets: Tensor | None, parts: Parts) -> int | None:
     """The loss of the kernels; None if they do not have it, or not for such targets."""
     weight = None if parts.readout is None else parts.readout._parameters.get("weight")
@@ -509,5 +425,5 @@ def _loss_code(fn: object, targets: Tensor | None, parts: Parts) -> int | None:
         fits = targets.shape[2] == classes if dims == 3 else dims == 2 and classes == 1
     else:
         return None
-    plain = fn.reduction == "mean" and not _modified(fn.__dict__)
+    plain = fn.reduction == "mean" and not modified(fn.__dict__)
     return code if default and fits and plain else None

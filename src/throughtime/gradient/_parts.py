@@ -36,7 +36,6 @@ class Parts:
         layers: the recurrent layers, from the inputs to the outputs, by their names in the state.
         readout: reads the outputs of the last layer; None if the tail does.
         tail: maps the outputs of the last layer, for so many inputs, to those of the net.
-        others: all other modules that run.
         front: maps inputs to those of the first layer; None if they are the same.
         front_modules: those of the front.
         foreign_front: whether the front runs code that is none of torch's.
@@ -53,7 +52,6 @@ class Parts:
     layers: Mapping[str, Recurrent]
     readout: nn.Linear | None
     tail: Callable[[Tensor, Tensor], Tensor]
-    others: tuple[nn.Module, ...] = ()
     front: Callable[[Tensor], Tensor] | None = None
     front_modules: tuple[nn.Module, ...] = ()
     foreign_front: bool = False
@@ -81,7 +79,7 @@ def match(net: Carried, inputs: Tensor) -> Parts | None:
         net: made by `tt.carry`.
         inputs: of some steps, for a trial of a module of the user's.
     """
-    structure = structure_of(net, inputs)
+    structure = None if isinstance(net.adapter, LayerAdapter) else structure_of(net, inputs)
     around = None if structure is None else structure.around_layers()
     if structure is None or around is None:
         return None
@@ -132,8 +130,6 @@ def _parts(
             y = operation(y)
         return adapter.read_outputs(y, x)
 
-    called = [module for module, _ in guards.methods] if chain is None else [net.module]
-    others = (*called, *(part for module in (*front, *tail) for part in module.modules()))
     return Parts(
         adapter,
         guards.hold
@@ -145,7 +141,6 @@ def _parts(
         {names[layer]: layer for layer in layers},
         readout,
         run_tail,
-        tuple(part for part in others if part is not readout),
         run_front if around[0] else None,
         front,
         any(foreign) or any(module._modules for module in front),

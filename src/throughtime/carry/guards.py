@@ -1,0 +1,151 @@
+"""What must stay as it was for a prepared computation to be that of a net.
+
+A fused update and a prepared step do not call the forward of a module, so no hook of it runs.
+Guards say whether a module is still what it was: its class, its children, its hooks, the code and
+the names that its forward uses; and whether torch itself observes or changes what modules compute.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from types import CodeType, FunctionType, MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch._C._autograd import _profiler_enabled as profiler_enabled  # as torch's optimizers do
+from torch.nn.modules import module as torch_modules
+
+from throughtime.kernels.dispatch import active_torch_modes
+
+Guard: TypeAlias = tuple[Mapping[str, Any], str, object]
+
+
+@dataclass
+class Guards:
+    """What must stay as it was: entries of dicts, and the functions of classes."""
+
+    entries: dict[tuple[int, str], Guard] = field(default_factory=dict[tuple[int, str], Guard])
+    methods: dict[tuple[nn.Module, str], tuple[FunctionType, CodeType]] = field(
+        default_factory=dict[tuple[nn.Module, str], tuple[FunctionType, CodeType]]
+    )
+
+    def entry(self, values: Mapping[str, Any], key: str) -> Any:
+        """The value of a key, which must stay the same object."""
+        self.entries[id(values), key] = values, key, values[key]
+        return values[key]
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        for values, key, value in self.entries.values():
+            if values.get(key) is not value:
+                return False
+        for (module, name), (function, code) in self.methods.items():
+            # tools that reload modules replace the code of a function
+            if getattr(type(module), name) is not function or function.__code__ is not code:
+                return False
+        return True
+
+
+# plain attributes of a recurrent layer, which the user may write to
+_settings = itemgetter(
+    "mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first"
+)
+_hooks = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+Hooks: TypeAlias = tuple[tuple[object, ...], ...]
+NO_HOOKS: Hooks = ((), (), (), ())
+_GLOBAL_HOOKS = (
+    torch_modules._global_forward_hooks,
+    torch_modules._global_forward_pre_hooks,
+    torch_modules._global_backward_hooks,
+    torch_modules._global_backward_pre_hooks,
+)
+
+
+def torch_observes() -> bool:
+    """Whether modes, transforms, profilers or global hooks of torch would see a call of a module.
+
+    Autocast, which changes what it computes, and the detection of anomalies count as well.
+    """
+    return (
+        active_torch_modes() is not None
+        or torch.is_anomaly_enabled()
+        or torch.is_autocast_enabled("cpu")
+        or profiler_enabled()
+        or any(_GLOBAL_HOOKS)
+    )
+
+
+class ModuleGuards:
+    """A module and all modules in it, as they are now: classes, children, hooks, settings.
+
+    Args:
+        module: of a carried net. The net itself is not kept: it may own these guards.
+
+    Attributes:
+        modules: the module and those in it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.modules = (*module.modules(),)
+        self._containers = [module._modules for module in self.modules]
+        self._children = [[*children.values()] for children in self._containers]
+        self._traits = [(m, m.__dict__, type(m), _own_hooks(m)) for m in self.modules]
+        own = [module.__dict__ for module in self.modules if isinstance(module, nn.RNNBase)]
+        self._settings = [(values, _settings(values)) for values in own]
+
+    def hold(self) -> bool:
+        """Whether no module was replaced."""
+        return [[*now.values()] for now in self._containers] == self._children
+
+    def unobserved(self, net: nn.Module) -> bool:
+        """Whether nothing observes a call: no mode of torch, no hook, no other forward or class.
+
+        Args:
+            net: that carries the module.
+        """
+        if torch_observes() or modified(net.__dict__):
+            return False
+        for module, own, kind, hooks in self._traits:
+            if type(module) is not kind or modified(own, hooks):
+                return False
+        return all(_settings(own) == settings for own, settings in self._settings)
+
+
+def modified(instance: dict[str, Any], own_hooks: Hooks = NO_HOOKS) -> bool:
+    """Whether a module, by its `__dict__`, has hooks or another forward than that of its class."""
+    hooks = _hooks(instance)
+    if any(hooks) if own_hooks is NO_HOOKS else _values(hooks) != own_hooks:
+        return True
+    return "forward" in instance and not _has_class_forward(instance)
+
+
+def _values(hooks: Sequence[dict[int, object]]) -> Hooks:
+    return tuple([tuple(kind.values()) for kind in hooks])
+
+
+def _own_hooks(module: nn.Module) -> Hooks:
+    """The hooks of a module that are those of its adapter."""
+
+    def is_own(hook: Any) -> bool:
+        function = getattr(hook, "func", hook)
+        owner = getattr(function, "__self__", function)
+        return type(owner).__module__.startswith("throughtime.carry.")
+
+    own = tuple([tuple(filter(is_own, kind)) for kind in _values(_hooks(module.__dict__))])
+    return own if any(own) else NO_HOOKS
+
+
+def _has_class_forward(instance: dict[str, Any]) -> bool:
+    """Whether the forward of an instance is that of its class, as in a copy of a module."""
+    forward = instance["forward"]
+    if not isinstance(forward, MethodType):
+        return False
+    module = forward.__self__
+    return (
+        isinstance(module, nn.Module)
+        and module.__dict__ is instance
+        and forward.__func__ is type(module).forward
+    )
