@@ -11,10 +11,10 @@ NAMED := pyproject.toml constraints.txt
 COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
 CHECKED := cmake -S . -DCHECK=ON
 
-.PHONY: demo docs test test-all test-device test-oldest check format lint names types imports sanitize arm bench wheel clean help
+.PHONY: demo docs translations test test-all test-device test-oldest check format lint names types imports sanitize arm bench wheel clean help
 
 help:
-	@echo "make demo | docs | test | test-all | test-device | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
+	@echo "make demo | docs | translations | test | test-all | test-device | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
 
 # If only C++ has changed, the dependencies are not installed again.
 $(INSTALLED): $(NAMED) $(COMPILED)
@@ -70,6 +70,15 @@ SPHINX := $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2
 docs: $(INSTALLED)
 	$(SPHINX) --doctree-dir $(BUILD)/doctrees/en docs $(SITE)
 	$(SPHINX) --doctree-dir $(BUILD)/doctrees/zh_CN --define language=zh_CN docs $(SITE)/zh_CN
+
+# What is translated into Chinese: docs/locale/zh_CN/LC_MESSAGES has a file for each of these pages.
+TRANSLATED := index.pot errors tutorial explanation
+translations: $(INSTALLED)
+	rm -rf $(BUILD)/gettext $(BUILD)/templates
+	$(SPHINX) --builder gettext docs $(BUILD)/gettext
+	mkdir -p $(BUILD)/templates
+	cd $(BUILD)/gettext && cp -r $(TRANSLATED) $(abspath $(BUILD))/templates
+	$(BIN)/sphinx-intl update --pot-dir $(BUILD)/templates --locale-dir docs/locale --language zh_CN
 
 check: lint names types imports test
 

@@ -14,11 +14,37 @@ from latex2mathml.converter import convert
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.search import SearchLanguage
+from sphinx.search._stopwords.en import ENGLISH_STOPWORDS
+from sphinx.search.en import SearchEnglish
 from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import throughtime
 
 _CODE = re.compile(r"(tt|torch|nn)((?:\.\w+)+)(?:\(.*\))?", re.DOTALL)
+_QUESTION_WORDS = frozenset(
+    [
+        "between",
+        "difference",
+        "do",
+        "does",
+        "every",
+        "how",
+        "implement",
+        "my",
+        "need",
+        "pytorch",
+        "should",
+        "use",
+        "using",
+        "vs",
+        "what",
+        "when",
+        "which",
+        "why",
+    ]
+)
+_CHINESE_OR_NOT = re.compile(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+")
 _PACKAGES = {"tt": "throughtime", "torch": "torch", "nn": "torch.nn"}
 
 
@@ -62,6 +88,52 @@ class InlinePictures(SphinxPostTransform):
                 continue
             figure = f'<div class="drawing">{svg}</div>'
             image.replace_self(nodes.raw("", figure, format="html"))
+
+
+class EnglishSearch(SearchEnglish):
+    """Questions as people type them: a page must have every word, apart from these."""
+
+    stopwords = ENGLISH_STOPWORDS | _QUESTION_WORDS
+
+
+class ChineseSearch(SearchLanguage):
+    """Pairs of neighbouring characters, so that a query of any length finds the phrase.
+
+    Sphinx's own splits by a dictionary of 20 MB, the index only: a query stays one word.
+    """
+
+    lang = "zh"
+    language_name = "English"  # that of the stemmer
+    js_stemmer_rawcode = "english-stemmer.js"
+    stopwords = EnglishSearch.stopwords
+    js_splitter_code = """
+function splitQuery(query) {
+  return query.split(/[^\\p{Letter}\\p{Number}_]+/gu).flatMap((word) =>
+    (word.match(/[\\u4e00-\\u9fff]+|[^\\u4e00-\\u9fff]+/g) || []).flatMap((part) =>
+      /[\\u4e00-\\u9fff]{2}/.test(part)
+        ? Array.from({ length: part.length - 1 }, (_, i) => part.slice(i, i + 2))
+        : [part]));
+}
+"""
+
+    def __init__(self, options: dict[str, str]) -> None:
+        super().__init__(options)
+        self._english = SearchEnglish(options)
+
+    def split(self, input: str) -> list[str]:  # noqa: A002
+        words: list[str] = []
+        for part in _CHINESE_OR_NOT.findall(input):
+            if part[0] < "\u4e00":
+                words.append(part)
+            else:
+                words += [part[i : i + 2] for i in range(max(len(part) - 1, 1))]
+        return words
+
+    def stem(self, word: str) -> str:
+        return self._english.stem(word)
+
+    def word_filter(self, word: str) -> bool:
+        return self._english.word_filter(word) or word >= "\u4e00"
 
 
 def find_public(
@@ -114,6 +186,8 @@ def leave_out(self: Any, node: nodes.Node) -> None:
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_post_transform(CodeLinks)
     app.add_post_transform(InlinePictures)
+    app.add_search_language(EnglishSearch)
+    app.add_search_language(ChineseSearch)
     app.connect("missing-reference", find_public)
     app.connect("autodoc-process-docstring", keep_diagrams)
     app.add_node(nodes.math, override=True, html=(visit_math, leave_out))

@@ -65,6 +65,19 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
+html_show_copyright = False
+html_sidebars = {
+    "**": [
+        "sidebar/brand.html",
+        "sidebar/language.html",
+        "sidebar/search.html",
+        "sidebar/scroll-start.html",
+        "sidebar/navigation.html",
+        "sidebar/scroll-end.html",
+    ]
+}
+pygments_dark_style = "github-dark"
+html_search_scorer = str(HERE / "_templates" / "search_scorer.js")
 copybutton_prompt_text = ">>> |... |$ "
 copybutton_prompt_is_regexp = False
 html_theme_options = {
