@@ -8,18 +8,37 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile(
-    "throughtime", deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.register_profile("ci", settings.get_profile("throughtime"), derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "throughtime")
+from quick import ALL_EXAMPLES, mark_products
+
+# Scripts and modules that tests open by name: no tests, and many import much.
+collect_ignore_glob = ["cases/*", "modules/*"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set what hypothesis does, before tests are imported."""
+    default = config.getoption("markexpr") == "not slow"
+    settings.register_profile(
+        "throughtime",
+        deadline=None,
+        max_examples=ALL_EXAMPLES // 2 if default else ALL_EXAMPLES,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=bool(os.environ.get("CI")),
+    )
+    settings.load_profile("throughtime")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_products(items)
+
 
 # The converted CSV files of tests go nowhere else; processes that tests start inherit it.
 _cache = tempfile.TemporaryDirectory(prefix="throughtime-cache-")
 os.environ["THROUGHTIME_CACHE"] = _cache.name
 
 torch.set_num_threads(1)  # the nets are tiny: a second thread costs more than it brings
-torch.use_deterministic_algorithms(True)  # torch.empty is then filled with NaN
+# torch.empty is then filled with NaN. use_deterministic_algorithms imports Inductor, too: 2 s.
+torch.set_deterministic_debug_mode("error")
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, gradients_of, plain, policy_gradients
+from quick import examples
 from strategies import (
     HIDDEN,
     Noisy,
@@ -93,7 +94,7 @@ def enough(biases: dict[int, float], tolerance: float, longest: int) -> int:
     return min(good, default=longest)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     script=st.lists(BIASES, min_size=1, max_size=9),
     patience=st.sampled_from([1, 2, 3]),
@@ -167,6 +168,7 @@ def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum
     assert all(bias < 0.1 for bias in run.policy_state.biases.values())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stride", [None, 1, 3])
 @pytest.mark.parametrize("warm", [False, True])
 def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, warm: bool) -> None:
@@ -211,7 +213,7 @@ def test_probe_starts_from_the_carried_state_while_the_window_reaches_back_to_th
     assert results.rows[0].bias == pytest.approx(run.policy_state.biases[13], rel=1e-9)
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=3),
     horizon=st.sampled_from([1, 3, 7, 40]),
@@ -302,6 +304,7 @@ def train(
     return results
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stride", [None, 3])
 @pytest.mark.parametrize("done", [2, 5])
 def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
@@ -332,6 +335,7 @@ def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
     assert states_apart(run_again.state, run.state) == 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stride", [None, 2])
 def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(

@@ -12,12 +12,13 @@ from typing import Any
 import matplotlib as mpl
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, plain, policy_gradients
+from quick import examples
 from strategies import (
     HIDDEN,
     HidesLayer,
@@ -122,7 +123,7 @@ def width(net: tt.Carried) -> int:
     return net(x, start(net, x))[0].shape[2]
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4),
     lanes=st.sampled_from([1, 2, 3]),
@@ -227,7 +228,7 @@ def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     begin=st.integers(0, 20),
     steps=st.sampled_from([None, 1, 7, 1000]),
@@ -265,7 +266,7 @@ def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch() -> None:
     assert tt.audit(net, source, nn.MSELoss(), (3, 8)) == expected
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
     further=st.sampled_from([0, 1, 50]),

@@ -537,7 +537,10 @@ def test_what_an_audio_plugin_does_not_have_is_refused(
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lstm two", "gru", "between", "words", "projected"])
+@pytest.mark.parametrize(
+    "name",
+    ["lstm two", pytest.param("gru", marks=pytest.mark.slow), "between", "words", "projected"],
+)
 def test_c_gives_the_same_bits_at_every_optimisation(name: str, tmp_path: Path) -> None:
     net, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
     source, width = written.paths[0], read_width(written.paths[1])
@@ -586,7 +589,9 @@ int main(void) {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lstm two", "gru", "rnn", "relu", "class"])
+@pytest.mark.parametrize(
+    "name", ["lstm two", "gru", pytest.param("rnn", marks=pytest.mark.slow), "relu", "class"]
+)
 def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: Path) -> None:
     exported(tmp_path, CHAINS[name], "net.c", steps=10)
     (tmp_path / "main.c").write_text(MAIN)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -32,6 +32,7 @@ from policy_data import (
     policy_gradients,
     unbroken,
 )
+from quick import examples
 from strategies import (
     Rotation,
     Row,
@@ -60,7 +61,7 @@ Chunk = int | Literal["auto"]
 chunks = st.sampled_from([1, 2, 3, 7, 13, 29, 50, "auto"])
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     steps=st.sampled_from([1, 2, 7, 13, 29]),
     chunk=chunks,
@@ -92,7 +93,7 @@ def test_gradient_loss_and_state_equal_plain_autograd(
     assert not any(leaf.requires_grad for state in ends for leaf in tt.state.tensors(state))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     steps=st.sampled_from([1, 2, 7, 13, 29]),
     chunk=chunks,
@@ -278,6 +279,7 @@ def ragged(row: Row) -> tuple[tt.Carried, PolicyData]:
     return net, PolicyData(data.x, data.targets, resets, data.mask)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("change", list(BROKEN.values()), ids=list(BROKEN))
 @some_nets("lstm", "tensor-state", "namedtuple-state")
 def test_broken_executor_is_not_plain_autograd(
@@ -291,6 +293,7 @@ def test_broken_executor_is_not_plain_autograd(
     assert deviation(policy_gradients(net, [data.chunk], policy), expected) > 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mutant", list(OTHER.values()), ids=list(OTHER))
 @some_nets("lstm", "tensor-state", "namedtuple-state")
 def test_other_policy_is_not_plain_autograd(row: Row, mutant: Policy) -> None:
@@ -365,7 +368,7 @@ def test_chunk_changes_no_gradient() -> None:
     assert 97 in lengths
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     lengths=few_short_recordings,
     reads=st.lists(st.sampled_from([1, 3, 7, 500]), min_size=2, max_size=2, unique=True),
@@ -440,7 +443,7 @@ def test_offload_leaves_no_file_behind_an_error(tmp_path: Path) -> None:
 LENGTHS = [31, 7, 20, 1, 11]
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(lengths=few_short_recordings, chunk=chunks, seed=st.sampled_from([None, 0, 1]))
 @some_nets("hides-layer", "learnt-start", "gru")
 def test_one_lane_has_one_update_for_every_recording(
@@ -493,7 +496,7 @@ def test_lanes_whose_recordings_end_together_have_an_update_each_time() -> None:
     assert deviation(results, alone(net, PolicyData.of(join(list(stream))))) < EXACT
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     steps=st.sampled_from([1, 7, 29]),
     segment=st.sampled_from([1, 3, 7, 28, 100]),
@@ -573,6 +576,7 @@ class Training:
         return self
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("policy", "lanes"),
     [

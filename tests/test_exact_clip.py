@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, data_for, exact_updates
+from quick import examples
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start
 from throughtime.gradient import _backward
 from throughtime.gradient._backward import VJP
@@ -66,7 +67,7 @@ def by_hand(
     return gradients(net), results
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     steps=st.sampled_from([5, 13, 29]),
     chunk=st.sampled_from([1, 3, 7]),

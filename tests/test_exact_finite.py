@@ -87,6 +87,7 @@ def test_gradient_that_is_not_finite_is_refused_naming_where_it_came_from(
     assert all(p.grad is g for p, g in zip(net.parameters(), own, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("epoch", "steps", "loss"),
     [
@@ -263,6 +264,7 @@ NONFINITE_LOSS: dict[str, Callable[[], Policy]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("layer", [nn.GRU, tt.nn.GRU], ids=["graph", "fused"])
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
 from policy_data import PolicyData, deviation, exact_updates, plain, policy_gradients
+from quick import examples
 from strategies import apart, named, recordings, seeds
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import Objective
@@ -37,7 +38,7 @@ WEIGHTED: dict[str, Any] = {
 }
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     steps=st.sampled_from([1, 7, 29]),
     chunk=st.sampled_from([1, 2, 3, 7, 50, "auto"]),

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData
+from quick import examples
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -172,7 +173,7 @@ def held(net: tt.Carried, data: PolicyData, chunk: int, seed: int = 11) -> After
     return After.of(net, loss)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     chunk=st.sampled_from([2, 3, 7, 30]),
     lanes=st.sampled_from([2, 3]),  # of one value batch norm has no statistics

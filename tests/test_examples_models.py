@@ -385,7 +385,7 @@ class Trial:
             for weight in net.parameters():
                 weight.copy_(torch.randn(weight.shape, generator=made, dtype=weight.dtype) * 0.4)
         stream = tt.Stream(
-            recordings((90, 61, 40), seed=self.seed), lanes=2, chunk=7 + self.seed, seed=self.seed
+            recordings((45, 31, 20), seed=self.seed), lanes=2, chunk=7 + self.seed, seed=self.seed
         )
         optimizer = torch.optim.Adam(net.parameters(), lr=self.rate)
         for _ in range(2):

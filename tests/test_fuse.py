@@ -325,6 +325,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "name", ["lstm", "two-layers-deep", "hides-layer", "takes-resets", "in-pieces"]
@@ -351,7 +352,9 @@ def test_policies_on_fused_nets_are_plain_autograd() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru", "hides-layer", "takes-resets"])
+@pytest.mark.parametrize(
+    "name", ["lstm", pytest.param("gru", marks=pytest.mark.slow), "hides-layer", "takes-resets"]
+)
 def test_whatever_runs_a_net_runs_a_fused_one(name: str) -> None:
     row = next(row for row in FUSED if row.name == name)
     pair = row.net(), fused(row)

@@ -171,6 +171,7 @@ def make(name: Callable[[], nn.Module]) -> tt.Carried:
     return tt.carry(name().double())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize(
     "policy", [tt.Truncated(12), tt.Truncated(7, horizon=20, warm_up=3)], ids=str
@@ -617,6 +618,7 @@ def tails(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["ce", "mse"])
 @pytest.mark.parametrize("net", TAILS)

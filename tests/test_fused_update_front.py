@@ -123,6 +123,7 @@ def epoch(net: tt.Carried, gradient: Any, *, zero: bool = True) -> Seen:
     return seen
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("front", FRONTS)

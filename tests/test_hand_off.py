@@ -10,11 +10,12 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from quick import examples
 from strategies import apart, draw_lanes, gradients, named, recordings, seeds, some_nets, start
 from throughtime import state as trees
 from throughtime.distributed import Ranks
@@ -99,7 +100,7 @@ def test_as_many_epochs_as_lanes_play_the_recording_unbroken(row: Any) -> None:
     )  # the mutant: a single, cold epoch
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), wish=st.integers(2, 7))
 def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
     lengths: list[int], wish: int
@@ -215,7 +216,7 @@ def test_without_hand_off_every_epoch_is_as_cold_as_the_first() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), seed=seeds)
-@settings(max_examples=15)
+@examples(15)
 def test_recordings_that_are_not_cut_are_read_as_without_hand_off(
     lengths: list[int], seed: int
 ) -> None:

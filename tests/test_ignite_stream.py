@@ -106,6 +106,7 @@ def trainer_of(
     return trainer, net, optimizer
 
 
+@pytest.mark.covering
 @EVERY
 @pytest.mark.parametrize("chunks", [1, 3, 100])
 def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int) -> None:
@@ -418,6 +419,7 @@ RESUMED: list[Any] = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("policy", "kind", "options"), RESUMED)
 @pytest.mark.parametrize(
     "at",

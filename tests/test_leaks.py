@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from quick import examples
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -160,7 +161,7 @@ def test_leak_below_the_tolerance_is_allowed_and_reported() -> None:
     assert all(0 < report.deviation <= report.tolerance for report in reports)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
     wish=st.integers(1, 6),

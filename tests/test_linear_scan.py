@@ -258,6 +258,7 @@ def test_gradients_without_conjugates_differ_from_the_loop() -> None:
     assert not deviation(unconjugated, Case.draw(97, complex_=True)) < 1e-3
 
 
+@pytest.mark.covering
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
 )  # torch's forward mode compiles with it

@@ -128,7 +128,7 @@ on_linux = pytest.mark.skipif(
 @on_linux
 @pytest.mark.parametrize(
     "name",
-    [n if n in {"gru", "handwritten"} else pytest.param(n, marks=pytest.mark.slow) for n in NETS],
+    [n if n == "handwritten" else pytest.param(n, marks=pytest.mark.slow) for n in NETS],
 )
 def test_process_grows_by_little_more_than_the_memory_asked_for(name: str) -> None:
     assert peak(name, "exact", 5000) < ASKED + UNCOUNTED

@@ -150,6 +150,7 @@ def test_entered_and_left_it_changes_nothing_outside(name: str) -> None:
         )
 
 
+@pytest.mark.covering
 @every_layer
 @every_option
 @pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
@@ -294,6 +295,7 @@ def trained(net: Any, updates: Callable[[Any], Any]) -> list[Tensor]:
     return actual
 
 
+@pytest.mark.covering
 @every_layer
 @pytest.mark.parametrize(
     "policy",

@@ -35,6 +35,12 @@ def forgotten() -> Iterator[None]:
     torch.compiler.reset()
 
 
+# where the operator and not the layer is tested
+lstm_first = pytest.mark.parametrize(
+    "name", ["LSTM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GRU", "RNN"))]
+)
+
+
 class Net(nn.Module):
     def __init__(self, name: str, **kwargs: Any) -> None:
         super().__init__()
@@ -112,6 +118,7 @@ def autocast(enabled: bool) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
 
 
+@pytest.mark.covering
 @every_layer
 @every_precision
 @pytest.mark.parametrize("lanes", [3, 9])
@@ -138,6 +145,7 @@ def test_exported_program_is_the_same_for_any_size(name: str, precision: str, la
         assert max_difference([mutant], [expected]) > tolerance(dtype)
 
 
+@pytest.mark.covering
 @every_layer
 @every_precision
 def test_compiled_for_dynamic_sizes_it_is_compiled_once(name: str, precision: str) -> None:
@@ -186,7 +194,7 @@ def test_a_carried_net_is_exported_for_any_size(module: Any) -> None:
         assert max_difference([y, *ends[0]], [expected, *ends[1]]) < 1e-6
 
 
-@every_layer
+@lstm_first
 @pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
 def test_layers_in_bfloat16_are_exported_for_any_number_of_lanes(name: str) -> None:
     net, lanes = Net(name).to(torch.bfloat16), torch.export.Dim("B", min=2)
@@ -267,7 +275,7 @@ def test_operator_without_kernels_equals_the_reference(monkeypatch: pytest.Monke
         )
 
 
-@every_layer
+@lstm_first
 def test_a_compiled_call_that_does_not_fit_is_refused(name: str) -> None:
     """Where the layer itself does not look, so that the kernel reads nothing that is not there."""
     layer = getattr(tt.nn, name)(4, 6)
@@ -300,7 +308,7 @@ def test_operator_refuses_what_it_would_misread(cell: Cell) -> None:
                 )
 
 
-@every_layer
+@lstm_first
 def test_compiled_without_steps_or_lanes_the_state_passes(name: str) -> None:
     """A kernel would read and write what is not there."""
     layer = getattr(tt.nn, name)(4, 6)

@@ -162,6 +162,7 @@ def test_every_instruction_set_takes_torchs_step(rule: str) -> None:
     assert present
 
 
+@pytest.mark.covering
 @needs_core
 @pytest.mark.parametrize("rule", PAIRS)
 @pytest.mark.parametrize("dtype", BOUNDS)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, data_for, deviation, plain, policy_gradients
+from quick import examples
 from strategies import (
     Row,
     Weights,
@@ -90,7 +91,8 @@ def total(results: UpdateGrads, scale: float = 1.0) -> Weights:
     }
 
 
-@settings(max_examples=3)
+@pytest.mark.covering
+@examples(3)
 @given(
     steps=st.sampled_from([1, 2, 11, STEPS]),
     lanes=st.sampled_from([1, 2]),
@@ -126,6 +128,7 @@ CUTTING = (
 )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("setting", CUTTING, ids=lambda setting: setting.name)
 @some_rows
 def test_mutant_that_cuts_does_not(row: Row, setting: Setting) -> None:
@@ -152,7 +155,7 @@ every_setting = pytest.mark.parametrize(
 )
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(
     lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
     chunks=st.lists(st.sampled_from([1, 3, 7, 500]), min_size=2, max_size=2, unique=True),
@@ -173,6 +176,7 @@ def test_chunk_length_of_the_stream_changes_no_gradient(
     assert all(deviation(other, results[0]) < 1e-12 for other in results[1:])
 
 
+@pytest.mark.covering
 @every_setting
 @some_rows
 def test_gradient_is_zero_across_a_reset(row: Row, setting: Setting) -> None:

@@ -134,6 +134,7 @@ class Training:
             part.load_state_dict(own)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", [EveryStride(5), Growing(3)], ids=["stride", "growing"])
 @pytest.mark.parametrize("done", [1, 4, 9, 11])
 def test_own_policy_resumes_to_the_bit(policy: Policy[Any], done: int) -> None:

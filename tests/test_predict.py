@@ -53,6 +53,7 @@ def in_parts(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat(outputs)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("dtype", "allowed"),
     [(torch.float32, 1e-6), (torch.float64, 1e-12)],

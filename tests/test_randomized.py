@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, data_for, deviation, plain, policy_gradients, train
+from quick import examples
 from strategies import (
     Row,
     Weights,
@@ -92,7 +93,7 @@ def exact(net: tt.Carried, data: PolicyData) -> Weights:
     return results
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     size=st.sampled_from([(2, 1), (3, 1), (4, 1), (4, 2), (5, 2), (5, 3)]),
     mean=st.sampled_from([3, 7]),
@@ -163,6 +164,7 @@ MUTANTS: dict[str, Change] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
 @pytest.mark.parametrize("grain", [1, 2])
 def test_mutant_is_biased(change: Change, grain: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +253,7 @@ def weighted_oracle(
     return results
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     grain=st.sampled_from([1, 2, 5]),
@@ -343,7 +345,7 @@ laws = {
 }
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(**laws)
 def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) -> None:
     """Hurwitz's zeta: the sum of (1 + k/q)^-alpha over k = 0, 1, ... is q^alpha zeta(alpha, q)."""
@@ -356,7 +358,7 @@ def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) 
     assert grain * (alpha * q.log() + zeta.log()).exp().item() == pytest.approx(mean, rel=1e-7)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(**laws)
 def test_survival_falls_from_one_to_nothing(mean: int, alpha: float, share: float) -> None:
     grain = max(1, int(share * mean))

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import matplotlib as mpl
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from quick import examples
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -142,7 +143,7 @@ def width(net: tt.Carried) -> int:
     return net(x, start(net, x))[0].shape[2]
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=4),
     lanes=st.sampled_from([1, 2, 3]),
@@ -450,7 +451,7 @@ def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -
     assert list(result.contexts) == [1, 2, 4, 8, 16]
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(begin=st.integers(0, 30), steps=st.sampled_from([None, 20, 1000]), seed=seeds)
 @some_nets("hides-layer")
 def test_reach_in_the_middle_of_an_epoch_starts_from_the_state_given(

@@ -43,7 +43,9 @@ def traced_run(folder: Path, **more: Any) -> tuple[AuditJob, RunTrace]:
     """A run in float64 and its trace."""
     values = {
         k: v
-        for k, v in settings(write_recordings(folder / "data"), folder / "run", **more).items()
+        for k, v in settings(
+            write_recordings(folder / "data"), folder / "run", **{"updates": 15, **more}
+        ).items()
         if v is not None
     }
     look = audit_job(finish(values | {"dtype": "float64", "lr": 0.02}))

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import Complex
+from quick import examples
 from rollouts import (
     EXACT,
     LOSSES,
@@ -59,7 +60,7 @@ from throughtime.gradient._segments import Cotangents, Segment
 from throughtime.state import State
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     steps=st.sampled_from([1, 2, 7, 23]),
     chunk=st.sampled_from([1, 2, 3, 7, 50, "auto"]),
@@ -105,6 +106,7 @@ def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_backward, "vjp", product)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("loss", LOSSES)
 @some_nets("lstm", "namedtuple-state", "learnt-start")
 def test_rollout_that_loses_something_is_not_the_net(

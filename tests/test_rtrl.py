@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -27,6 +27,7 @@ from policy_data import (
     policy_gradients,
     train,
 )
+from quick import examples
 from strategies import (
     FEATURES,
     Rotation,
@@ -77,7 +78,7 @@ def exact(net: tt.Carried, data: PolicyData) -> Weights:
     return results
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(
     steps=st.sampled_from([1, 2, 7, 13, 23]),
     stride=st.sampled_from([1, 3, 5, 8, 50]),
@@ -134,6 +135,7 @@ MUTANTS: dict[str, Callable[[pytest.MonkeyPatch], Policy]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
 @some_nets("tensor-state", "lstm", "hides-cell")
 def test_mutant_does_not_sum_to_the_exact_gradient(
@@ -264,7 +266,7 @@ def stream(chunk: int = 8) -> tt.Stream:
     return tt.Stream(recordings([31, 17, 20]), lanes=2, chunk=chunk, warm_up=1)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     lengths=st.lists(st.integers(1, 15), min_size=1, max_size=4),
     chunks=st.lists(st.sampled_from([1, 3, 7, 500]), min_size=2, max_size=2, unique=True),

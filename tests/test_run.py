@@ -250,6 +250,7 @@ RESUMED = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("more", RESUMED, ids=lambda more: "-".join(map(str, more.values())))
 @pytest.mark.parametrize("stop_at", [1, 23, 32, 33, 47])
 def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(

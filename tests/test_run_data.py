@@ -485,6 +485,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     assert here.model.read_bytes() != other.model.read_bytes()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "more",
     [{"horizon": 30}, {"gradient": "exact", "cut_every": 30, "stride": None}],

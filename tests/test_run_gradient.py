@@ -90,6 +90,7 @@ def values(folder: Path, name: str, policy: str, own: str) -> dict[str, Any]:
     return settings(folder / "data", folder / name, gradient=chosen, **more)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("stop_at", [7, 26])
 def test_a_run_with_any_policy_goes_on_to_the_same_bits(

@@ -139,6 +139,7 @@ def scored(folder: RunFolder, split: str = "valid") -> str:
     return folder.scores(split).read_text(encoding="utf-8")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("task", ["classify", "regress"])
 @pytest.mark.parametrize("name", ["Explicit", "Hidden", "Cell", "Any"])
 def test_a_module_of_ones_own_is_trained_resumed_and_scored(

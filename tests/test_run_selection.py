@@ -61,6 +61,7 @@ def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: 
     assert _lines(last) == _lines(folder)  # what is kept changes no training
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("stop_at", [5, 6, 29, 59])
 def test_a_stopped_run_keeps_the_same_best_to_the_bit(

@@ -173,6 +173,7 @@ def test_every_pair_plays_as_its_arrays(kind: str, tmp_path: Path) -> None:
     assert all_same(play(PAIRS[kind](tmp_path)), expected)
 
 
+@pytest.mark.covering
 @QUIET
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("workers", ["thread", 2])

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import throughtime as tt
+from quick import examples
 from strategies import draw_lanes, recordings, seeds
 from test_stream import whole
 
@@ -64,7 +65,7 @@ def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int 
     assert max(starts.values()) == 1
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=6),
     wish=st.integers(1, 5),
@@ -117,7 +118,7 @@ def test_check_of_ranks_fails_on_mutants(
     mode=modes,
     at=st.integers(0, 200),
 )
-@settings(max_examples=25)
+@examples(25)
 def test_ranks_agree_on_steps_and_on_where_all_start_together(
     lengths: list[int], ranks: int, seed: int, mode: dict[str, Any], at: int
 ) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from quick import examples
 from strategies import HidesLayer, LearntStart, draw_lanes, recordings, weights
 from throughtime.errors import DataError
 from throughtime.gradient.policy import Policy
@@ -128,6 +129,7 @@ def uninterrupted(
     return training, weights(training.net)
 
 
+@pytest.mark.covering
 @settings_of
 @pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 def test_resume_after_an_update_of_any_epoch_gives_the_same_weights_to_the_bit(
@@ -254,6 +256,7 @@ OTHERS: dict[str, Callable[[Training], object]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("between", list(OTHERS.values()), ids=list(OTHERS))
 @pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 def test_what_is_measured_between_updates_leaves_the_training_untouched(
@@ -296,7 +299,7 @@ def test_saving_a_position_between_updates_leaves_the_training_unchanged() -> No
         assert same_bits(weights(training.net), expected)
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     wish=st.integers(1, 5),

@@ -42,6 +42,7 @@ def losses(
     return [*values, *(row.bias for row in audit.rows), loss.item()]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("inputs", ["float16", "float32", "float64"])
 @pytest.mark.parametrize("targets", ["float32", "float64"])
@@ -64,6 +65,7 @@ CLASS_LOSSES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("loss_fn", list(CLASS_LOSSES.values()), ids=list(CLASS_LOSSES))
 @pytest.mark.parametrize("kind", ["float32", "float64", "bool", "uint8"])
 def test_classes_may_be_stored_as_any_numbers(loss_fn: Any, kind: str) -> None:

@@ -279,6 +279,7 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
     assert apart(found, {f"cell.{letter}": values for letter, values in seen.items()}, loss) < EXACT
 
 
+@pytest.mark.covering
 @every_kind
 @pytest.mark.parametrize("ways", [False, True], ids=["one-way", "both-ways"])
 @pytest.mark.parametrize("ordered", [False, True], ids=["as-they-come", "longest-first"])
@@ -328,6 +329,7 @@ def test_an_unbatched_sequence_is_one_lane() -> None:
     assert (found["layer0.c"][:, 0] - torch.stack(expected).norm(dim=(1, 2))).abs().max() < EXACT
 
 
+@pytest.mark.covering
 @every_kind
 @pytest.mark.parametrize(
     "options",

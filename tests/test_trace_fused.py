@@ -162,6 +162,7 @@ def test_norms_hold_at_odd_sizes(kind: str, sizes: tuple[int, int, int]) -> None
     assert differs(traced(net, lambda: net(x)[0].square().sum()), plain) < EXACT
 
 
+@pytest.mark.covering
 @every_kind
 @every_option
 @pytest.mark.parametrize("tensors", [False, True], ids=["norms", "tensors"])
@@ -195,6 +196,7 @@ def test_single_precision_is_double_precision_to_rounding() -> None:
             assert single[name].dtype == torch.float64
 
 
+@pytest.mark.covering
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -242,6 +244,7 @@ def with_resets(
     return results
 
 
+@pytest.mark.covering
 @every_kind
 @pytest.mark.parametrize("tensors", [False, True], ids=["norms", "tensors"])
 @pytest.mark.parametrize("runs", ["fused", "torch.nn"])
@@ -418,6 +421,7 @@ def carried(kind: str, fused: bool) -> tt.Carried:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["lstm", "gru"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_pass_of_training_is_that_of_torch_nn(kind: str, policy: str) -> None:

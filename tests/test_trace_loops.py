@@ -56,6 +56,7 @@ def trained(net: tt.Carried, policy: Policy) -> tuple[list[Tensor], dict[str, Te
     return losses, {name: weight.detach().clone() for name, weight in net.named_parameters()}
 
 
+@pytest.mark.covering
 @CARRIED
 @pytest.mark.parametrize("policy", POLICIES)
 def test_training_is_the_same_traced(row: Any, policy: str) -> None:

@@ -113,6 +113,7 @@ def differs(one: BackwardRecord, other: BackwardRecord, *, edges: bool = True) -
     return max(worst, *((means[name] - others[name]).abs().max().item() for name in means), 0.0)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("zero", [True, False], ids=["one-by-one", "added-up"])
 @pytest.mark.parametrize("kind", NETS)
 def test_a_traced_epoch_is_that_of_torch_nn_and_trains_as_single_calls_do(
@@ -310,6 +311,7 @@ def test_another_thread_reads_whole_passes() -> None:
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("every", [2, 3, 100])
 @pytest.mark.parametrize("kind", ["lstm", "stacked"])
 def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
@@ -388,6 +390,7 @@ def loop(kind: str, chunks: int, passes: int, **options: Any) -> tuple[Trace, Te
     return result, torch.cat([weight.detach().flatten() for weight in net.parameters()]), traced
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["torch", "fused", "cell"])
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_of_so_many_backward_passes_of_a_loop_one_is_traced(kind: str, chunks: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -26,6 +26,7 @@ from policy_data import (
     oracle,
     policy_gradients,
 )
+from quick import examples
 from strategies import (
     FEATURES,
     HidesLayer,
@@ -124,6 +125,7 @@ MUTANTS: dict[str, Policy] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
 @ORACLES
 def test_mutant_is_not_the_gradient_of_plain_autograd(
@@ -150,6 +152,7 @@ def blamed(net: tt.Carried, data: PolicyData, policy: tt.Truncated) -> list[Tens
     return results
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("stride", "horizon"), [(1, 1), (10, 10), (10, 17), (10, 60), (7, 50)])
 @every_net
 def test_gradient_is_zero_beyond_the_horizon_and_alive_within(
@@ -191,7 +194,7 @@ def test_gradient_is_zero_across_a_reset(row: Row) -> None:
     assert norms[:20, 0].min() > 1e-9
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(stride=st.sampled_from([1, 3, 7, 23, 40]), masked=st.sampled_from([0.0, 0.4]), seed=seeds)
 @every_net
 def test_horizon_as_long_as_the_recording_gives_full_bptt(
@@ -244,7 +247,7 @@ def test_loss_is_the_mean_over_the_valid_steps() -> None:
     assert len(losses) == 4
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
     chunks=st.lists(st.sampled_from([1, 2, 3, 7, 31, 500]), min_size=2, max_size=2, unique=True),
@@ -299,6 +302,7 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
     assert states_apart(run.state, end) < EXACT
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("horizon", [5, 12, 40])
 @some_nets("lstm", "hides-cell", "namedtuple-state", "learnt-start")
 def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, data_for, deviation, policy_gradients
+from quick import examples
 from strategies import (
     Row,
     Weights,
@@ -88,7 +89,7 @@ sizes = {
 }
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(**sizes)
 @some_nets("tensor-state", "hides-layer", "learnt-start")
 def test_jittered_gradient_equals_plain_autograd_of_its_windows(
@@ -184,7 +185,7 @@ def _train(
     return results
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(burn_in=st.sampled_from([1, 2, 5, 40]), **sizes)
 @some_nets("tensor-state", "hides-layer", "learnt-start", "namedtuple-state")
 def test_refresh_changes_nothing_at_fixed_weights(
@@ -251,6 +252,7 @@ def with_burn_in(
     return results
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 3), (3, 7), (5, 11)])
 @pytest.mark.parametrize("burn_in", [1, 4, 100])
 @some_nets("tensor-state", "hides-cell")
@@ -294,6 +296,7 @@ def test_last_stride_looks_back_the_horizon_however_short_it_is() -> None:
     assert deviation(results, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("steps", [1, 5, 6, 11, 23, 60, 61])
 @some_nets("hides-cell", "hides-layer", "tensor-state")
 def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
@@ -351,6 +354,7 @@ def with_old_graphs(
     return results
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("stride", "horizon"), [(3, 4), (3, 9), (5, 11), (1, 7), (6, 100)])
 @some_nets("tensor-state", "hides-cell")
 def test_kept_graphs_belong_to_the_weights_they_were_run_with(
@@ -390,7 +394,7 @@ def test_kept_graphs_have_no_saved_place() -> None:
         run.state_dict()
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=5),
     lanes=st.sampled_from([1, 2, 3]),

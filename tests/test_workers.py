@@ -16,12 +16,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import throughtime as tt
 import throughtime.stream.stream as stream_module
+from quick import examples
 from strategies import draw_lanes, named, recordings, seeds
 from test_stream import Counting, all_same, rest_of_epoch, same
 from throughtime.errors import DataError
@@ -65,6 +66,7 @@ def pair(workers: Any, lanes: int = 2, **options: Any) -> tuple[tt.Stream, tt.St
     )
 
 
+@pytest.mark.covering
 @WORKERS
 @pytest.mark.parametrize(
     "options",
@@ -106,7 +108,7 @@ def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: A
     )
 
 
-@settings(max_examples=6)
+@examples(6)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
     wish=st.integers(1, 5),
@@ -170,6 +172,7 @@ def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tu
     return str(first.value), at
 
 
+@pytest.mark.covering
 @WORKERS
 @pytest.mark.parametrize(
     ("make", "reason"),
