@@ -67,7 +67,11 @@ def resumed(
     return weights(module.net)
 
 
-@pytest.mark.parametrize("at", [3, 8, 24, 27, 48], ids=lambda at: f"update-{at}")
+@pytest.mark.parametrize(
+    "at",
+    [3, pytest.param(8, marks=pytest.mark.slow), 24, pytest.param(27, marks=pytest.mark.slow), 48],
+    ids=lambda at: f"update-{at}",
+)
 def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(at: int, tmp_path: Path) -> None:
     assert torch.equal(resumed(tmp_path, at, max_epochs=3), plain(epochs=3, dropout=0.3))
 

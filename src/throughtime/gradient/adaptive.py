@@ -88,10 +88,10 @@ class Adaptive:
 
     Example:
         >>> import torch, throughtime as tt
-        >>> recording = {"inputs": torch.randn(5000, 3), "targets": torch.randn(5000)}
+        >>> recording = {"inputs": torch.randn(2000, 3), "targets": torch.randn(2000)}
         >>> stream = tt.Stream(recording, lanes=1, chunk=100)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> policy = tt.Adaptive(tolerance=0.5, min=20, max=160, every=50)
+        >>> policy = tt.Adaptive(tolerance=0.5, min=20, max=160, every=20)
         >>> updates = tt.updates(net, stream, torch.nn.MSELoss(), gradient=policy)
         >>> for update in updates:
         ...     pass
