@@ -331,9 +331,19 @@ class Chunk:
         at = torch.arange(self.steps, device="cpu").unsqueeze(1)
         last = torch.where(resets, at, -since).cummax(dim=0).values
         metadata = ChunkMetadata.of(resets, mask & (at - last >= steps), recording, position)
+        return self._with(metadata), at[-1] + 1 - last[-1]
+
+    def without_resets(self) -> "Chunk":
+        """The chunk for a caller that sets the states of lanes that start by itself."""
+        _, mask, recording, position = (
+            getattr(self.metadata, name)[self.span] for name in _PER_STEP
+        )
+        return self._with(ChunkMetadata.of(torch.zeros_like(mask), mask, recording, position))
+
+    def _with(self, metadata: ChunkMetadata) -> "Chunk":
+        """The same steps with metadata of their own."""
         sent = self._sent_targets()
-        chunk = Chunk(self.inputs, self.targets, metadata, 0, self.steps, host_targets=sent)
-        return chunk, at[-1] + 1 - last[-1]
+        return Chunk(self.inputs, self.targets, metadata, 0, self.steps, host_targets=sent)
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets of the N valid steps, time first.

@@ -184,8 +184,14 @@ class Config:
     )
     train_on: Literal["stream", "windows"] = _setting(
         "Gradient",
-        "The unbroken stream, or for comparison shuffled windows of a stride from a zero state.",
+        "The unbroken stream, or for comparison shuffled windows of a stride.",
         "stream",
+    )
+    start: Literal["zero", "carried", "noise"] = _setting(
+        "Gradient",
+        "With --train-on windows: the state that enters a window. The initial one; carried: that in"
+        " which the window before it ended when it was last played; or noise like such states.",
+        "zero",
     )
     lanes: int = _setting(
         "Training", "Recordings played at the same time, on all ranks together.", 16, minimum=1
@@ -300,6 +306,8 @@ class Config:
     def policy_arguments(self) -> dict[str, Any]:
         """The arguments of the gradient policy: those by name, and the short settings."""
         short = {name: getattr(self, name) for name in _SHORT}
+        if self.start != "zero":
+            short["start"] = self.start
         return {k: v for k, v in short.items() if v is not None} | dict(self.gradient_args)
 
     def update_steps(self) -> int | None:
@@ -316,6 +324,15 @@ class Config:
     def chunk_steps(self) -> int:
         """Steps of a chunk of the stream, and of a window of `train_on="windows"`."""
         return self.policy_arguments().get("stride") or DEFAULT_STRIDE
+
+    def start_in_words(self) -> str:
+        """The state that enters a window of `train_on="windows"`."""
+        words = {
+            "zero": "a zero state",
+            "carried": "the state in which the window before it ended",
+            "noise": "noise like the states in which windows end",
+        }
+        return words[self.start]
 
     def settings(self) -> dict[str, Any]:
         """The settings that have a value."""
@@ -381,6 +398,16 @@ class Config:
                 " with a window, and within one the truncated gradient is exact. Leave one of them"
                 " out"
             )
+        if self.start != "zero" and self.train_on != "windows":
+            yield (
+                f"start={self.start!r} belongs to train_on='windows' (--train-on windows): on the"
+                " stream the state is carried anyway"
+            )
+        if self.start == "carried" and self.strategy == "ddp":
+            yield (
+                "start='carried' and strategy='ddp' are both given: ranks do not exchange the"
+                " states of windows. Take start='noise', or one process"
+            )
 
     def _label_faults(self) -> Iterator[str]:
         """Contradictions between the settings of targets and class weights."""
@@ -420,7 +447,7 @@ class Config:
             if value := getattr(self, name):
                 yield (
                     f"{name}={value} and train_on='windows' are both given: windows start at the"
-                    " same steps, from zero"
+                    " same steps in every epoch; start= says from which state"
                 )
 
     def _schedule_faults(self) -> Iterator[str]:

@@ -209,9 +209,10 @@ def _read(
 ) -> tuple[Chunk, State]:
     """The steps to trace, counted from zero, and the state that enters them.
 
-    The state is carried from the start of the recording; a window starts from the initial state.
+    The state is carried from the start of the recording, unless the windows of training start from
+    the initial state.
     """
-    cut = config.train_on == "windows"
+    cut = config.train_on == "windows" and config.start == "zero"
     recordings = list(windows([recording], config.chunk_steps())) if cut else [recording]
     stream = unbroken_stream(recordings, spec, config, 1, config.chunk_steps())
     state: State = None

@@ -105,7 +105,7 @@ def forward(
     bounds: Sequence[int] | None = None,
     *,
     graph_from: int = 0,
-    gates: Mapping[int, CreditGate] | None = None,
+    gates: Mapping[int, Callable[[State], State]] | None = None,
     inputs: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, State]]:
     """The outputs of each segment of a chunk, and the state after it.

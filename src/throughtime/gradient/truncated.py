@@ -13,12 +13,15 @@ The window is run again under the current weights, so all of it belongs to the s
 last stride of an epoch looks back as far as any other, unless `horizon == stride`, where no step is
 run twice. Cost per step: h/h' forward and backward passes; memory for the graph of one window.
 
+A stream of windows (`tt.windows`) starts each of them from the initial state, or from another one
+(`start`, see `_starts.py`).
+
 References: R. J. Williams and J. Peng, An efficient gradient-based algorithm for on-line training
 of recurrent network trajectories, Neural Computation 2 (1990).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -38,6 +41,7 @@ from throughtime.gradient._segments import (
     no_autocast,
     run_chunk,
 )
+from throughtime.gradient._starts import STARTS, Start, StartStates, WindowStarts
 from throughtime.gradient.objective import Objective, check_finite
 from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
@@ -52,6 +56,7 @@ class TruncatedState(NamedTuple):
         past: the last steps, which the next window runs again.
         since_reset: `(B,)`, steps since each lane's last reset, with a warm-up; on the host.
         segments: those of the last horizon with their graphs, where graphs are retained.
+        starts: the states in which windows ended, unless they start from zero.
     """
 
     carried: State = None
@@ -59,6 +64,7 @@ class TruncatedState(NamedTuple):
     past: Chunk | None = None
     since_reset: Tensor | None = None
     segments: tuple[Segment, ...] = ()
+    starts: StartStates | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +87,19 @@ class Truncated:
             to resume from. "auto" retains where that is faster, in nets that loop over steps in
             Python (0.75 to 1.0 of the time; with fused layers 1.2 to 1.7), if the copies take less
             memory than the graphs. At fixed weights the gradients are the same.
+        start: the state that enters a recording, for streams of `tt.windows`. "zero": the net's
+            initial state. "carried": the state in which the window before it ended when it was last
+            played; the initial state until then, and for the first window of a recording. It takes
+            memory, and place in a checkpoint, for a state of every window. "noise": normal numbers
+            with the mean and deviation of the states in which windows ended, a running mean. No
+            gradient flows into either. Give `policy_state` to `tt.updates` from epoch to epoch, or
+            each epoch starts anew.
 
     Raises:
         ConfigError: a stride below 1, a horizon below the stride, a negative `burn_in`, or one
-            together with retained graphs.
+            together with retained graphs; a `start` other than "zero" with a horizon that is not
+            the stride, or with `burn_in`. When updates are made: `start="carried"` for recordings
+            none of which continues another, or on several ranks.
 
     Cost: `horizon / stride` forward and backward passes per step, and `burn_in / stride` forward
     passes.
@@ -103,6 +118,7 @@ class Truncated:
     burn_in: int = 0
     warm_up: int = 0
     graphs: Literal["recompute", "retain", "auto"] = "recompute"
+    start: Start = "zero"
 
     def __post_init__(self) -> None:
         schedule.check_horizon(self.stride, self._horizon)
@@ -114,6 +130,15 @@ class Truncated:
             raise ConfigError(
                 f"burn_in={self.burn_in} runs steps again under the new weights, which retained"
                 " graphs never are: graphs='recompute'"
+            )
+        if self.start not in STARTS:
+            raise ConfigError(f"start={self.start!r}: expected 'zero', 'carried' or 'noise'")
+        if self.start != "zero" and (self._horizon != self.stride or self.burn_in):
+            raise ConfigError(
+                f"start={self.start!r} with horizon={self._horizon}, stride={self.stride},"
+                f" burn_in={self.burn_in}: no step before a window is run again, and credit ends"
+                f" with it. Leave horizon and burn_in out: tt.Truncated({self.stride},"
+                f" start={self.start!r})"
             )
 
     @property
@@ -133,12 +158,14 @@ class Truncated:
             text += f", the first {self.warm_up} steps after a reset not counted"
         if self.burn_in:
             text += f", the {self.burn_in} steps before run again under the new weights"
+        if self.start != "zero":
+            text += f", windows start from {self.start} states"
         return text
 
     def init(self, carried: State, previous: TruncatedState | None) -> TruncatedState:
         """The state before the first update of an epoch."""
-        del previous
-        return TruncatedState(carried, carried)
+        starts = None if previous is None else previous.starts
+        return TruncatedState(carried, carried, starts=starts and replace(starts, playing=None))
 
     def state_dict(self, state: TruncatedState) -> dict[str, Any]:
         """The state as plain values and state trees; of the past steps, their number.
@@ -156,6 +183,7 @@ class Truncated:
             "edge": state.edge,
             "past": 0 if state.past is None else state.past.steps,
             "since_reset": state.since_reset,
+            "starts": None if state.starts is None else state.starts.state_dict(),
         }
 
     def load_state_dict(self, values: Mapping[str, Any], source: Source) -> TruncatedState:
@@ -166,6 +194,7 @@ class Truncated:
             values["edge"],
             source.read(position - past, position) if past else None,
             None if values["since_reset"] is None else values["since_reset"].cpu(),
+            starts=values["starts"] and StartStates.load(self.start, values["starts"], source),
         )
 
     def update(
@@ -180,7 +209,9 @@ class Truncated:
             since = None
             if self.warm_up:
                 chunk, since = self._mask_warm_up(chunk, state)
-            if self.graphs != "recompute" and self._retains(net, source, chunk, objective, state):
+            if self.start != "zero":
+                update, state = self._from_starts(net, source, chunk, objective, state)
+            elif self.graphs != "recompute" and self._retains(net, source, chunk, objective, state):
                 update, state = self._retain(net, source, chunk, objective, state)
             else:
                 update, state = self._recompute(net, source, chunk, objective, state)
@@ -188,7 +219,37 @@ class Truncated:
                 state = state._replace(since_reset=since)
             if update is not None:
                 return update, state
+        if state.starts is not None:
+            state = state._replace(starts=state.starts.end_epoch(state.carried))
         return None, state
+
+    def _from_starts(
+        self,
+        net: Carried,
+        source: Source,
+        chunk: Chunk,
+        objective: Objective,
+        state: TruncatedState,
+    ) -> tuple[Update | None, TruncatedState]:
+        """The update of a chunk of windows that start from other states than the initial one."""
+        entering = state.edge
+        if entering is None:
+            entering = net.initial_state(chunk.lanes, like=chunk.inputs)
+        starts = state.starts or StartStates.new(self.start, source, entering)
+        windows = WindowStarts(net, chunk, starts)
+        if 0 in windows.gates:
+            entering = windows.gates.pop(0)(entering)
+        update, after = self._recompute(
+            net,
+            source,
+            windows.chunk,
+            objective,
+            TruncatedState(entering, entering),
+            windows.gates,
+        )
+        if update is not None:
+            update = replace(update, chunk=chunk)
+        return update, after._replace(starts=windows.after())
 
     def _mask_warm_up(self, chunk: Chunk, state: TruncatedState) -> tuple[Chunk, Tensor]:
         """The chunk without the targets of a warm-up, and the steps since the last resets.
@@ -246,6 +307,7 @@ class Truncated:
         chunk: Chunk,
         objective: Objective,
         state: TruncatedState,
+        gates: Mapping[int, Callable[[State], State]] | None = None,
     ) -> tuple[Update | None, TruncatedState]:
         past, edge = state.past, state.edge
         horizon = self.stride if self.horizon is None else self.horizon
@@ -259,18 +321,18 @@ class Truncated:
         if edge is None:
             edge = net.initial_state(chunk.lanes, like=chunk.inputs)
         result = None
-        if chunk.valid_steps and net._fused_net is not False:
+        if chunk.valid_steps and net._fused_net is not False and not gates:
             result = try_fused(net, steps, chunk, edge, window, objective)
         if result is not None:
             loss, outputs, after, boundary, finite = result
         elif not objective.counts(chunk):
             with torch.no_grad():
-                outputs, after, boundary = _run_window(net, steps, edge, window)
+                outputs, after, boundary = _run_window(net, steps, edge, window, gates)
             after = trees.detach(after)
             update = empty_update(objective, chunk, after, outputs)
             return update, self._next_state(state, steps, window, after, boundary)
         else:
-            outputs, after, boundary = _run_window(net, steps, edge, window)
+            outputs, after, boundary = _run_window(net, steps, edge, window, gates)
             loss, finite = _backward_window(objective, outputs, chunk), None
             outputs, after = outputs.detach(), trees.detach(after)
         if not finite and objective.scaler is None:
@@ -292,16 +354,20 @@ class Truncated:
 
 
 def _run_window(
-    net: Carried, steps: Chunk, state: State, window: schedule.Window
+    net: Carried,
+    steps: Chunk,
+    state: State,
+    window: schedule.Window,
+    gates: Mapping[int, Callable[[State], State]] | None,
 ) -> tuple[Tensor, State, State]:
     """The outputs that count, the state at the end, and the state entering step `keep`."""
-    if not window.start and window.keep == window.stop:  # the usual case
+    if not window.start and window.keep == window.stop and not gates:  # the usual case
         y, end = run_chunk(net, steps, state)
         return (y[window.counted :] if window.counted else y), end, end
-    bounds = sorted({0, window.start, window.keep, window.stop})
+    bounds = sorted({0, window.start, window.keep, window.stop, *(gates or ())})
     outputs: list[Tensor] = []
     boundary = end = state
-    results = forward(net, steps, state, bounds, graph_from=window.start)
+    results = forward(net, steps, state, bounds, graph_from=window.start, gates=gates)
     for stop, (y, end) in zip(bounds[1:], results, strict=True):
         if stop == window.keep:
             boundary = end

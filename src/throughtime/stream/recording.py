@@ -130,6 +130,22 @@ class Part:
         return self.whole.read(self.start + start, self.start + stop)
 
 
+def preceding(recordings: Sequence[Recording]) -> list[int]:
+    """The index of the part that ends where each recording begins; -1 where there is none.
+
+    Example:
+        >>> import numpy as np, throughtime as tt
+        >>> preceding(tt.windows([np.zeros((250, 3)), np.zeros((80, 3))], 100))
+        [-1, 0, 1, -1]
+    """
+    parts = {i: r for i, r in enumerate(recordings) if isinstance(r, Part)}
+    ends = {(id(part.whole), part.stop): i for i, part in parts.items()}
+    return [
+        ends.get((id(parts[i].whole), parts[i].start), -1) if i in parts else -1
+        for i in range(len(recordings))
+    ]
+
+
 def columns(
     name: str,
     inputs: formats.Table,
@@ -250,6 +266,8 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     several = [labels for labels in map(intervals, recordings) if labels is not None]
     sample = next((labels.labels for labels in several if len(labels.labels)), None)
 
+    typed_alike: dict[int, Recording] = {}  # parts of one recording stay parts of one
+
     def alike(recording: Recording) -> Recording:
         labels = intervals(recording)
         if sample is None or labels is None or len(labels.labels):
@@ -257,6 +275,9 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
         typed: Any = recording
         if not isinstance(recording, TableRecording):
             return replace(typed, whole=alike(typed.whole))
-        return replace(typed, targets=replace(labels, labels=sample[:0]))
+        if id(recording) not in typed_alike:
+            empty = replace(labels, labels=sample[:0])
+            typed_alike[id(recording)] = replace(typed, targets=empty)
+        return typed_alike[id(recording)]
 
     return tuple(map(alike, recordings))

@@ -321,8 +321,8 @@ def _caption(trace: RunTrace, config: Config) -> str:
     )
     if config.train_on == "windows":
         return (
-            f"{text} Each window of {trace.stride:,} steps starts from a zero state, and no credit"
-            " leaves it."
+            f"{text} Each window of {trace.stride:,} steps starts from"
+            f" {config.start_in_words()}, and no credit leaves it."
         )
     if not trace.edges:
         ahead = f" Losses up to {trace.ahead:,} steps later are included." if trace.ahead else ""

@@ -67,7 +67,7 @@ def write_report(folder: RunFolder) -> Path:
     ]
     how = "unbroken recordings, the state carried"
     if config.train_on == "windows":
-        how = f"windows of {config.chunk_steps()} steps from a zero state"
+        how = f"windows of {config.chunk_steps()} steps from {config.start_in_words()}"
     lead = f"{spec.title} trained on {Path(config.data).name}: {how}."
     page = Page(f"throughtime: {folder.path.name}", lead, sections)
     write_atomically(folder.report, render(page).encode())
@@ -98,7 +98,7 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
     if config.train_on == "windows":
         start = (
             "For comparison, they were cut into shuffled windows of"
-            f" {config.chunk_steps()} steps. Each starts from a zero state."
+            f" {config.chunk_steps()} steps. Each starts from {config.start_in_words()}."
         )
     elif lanes > recordings:
         start = (
