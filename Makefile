@@ -71,14 +71,10 @@ docs: $(INSTALLED)
 	$(SPHINX) --doctree-dir $(BUILD)/doctrees/en docs $(SITE)
 	$(SPHINX) --doctree-dir $(BUILD)/doctrees/zh_CN --define language=zh_CN docs $(SITE)/zh_CN
 
-# What is translated into Chinese: docs/locale/zh_CN/LC_MESSAGES has a file for each of these pages.
-TRANSLATED := index.pot errors tutorial explanation
+# Writes what has changed in English into the translations: new messages empty, changed ones marked fuzzy.
 translations: $(INSTALLED)
-	rm -rf $(BUILD)/gettext $(BUILD)/templates
-	$(SPHINX) --builder gettext docs $(BUILD)/gettext
-	mkdir -p $(BUILD)/templates
-	cd $(BUILD)/gettext && cp -r $(TRANSLATED) $(abspath $(BUILD))/templates
-	$(BIN)/sphinx-intl update --pot-dir $(BUILD)/templates --locale-dir docs/locale --language zh_CN
+	$(BIN)/sphinx-build --fresh-env --quiet --builder dummy --doctree-dir $(BUILD)/doctrees/translations \
+		--define language=zh_CN --define update_translations=1 docs $(BUILD)/translations
 
 check: lint names types imports test
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import throughtime
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))  # for _site
+sys.path.insert(0, str(HERE))  # for _site and _translation
 
 project = "throughtime"
 author = "the authors of throughtime"
@@ -24,6 +24,7 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "_site",
+    "_translation",
 ]
 exclude_patterns = ["_*", "locale", "inventories"]
 templates_path = ["_templates"]
@@ -81,6 +82,7 @@ html_search_scorer = str(HERE / "_templates" / "search_scorer.js")
 copybutton_prompt_text = ">>> |... |$ "
 copybutton_prompt_is_regexp = False
 html_theme_options = {
+    "top_of_page_buttons": ["view", "edit"],  # view: the page in the other language
     "source_repository": "https://github.com/throughtime/throughtime/",
     "source_branch": "main",
     "source_directory": "docs/",
