@@ -10,6 +10,7 @@ from typing import Any
 
 from babel.messages.catalog import Catalog
 from babel.messages.pofile import read_po, write_po
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
@@ -17,7 +18,7 @@ from sphinx.util import logging
 from sphinx.util.nodes import extract_messages
 
 NAMES = {"en": "English", "zh_CN": "中文"}
-UNTRANSLATED = {"zh_CN": "本页尚无中文版，以下为英文原文。"}
+UNTRANSLATED = {"zh_CN": "本页尚无中文版。以下为英文原文。"}
 LOGGER = logging.getLogger(__name__)
 
 
@@ -52,7 +53,11 @@ class CheckTranslation(SphinxTransform):
         path = catalog_path(self.app, page)
         if not path.is_file():
             return
-        messages = dict.fromkeys(message for _, message in extract_messages(self.document))
+        messages = dict.fromkeys(
+            message
+            for node, message in extract_messages(self.document)
+            if not isinstance(node, nodes.image)  # its text is in the message of its paragraph
+        )
         with path.open("rb") as file:
             catalog = read_po(file, locale=self.config.language)
         if self.config.update_translations:

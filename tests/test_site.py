@@ -15,6 +15,7 @@ PAGES = sorted(
     path.relative_to(DOCS).as_posix()
     for path in DOCS.rglob("*.md")
     if not path.is_relative_to(DOCS / "reference" / "api")  # generated
+    and not path.is_relative_to(DOCS / "locale")  # for translators
 )
 
 

@@ -1,60 +1,152 @@
 """The Chinese pages: nothing stale, the same code as in English, the words of the glossary."""
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from hashlib import sha256
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from babel.messages.pofile import read_po
-from docutils import nodes
-from sphinx.application import Sphinx
-from sphinx.util.docutils import docutils_namespace, patch_docutils
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-CATALOGS = DOCS / "locale" / "zh_CN"
+CATALOGS = DOCS / "locale" / "zh_CN" / "LC_MESSAGES"
+CHINESE = "README.zh-CN.md"
 PAGES = sorted(
-    path.relative_to(CATALOGS / "LC_MESSAGES").with_suffix("").as_posix()
-    for path in CATALOGS.rglob("*.po")
+    path.relative_to(CATALOGS).with_suffix("").as_posix() for path in CATALOGS.rglob("*.po")
 )
+CONF = """
+extensions = ["myst_parser", "_translation"]
+myst_enable_extensions = ["dollarmath"]
+language, locale_dirs, gettext_compact = "zh_CN", ["locale"], False
+"""
+FAULTY = """
+msgid "A heading"
+msgstr "标题"
+
+msgid "A sentence that has not changed."
+msgstr "没有改过的句子。"
+
+#, fuzzy
+msgid "A changed sentence."
+msgstr "改过的句子。"
+
+msgid "A sentence that was deleted."
+msgstr "删掉的句子。"
+"""
 
 
 def code(markdown: str) -> list[str]:
-    return re.findall(r"^```\w+\n(.*?)^```", markdown, re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```\w+\n(.*?)\n^```", markdown, re.DOTALL | re.MULTILINE)
 
 
-class Warnings:
-    """The stream that Sphinx writes warnings to."""
+@pytest.fixture(scope="module")
+def chinese(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The translated pages and a faulty one as XML, and the warnings of Sphinx."""
+    source, out = tmp_path_factory.mktemp("docs"), tmp_path_factory.mktemp("xml")
+    catalogs = source / "locale" / "zh_CN" / "LC_MESSAGES"
+    for page in PAGES:
+        for path, copy in (
+            (DOCS / f"{page}.md", source / f"{page}.md"),
+            (CATALOGS / f"{page}.po", catalogs / f"{page}.po"),
+        ):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+    (source / "conf.py").write_text(CONF, encoding="utf-8")
+    (source / "faulty.md").write_text(
+        "# A heading\n\nA sentence that has not changed.\n\nA changed sentence.\n\nA new one.\n",
+        encoding="utf-8",
+    )
+    (catalogs / "faulty.po").write_text(FAULTY, encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-b", "xml", source, out],
+        env={**os.environ, "PYTHONPATH": str(DOCS)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return out, result.stderr
 
-    def __init__(self) -> None:
-        self.text = ""
 
-    def write(self, text: str) -> None:
-        self.text += text
+def test_no_translation_is_stale(chinese: tuple[Path, str]) -> None:
+    """The mend: `make translations`, then look at the empty and fuzzy messages of the pages."""
+    stale = re.findall(r"(\S+?)\.md: WARNING: stale translation\n((?:  .*\n)*)", chinese[1])
+    faults = {Path(page).name: text for page, text in stale}
+    assert faults.pop("faulty").splitlines() == [
+        "  the English has changed: A changed sentence.",
+        "  not translated: A new one.",
+        "  no longer on the page: A sentence that was deleted.",
+    ]
+    assert not faults
 
-    def flush(self) -> None: ...
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_chinese_page_has_the_code_of_the_english_one(
+    page: str, chinese: tuple[Path, str]
+) -> None:
+    document = ET.parse(chinese[0] / f"{page}.xml")
+    blocks = ["".join(block.itertext()).rstrip("\n") for block in document.iter("literal_block")]
+    assert blocks == code((DOCS / f"{page}.md").read_text(encoding="utf-8"))
+    assert re.search(r"[\u4e00-\u9fff]", "".join(document.getroot().itertext()))
 
 
-def read(source: Path, out: Path) -> tuple[Sphinx, str]:
-    """The translated pages of a copy of the sources, read and not written; the warnings."""
-    warnings = Warnings()
-    with patch_docutils(source), docutils_namespace():
-        app = Sphinx(
-            source,
-            None,
-            out,
-            out,
-            "dummy",
-            {
-                "extensions": ["myst_parser", "_translation"],
-                "myst_enable_extensions": ["dollarmath"],
-                "locale_dirs": ["locale"],
-                "gettext_compact": False,
-                "language": "zh_CN",
-            },
-            status=None,
-            warning=warnings,
-        )
-        app.build()
-    return app, warnings.text
+def sections(page: str) -> list[str]:
+    return re.split(r"^## ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_the_chinese_readme_follows_each_section_of_the_english_one() -> None:
+    """The mend: look at the Chinese section, then write the new hash below its heading."""
+    english = {
+        text.split("\n", 1)[0]: sha256(text.encode()).hexdigest()[:8]
+        for text in sections("README.md")
+    }
+    recorded = [re.findall(r"<!-- README\.md: (\w+) -->", text) for text in sections(CHINESE)]
+    assert recorded == [[hashed] for hashed in english.values()], english
+
+
+def test_the_chinese_readme_has_the_code_the_pictures_and_the_links_of_the_english_one() -> None:
+    english, chinese = (
+        (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", CHINESE)
+    )
+    assert code(chinese) == code(english)
+    for link in (r"\]\(([^)]*)\)", r'(?:src|srcset)="([^"]*)"', r"`[^`\n]+`"):
+        ours, theirs = set(re.findall(link, chinese)), set(re.findall(link, english))
+        assert theirs - ours == ({CHINESE} if link.startswith(r"\]") else set())
+    assert english.startswith(f"[中文]({CHINESE})\n")
+    assert chinese.startswith("[English](README.md)\n")
+
+
+def texts() -> dict[str, str]:
+    """The Chinese of each page and of the README, as Markdown."""
+    result = {CHINESE: (ROOT / CHINESE).read_text(encoding="utf-8")}
+    for page in PAGES:
+        with (CATALOGS / f"{page}.po").open("rb") as file:
+            result[page] = "\n".join(str(message.string) for message in read_po(file) if message.id)
+    return result
+
+
+@pytest.mark.parametrize(("page", "text"), texts().items(), ids=list(texts()))
+def test_the_words_of_a_chinese_page_are_those_that_are_fixed(page: str, text: str) -> None:
+    fixed = (CATALOGS.parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", fixed, re.MULTILINE)
+    banned = [word for _, _, words in rows[1:] for word in words.split("、")]
+    assert len(banned) > 30
+    assert not [word for word in banned if word in text], page
+
+
+@pytest.mark.parametrize(("page", "text"), texts().items(), ids=list(texts()))
+def test_the_punctuation_of_a_chinese_page_is_chinese(page: str, text: str) -> None:
+    code_and_pictures = r"^```.*?^```|<!--.*?-->|<picture>.*?</picture>"
+    prose = re.sub(code_and_pictures, "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"\]\([^)]*\)|!?\[|\*\*", "", prose)
+    hanzi, full_width = r"[\u4e00-\u9fff]", r"[\u3001-\u303f\uff01-\uff5e\u201c\u201d]"
+    for fault in (
+        rf"{hanzi}[A-Za-z0-9`$]|[A-Za-z0-9`$%]{hanzi}",  # a space between Chinese and Latin text
+        rf"{hanzi} ?[,;:?!]|[,;:?!] ?{hanzi}",
+        rf"{full_width} (?!\|)|[^\n|] {full_width}",  # none beside full-width punctuation
+    ):
+        assert not re.findall(rf".{{0,12}}(?:{fault}).{{0,12}}", prose), page
