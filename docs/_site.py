@@ -99,20 +99,25 @@ class EnglishSearch(SearchEnglish):
 class ChineseSearch(SearchLanguage):
     """Pairs of neighbouring characters, so that a query of any length finds the phrase.
 
-    Sphinx's own splits by a dictionary of 20 MB, the index only: a query stays one word.
+    Sphinx's own splits by a dictionary of 20 MB, the index only: a query stays one word. A query
+    loses the pairs that no page has, so that a whole question can be typed.
     """
 
     lang = "zh"
     language_name = "English"  # that of the stemmer
     js_stemmer_rawcode = "english-stemmer.js"
-    stopwords = EnglishSearch.stopwords
+    stopwords = EnglishSearch.stopwords | {"为什", "什么", "如何", "怎么", "怎样", "是什", "解决"}
     js_splitter_code = """
 function splitQuery(query) {
+  const known = (word) =>
+    Object.hasOwn(Search._index.terms, word) || Object.hasOwn(Search._index.titleterms, word);
   return query.split(/[^\\p{Letter}\\p{Number}_]+/gu).flatMap((word) =>
-    (word.match(/[\\u4e00-\\u9fff]+|[^\\u4e00-\\u9fff]+/g) || []).flatMap((part) =>
-      /[\\u4e00-\\u9fff]{2}/.test(part)
-        ? Array.from({ length: part.length - 1 }, (_, i) => part.slice(i, i + 2))
-        : [part]));
+    (word.match(/[\\u4e00-\\u9fff]+|[^\\u4e00-\\u9fff]+/g) || []).flatMap((part) => {
+      if (!/[\\u4e00-\\u9fff]{2}/.test(part)) return [part];
+      const pairs = Array.from({ length: part.length - 1 }, (_, i) => part.slice(i, i + 2));
+      const indexed = pairs.filter(known);
+      return indexed.length ? indexed : pairs;
+    }));
 }
 """
 

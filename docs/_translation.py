@@ -1,10 +1,9 @@
-"""A Sphinx extension for the Chinese site: stale translations, links between languages, search.
+"""A Sphinx extension for the Chinese site: stale translations, and a note where there is none.
 
 A page is translated if `locale/<language>/LC_MESSAGES` has a .po file of its name. Each paragraph,
 heading and cell of a table is a message. Code blocks are not: they are the same in every language.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,10 @@ from babel.messages.catalog import Catalog
 from babel.messages.pofile import read_po, write_po
 from docutils import nodes
 from sphinx.application import Sphinx
-from sphinx.search.en import SearchEnglish
 from sphinx.transforms import SphinxTransform
 from sphinx.util import logging
 from sphinx.util.nodes import extract_messages
 
-NAMES = {"en": "English", "zh_CN": "中文"}
 UNTRANSLATED = {"zh_CN": "本页尚无中文版。以下为英文原文。"}
 LOGGER = logging.getLogger(__name__)
 
@@ -56,7 +53,8 @@ class CheckTranslation(SphinxTransform):
         messages = dict.fromkeys(
             message
             for node, message in extract_messages(self.document)
-            if not isinstance(node, nodes.image)  # its text is in the message of its paragraph
+            # the text of a picture is in the message of its paragraph
+            if not isinstance(node, nodes.image | nodes.math_block)
         )
         with path.open("rb") as file:
             catalog = read_po(file, locale=self.config.language)
@@ -71,62 +69,17 @@ class CheckTranslation(SphinxTransform):
             LOGGER.warning("stale translation\n  %s", "\n  ".join(faults), location=page)
 
 
-def link_languages(
+def mark_untranslated(
     app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: object
 ) -> None:
-    """The address of the page in the other language, and a note where a page is not translated."""
-    here = app.config.language
-    other = "zh_CN" if here == "en" else "en"
-    folder = "zh_CN/" if here == "en" else "../"
-    context["other_language"] = {
-        "code": other.replace("_", "-"),
-        "name": NAMES[other],
-        "address": "../" * page.count("/") + f"{folder}{page}.html",
-    }
-    if page in app.env.found_docs and here != "en" and not catalog_path(app, page).is_file():
-        context["body"] = f'<p class="untranslated">{UNTRANSLATED[here]}</p>{context["body"]}'
-
-
-_WORD = re.compile(r"[\u3400-\u9fff]+|[a-zA-Z0-9_]+")
-
-
-def bigrams(text: str) -> list[str]:
-    """Latin words, and every two adjacent Chinese characters, as there are no spaces."""
-    words: list[str] = []
-    for word in _WORD.findall(text):
-        pairs = [word[i : i + 2] for i in range(len(word) - 1)]
-        words += pairs if word[0] >= "\u3400" else [word]
-    return words
-
-
-class SearchChinese(SearchEnglish):
-    """Search of Chinese text. It needs no dictionary, which would not know the terms of the field.
-
-    A query loses the pairs that no page has, so that a whole question can be typed.
-    """
-
-    lang = "zh"
-    language_name = "Chinese"
-    js_splitter_code = r"""
-var splitQuery = (query) => {
-  const known = (word) =>
-    Object.hasOwn(Search._index.terms, word) || Object.hasOwn(Search._index.titleterms, word);
-  return (query.match(/[\u3400-\u9fff]+|[a-zA-Z0-9_]+/g) || []).flatMap((word) => {
-    if (word < "\u3400") return [word];
-    const pairs = Array.from(word.slice(1), (second, i) => word[i] + second);
-    const found = pairs.filter(known);
-    return found.length ? found : pairs;
-  });
-};
-"""
-
-    def split(self, input: str) -> list[str]:  # noqa: A002  # the name of the base class
-        return bigrams(input)
+    """A note at the top of a page that is still in English."""
+    note = UNTRANSLATED.get(app.config.language)
+    if note and page in app.env.found_docs and not catalog_path(app, page).is_file():
+        context["body"] = f'<p class="untranslated">{note}</p>{context["body"]}'
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("update_translations", False, "env", bool)
     app.add_transform(CheckTranslation)
-    app.connect("html-page-context", link_languages)
-    app.add_search_language(SearchChinese)
+    app.connect("html-page-context", mark_untranslated)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

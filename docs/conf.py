@@ -70,7 +70,6 @@ html_show_copyright = False
 html_sidebars = {
     "**": [
         "sidebar/brand.html",
-        "sidebar/language.html",
         "sidebar/search.html",
         "sidebar/scroll-start.html",
         "sidebar/navigation.html",
