@@ -35,7 +35,8 @@ from strategies import (
 )
 from throughtime.errors import ModelError
 from throughtime.gradient import Policy, _backward, _retained, rtrl
-from throughtime.gradient._backward import GradientAccumulator, trainable_weights
+from throughtime.gradient._backward import GradientAccumulator
+from throughtime.gradient.objective import trainable_weights
 
 EXACT = 1e-10
 

@@ -4,7 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import Ranks, ranks_of
 from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.gradient import Accumulation, LossFn, Objective, Policy, Scaler, Update
-from throughtime.gradient._backward import trainable_weights
+from throughtime.gradient._finite import LateChecks
+from throughtime.gradient.objective import trainable_weights
 from throughtime.gradient.policy import S, check_result, check_state
 from throughtime.nn.fuse import ADVISE_AFTER, advise
 from throughtime.state import State
@@ -33,6 +34,7 @@ def updates(
     policy_state: S | None = None,
     scaler: Scaler | None = None,
     accumulate: int = 1,
+    finite: Literal["next", "now"] = "next",
 ) -> "Updates[S]":
     """Iterate over one epoch of the stream: every update leaves its gradient in `.grad`.
 
@@ -56,6 +58,13 @@ def updates(
         accumulate: how many updates of the policy make one: the mean of their gradients, weighted
             by their valid steps, with the state carried from one to the next; fewer at the end of
             an epoch. Ranks reduce once for all of them.
+        finite: when a loss or gradient that is not finite ends a loop on an accelerator. "next":
+            one flag of every update is read before the next one is made, so the host never waits
+            for the gradient that it has just asked for. Until then such a gradient is zero on the
+            device: the optimizer's step leaves the weights finite, and only momentum and weight
+            decay move them. "now" reads before the update is returned, as always on the CPU, for
+            several ranks and for `tt.Exact` and `tt.Randomized`. With a `scaler`, which skips such
+            steps itself, nothing is checked.
 
     Returns:
         An iterator over `Update` objects. A stride with no valid step carries the state and yields
@@ -66,7 +75,10 @@ def updates(
             against `(N, 1)`, which pairs each step with the targets of all others.
         DataError: chunks that are not adjacent, or have no targets.
         ConfigError: `gradient` is not a policy, or one that breaks the contract of `tt.Policy`; or
-            `accumulate` is below 1, or used with `tt.Randomized`, whose updates are not means.
+            `accumulate` is below 1, or used with `tt.Randomized`, whose updates are not means; or
+            `finite` is neither "next" nor "now".
+        RunError: a loss or a gradient is not finite; the chunk, its recordings and the parameter
+            are named.
 
     Cost: the policy's; besides it some 20 microseconds per update on a CPU.
 
@@ -87,7 +99,11 @@ def updates(
     """
     _check_policy(gradient)
     ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
-    objective = Objective(loss_fn, scaler, ranks if ranks.count > 1 else None)
+    if finite not in ("next", "now"):
+        raise ConfigError(f"finite={finite!r}: expected 'next' or 'now'")
+    alone = ranks.count == 1
+    late = LateChecks() if alone and finite == "next" else None
+    objective = Objective(loss_fn, scaler, None if alone else ranks, late)
     policy = gradient if accumulate == 1 else Accumulation(gradient, accumulate)
     return Updates(net, stream, objective, policy, (state, policy_state), ranks)
 
@@ -144,7 +160,8 @@ class Updates(Iterator[Update], Generic[S]):
         if self._finished:
             raise StopIteration
         stream = self._stream
-        if self._failed or not self._checked:
+        late = self._objective.late
+        if self._failed or not self._checked or (late is not None and late.flags):
             self._check()
         elif self._count == 1 and self._ranks.count > 1:
             self._ranks.check_equal(self._weights())
@@ -173,14 +190,25 @@ class Updates(Iterator[Update], Generic[S]):
             advise(self._net, update.chunk.lanes)
         return update
 
+    def _read_flag(self) -> None:
+        """Wait for the last update on a device; one that was not finite ends these updates."""
+        late = self._objective.late
+        if late is not None and late.flags and not self._failed:
+            self._failed = True
+            late.read()
+            self._failed = False
+
     def _check(self) -> None:
-        """The checks before the first update, and after an error."""
+        """The checks before the first update, after an error, and after an update on a device."""
+        self._read_flag()
         if self._failed:
             raise RunError(
                 "these updates ended with an error in the middle of a step: the stream has moved on"
                 " and the state has not. Start again with tt.updates(...), or from a saved position"
                 " with load_state_dict"
             )
+        if self._checked:
+            return
         if self._ranks.count > 1:
             stream = self._require_stream()
             plan = {**stream._plan(), "gradient": self._gradient, **stream._sample}
@@ -255,11 +283,15 @@ class Updates(Iterator[Update], Generic[S]):
                 position before it, from which it is made again. So does an update that ended with
                 an error, or is being made, as in the handler of a signal.
 
+        Waits for the flag of the last update on a device, see `finite` of `tt.updates`.
+
         Raises:
+            RunError: that update was not finite; called again, this saves the position before it.
             DataError: the chunks do not come from a `tt.Stream`, which alone can return to
                 a position.
         """
         stream = self._require_stream()
+        self._read_flag()
         state, position = self._state, stream.state_dict()
         if self._finished:
             entering = stream._entering_state(self._net) if stream.hand_off else None
@@ -283,6 +315,8 @@ class Updates(Iterator[Update], Generic[S]):
             DataError: the position belongs to another stream or policy; each difference is named.
         """
         stream = self._require_stream()
+        if self._objective.late is not None:
+            self._objective.late.flags.clear()
         if values["gradient"] != repr(self._gradient):
             raise DataError(
                 f"the saved position belongs to {values['gradient']}, these updates to"

@@ -34,10 +34,11 @@ from throughtime.chunk import Readable
 from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
 from throughtime.errors import ConfigError, RunError
 from throughtime.gradient import LossFn, Objective, schedule
-from throughtime.gradient._backward import norm, trainable_weights
+from throughtime.gradient._backward import norm
 from throughtime.gradient._bias import BiasProbe, Comparison
 from throughtime.gradient._memory import MemoryBudget, Offload
 from throughtime.gradient._segments import Verify, check_verify, wide
+from throughtime.gradient.objective import trainable_weights
 from throughtime.state import State
 
 BLOCKS = 16  # of steps; every other one is in the same half

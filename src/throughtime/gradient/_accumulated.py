@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
-import torch
 from torch import Tensor
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError
-from throughtime.gradient._backward import trainable_weights
-from throughtime.gradient.objective import Objective
+from throughtime.gradient.objective import Objective, trainable_weights
 from throughtime.gradient.policy import Policy, S, Update, check_result
 from throughtime.gradient.randomized import Randomized
 from throughtime.gradient.schedule import check_whole
@@ -119,13 +117,13 @@ class _WeightedMean:
         self.weights = weights
         self.update: Update | None = None
         self.weight, self._steps = 0.0, 0
-        self._loss = torch.zeros(())
+        self._loss: Tensor | None = None
         self._sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, update: Update) -> None:
         share = float(update.steps) if update.weight is None else update.weight
-        self.update = update
-        self._loss = update.loss * share + self._loss.to(update.loss.device)
+        self.update, loss = update, update.loss * share
+        self._loss = loss if self._loss is None else self._loss + loss
         self._steps += update.steps
         self.weight += share
         for i, weight in enumerate(self.weights):
@@ -135,7 +133,7 @@ class _WeightedMean:
 
     def deliver(self) -> Update | None:
         """The last update with the loss and steps of all, their mean gradient added to `.grad`."""
-        if self.update is None:
+        if self.update is None or self._loss is None:
             return None
         for weight, total in zip(self.weights, self._sums, strict=True):
             if total is not None:

@@ -17,11 +17,12 @@ from itertools import pairwise
 from typing import Any, Never, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from throughtime import state as trees
 from throughtime.chunk import Chunk, Source
 from throughtime.errors import RunError
+from throughtime.gradient._finite import first_nonfinite, is_finite
 from throughtime.gradient._segments import (
     CheckpointedPass,
     Cotangents,
@@ -29,7 +30,7 @@ from throughtime.gradient._segments import (
     no_autocast,
     wide,
 )
-from throughtime.gradient.objective import Objective, first_nonfinite, is_finite
+from throughtime.gradient.objective import Objective, trainable_weights
 
 # called with the cotangents of the state between two segments, on their way back
 BoundaryHook: TypeAlias = Callable[[Cotangents], Cotangents]
@@ -402,32 +403,17 @@ def deliver(
         start: the first of them in the epoch.
 
     Raises:
-        RunError: loss or gradient are not finite; nothing is added.
+        RunError: loss or gradient are not finite; nothing is added. On a device the next update
+            raises it, and zeros are added.
     """
     objective.check_depends(grads.sums)
-    if objective.scaler is None and grads.is_nonfinite(result[0]):
-        raise RunError(objective.nonfinite_message(grads.nonfinite(), result, chunk, start))
+    if objective.scaler is None:
+        pairs = zip(grads.names, grads.sums, strict=True)
+        named = {name: gradient for name, gradient in pairs if gradient is not None}
+        late = objective.check_late(named, result, chunk, start)
+        if not late and grads.is_nonfinite(result[0]):
+            raise RunError(objective.nonfinite_message(grads.nonfinite(), result, chunk, start))
     grads.deliver()
-
-
-def trainable_weights(net: nn.Module, loss_fn: object = None) -> dict[str, Tensor]:
-    """The parameters that require a gradient, by name: of the net, and of a loss that has its own.
-
-    The name has no leading `module.`; that of a loss's parameter begins with `loss_fn.`.
-    """
-    weights: dict[str, Tensor] = {
-        name.removeprefix("module."): weight
-        for name, weight in net.named_parameters()
-        if weight.requires_grad
-    }
-    if isinstance(loss_fn, nn.Module):
-        shared = {id(weight) for weight in weights.values()}
-        weights |= {
-            f"loss_fn.{name}": weight
-            for name, weight in loss_fn.named_parameters()
-            if weight.requires_grad and id(weight) not in shared
-        }
-    return weights
 
 
 @contextmanager

@@ -27,11 +27,10 @@ from throughtime.gradient._backward import (
     CreditFlow,
     GradientAccumulator,
     LossPass,
-    trainable_weights,
 )
 from throughtime.gradient._memory import MemoryBudget, preserve_rng_and_buffers
 from throughtime.gradient._segments import CheckpointedPass, CreditGate, Verify
-from throughtime.gradient.objective import Objective
+from throughtime.gradient.objective import Objective, trainable_weights
 from throughtime.gradient.schedule import Window, WindowGroup
 from throughtime.state import State
 

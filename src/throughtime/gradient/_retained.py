@@ -35,10 +35,9 @@ from throughtime.gradient._backward import (
     GradientAccumulator,
     deliver,
     suspended_hooks,
-    trainable_weights,
 )
 from throughtime.gradient._segments import Segment, run_chunk, run_segment
-from throughtime.gradient.objective import Objective
+from throughtime.gradient.objective import Objective, trainable_weights
 from throughtime.gradient.policy import Update, empty_update
 from throughtime.state import State
 

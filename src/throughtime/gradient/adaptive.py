@@ -26,10 +26,10 @@ from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError
 from throughtime.gradient import schedule
-from throughtime.gradient._backward import norm, trainable_weights
+from throughtime.gradient._backward import norm
 from throughtime.gradient._bias import BiasProbe
 from throughtime.gradient._memory import MemoryBudget
-from throughtime.gradient.objective import Objective
+from throughtime.gradient.objective import Objective, trainable_weights
 from throughtime.gradient.policy import Update
 from throughtime.gradient.truncated import Truncated, TruncatedState
 from throughtime.state import State

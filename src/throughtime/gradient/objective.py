@@ -5,8 +5,7 @@ Outputs and targets of the valid steps are flattened as users do by hand.
 Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 """
 
-import cmath
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol, TypeAlias
@@ -19,6 +18,7 @@ from throughtime.carry._ports import Link, links
 from throughtime.carry.carried import Carried, device_of, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.errors import ModelError, RunError, listed
+from throughtime.gradient._finite import LateChecks, first_nonfinite, is_finite
 from throughtime.gradient._pairing import check_rows
 
 IGNORED = -100  # torch's own ignore_index; a stream masks such steps
@@ -50,6 +50,15 @@ class Reducer(Protocol):
         ...
 
 
+_OUTCOMES = {
+    "kept": "`.grad` and the weights are unchanged",
+    "written": "The weights are unchanged; call zero_grad() before you go on",
+    "zeroed": (
+        "It is the update before this one. Its `.grad` was set to zero on the device, so the"
+        " optimizer's step left the weights finite: only momentum and weight decay moved them. To"
+        " stop before that step, write tt.updates(..., finite='now')"
+    ),
+}
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
 _NUMBERS = (
     nn.MSELoss,
@@ -96,11 +105,14 @@ class Objective:
         loss_fn: the user's function or module.
         scaler: a `torch.amp.GradScaler`, or None.
         reducer: over the ranks, if other ranks have valid steps of their own.
+        late: takes the flags of devices that are read before the next update; None: every update
+            waits for its own.
     """
 
     loss_fn: LossFn
     scaler: Scaler | None = None
     reducer: Reducer | None = None
+    late: LateChecks | None = field(default=None, compare=False)
     _checked: bool = field(default=False, init=False, repr=False, compare=False)
     # the weights of classes on a device, torch's count of their changes, and a copy on the host
     _class_weight: tuple[Tensor, int, Tensor] | None = field(
@@ -237,7 +249,7 @@ class Objective:
         chunk: Chunk,
         start: int,
         *,
-        written: bool = False,
+        outcome: Literal["kept", "written", "zeroed"] = "kept",
     ) -> str:
         """The message for a gradient, or a loss, that is not finite.
 
@@ -246,24 +258,41 @@ class Objective:
             result: the loss of the chunk, and its outputs.
             chunk: the steps.
             start: the first of them in the epoch.
-            written: whether the gradient is in `.grad` already.
+            outcome: of `.grad`: unchanged, written already, or set to zero on the device.
         """
         loss = result[0].item()
         recordings = self._nonfinite_recordings(result[1], chunk)
-        untouched = (
-            "The weights are unchanged; call zero_grad() before you go on"
-            if written
-            else "`.grad` and the weights are unchanged"
-        )
         subject = "the loss" if name is None else f"the gradient of '{name}'"
         return (
             f"{subject} is not finite (NaN or infinite) in the chunk of steps {start} to"
             f" {start + chunk.steps - 1} of the epoch (recording {listed(recordings)}), whose part"
-            f" of the loss is {loss:.6g}. {untouched}. Check the inputs and targets of these steps."
-            " If they"
-            " are sound, the net or its gradient explodes: lower the learning rate, or cut or clip"
-            " the credit (a shorter horizon, clip_grad_norm_, or tt.Exact with clip_adjoint)."
+            f" of the loss is {loss:.6g}. {_OUTCOMES[outcome]}. Check the inputs and targets of"
+            " these steps. If they are sound, the net or its gradient explodes: lower the learning"
+            " rate, or cut or clip the credit (a shorter horizon, clip_grad_norm_, or tt.Exact with"
+            " clip_adjoint)."
         )
+
+    def check_late(
+        self,
+        gradients: Mapping[str, Tensor],
+        result: tuple[Tensor, Tensor],
+        chunk: Chunk,
+        start: int,
+    ) -> bool:
+        """Leave the check of gradients on a device to the next update; false to check now.
+
+        Args:
+            gradients: by the names of their weights; zero from now on if they are not finite.
+            result: the loss of the chunk, and its outputs.
+            chunk: the steps.
+            start: the first of them in the epoch.
+        """
+        loss, outputs = (tensor.detach() for tensor in result)  # the graph is released now
+
+        def message(name: str | None) -> str:
+            return self.nonfinite_message(name, (loss, outputs), chunk, start, outcome="zeroed")
+
+        return self.late is not None and self.late.add(gradients, loss, message)
 
     def _nonfinite_recordings(self, outputs: Tensor, chunk: Chunk) -> list[int]:
         """The recordings whose own loss is not finite; if there are none, all of the chunk."""
@@ -276,6 +305,26 @@ class Objective:
                 if not self.loss_fn(rows[owners == index], targets[owners == index]).isfinite()
             ]
         return at_fault or sorted(set(chunk.recording[chunk.recording >= 0].tolist()))
+
+
+def trainable_weights(net: nn.Module, loss_fn: object = None) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name: of the net, and of a loss that has its own.
+
+    The name has no leading `module.`; that of a loss's parameter begins with `loss_fn.`.
+    """
+    weights: dict[str, Tensor] = {
+        name.removeprefix("module."): weight
+        for name, weight in net.named_parameters()
+        if weight.requires_grad
+    }
+    if isinstance(loss_fn, nn.Module):
+        shared = {id(weight) for weight in weights.values()}
+        weights |= {
+            f"loss_fn.{name}": weight
+            for name, weight in loss_fn.named_parameters()
+            if weight.requires_grad and id(weight) not in shared
+        }
+    return weights
 
 
 @dataclass(frozen=True)
@@ -330,7 +379,8 @@ def check_finite(
 
     Reads the loss, and the first and the last parameter, at 2 to 4 microseconds each. A value that
     is not finite spreads to all layers before it, and the layers next to the inputs are at one of
-    the two ends. All parameters are read if one of these is not finite, or with `everywhere`.
+    the two ends. All parameters are read if one of these is not finite, or with `everywhere`. On a
+    device all of them are checked, and nothing is read where the objective takes flags.
 
     Args:
         net: made by `tt.carry`.
@@ -343,6 +393,11 @@ def check_finite(
     Raises:
         RunError: loss or gradient are not finite; parameter and steps are named.
     """
+    if objective.late is not None and not result[0].is_cpu:
+        weights = trainable_weights(net, objective.loss_fn).items()
+        grads = {name: weight.grad for name, weight in weights if weight.grad is not None}
+        if objective.check_late(grads, result, chunk, start):
+            return
     ends = net._gradient_ends
     if not isinstance(ends, GradientEnds) or not ends.hold():
         ends = net._gradient_ends = GradientEnds.of(net)
@@ -352,27 +407,4 @@ def check_finite(
     name = first_nonfinite(named)
     if name is not None or not bool(result[0].isfinite()):
         name = None if name is None else name.removeprefix("module.")
-        raise RunError(objective.nonfinite_message(name, result, chunk, start, written=True))
-
-
-def is_finite(loss: Tensor, gradients: Iterable[Tensor | None]) -> bool:
-    """Whether loss and gradients are finite; false as well if the sum of a gradient is not.
-
-    Waits for a device once.
-    """
-    values = [loss, *(gradient.sum() for gradient in gradients if gradient is not None)]
-    if loss.is_cpu or any(type(value) is not Tensor for value in values):
-        return all(cmath.isfinite(value.item()) for value in values)
-    moved = [value.detach().abs().to(loss.device, torch.float32) for value in values]
-    return bool(torch.stack(moved).isfinite().all())
-
-
-def first_nonfinite(gradients: Iterable[tuple[str, Tensor | None]]) -> str | None:
-    """The name of the first gradient that is not finite."""
-    for name, gradient in gradients:
-        if gradient is None:
-            continue
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if not bool(values.isfinite().all()):
-            return name
-    return None
+        raise RunError(objective.nonfinite_message(name, result, chunk, start, outcome="written"))

@@ -21,9 +21,10 @@ from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient import schedule
-from throughtime.gradient._backward import CreditFlow, GradientAccumulator, trainable_weights
+from throughtime.gradient._backward import CreditFlow, GradientAccumulator
 from throughtime.gradient._memory import MemoryBudget, Offload
 from throughtime.gradient._segments import CheckpointedPass, Verify, check_verify
+from throughtime.gradient.objective import trainable_weights
 from throughtime.state import State
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime.carry.carried import device_of
 from throughtime.errors import ConfigError, RunError
-from throughtime.gradient.objective import is_finite
+from throughtime.gradient._finite import is_finite
 
 
 @dataclass(frozen=True)
