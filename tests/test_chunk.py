@@ -129,15 +129,3 @@ def test_the_plan_of_a_slice_is_that_of_its_tensors(start: int, stop: int) -> No
         assert torch.equal(rows, outputs[part.mask])
         assert part.targets is not None
         assert torch.equal(targets.flatten(), part.targets[part.mask].flatten())
-
-
-def test_a_call_with_the_reset_steps_of_a_chunk_is_the_call_without() -> None:
-    chunk = stream_with_gaps(64).read(0, 40)
-    torch.manual_seed(0)
-    net = tt.carry(torch.nn.GRU(2, 3).double())
-    start = net.initial_state(2, like=chunk.inputs)
-    y, end = net(chunk.inputs, start, chunk.resets, chunk.reset_steps)
-    expected, last = net(chunk.inputs, start, chunk.resets)
-    assert len(chunk.reset_steps) > 1
-    assert torch.equal(y, expected)
-    assert torch.equal(end, last)

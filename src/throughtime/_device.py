@@ -9,8 +9,8 @@ Every function touches the one device it is called with. `torch.manual_seed` and
 `torch.random.fork_rng()` touch all of them, also those that other programs use.
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -76,6 +76,39 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
         part.view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
+
+
+class SideStream:
+    """Copies to a device beside its computations, where its backend has streams (CUDA, XPU).
+
+    side = SideStream(device)
+    with side.copies():
+        tensors = [send(tensor, device) for tensor in tensors]
+    ...                                     # the device computes and copies at the same time
+    side.join(tensors)                      # what is computed from now on waits for the copies
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        stream_class = _backend(device, "Stream")
+        self._device = device
+        self._stream: Any = None if stream_class is None else stream_class(device)
+
+    def copies(self) -> AbstractContextManager[Any]:
+        """Copies that begin in the block are queued beside the computations."""
+        return (
+            nullcontext()
+            if self._stream is None
+            else _backend(self._device, "stream")(self._stream)
+        )
+
+    def join(self, tensors: Iterable[Tensor]) -> None:
+        """Queue the next computations behind the copies; the host does not wait."""
+        if self._stream is None:
+            return
+        current = _backend(self._device, "current_stream")(self._device)
+        current.wait_stream(self._stream)
+        for tensor in tensors:  # or their memory would be used again before `current` has read it
+            tensor.record_stream(current)
 
 
 def device_count(device: torch.device) -> int:

@@ -20,6 +20,19 @@ _IGNORED = -100  # torch's own ignore_index
 _PER_STEP = ("resets", "mask", "recording", "position")
 
 
+def reset_positions(resets: Tensor) -> Sequence[int]:
+    """The steps at which any lane is reset, ascending; `resets` are `(T, B)` or `(T,)`.
+
+    Those of a chunk on a device carry them along, unless they were changed in place since; others
+    are read, which waits for a device.
+    """
+    steps, version = getattr(resets, "_reset_steps", (None, 0))
+    if steps is not None and version == resets._version:
+        return steps
+    marked = resets.any(dim=1) if resets.dim() == 2 else resets
+    return marked.nonzero().flatten().tolist()
+
+
 @dataclass(frozen=True, eq=False)
 class ChunkMetadata:
     """Resets, mask, recording and position of every step, and counts of valid steps.
@@ -68,11 +81,20 @@ class ChunkMetadata:
             return getattr(self, name)
         copies = self._copies.setdefault(device, {})
         if name not in copies:
-            together = ("valid", "resets", "mask")
-            names = together if name in together else (name,)
-            parts = send_together([getattr(self, name) for name in names], device)
-            copies.update(zip(names, parts, strict=True))
+            flags = name in ("valid", "resets", "mask")
+            copies.update(
+                self._flags(device) if flags else {name: send(getattr(self, name), device)}
+            )
         return copies[name]
+
+    def _flags(self, device: torch.device) -> dict[str, Tensor]:
+        """`valid`, resets and mask on a device; without any reset or masked step none is copied."""
+        shape, tensors = self.mask.shape, (self.valid, self.resets, self.mask)
+        if not self.reset_steps and len(self.valid) == self.mask.numel():
+            valid = torch.arange(len(self.valid), device=device)
+            resets = torch.zeros(shape, dtype=torch.bool, device=device)
+            return {"valid": valid, "resets": resets, "mask": ~resets}
+        return dict(zip(("valid", "resets", "mask"), send_together(tensors, device), strict=True))
 
 
 class Placement(NamedTuple):
@@ -177,6 +199,8 @@ class Chunk:
             metadata, of = self.metadata, self._inputs
             rows = getattr(metadata, name) if of.is_cpu else metadata.on(name, of.device)
             rows = rows[self.start : self.stop]
+            if name == "resets" and not (of.is_cpu or rows.is_inference()):
+                setattr(rows, "_reset_steps", (self.reset_steps, rows._version))  # noqa: B010
         else:
             raise AttributeError(f"'Chunk' object has no attribute '{name}'")
         self.__dict__[name] = rows

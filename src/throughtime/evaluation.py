@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 import torch
 from torch import Tensor
 
+from throughtime._device import real_type
 from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import ranks_of
@@ -124,8 +125,13 @@ def evaluate(
     stream = data if isinstance(data, Stream) else whole_stream(data)
     evaluator = Evaluator(net, loss_fn, metrics=metrics)
     evaluator.check(stream)
-    for chunk in stream:
-        evaluator.add(chunk)
+    placement = stream._placement
+    stream._place(evaluator._placement)  # a block is sent to a device once, not chunk by chunk
+    try:
+        for chunk in stream:
+            evaluator.add(chunk)
+    finally:
+        stream._place(placement)
     return evaluator.result(stream)
 
 
@@ -202,7 +208,8 @@ class Evaluator(Generic[L]):
         self._metric = None if metrics is None else as_metric(metrics).new()
         self._metric_checked = False
         self._by_recording: dict[int, Metric] = {}
-        self._loss = self._weight = self._steps = 0.0
+        self._loss: Tensor | float = 0.0
+        self._weight = self._steps = 0.0
         self._checked: Stream | None = None
 
     def check(self, stream: Stream) -> None:
@@ -245,7 +252,8 @@ class Evaluator(Generic[L]):
             return outputs
         self._steps += chunk.valid_steps
         if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
-            self._loss += self._objective.loss(outputs, chunk).item() * weight
+            loss = self._objective.loss(outputs, chunk).detach()
+            self._loss = self._loss + loss.to(real_type(loss)) * weight
             self._weight += weight
         if self._metric is not None:
             rows, targets = chunk.valid_pairs(outputs)
@@ -253,24 +261,28 @@ class Evaluator(Generic[L]):
                 check_rows(self._metric.new().update, rows, targets, "metrics")
                 self._metric_checked = True
             self._metric.update(rows, targets)
-            self._update_recordings(self._metric, outputs, chunk)
+            self._update_recordings(self._metric, rows, targets, chunk)
         return outputs
 
-    def _update_recordings(self, kind: Metric, outputs: Tensor, chunk: Chunk) -> None:
+    def _update_recordings(self, kind: Metric, rows: Tensor, targets: Tensor, chunk: Chunk) -> None:
         """Add the rows of each recording to a metric of its own."""
-        rows, targets = chunk.valid_pairs(outputs)
-        owners = chunk.recording[chunk.mask]
-        for index in owners.unique().tolist():
-            own = owners == index
+        metadata, span = chunk.metadata, chunk.span
+        owners = metadata.recording[span][metadata.mask[span]]
+        indices, counts = owners.unique(return_counts=True)
+        if len(indices) > 1:
+            order = chunk.recording.flatten().index_select(0, chunk.valid).argsort(stable=True)
+            rows, targets = rows.index_select(0, order), targets.index_select(0, order)
+        parts = (tensor.split(counts.tolist()) for tensor in (rows, targets))
+        for index, *own in zip(indices.tolist(), *parts, strict=True):
             if index not in self._by_recording:
                 self._by_recording[index] = kind.new()
-            self._by_recording[index].update(rows[own], targets[own])
+            self._by_recording[index].update(*own)
 
     def result(self, stream: Stream) -> Evaluation[L]:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
         if stream is not self._checked:
             self.check(stream)
-        total, weight, steps = self._loss, self._weight, self._steps
+        total, weight, steps = float(self._loss), self._weight, self._steps
         metric, by_recording = self._metric, self._by_recording
         ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1:

@@ -1,5 +1,7 @@
 """Metrics of outputs against targets, updated chunk by chunk.
 
+Sums stay on the device of the outputs; `compute` reads them.
+
 Shapes: `N` valid steps, `C` classes or output columns.
 """
 
@@ -12,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from throughtime._device import is_accelerator, real_type
 from throughtime.errors import ConfigError, DataError, listed
 
 _MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}  # of torchmetrics
@@ -185,6 +188,8 @@ class Classification:
     classes: Sequence[str] | int
     names: tuple[str, ...] = field(init=False)
     confusion: Tensor = field(init=False)  # (true, predicted) counts
+    # on a device, until they are read: the largest negated target, target and whether any is NaN
+    _extremes: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         classes: Any = self.classes  # checked here
@@ -208,22 +213,48 @@ class Classification:
                 f"the outputs have {outputs.shape[-1]} columns, expected one for each of the"
                 f" classes {listed(self.names, quoted=True)}"
             )
-        if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < n:
+        if not len(targets):
+            return
+        true = targets.long()
+        extremes = torch.stack([-true.min(), true.max(), outputs.isnan().any().long()])
+        if is_accelerator(outputs):
+            self._add_extremes(extremes)
+            true = true.clamp(0, n - 1)
+        else:
+            self._check(extremes)
+        pairs = (true * n + outputs.argmax(dim=-1)).flatten()
+        self.confusion = self.confusion.to(outputs.device)
+        self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
+
+    def _add_extremes(self, extremes: Tensor | None) -> None:
+        if extremes is not None and self._extremes is not None:
+            extremes = torch.maximum(self._extremes, extremes.to(self._extremes.device))
+        self._extremes = self._extremes if extremes is None else extremes
+
+    def _check(self, extremes: Tensor) -> None:
+        """Refuse targets that are no class, and outputs that have none."""
+        least, largest, nan = extremes.tolist()
+        if not 0 <= -least <= largest < len(self.names):
             raise DataError(
-                f"targets run from {int(targets.min())} to {int(targets.max())}, expected 0 to"
-                f" {n - 1} for {listed(self.names, quoted=True)}"
+                f"targets run from {-least} to {largest}, expected 0 to {len(self.names) - 1} for"
+                f" {listed(self.names, quoted=True)}"
             )
-        if bool(outputs.isnan().any()):
+        if nan:
             raise DataError("the outputs hold NaN: the model diverged; a NaN has no class")
-        pairs = targets.long() * n + outputs.argmax(dim=-1)
-        self.confusion += torch.bincount(pairs.flatten().cpu(), minlength=n * n).view(n, n)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return _on_host(self.__dict__)
 
     def merge(self, other: "Classification") -> None:
-        self.confusion += other.confusion
+        self.confusion = self.confusion + other.confusion.to(self.confusion.device)
+        self._add_extremes(other._extremes)
 
     def compute(self) -> Metrics:
-        right = self.confusion.diagonal().double()
-        occurs, predicted = self.confusion.sum(1).double(), self.confusion.sum(0).double()
+        if self._extremes is not None:
+            self._check(self._extremes)
+        confusion = self.confusion.cpu()
+        right = confusion.diagonal().double()
+        occurs, predicted = confusion.sum(1).double(), confusion.sum(0).double()
         f1 = (2 * right / (occurs + predicted)).tolist()
         seen = [value for value in f1 if not math.isnan(value)]
         return {
@@ -250,9 +281,9 @@ class Regression:
     """
 
     count: int = 0
-    squared_error: float = 0.0
-    squared_target: float = 0.0
-    spread: float = 0.0  # sum of squared deviations of the targets from their mean
+    squared_error: Tensor | float = 0.0
+    squared_target: Tensor | float = 0.0
+    spread: Tensor | float = 0.0  # sum of squared deviations of the targets from their mean
     mean: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def new(self) -> "Regression":
@@ -261,38 +292,48 @@ class Regression:
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         if not len(targets):
             return
-        y, t = (
-            outputs.double().reshape(len(outputs), -1),
-            targets.double().reshape(len(targets), -1),
-        )
+        wide = real_type(outputs)
+        y = outputs.to(wide).reshape(len(outputs), -1)
+        t = targets.to(wide).reshape(len(targets), -1)
         if y.shape != t.shape:
             raise DataError(
                 f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)};"
                 " expected one output for each target"
             )
-        self.squared_error += (y - t).square().sum().item()
-        self.squared_target += t.square().sum().item()
+        self.squared_error = self.squared_error + (y - t).square().sum()
+        self.squared_target = self.squared_target + t.square().sum()
         mean = t.mean(0)
-        self._grow(len(t), mean, (t - mean).square().sum().item())
+        self._grow(len(t), mean, (t - mean).square().sum())
 
-    def _grow(self, n: int, mean: Tensor, spread: float) -> None:
+    def _grow(self, n: int, mean: Tensor, spread: Tensor | float) -> None:
         """Chan, Golub & LeVeque's pairwise update: no cancellation however long the recording."""
-        before = self.mean if self.count else torch.zeros_like(mean)
+        before = self.mean.to(mean.device) if self.count else torch.zeros_like(mean)
         step = mean - before
-        self.spread += spread + step.square().sum().item() * self.count * n / (self.count + n)
+        between = step.square().sum() * self.count * n / (self.count + n)
+        self.spread = self.spread + (spread + between)
         self.mean = before + step * n / (self.count + n)
         self.count += n
 
+    def __getstate__(self) -> dict[str, Any]:
+        return _on_host(self.__dict__)
+
     def merge(self, other: "Regression") -> None:
         if other.count:
-            self.squared_error += other.squared_error
-            self.squared_target += other.squared_target
+            self.squared_error = self.squared_error + other.squared_error
+            self.squared_target = self.squared_target + other.squared_target
             self._grow(other.count, other.mean, other.spread)
 
     def compute(self) -> Metrics:
         values = self.count * max(1, len(self.mean))
+        sums = self.squared_error, self.squared_target, self.spread
+        error, target, spread = (float(total) for total in sums)
         return {
-            "rmse": math.sqrt(self.squared_error / values) if values and self.count else math.nan,
-            "r2": 1 - self.squared_error / self.spread if self.spread else math.nan,
-            "esr": self.squared_error / self.squared_target if self.squared_target else math.nan,
+            "rmse": math.sqrt(error / values) if values and self.count else math.nan,
+            "r2": 1 - error / spread if spread else math.nan,
+            "esr": error / target if target else math.nan,
         }
+
+
+def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes of a metric for other ranks."""
+    return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}

@@ -285,17 +285,11 @@ class Predictor:
         self.state = after
         return outputs
 
-    def _run(
-        self,
-        x: Tensor,
-        state: State,
-        resets: Tensor | None,
-        reset_steps: Sequence[int] | None = None,
-    ) -> tuple[Tensor, State]:
+    def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         with self._whole(), running(self.net):
             if state is None:
                 state = self.net.initial_state(x.shape[1], like=x)
-            return self.net(x, state, resets, reset_steps)
+            return self.net(x, state, resets)
 
     def _run_around(self, x: Tensor, finite: Tensor, resets: Tensor | None) -> tuple[Tensor, State]:
         """Outputs and state where lanes with inputs that are not finite run alone, without them.
@@ -337,9 +331,10 @@ class Predictor:
     def _refuse_nan(self, outputs: Tensor, after: State) -> None:
         """Refuse NaN that finite inputs led to; the state stays as it was."""
         leaves = [("outputs", outputs), *(trees.leaves(after) if trees.tensors(after) else ())]
-        name = next((name for name, leaf in leaves if bool(leaf.isnan().any())), None)
-        if name is None:
+        nan = torch.stack([leaf.isnan().any() for _, leaf in leaves])
+        if not bool(nan.any()):
             return
+        name = leaves[nan.tolist().index(True)][0]
         if self.state is not None and any(leaf.isnan().any() for leaf in trees.tensors(self.state)):
             raise RunError("the state of the predictor is NaN; start anew: predictor.reset()")
         what = "the outputs are NaN" if name == "outputs" else f"state leaf '{name}' is NaN"
@@ -361,8 +356,8 @@ class Predictor:
     def _run_chunk(self, chunk: Chunk) -> Tensor:
         """Outputs `(T, B, C)` of a chunk on the device of the net; its stream checks inputs."""
         chunk = chunk.convert(Placement(self.device, self._dtype))
-        resets = (chunk.resets, chunk.reset_steps) if chunk.any_reset else (None, None)
-        outputs, self.state = self._run(chunk.inputs, self.state, *resets)
+        resets = chunk.resets if chunk.any_reset else None
+        outputs, self.state = self._run(chunk.inputs, self.state, resets)
         return outputs
 
     def step(self, inputs: Tensor | Array) -> Tensor:

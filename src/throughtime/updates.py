@@ -194,6 +194,8 @@ class Updates(Iterator[Update], Generic[S]):
         """Wait for the last update on a device; one that was not finite ends these updates."""
         late = self._objective.late
         if late is not None and late.flags and not self._failed:
+            if self._stream is not None and self._before is not None:
+                self._stream._read_ahead(self._stream.position - self._before[1])
             self._failed = True
             late.read()
             self._failed = False

@@ -11,7 +11,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -29,6 +29,7 @@ from throughtime.carry._state_dict import own_names, plain_names, report_plain_n
 from throughtime.carry._subject import Hints
 from throughtime.carry.layers import ChainAdapter, Link, StatelessAdapter, layer_adapter
 from throughtime.carry.module import ModuleAdapter
+from throughtime.chunk import reset_positions
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -147,11 +148,7 @@ class Carried(nn.Module):
         return self.adapter.leaf_names(state)
 
     def forward(
-        self,
-        x: Tensor,
-        state: State = None,
-        resets: Tensor | None = None,
-        reset_steps: Sequence[int] | None = None,
+        self, x: Tensor, state: State = None, resets: Tensor | None = None
     ) -> tuple[Tensor, State]:
         """Outputs for every step, and the state after the last one.
 
@@ -159,9 +156,8 @@ class Carried(nn.Module):
             x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them; one unbatched lane
                 as floating `(T, D)` or integer `(T,)`.
             state: the state entering the first step, one row per lane (one lane if unbatched).
-            resets: `(T, B)` bool, true where the state entering the step is the initial state.
-            reset_steps: the steps at which any lane is reset, as in `chunk.reset_steps`. Default:
-                they are read from `resets`, which waits for a device.
+            resets: `(T, B)` bool, true where the state entering the step is the initial state. On
+                a device they are read, which waits for it; those of a chunk are not.
 
         Returns:
             `y` `(T, B, C)`, and the state after step T; new tensors, `state` is not changed.
@@ -172,8 +168,7 @@ class Carried(nn.Module):
             ModelError: the module broke its contract.
         """
         if x.dim() == (2 if x.is_floating_point() else 1):
-            marks = None if resets is None else resets.unsqueeze(1)
-            y, state = self(x.unsqueeze(1), state, marks, reset_steps)
+            y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return y.squeeze(1), state
         if not x.shape[0]:  # len(x) would fix the steps of an exported program
             raise DataError(f"the chunk {tuple(x.shape)} has no steps, expected one at least")
@@ -195,31 +190,25 @@ class Carried(nn.Module):
             )
         try:
             if cudnn_rules(x) or (resets is not None and not self.adapter.takes_resets()):
-                return self._run_split(x, state, resets, reset_steps)
+                return self._run_split(x, state, resets)
             y, after = self.adapter.run(x, state, resets)
             return y, _as_entering(after, state) if torch.is_autocast_enabled(
                 x.device.type
             ) else after
         except ResetsUnsupportedError:  # at most once per net: takes_resets is false from now on
-            return self._run_split(x, state, resets, reset_steps)
+            return self._run_split(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
 
-    def _run_split(
-        self,
-        x: Tensor,
-        state: State,
-        resets: Tensor | None,
-        reset_steps: Sequence[int] | None,
-    ) -> tuple[Tensor, State]:
+    def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
         steps = x.shape[0]
-        marked = reset_positions(resets) if reset_steps is None else set(reset_steps)
-        starts = segment_starts(steps, marked, CUDNN_STEPS if cudnn_rules(x) else steps)
+        reset_steps = set[int]() if resets is None else set(reset_positions(resets))
+        starts = segment_starts(steps, reset_steps, CUDNN_STEPS if cudnn_rules(x) else steps)
         outputs: list[Tensor] = []
         for start, stop in pairwise([*starts, steps]):
-            if resets is not None and start in marked:
+            if resets is not None and start in reset_steps:
                 state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
             y, after = self.adapter.run(x[start:stop], state)
             state = (
@@ -256,11 +245,6 @@ class Carried(nn.Module):
                 f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
                 f" tt.predict(..., dtype={weight.dtype}), or convert the module."
             )
-
-
-def reset_positions(resets: Tensor | None) -> set[int]:
-    """The steps at which any lane is reset; `resets` are `(T, B)`."""
-    return set() if resets is None else set(resets.any(dim=1).nonzero().flatten().tolist())
 
 
 def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:

@@ -181,9 +181,9 @@ class Objective:
         """The class weights on the host: read from a device once."""
         if weight.is_cpu:
             return weight
-        known = self._class_weight
-        if known is None or known[0] is not weight or known[1] != weight._version:
-            known = weight, weight._version, weight.cpu()
+        known, version = self._class_weight, 0 if weight.is_inference() else weight._version
+        if known is None or known[0] is not weight or known[1] != version:
+            known = weight, version, weight.cpu()
             object.__setattr__(self, "_class_weight", known)
         return known[2]
 

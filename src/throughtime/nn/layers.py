@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_callback
 from torch.nn.utils.rnn import PackedSequence
 
+from throughtime.chunk import reset_positions
 from throughtime.errors import DataError, ModelError
 from throughtime.kernels import operators, recurrent, reference
 from throughtime.kernels.cells import BY_MODE, Cell, Weights
@@ -168,9 +169,9 @@ class Recurrent(nn.RNNBase):
         if resets is None:
             return super().forward(inputs, hx)
         time = 1 if self.batch_first and inputs.dim() == 3 else 0
-        resets = resets.movedim(time, 0)
-        steps = resets.any(1) if resets.dim() == 2 else resets
-        starts = sorted({0, *steps.nonzero().flatten().tolist()})
+        if time:
+            resets = resets.movedim(time, 0)
+        starts = sorted({0, *reset_positions(resets)})
         dtype = layer_weights(self)[0].ih.dtype  # autocast returns another one
         state, outputs = hx, list[Tensor]()
         for start, stop in pairwise([*starts, len(resets)]):

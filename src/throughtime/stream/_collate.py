@@ -16,7 +16,7 @@ from throughtime.chunk import Chunk, ChunkMetadata
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
-from throughtime.stream.lanes import LaneSlice
+from throughtime.stream.lanes import LaneSchedule, LaneSlice
 from throughtime.stream.recording import Recording, StepArrays, location, text_hint
 
 Reads: TypeAlias = Sequence[tuple[LaneSlice, StepArrays]]
@@ -31,6 +31,12 @@ class MissingCounts(NamedTuple):
     inputs: Counts  # not finite
     targets: Counts  # NaN or -100
 
+    def add(self, counts: tuple[int, int], begin: int, end: int) -> tuple[int, int]:
+        """Counts of inputs and of targets, plus those of the steps `begin` to before `end`."""
+        more = (0 if before is None else before[end] - before[begin] for before in self)
+        inputs, targets = (count + n for count, n in zip(counts, more, strict=True))
+        return inputs, targets
+
 
 class ReadRequest(NamedTuple):
     """A block: its first step in the epoch, its length, and the slices that lanes play in it."""
@@ -38,6 +44,12 @@ class ReadRequest(NamedTuple):
     start: int
     steps: int
     slices: tuple[LaneSlice, ...]
+
+    @classmethod
+    def of(cls, schedule: LaneSchedule, start: int, stop: int) -> "ReadRequest":
+        """The steps `start` to before `stop` of an epoch, as far as it goes."""
+        stop = min(stop, schedule.steps)
+        return cls(start, stop - start, tuple(schedule.slices(start, stop)))
 
 
 Block: TypeAlias = tuple[Chunk, MissingCounts]

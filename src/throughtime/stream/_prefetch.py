@@ -1,4 +1,4 @@
-"""Readers of blocks of a stream: ahead in a thread, or ahead in worker processes.
+"""Readers of blocks of a stream: ahead in a thread, in worker processes, and to a device.
 
 A block is a pure function of the slices that lanes play in it. So the choice of a reader changes no
 number, and blocks read ahead are no part of the position in a stream. The processes are those of
@@ -7,13 +7,15 @@ number, and blocks read ahead are no part of the position in a stream. The proce
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
+from throughtime._device import SideStream
 from throughtime.errors import DataError
 from throughtime.stream._collate import Block, Collator, ReadRequest
 
@@ -27,6 +29,38 @@ class Reader(Protocol):
     def read(self, request: ReadRequest, later: Iterable[ReadRequest]) -> Block:
         """The requested block; `later` are the requests that will probably follow."""
         ...
+
+
+class BlockAhead(NamedTuple):
+    """A block that is being sent to a device while the device computes.
+
+    Attributes:
+        start: its first step in the epoch.
+        block: what was read.
+        side: the queue of its copies.
+    """
+
+    start: int
+    block: Block
+    side: SideStream
+
+    @classmethod
+    def load(
+        cls, read: Callable[[int], Block], start: int, device: torch.device
+    ) -> "BlockAhead | None":
+        """Read a block and send it; None if it cannot be read: that is raised when it is needed."""
+        side = SideStream(device)
+        try:
+            with side.copies():
+                return cls(start, read(start), side)
+        except DataError:
+            return None
+
+    def join(self) -> Block:
+        """The block; what the device computes from now on waits for the copies."""
+        chunk, _ = self.block
+        self.side.join(t for t in (chunk._inputs, chunk._targets) if t is not None)
+        return self.block
 
 
 class ThreadReader:

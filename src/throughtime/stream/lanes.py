@@ -240,3 +240,38 @@ def _place(
         for row in rows:
             order.shuffle(row)
     return rows
+
+
+def check_offset(
+    offset: int, lengths: Sequence[int], lanes: int, seed: int | None, *, hand_off: bool
+) -> None:
+    """Refuse an offset that cannot be drawn, or that may leave a lane without a step.
+
+    Args:
+        offset: below which the first steps that are left out are drawn.
+        lengths: of the recordings.
+        lanes: of all ranks.
+        seed: of the stream.
+        hand_off: whether states are handed over at the edges of parts.
+
+    Raises:
+        DataError: one of these.
+    """
+    if offset < 0:
+        raise DataError(f"offset={offset}: expected a number of steps, 0 for none")
+    if offset and seed is None:
+        raise DataError(
+            f"offset={offset} is drawn from the seed, and seed=None draws nothing; give a seed"
+        )
+    if offset and hand_off:
+        raise DataError(
+            f"offset={offset} moves the edges between parts from epoch to epoch, and hand_off hands"
+            " states over at these edges: leave one of them out"
+        )
+    least = sum(length - min(max(0, offset - 1), length // 2) for length in lengths)
+    if offset and lanes > least:
+        raise DataError(
+            f"offset={offset} can leave {least} steps of the recordings, and there are {lanes}"
+            " lanes: a lane needs at least one step in every epoch. Take a smaller offset or fewer"
+            " lanes"
+        )

@@ -9,19 +9,20 @@ import random
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Never
 
 import torch
 from torch import distributed
 
+from throughtime._device import is_accelerator
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError
 from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
-from throughtime.stream._prefetch import ProcessReader, Reader, ThreadReader, Workers
-from throughtime.stream.lanes import LaneSchedule
+from throughtime.stream._prefetch import BlockAhead, ProcessReader, Reader, ThreadReader, Workers
+from throughtime.stream.lanes import LaneSchedule, check_offset
 from throughtime.stream.recording import Recording, sample_checksum, with_one_kind
 from throughtime.stream.sources import Recordings, as_recordings
 
@@ -158,7 +159,6 @@ class Stream:
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         self._refuse_empty()
-        self._check_offset()
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._reader = self._make_reader(workers)
         self.wait_seconds = 0.0
@@ -180,27 +180,6 @@ class Stream:
                 " needs at least one step"
             )
 
-    def _check_offset(self) -> None:
-        if self.offset < 0:
-            raise DataError(f"offset={self.offset}: expected a number of steps, 0 for none")
-        if self.offset and self.seed is None:
-            raise DataError(
-                f"offset={self.offset} is drawn from the seed, and seed=None draws nothing; give a"
-                " seed"
-            )
-        if self.offset and self.hand_off:
-            raise DataError(
-                f"offset={self.offset} moves the edges between parts from epoch to epoch, and"
-                " hand_off hands states over at these edges: leave one of them out"
-            )
-        least = sum(length - min(max(0, self.offset - 1), length // 2) for length in self.lengths)
-        if self.offset and self.lanes * self._shard.ranks > least:
-            raise DataError(
-                f"offset={self.offset} can leave {least} steps of the recordings, and there are"
-                f" {self.lanes * self._shard.ranks} lanes: a lane needs at least one step in every"
-                " epoch. Take a smaller offset or fewer lanes"
-            )
-
     def _make_reader(self, workers: Workers) -> Reader:
         if workers == "thread":
             return ThreadReader(self._collator)
@@ -212,8 +191,11 @@ class Stream:
         return ProcessReader(self._collator, workers) if workers else self._collator
 
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
+        played = self.lanes * self._shard.ranks
+        check_offset(self.offset, self.lengths, played, self.seed, hand_off=self.hand_off)
         self.epoch, self.position = epoch, 0
         self._block, self._block_start, self._missing = None, 0, NONE_MISSING
+        self._ahead: BlockAhead | None = None
         order = None
         if self.seed is not None:
             order = random.Random(f"{self.seed}:{epoch}")  # noqa: S311  an order, not a secret
@@ -237,10 +219,10 @@ class Stream:
         size = f"{len(self.recordings)} recordings, {sum(self.lengths)} steps"
         return f"Stream({size}, lanes={self.lanes}, at step {self.position} of epoch {self.epoch})"
 
-    def _place(self, placement: Placement) -> None:
-        """Give chunks of this placement from now on."""
+    def _place(self, placement: Placement | None) -> None:
+        """Give chunks of this placement from now on; None: as they are read."""
         if placement != self._placement:
-            self._placement, self._block = placement, None
+            self._placement, self._block, self._ahead = placement, None, None
 
     def _hand_over(self, state: State, net: object) -> None:
         """Store the states with which this net enters the coming epoch, lane by lane."""
@@ -264,7 +246,7 @@ class Stream:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another stream, and its net another net
-        return {**self.__dict__, "_entering": None}
+        return {**self.__dict__, "_entering": None, "_ahead": None}
 
     @property
     def missing(self) -> Literal["error", "mask"]:
@@ -311,7 +293,6 @@ class Stream:
                 " or say rank=..., ranks=..."
             )
         self._shard = shard
-        self._check_offset()
         self._begin(0)
 
     def _start(self, *, handed_off: bool = False) -> None:
@@ -355,18 +336,17 @@ class Stream:
             self.position = stop
             return block._cut(begin, stop - self._block_start)
         parts: list[Chunk] = []
-        position, masked, missing = self.position, 0, 0
+        position, counts = self.position, (0, 0)
         while position < stop:
             block = self._read_block(position)
             begin = position - self._block_start
             end = min(stop - self._block_start, block.steps)
             parts.append(block[begin:end])
-            masked += _count(self._missing.inputs, begin, end)
-            missing += _count(self._missing.targets, begin, end)
+            counts = self._missing.add(counts, begin, end)
             position = self._block_start + end
         self.position = stop  # after an error the position is as before
-        self.masked += masked
-        self.missing_targets += missing
+        self.masked += counts[0]
+        self.missing_targets += counts[1]
         return join(parts)
 
     def remaining(self, steps: int) -> int:
@@ -387,21 +367,44 @@ class Stream:
         """
         if self._block is not None and 0 <= position - self._block_start < self._block.steps:
             return self._block
-        fits = BLOCK_LANE_STEPS // self.lanes
-        size = max(1, fits // self.chunk * self.chunk or min(self.chunk, 8 * fits))
+        size = self._block_steps
         start = position // size * size
-        # not self: a request to come must not keep the stream, and its workers, alive
-        schedule = self._schedule
-        later = (
-            _request(schedule, begin, begin + size)
-            for begin in range(start + size, schedule.steps, size)
-        )
+        ahead, self._ahead = self._ahead, None
         self._block = None  # after an error no block is left, least of all the one before
-        self._block, self._missing = self._timed(
-            self._reader, _request(schedule, start, start + size), later
-        )
+        if ahead is not None and ahead.start == start:
+            self._block, self._missing = ahead.join()
+        else:
+            self._block, self._missing = self._load(start)
         self._block_start = start
         return self._block
+
+    @property
+    def _block_steps(self) -> int:
+        fits = BLOCK_LANE_STEPS // self.lanes
+        return max(1, fits // self.chunk * self.chunk or min(self.chunk, 8 * fits))
+
+    def _load(self, start: int) -> tuple[Chunk, MissingCounts]:
+        """Read the block that begins at a step."""
+        # not self: a request to come must not keep the stream, and its workers, alive
+        schedule, size = self._schedule, self._block_steps
+        later = (
+            ReadRequest.of(schedule, begin, begin + size)
+            for begin in range(start + size, schedule.steps, size)
+        )
+        return self._timed(self._reader, ReadRequest.of(schedule, start, start + size), later)
+
+    def _read_ahead(self, steps: int) -> None:
+        """Read the block after the present one and send it, if the next steps reach into it.
+
+        Called where the host would wait for the device, which still computes the last chunk. The
+        block has buffers of its own there.
+        """
+        placement, block = self._placement, self._block
+        if placement is None or block is None or not is_accelerator(placement.device):
+            return
+        end = self._block_start + block.steps
+        if self._ahead is None and end < min(self.position + steps, self.steps):
+            self._ahead = BlockAhead.load(self._load, end, placement.device)
 
     def _timed(
         self, reader: Reader, request: ReadRequest, later: Iterable[ReadRequest] = ()
@@ -415,7 +418,7 @@ class Stream:
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""
-        return self._timed(self._collator, _request(self._schedule, start, stop))[0]
+        return self._timed(self._collator, ReadRequest.of(self._schedule, start, stop))[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values.
@@ -495,12 +498,3 @@ def whole_stream(recordings: Recordings, chunk: int = 512) -> Stream:
     """A stream that cuts none of the recordings, up to 64 side by side, all on this rank."""
     played = as_recordings(recordings)
     return Stream(played, min(max(1, len(played)), _MOST_LANES), chunk, seed=None, rank=0, ranks=1)
-
-
-def _request(schedule: LaneSchedule, start: int, stop: int) -> ReadRequest:
-    stop = min(stop, schedule.steps)
-    return ReadRequest(start, stop - start, tuple(schedule.slices(start, stop)))
-
-
-def _count(missing: Sequence[int] | None, begin: int, end: int) -> int:
-    return 0 if missing is None else missing[end] - missing[begin]
