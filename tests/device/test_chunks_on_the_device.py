@@ -1,0 +1,214 @@
+"""Chunks on a device: metadata on the host, sent when it is read; the next block sent ahead."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mock_device import DEVICE, counted
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.chunk import join, reset_positions
+
+CPU = torch.device("cpu")
+NAMES = ("resets", "mask", "recording", "position")
+
+
+def chunks(device: torch.device, lengths: tuple[int, ...] = (23, 40, 9, 30)) -> list[tt.Chunk]:
+    """Two lanes with gaps and resets, in chunks of 10 steps of one block."""
+    torch.manual_seed(0)
+    data = [
+        {"inputs": torch.randn(n, 3), "targets": (torch.arange(n) % 3 - 1).clamp(min=-1)}
+        for n in lengths
+    ]
+    for row in data:
+        row["targets"][row["targets"] < 0] = -100
+    return [chunk.to(device) for chunk in tt.Stream(data, lanes=2, chunk=10, seed=None)]
+
+
+def with_resets(device: torch.device) -> tt.Chunk:
+    """A chunk after the first one in which a lane starts a recording."""
+    return next(chunk for chunk in chunks(device)[1:] if chunk.any_reset)
+
+
+def test_metadata_is_on_the_device_and_equals_that_of_the_host() -> None:
+    for own, expected in zip(chunks(DEVICE), chunks(CPU), strict=True):
+        for name in NAMES:
+            values = getattr(own, name)
+            assert values.device == DEVICE
+            assert torch.equal(values.cpu(), getattr(expected, name))
+        assert own.reset_steps == expected.reset_steps
+        assert (own.valid_steps, own.any_reset) == (expected.valid_steps, expected.any_reset)
+        assert own.host_targets is not None
+        assert expected.targets is not None
+        assert torch.equal(own.host_targets, expected.targets)
+        outputs = torch.randn(own.steps, 2, 2)
+        rows, targets = own.valid_pairs(outputs.to(DEVICE))
+        assert torch.equal(rows.cpu(), outputs[expected.mask])
+        assert torch.equal(targets.cpu(), expected.targets[expected.mask])
+
+
+def test_resets_and_mask_of_a_block_are_sent_together_once() -> None:
+    first, *others = chunks(DEVICE)
+    with counted() as counts:
+        assert first.mask.device == first.resets.device == first.valid.device == DEVICE
+        for chunk in others:
+            assert chunk.mask.device == DEVICE
+    assert (counts.to_device, counts.blocking) == (1, 0)
+
+
+def test_metadata_without_resets_and_gaps_is_not_sent() -> None:
+    inputs, targets = torch.randn(10, 2, 3, device=DEVICE), torch.zeros(10, 2, 1, device=DEVICE)
+    chunk = tt.Chunk.from_tensors(inputs, targets)
+    with counted() as counts:
+        assert chunk.mask.device == DEVICE
+        assert chunk.valid_pairs(inputs)[0].shape == (20, 3)
+        flags = chunk.mask, chunk.resets, chunk.valid
+    assert counts.to_device == counts.host_reads == counts.nonzero == 0
+    assert [int(values.sum()) for values in flags] == [20, 0, 190]
+
+
+def test_tensors_that_a_user_made_on_the_device_are_a_chunk() -> None:
+    on_cpu = with_resets(CPU)
+    assert on_cpu.targets is not None
+    tensors = {name: getattr(on_cpu, name).to(DEVICE) for name in NAMES}
+    made = tt.Chunk.from_tensors(on_cpu.inputs.to(DEVICE), on_cpu.targets.to(DEVICE), **tensors)
+    assert made.reset_steps == on_cpu.reset_steps
+    assert all(getattr(made.metadata, name).device == CPU for name in NAMES)
+    assert torch.equal(made[3:8].mask.cpu(), on_cpu[3:8].mask)
+    assert made.host_targets is not None
+    assert torch.equal(made.host_targets, on_cpu.targets)
+
+
+def test_joined_chunks_of_several_blocks_send_no_resets_again() -> None:
+    parts = [next(c for c in chunks(DEVICE)[k:] if c.any_reset) for k in (0, 1)]
+    for part in parts:
+        assert part.resets.device == DEVICE
+    with counted() as counts:
+        whole = join(parts)
+        resets = whole.resets
+    assert counts.to_device == counts.from_device == counts.host_reads == 0
+    assert torch.equal(resets.cpu(), torch.cat([part.resets.cpu() for part in parts]))
+    assert whole.host_targets is not None
+    assert whole.targets is not None
+    assert torch.equal(whole.host_targets, whole.targets.cpu())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_call_with_the_resets_of_a_chunk_reads_nothing(fused: bool) -> None:
+    torch.manual_seed(1)
+    net = tt.carry(nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 2)), fused=fused)
+    plain = with_resets(CPU)
+    expected, _ = net(plain.inputs, net.initial_state(2), plain.resets)
+    net.to(DEVICE)
+    chunk = with_resets(DEVICE)
+    assert chunk.resets.device == DEVICE
+    with counted(refuse=("host_reads", "nonzero", "from_device")):
+        y, _ = net(chunk.inputs, net.initial_state(2), chunk.resets)
+    torch.testing.assert_close(y.cpu(), expected)
+
+
+def test_resets_that_were_changed_are_read_again() -> None:
+    chunk = with_resets(DEVICE)
+    resets = chunk.resets
+    assert reset_positions(resets) == chunk.reset_steps
+    resets[0, 1] = True
+    assert list(reset_positions(resets)) == sorted({0, *chunk.reset_steps})
+    assert list(reset_positions(chunk.resets[1:])) == [s - 1 for s in chunk.reset_steps if s]
+
+
+def loop(device: torch.device) -> tuple[tt.Stream, tt.Updates]:
+    """Every chunk is a block of its own."""
+    torch.manual_seed(0)
+    data = [{"inputs": torch.randn(300, 3), "targets": torch.randn(300, 1)} for _ in range(200)]
+    net = tt.carry(nn.Sequential(nn.LSTM(3, 2), nn.Linear(2, 1))).to(device)
+    stream = tt.Stream(data, lanes=200, chunk=60)
+    return stream, tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(60))
+
+
+def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> None:
+    _, updates = loop(DEVICE)
+    next(updates)
+    with (
+        pytest.raises(RuntimeError, match="read"),
+        counted(refuse=("host_reads",)) as counts,
+    ):
+        next(updates)
+    assert counts.to_device == 2
+    assert counts.blocking == 0
+
+
+def test_a_block_that_is_read_ahead_changes_no_number() -> None:
+    results: list[list[float]] = []
+    for device in (CPU, DEVICE):
+        stream, updates = loop(device)
+        results.append([update.loss.item() for update in updates])
+        assert stream.epoch == 1
+    assert len(results[0]) == 5
+    assert results[1] == pytest.approx(results[0], rel=1e-5)
+
+
+def test_a_block_that_cannot_be_read_ahead_is_refused_when_it_is_needed() -> None:
+    """The update before it is finite: it was made, and its position can be saved."""
+    stream, updates = loop(DEVICE)
+    next(updates)
+    read = stream._collator.collate
+
+    def broken(*arguments: Any) -> Any:
+        read(*arguments)
+        raise tt.errors.DataError("the file is gone")
+
+    stream._collator.collate = broken  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(tt.errors.DataError, match="the file is gone"):
+        next(updates)
+    assert updates.state_dict()["stream"]["position"] == 60
+
+
+def test_copies_ahead_have_a_queue_of_their_own_where_the_backend_has_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copied beside the computations, waited for by the device before the block is used."""
+    events: list[str] = []
+    inside: list[object] = []
+
+    @contextmanager
+    def stream(_: object) -> Any:
+        inside.append(1)
+        events.append("begin")
+        yield
+        events.append("end")
+        inside.pop()
+
+    def wait_stream(_: object) -> None:
+        events.append("wait")
+
+    current = SimpleNamespace(wait_stream=wait_stream)
+    backend: Any = torch.mock  # pyright: ignore[reportAttributeAccessIssue]
+    for name, value in (
+        ("Stream", lambda device: SimpleNamespace(device=device)),
+        ("stream", stream),
+        ("current_stream", lambda _: current),
+    ):
+        monkeypatch.setattr(backend, name, value, raising=False)
+    recorded: list[Tensor] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: recorded.append(self))
+    plain = Tensor.to
+
+    def to(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        result = plain(self, *arguments, **options)
+        if self.is_cpu and not result.is_cpu and len(self) == 60:
+            events.append("copy" if inside else "copy in line")
+        return result
+
+    monkeypatch.setattr(Tensor, "to", to)
+    _, updates = loop(DEVICE)
+    next(updates)
+    events.clear()
+    update = next(updates)
+    assert events == ["begin", "copy", "copy", "end", "wait"]
+    assert [
+        tensor is own
+        for tensor, own in zip(recorded, (update.chunk._inputs, update.chunk._targets), strict=True)
+    ] == [True, True]

@@ -1,0 +1,164 @@
+"""A loss or gradient that is not finite on a device: one flag, read before the next update."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from mock_device import DEVICE, counted
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.gradient import _finite
+
+CPU = torch.device("cpu")
+BROKEN = 250  # its target is infinite
+POLICIES = [
+    tt.Truncated(100),
+    tt.Truncated(100, horizon=200),
+    tt.Truncated(100, horizon=200, graphs="retain"),
+    tt.RTRL(100),
+]
+
+
+class Loop:
+    """600 steps in updates of 100; one target is infinite."""
+
+    def __init__(
+        self,
+        policy: Any,
+        device: torch.device = DEVICE,
+        broken: int = BROKEN,
+        optimizer: Any = None,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        x, y = torch.randn(600, 3), torch.randn(600, 1)
+        y[broken] = torch.inf
+        net = nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))
+        self.net = tt.carry(net).to(device)
+        optimizer = optimizer or (lambda weights: torch.optim.SGD(weights, 0.1))
+        self.optimizer = optimizer(self.net.parameters())
+        stream = tt.Stream({"inputs": x, "targets": y}, lanes=1, chunk=100)
+        self.updates = tt.updates(self.net, stream, nn.MSELoss(), gradient=policy, **options)
+        self.gradients: list[float] = []
+
+    def weights(self) -> list[Tensor]:
+        return [weight.detach().cpu().clone() for weight in self.net.parameters()]
+
+    def __iter__(self) -> Iterator[tt.Update]:
+        """The updates, each with the largest gradient beside it in `gradients`."""
+        for update in self.updates:
+            grads = [w.grad.abs().max().item() for w in self.net.parameters() if w.grad is not None]
+            self.gradients.append(max(grads))
+            yield update
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_the_update_after_it_raises_and_the_weights_are_those_before_it(policy: Any) -> None:
+    loop = Loop(policy)
+    before: list[Tensor] = []
+    message = (
+        r"the gradient of '0\.weight_ih_l0' is not finite .* steps 200 to 299 of the epoch"
+        r" \(recording 0\), .* It is the update before this one\. Its `\.grad` was set to zero"
+    )
+    updates = iter(loop)
+    for start in (0, 100, 200):
+        assert next(updates).chunk.start == start
+        before = loop.weights()
+        assert (start == 200) is (loop.gradients[-1] == 0)
+    with pytest.raises(tt.errors.RunError, match=message):
+        next(updates)
+    for old, new in zip(before, loop.weights(), strict=True):
+        assert torch.equal(old, new)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_with_momentum_leaves_the_weights_finite(optimizer: Any) -> None:
+    loop = Loop(tt.Truncated(100), optimizer=optimizer)
+    with pytest.raises(tt.errors.RunError):
+        list(loop)
+    assert all(bool(weight.isfinite().all()) for weight in loop.weights())
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, tt.Exact(chunk=100), tt.Exact(cut_every=100)])
+def test_now_reads_before_the_update_is_returned_as_the_cpu_does(policy: Any) -> None:
+    ways: list[dict[str, Any]] = [{"finite": "now"}, {"device": CPU}]
+    for options in ways:
+        loop = Loop(policy, **options)
+        with pytest.raises(tt.errors.RunError, match=r"steps 200 to 299 .* weights are unchanged"):
+            list(loop)
+        late = isinstance(policy, tt.Exact) and policy.cut_every is None
+        assert len(loop.gradients) == (0 if late else 2)
+    with pytest.raises(tt.errors.ConfigError, match="expected 'next' or 'now'"):
+        Loop(policy, finite="soon")
+
+
+def test_the_last_update_is_read_at_the_end_of_the_epoch() -> None:
+    loop = Loop(tt.Truncated(100), broken=599)
+    with pytest.raises(tt.errors.RunError, match="steps 500 to 599"):
+        list(loop)
+    assert len(loop.gradients) == 6
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=repr)
+def test_a_position_is_saved_after_the_flag_is_read(policy: Any) -> None:
+    """The handler of the error saves the position before the update that was not finite."""
+    loop = Loop(policy)
+    updates = iter(loop)
+    for _ in range(3):
+        next(updates)
+    with pytest.raises(tt.errors.RunError, match="steps 200 to 299"):
+        loop.updates.state_dict()
+    saved = loop.updates.state_dict()
+    assert saved["stream"]["position"] == 200
+    healthy = Loop(policy, broken=0)
+    healthy.updates.load_state_dict(saved)
+    assert next(iter(healthy)).chunk.steps == 100
+
+
+def test_of_several_accumulated_updates_each_is_checked() -> None:
+    for broken, first in ((BROKEN, 200), (BROKEN + 100, 300)):
+        loop = Loop(tt.Truncated(100), broken=broken, accumulate=2)
+        with pytest.raises(tt.errors.RunError, match=f"steps {first} to {first + 99}"):
+            list(loop.updates)
+
+
+def test_with_a_scaler_nothing_is_checked() -> None:
+    class Scaler:
+        def scale(self, outputs: Tensor) -> Tensor:
+            return outputs
+
+    loop = Loop(tt.Truncated(100), scaler=Scaler())
+    assert len(list(loop.updates)) == 6
+
+
+def test_loss_and_gradients_of_every_kind_make_one_flag() -> None:
+    kinds = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        for kind in kinds:
+            checks = _finite.LateChecks()
+            good = torch.ones(3, device=DEVICE)
+            bad = torch.tensor([1.0, value, 2.0]).to(kind).to(DEVICE)
+            empty = torch.ones(0, device=DEVICE)
+            grads = {"good": good, "empty": empty, "bad": bad}
+            with counted() as counts:
+                assert checks.add(grads, torch.zeros((), device=DEVICE), lambda n: f"{n} is wrong")
+            assert (counts.host_reads, counts.from_device, counts.nonzero) == (0, 0, 0)
+            assert not good.any()
+            assert not bad.any()
+            with pytest.raises(tt.errors.RunError, match="bad is wrong"):
+                checks.read()
+            checks.read()  # once
+            assert not checks.add({"w": torch.ones(1)}, torch.zeros(()), str)  # nothing to wait for
+
+
+def test_without_the_zeros_a_step_would_break_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: gradients are flagged and kept."""
+    monkeypatch.setattr(Tensor, "masked_fill_", lambda self, *_: self)
+    loop = Loop(tt.Truncated(100))
+    with pytest.raises(tt.errors.RunError):
+        list(loop)
+    assert not all(bool(weight.isfinite().all()) for weight in loop.weights())

@@ -1,0 +1,263 @@
+"""What an update on a device costs: copies to it, and reads that the host waits for.
+
+The device computes while the host goes on. Every value that the host reads stops it until the
+device has caught up, so a steady update reads one flag of the update before, and nothing else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from mock_device import DEVICE, Counts, counted
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.carry import carried
+from throughtime.gradient.objective import Objective
+
+CPU = torch.device("cpu")
+LONG = (500,) * 200
+SHORT = (130, 170, 95, 210, 60, 335) * 70
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop over updates. With 200 lanes every chunk is a block of its own, and sent alone."""
+
+    policy: Any = field(default_factory=lambda: tt.Truncated(100))
+    lengths: tuple[int, ...] = LONG
+    masked: bool = False
+    clipped: bool = False
+    accumulate: int = 1
+    lanes: int = 200
+    stream: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def copies(self) -> int:
+        """Inputs and targets of each stride; one more where a mask or resets are not trivial."""
+        warm_up = "warm_up" in self.stream or getattr(self.policy, "warm_up", 0)
+        flags = self.masked or self.lengths is SHORT or warm_up
+        return self.accumulate * (3 if flags else 2)
+
+    def recordings(self) -> list[dict[str, Tensor]]:
+        torch.manual_seed(0)
+        data = [(torch.randn(n, 3), torch.randint(2, (n,))) for n in self.lengths]
+        for _, targets in data if self.masked else []:
+            targets[::3] = -100
+        return [{"inputs": x, "targets": y} for x, y in data]
+
+    def run(self, device: torch.device) -> tuple[list[float], list[Counts]]:
+        """The loss and the counts of every update, the optimizer's step included."""
+        net = make_net(device)
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        stream = tt.Stream(self.recordings(), lanes=self.lanes, chunk=100, **self.stream)
+        updates = tt.updates(
+            net,
+            stream,
+            nn.CrossEntropyLoss(),
+            gradient=self.policy,
+            accumulate=self.accumulate,
+        )
+        losses: list[Tensor] = []
+        costs: list[Counts] = []
+        while True:
+            with counted() as counts:
+                update = next(updates, None)
+                if self.clipped:
+                    nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if update is None:
+                return [loss.item() for loss in losses], costs
+            losses.append(update.loss)
+            costs.append(counts)
+
+
+def make_net(device: torch.device) -> tt.Carried:
+    torch.manual_seed(1)
+    return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2))).to(device)
+
+
+LOOPS = {
+    "plain": Loop(),
+    "clipped": Loop(clipped=True),
+    "mask": Loop(masked=True),
+    "resets": Loop(lengths=SHORT),
+    "mask and resets": Loop(lengths=SHORT, masked=True),
+    "horizon": Loop(tt.Truncated(100, horizon=200)),
+    "horizon, mask and resets": Loop(tt.Truncated(100, horizon=200), SHORT, masked=True),
+    "horizon between strides": Loop(tt.Truncated(100, horizon=230), SHORT, masked=True),
+    "warm-up": Loop(tt.Truncated(100, warm_up=20), SHORT),
+    "warm-up and horizon": Loop(tt.Truncated(100, horizon=200, warm_up=20), SHORT),
+    "warm-up of the stream": Loop(lengths=SHORT, stream={"warm_up": 20}),
+    "retained graphs": Loop(tt.Truncated(100, horizon=200, graphs="retain")),
+    "accumulated": Loop(lengths=(800,) * 200, masked=True, accumulate=2),
+    "few lanes": Loop(lengths=(1000, 1000), masked=True, lanes=2),
+    "RTRL": Loop(tt.RTRL(100), (900, 900), lanes=2),
+    "Adaptive": Loop(tt.Adaptive(tolerance=0.1, min=50, max=100), (900, 900), lanes=2),
+}
+
+
+def check_budget(loop: Loop, costs: list[Counts]) -> None:
+    """The first update tries the net; the second one ends what the first has left."""
+    steady = costs[2:]
+    assert steady
+    for counts in steady:
+        assert counts.host_reads == 1  # the flag of the update before
+        assert counts.nonzero == 0
+        assert counts.from_device == 0
+        assert counts.blocking == 0
+        assert counts.to_device <= loop.copies
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_steady_update_keeps_to_its_budget_and_equals_the_cpu(name: str) -> None:
+    loop = LOOPS[name]
+    losses, costs = loop.run(DEVICE)
+    check_budget(loop, costs)
+    expected, _ = loop.run(CPU)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def reads_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Objective.loss
+
+    def loss(self: Objective, outputs: Tensor, chunk: tt.Chunk) -> Tensor:
+        result = plain(self, outputs, chunk)
+        result.item()
+        return result
+
+    monkeypatch.setattr(Objective, "loss", loss)
+
+
+def selects_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    def valid_pairs(self: tt.Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.targets is not None
+        return outputs[self.mask], self.targets[self.mask]
+
+    monkeypatch.setattr(tt.Chunk, "valid_pairs", valid_pairs)
+
+
+def sends_the_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tt.Chunk.valid_pairs
+
+    def valid_pairs(self: tt.Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
+        self.metadata.mask.to(outputs.device)
+        return plain(self, outputs)
+
+    monkeypatch.setattr(tt.Chunk, "valid_pairs", valid_pairs)
+
+
+def reads_the_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(resets: Tensor) -> list[int]:
+        return resets.any(dim=1).nonzero().flatten().tolist()
+
+    monkeypatch.setattr(carried, "reset_positions", read)
+
+
+@pytest.mark.parametrize(
+    "mutant", [reads_the_loss, selects_by_the_mask, sends_the_mask_again, reads_the_resets]
+)
+def test_a_read_or_a_copy_too_many_breaks_the_budget(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = LOOPS["mask and resets"]
+    mutant(monkeypatch)
+    _, costs = loop.run(DEVICE)
+    with pytest.raises(AssertionError):
+        check_budget(loop, costs)
+
+
+def reads_of(function: Callable[[int], object], lengths: tuple[int, int]) -> list[tuple[int, ...]]:
+    """Everything that the host waits for, for a short and a long stream."""
+    results: list[tuple[int, ...]] = []
+    for n in lengths:
+        with counted() as counts:
+            function(n)
+        results.append((counts.host_reads, counts.from_device, counts.nonzero))
+    return results
+
+
+def recordings(n: int) -> list[dict[str, Tensor]]:
+    return Loop(lengths=(n, n - 30, n // 2), masked=True).recordings()
+
+
+@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 3.0], device="cpu")])
+@pytest.mark.parametrize("make", [tt.Exact, tt.Randomized])
+def test_an_exact_gradient_reads_a_fixed_number_for_each_recording(
+    make: Any, weight: Tensor | None
+) -> None:
+    net = make_net(DEVICE)
+    loss_fn = nn.CrossEntropyLoss(weight).to(DEVICE)
+
+    def one_update(n: int) -> None:
+        torch.manual_seed(3)
+        policy = make(chunk=100) if make is tt.Exact else make(mean_horizon=1000)
+        stream = tt.Stream(recordings(n)[:2], lanes=2, chunk=100)
+        next(tt.updates(net, stream, loss_fn, gradient=policy))
+
+    one_update(200)  # the trials of the net
+    first, second = reads_of(one_update, (400, 1600))
+    assert first == second
+    assert sum(first) <= 4  # the gradient, the comparison with the forward pass, a random draw
+
+
+@pytest.mark.parametrize(
+    "metrics", [None, tt.metrics.Classification(2), tt.metrics.Classification(("a", "b"))]
+)
+def test_an_evaluation_reads_a_fixed_number_for_each_recording(metrics: Any) -> None:
+    net = make_net(DEVICE)
+
+    def whole(n: int) -> None:
+        stream = tt.Stream(recordings(n), lanes=3, chunk=50, seed=None)
+        tt.evaluate(net, stream, nn.CrossEntropyLoss(), metrics=metrics)
+
+    whole(100)  # the trials of the net
+    first, second = reads_of(whole, (300, 1500))
+    assert first == second
+    # one for the loss, and two for the metrics of all recordings and of each of three
+    assert sum(first) <= 1 + (0 if metrics is None else 4 * 2)
+
+
+class Squares(nn.Module):
+    """Numbers in place of classes."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[:, 0] - targets[:, 0]).square().mean()
+
+
+@pytest.mark.parametrize("metrics", [tt.metrics.Classification(2), tt.metrics.Regression()])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_evaluation_equals_that_of_the_cpu(metrics: Any, lanes: int) -> None:
+    classes = isinstance(metrics, tt.metrics.Classification)
+    data = recordings(260)
+    for row in data if not classes else ():
+        row["targets"] = row["inputs"][:, :2] * 3
+    loss_fn = nn.CrossEntropyLoss() if classes else Squares()
+    results: list[Any] = []
+    for device in (CPU, DEVICE):
+        stream = tt.Stream(data, lanes=lanes, chunk=50, seed=None)
+        results.append(tt.evaluate(make_net(device), stream, loss_fn, metrics=metrics))
+    on_cpu, on_device = results
+    assert on_device.loss.item() == pytest.approx(on_cpu.loss.item(), rel=1e-5)
+    assert on_device.metrics == pytest.approx(on_cpu.metrics, rel=1e-5)
+    assert on_device.recordings.keys() == on_cpu.recordings.keys()
+    for name, values in on_cpu.recordings.items():
+        assert on_device.recordings[name] == pytest.approx(values, rel=1e-5)
+
+
+def test_metrics_of_a_device_refuse_when_they_are_read() -> None:
+    outputs = torch.zeros(4, 2, device=DEVICE)
+    score = tt.metrics.Classification(2)
+    score.update(outputs, torch.tensor([0, 1, 2, 0], device=DEVICE))
+    other = tt.metrics.Classification(2)
+    other.merge(score)
+    for metric in (score, other):
+        with pytest.raises(tt.errors.DataError, match="targets run from 0 to 2"):
+            metric.compute()
+    score = tt.metrics.Classification(2)
+    score.update(outputs * torch.nan, torch.tensor([0, 1, 1, 0], device=DEVICE))
+    with pytest.raises(tt.errors.DataError, match="hold NaN"):
+        score.compute()
