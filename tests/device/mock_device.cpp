@@ -24,6 +24,8 @@
 #include <ATen/ops/_reshape_alias_cpu_dispatch.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/cat.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/resize_native.h>
@@ -546,6 +548,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
           bias ? adopt(in.sum(0), index) : Tensor(), bias ? adopt(hidden.sum(0), index) : Tensor()};
 }
 
+// ---- convolutions, which a backend must provide ----------------------------------------------
+
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
+                   bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
+  count(OPERATORS, "aten::convolution");
+  auto own = bias ? std::optional<Tensor>(on_host(*bias)) : std::nullopt;
+  return adopt(at::convolution(on_host(input), on_host(weight), own, stride, padding, dilation,
+                               transposed, output_padding, groups),
+               input.device().index());
+}
+
+Three convolution_backward(const Tensor& grad, const Tensor& input, const Tensor& weight,
+                           c10::IntArrayRef stride, c10::IntArrayRef padding,
+                           c10::IntArrayRef dilation, bool transposed,
+                           c10::IntArrayRef output_padding, int64_t groups,
+                           std::array<bool, 3> needed) {
+  count(OPERATORS, "aten::convolution_backward");
+  std::vector<int64_t> bias{weight.size(transposed ? 1 : 0) * (transposed ? groups : 1)};
+  auto [x, w, b] = at::convolution_backward(on_host(grad), on_host(input), on_host(weight), bias,
+                                            stride, padding, dilation, transposed, output_padding,
+                                            groups, needed);
+  auto index = grad.device().index();
+  return {adopt(x, index), adopt(w, index), adopt(b, index)};
+}
+
 // ---- registration ---------------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -640,6 +668,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   library.impl("_thnn_fused_gru_cell", gru_cell);
   library.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+  library.impl("convolution_overrideable", convolution);
+  library.impl("convolution_backward_overrideable", convolution_backward);
   // PyTorch divides these into one operator a tensor where no backend has a kernel; GPUs have.
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (op.name.rfind("aten::_foreach_", 0) != 0) continue;

@@ -9,10 +9,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from throughtime._device import real_type
 from throughtime.carry._laws import Laboratory, Law, difference
 from throughtime.carry._refusal import ADVICE, BROKEN
 from throughtime.carry._trial import copy_of, guessed_inputs, sample_inputs
-from throughtime.carry.carried import Carried, carry
+from throughtime.carry.carried import Carried, carry, device_of
 from throughtime.errors import LawError, ModelError
 
 RESET_CAUSE = (
@@ -31,11 +32,12 @@ def check_carry(
     """Check that a module computes the same in chunks, with the state carried, as in one call.
 
     `tt.carry` measures the same laws on a few steps. Here they are measured on a copy in float64,
-    which is the default dtype meanwhile, in evaluation mode; the module is not changed.
+    which is the default dtype meanwhile, in evaluation mode; the module is not changed. The copy
+    stays on the module's device, or is on the CPU where that has no float64 (MPS).
 
     Args:
         net: a module, or the result of `tt.carry`.
-        inputs: `(T, B, D)`, at least 2 steps; of one lane, rows are drawn from it for three.
+        inputs: `(T, B, D)` on any device, at least 2 steps; of one lane, rows are drawn from it for three.
             Default: random, for the first layer that declares what it takes.
         chunks: lengths of the chunks, repeated or cut to fill T.
         tolerance: largest deviation allowed, relative to the largest output and at least absolute.
@@ -68,7 +70,9 @@ def check_carry(
             "no layer of the module declares how many features it takes; give check_carry some"
             " inputs (T, B, D)"
         )
-    steps = sum(chunks) if inputs is None else len(x)
+    if real_type(device_of(carried)) != torch.float64:
+        carried = carried.cpu()
+    x, steps = x.to(device_of(carried)), sum(chunks) if inputs is None else len(x)
     if inputs is None or x.shape[1] == 1:
         x = sample_inputs(x, steps, 3)
     try:
@@ -116,13 +120,13 @@ def _fill(chunks: tuple[int, ...], steps: int) -> list[int]:
 def _check_reset(net: Carried, x: Tensor) -> float:
     """Reset the first lane in the middle: outputs as from a start there, zero gradient before."""
     middle = len(x) // 2
-    resets = torch.zeros(x.shape[:2], dtype=torch.bool)
+    resets = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
     resets[middle, 0] = True
     leaf = x.clone().requires_grad_() if x.is_floating_point() else x
     y, _ = net(leaf, net.initial_state(x.shape[1], like=x), resets)
     with torch.no_grad():
-        restarted, _ = net(x[middle:], net.initial_state(x.shape[1]))
-        without_reset, _ = net(x, net.initial_state(x.shape[1]))
+        restarted, _ = net(x[middle:], net.initial_state(x.shape[1], like=x))
+        without_reset, _ = net(x, net.initial_state(x.shape[1], like=x))
     crossing = 0.0
     if leaf.requires_grad and y.requires_grad:
         grads = torch.autograd.grad(y[middle:, 0].sum(), leaf)[0]
