@@ -101,6 +101,12 @@ ADVICE = {
 def refusal(module: nn.Module, search: Search) -> ModelError:
     """The error for a module of which no way of calling obeys every law."""
     name = type(module).__name__
+    weight = next(module.parameters(), search.x)
+    if weight.device != search.x.device:
+        return ModelError(
+            f"the inputs are on {search.x.device}, the weights of {name} on {weight.device}: move"
+            f" the inputs, x.to({str(weight.device)!r}), or the net"
+        )
     bidirectional = _bidirectional(module)
     if bidirectional:
         return bidirectional_error(bidirectional)

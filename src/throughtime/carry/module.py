@@ -70,12 +70,6 @@ class ModuleAdapter(Adapter):
         convention = search.find()
         if convention is None:
             error = refusal(self.module, search)
-            weight = next(self.module.parameters(), x)
-            if weight.device != x.device:
-                raise ModelError(
-                    f"the inputs are on {x.device}, the weights of {type(self.module).__name__} on"
-                    f" {weight.device}: call the net with x.to({str(weight.device)!r})"
-                ) from error
             if self.bound is not None:
                 carried = ", ".join(["T", "B", *map(str, self.bound.example.shape[2:])])
                 error.add_note(f"throughtime: the module was carried with inputs ({carried})")

@@ -37,8 +37,8 @@ def check_carry(
 
     Args:
         net: a module, or the result of `tt.carry`.
-        inputs: `(T, B, D)` on any device, at least 2 steps; of one lane, rows are drawn from it for three.
-            Default: random, for the first layer that declares what it takes.
+        inputs: `(T, B, D)` on any device, at least 2 steps; of one lane, rows are drawn from it for
+            three. Default: random, for the first layer that declares what it takes.
         chunks: lengths of the chunks, repeated or cut to fill T.
         tolerance: largest deviation allowed, relative to the largest output and at least absolute.
 

@@ -1,0 +1,411 @@
+"""Laws that hold on every device: training and inference equal those of plain PyTorch on the CPU.
+
+Each law is a function of where it runs, which returns numbers; `self_test` compares those of a
+device with those of the CPU without compiled kernels. So `cpu` tests the compiled kernels. Data and
+weights are drawn on the CPU. Products are computed in full precision meanwhile (no TF32).
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import copy
+import os
+import platform
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from throughtime import __version__, optim
+from throughtime._device import (
+    device_count,
+    device_name,
+    is_accelerator,
+    real_type,
+    seed_generators,
+)
+from throughtime.app.model import check_device, one_thread
+from throughtime.carry.carried import Carried, carry
+from throughtime.diagnose import audit, reach, settling_time, trace
+from throughtime.errors import RunError, ThroughtimeError
+from throughtime.evaluation import evaluate
+from throughtime.gradient import RTRL, Adaptive, Exact, Policy, Randomized, Truncated, rollout
+from throughtime.kernels import linear_scan
+from throughtime.kernels.library import level
+from throughtime.metrics import Regression
+from throughtime.nn import GRU, LSTM
+from throughtime.predict import Predictor, predict
+from throughtime.stream import Stream
+from throughtime.testing import check_carry, check_no_leak
+from throughtime.updates import Updates, updates
+
+Numbers: TypeAlias = Iterable[Tensor | float]
+# Rounding differs between kernels, and six updates amplify it.
+TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-3}
+FEATURES, HIDDEN, STEPS, LANES, CHUNK, SEED = 3, 8, (70, 33, 48, 25), 2, 10, 0
+
+
+class Setting(NamedTuple):
+    """Where a law runs."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def recordings(self) -> list[dict[str, Tensor]]:
+        """Recordings on the CPU, of different lengths: there are resets within chunks."""
+        draw = torch.Generator().manual_seed(SEED)
+        inputs = [torch.randn(steps, FEATURES, generator=draw) for steps in STEPS]
+        # a target is a sum over the last steps; every fifth one is missing
+        targets = [x.cumsum(0)[:, :2].sin() for x in inputs]
+        for target in targets:
+            target[::5] = torch.nan
+        return [
+            {"inputs": x.to(self.dtype), "targets": y.to(self.dtype)}
+            for x, y in zip(inputs, targets, strict=True)
+        ]
+
+    def stream(self, **options: Any) -> Stream:
+        return Stream(self.recordings(), LANES, CHUNK, seed=SEED, dtype=self.dtype, **options)
+
+    def net(self, make: Callable[[], nn.Module]) -> Carried:
+        torch.default_generator.manual_seed(SEED)
+        return carry(make()).to(self.device, self.dtype)
+
+
+class _CellLoop(nn.Module):
+    """A loop over a cell, as users write it; returns its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        states: list[Tensor] = [x.new_zeros(x.shape[1], HIDDEN) if h is None else h]
+        for step in x:
+            states.append(self.cell(step, states[-1]))
+        return self.head(torch.stack(states[1:])), states[-1]
+
+
+class _GatedScan(nn.Module):
+    """A linear recurrence, computed in parallel over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value = nn.Linear(FEATURES, HIDDEN), nn.Linear(FEATURES, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = x.new_zeros(x.shape[1], HIDDEN) if h is None else h
+        hidden = linear_scan(self.gate(x).sigmoid(), self.value(x), h)
+        return self.head(hidden), hidden[-1]
+
+
+def _layers(layer: Callable[..., nn.Module], *between: nn.Module, **options: Any) -> nn.Sequential:
+    return nn.Sequential(layer(FEATURES, HIDDEN, **options), *between, nn.Linear(HIDDEN, 2))
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "nn.LSTM": lambda: _layers(nn.LSTM),
+    "nn.GRU": lambda: _layers(nn.GRU, num_layers=2),
+    "nn.RNN": lambda: _layers(nn.RNN),
+    "tt.nn.LSTM": lambda: _layers(LSTM, num_layers=2),
+    "tt.nn.GRU": lambda: _layers(GRU),
+    "loop over a cell": _CellLoop,
+    "linear scan": _GatedScan,
+}
+POLICIES: dict[str, Policy[Any]] = {
+    "Truncated": Truncated(CHUNK),
+    "Truncated, horizon": Truncated(CHUNK, 3 * CHUNK),
+    "Truncated, graphs kept": Truncated(CHUNK, 3 * CHUNK, graphs="retain"),
+    "Truncated, burn-in": Truncated(CHUNK, 2 * CHUNK, burn_in=5),
+    "Truncated, warm-up": Truncated(CHUNK, warm_up=7),
+    "Truncated, jitter": Truncated(CHUNK, jitter=True),
+    "Exact": Exact(chunk=7, verify="all"),
+    "Exact, cut": Exact(cut_every=25),
+    "Exact, states on the host": Exact(chunk=4, offload="cpu"),
+    "Adaptive": Adaptive(0.1, CHUNK, 4 * CHUNK, every=2),
+    "Randomized": Randomized(2 * CHUNK, grain=5),
+    "RTRL": RTRL(CHUNK),
+}
+
+
+def _train(
+    setting: Setting,
+    make: Callable[[], nn.Module],
+    policy: Policy[Any],
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    **options: float,
+) -> Iterator[Tensor | float]:
+    """Losses and gradients of two epochs, then the weights."""
+    net, stream = setting.net(make), setting.stream()
+    stepper = optimizer(net.parameters(), lr=0.05, **options)
+    for _ in range(2):
+        yield from _steps(net, updates(net, stream, nn.MSELoss(), gradient=policy), stepper)
+    yield from (weight.detach() for weight in net.parameters())
+
+
+def _steps(net: Carried, run: Iterable[Any], stepper: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for update in run:
+        yield update.loss.detach().clone()
+        yield from (weight.grad.clone() for weight in net.parameters() if weight.grad is not None)
+        stepper.step()
+        stepper.zero_grad()
+
+
+def _resume(setting: Setting) -> Iterator[Tensor]:
+    """An epoch that is interrupted: weights, optimizer and position go on from their copies."""
+    policy = Truncated(CHUNK, 2 * CHUNK)
+
+    def start() -> tuple[Carried, torch.optim.Optimizer, Updates[Any]]:
+        net = setting.net(NETS["nn.LSTM"])
+        adam = torch.optim.Adam(net.parameters())
+        return net, adam, updates(net, setting.stream(), nn.MSELoss(), gradient=policy)
+
+    net, adam, run = start()
+    yield from _steps(net, islice(run, 3), adam)
+    saved = copy.deepcopy([part.state_dict() for part in (net, adam, run)])
+    net, adam, run = start()
+    for part, values in zip((net, adam, run), saved, strict=True):
+        part.load_state_dict(values)
+    yield from _steps(net, run, adam)
+
+
+def _dropout(setting: Setting) -> Numbers:
+    """A second forward pass draws what the first one drew, or `Exact` raises."""
+    net = setting.net(lambda: _layers(nn.LSTM, nn.Dropout(0.3), num_layers=2, dropout=0.3))
+    policy = Exact(chunk=7, verify="all")
+    return [float(len([*updates(net, setting.stream(), nn.MSELoss(), gradient=policy)]))]
+
+
+def _rollout(setting: Setting) -> Numbers:
+    net = setting.net(NETS["tt.nn.LSTM"])
+    x = setting.recordings()[0]["inputs"].unsqueeze(1).to(setting.device).requires_grad_()
+    resets = torch.zeros(x.shape[:2], dtype=torch.bool, device=setting.device)
+    resets[31] = True
+    y, _ = rollout(net, x, resets=resets, chunk=9)
+    y.square().mean().backward()
+    return [y.detach(), *(leaf.grad for leaf in (x, *net.parameters()) if leaf.grad is not None)]
+
+
+def _evaluate(setting: Setting) -> Numbers:
+    result = evaluate(
+        setting.net(NETS["nn.GRU"]), setting.stream(), nn.MSELoss(), metrics=Regression()
+    )
+    return [result.loss, float(result.steps), *result.metrics.values()]
+
+
+def _predict(setting: Setting) -> Numbers:
+    net, recording = setting.net(NETS["nn.LSTM"]), setting.recordings()[0]
+    whole, _ = predict(net, recording["inputs"], chunk=16)
+    predictor = Predictor(net)
+    steps = [predictor.step(x.unsqueeze(0).to(setting.device)) for x in recording["inputs"]]
+    return [torch.as_tensor(whole), torch.cat(steps)]
+
+
+def _audit(setting: Setting) -> Numbers:
+    result = audit(setting.net(NETS["nn.LSTM"]), setting.stream(), nn.MSELoss(), [10, 30], steps=60)
+    return [result.loss, result.norm, *(row.bias for row in result.rows)]
+
+
+def _reach(setting: Setting) -> Numbers:
+    net = setting.net(NETS["nn.LSTM"])
+    result = reach(net, setting.stream(), nn.MSELoss(), max_lag=20, anchors=8)
+    return [result.loss, *result.norms]
+
+
+def _settling(setting: Setting) -> Numbers:
+    net = setting.net(NETS["nn.GRU"])
+    return [*settling_time(net, setting.stream(), starts=8, span=15).remembrance.values()]
+
+
+def _trace(setting: Setting) -> Numbers:
+    net = setting.net(NETS["nn.LSTM"])
+    with trace(net) as record:
+        for _ in islice(updates(net, setting.stream(), nn.MSELoss(), gradient=Truncated(20)), 2):
+            pass
+    return [record[name].detach() for name in record.names]
+
+
+def _laws_of_carrying(setting: Setting) -> Numbers:
+    """The laws raise where they are broken."""
+    for make in NETS.values():
+        check_carry(setting.net(make))
+    check_no_leak(setting.stream(), setting.net(NETS["nn.LSTM"]))
+    return []
+
+
+def _nonfinite(setting: Setting) -> Numbers:
+    """A gradient that is not finite stops the training: that of a root at zero."""
+    net = setting.net(NETS["nn.LSTM"])
+    run = updates(net, setting.stream(), lambda y, _: (0 * y).sqrt().sum(), gradient=Truncated(5))
+    try:
+        return [float(len([*run]))]
+    except RunError:
+        return [-1.0]
+
+
+LAWS: dict[str, Callable[[Setting], Numbers]] = {
+    **{
+        f"tt.{name}": partial(_train, make=NETS["tt.nn.LSTM"], policy=policy)
+        for name, policy in POLICIES.items()
+    },
+    **{
+        f"{name}, {policy}": partial(_train, make=make, policy=POLICIES[policy])
+        for name, make in NETS.items()
+        for policy in ("Truncated, horizon", "Exact")
+    },
+    **{
+        f"tt.optim.{kind.__name__}": partial(
+            _train,
+            make=NETS["nn.LSTM"],
+            policy=POLICIES["Truncated"],
+            optimizer=kind,
+            weight_decay=0.1,
+            max_norm=0.5,
+        )
+        for kind in (optim.SGD, optim.Adam, optim.AdamW)
+    },
+    "resume": _resume,
+    "dropout is drawn again": _dropout,
+    "tt.rollout": _rollout,
+    "tt.evaluate": _evaluate,
+    "tt.predict": _predict,
+    "tt.audit": _audit,
+    "tt.reach": _reach,
+    "tt.settling_time": _settling,
+    "tt.trace": _trace,
+    "laws of carrying": _laws_of_carrying,
+    "values that are not finite": _nonfinite,
+}
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """A law on the device, against the CPU.
+
+    Attributes:
+        name: of the law.
+        dtype: of inputs and weights.
+        deviation: the largest one, relative to the largest number of each result.
+        tolerance: the largest that rounding explains.
+        seconds: of both runs.
+        error: what was raised instead; empty if nothing was.
+    """
+
+    name: str
+    dtype: str
+    deviation: float
+    tolerance: float
+    seconds: float
+    error: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return not self.error and self.deviation <= self.tolerance
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "holds": self.holds}
+
+    def __str__(self) -> str:
+        verdict = "holds" if self.holds else "FAILS"
+        reason = self.error or f"deviation {self.deviation:.1e}, allowed {self.tolerance:.0e}"
+        return f"{verdict}  {self.dtype}  {self.name}: {reason}"
+
+
+def available_device(name: str | None) -> torch.device:
+    """The device of this name; by default the accelerator of this machine, or the CPU.
+
+    Raises:
+        ConfigError: the device is not there; the message is torch's, and the line to write.
+    """
+    if name is None:
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    check_device(name)
+    return torch.device(name)
+
+
+def self_test(device: torch.device) -> Iterator[LawResult]:
+    """Every law in every type that the device has, as they finish."""
+    with one_thread():
+        for dtype in TOLERANCES:
+            if dtype == torch.float32 or real_type(device) == dtype:
+                for name in LAWS:
+                    yield run_law(name, Setting(device, dtype))
+
+
+def run_law(name: str, setting: Setting) -> LawResult:
+    """One law, on the device and on the CPU in plain PyTorch."""
+    start, error, deviation = time.perf_counter(), "", 0.0
+    try:
+        expected = _numbers(name, setting._replace(device=torch.device("cpu")), plain=True)
+        deviation = _deviation(_numbers(name, setting), expected)
+    except (ThroughtimeError, RuntimeError, TypeError, ValueError) as fault:
+        error = f"{type(fault).__name__}: {str(fault).partition(chr(10))[0]}"
+    dtype, seconds = str(setting.dtype).removeprefix("torch."), time.perf_counter() - start
+    return LawResult(name, dtype, deviation, TOLERANCES[setting.dtype], seconds, error)
+
+
+class _PlainTorch(TorchFunctionMode):
+    """Changes nothing; layers are torch's own while it is active."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(name: str, setting: Setting, *, plain: bool = False) -> list[Tensor]:
+    seed_generators(SEED, setting.device)
+    with _full_precision(), _PlainTorch() if plain else nullcontext():
+        values = [*LAWS[name](setting)]
+    return [torch.as_tensor(value).detach().cpu().to(torch.float64) for value in values]
+
+
+@contextmanager
+def _full_precision() -> Generator[None]:
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _deviation(got: list[Tensor], expected: list[Tensor]) -> float:
+    if [value.shape for value in got] != [value.shape for value in expected]:
+        return float("inf")
+    worst = 0.0
+    for a, b in zip(got, expected, strict=True):
+        if not torch.equal(a.isfinite(), b.isfinite()):
+            return float("inf")
+        kept = b.isfinite()
+        if kept.any():
+            error, size = (a - b)[kept].abs().max(), b[kept].abs().max()
+            worst = max(worst, (error / size.clamp(min=1e-3)).item())
+    return worst
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """What a report of a fault needs: versions and devices."""
+    return {
+        "throughtime": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "kernels": level() or "none",
+        "device": str(device),
+        "name": device_name(device),
+        "devices": device_count(device) if is_accelerator(device) else 1,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),
+    }
