@@ -66,7 +66,7 @@ imports: $(INSTALLED)
 
 # The site in English, and in Chinese with what is translated; every warning is an error.
 SITE := $(BUILD)/site
-SPHINX := $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2
+SPHINX := $(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --jobs 2 --define nb_execution_cache_path=$(abspath $(BUILD))/notebooks
 docs: $(INSTALLED)
 	$(SPHINX) --doctree-dir $(BUILD)/doctrees/en docs $(SITE)
 	$(SPHINX) --doctree-dir $(BUILD)/doctrees/zh_CN --define language=zh_CN docs $(SITE)/zh_CN

@@ -32,7 +32,13 @@ templates_path = ["_templates"]
 # Markdown as GitHub reads it: its anchors of headings, its equations.
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # the tests run the notebooks
+
+# Notebooks have no stored outputs: they run here, and a cell that fails fails the build.
+nb_execution_mode = "cache"
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 300  # seconds for each cell
+nb_merge_streams = True
 
 # Docstrings are Google style; a single backtick is a name, linked where it has a page.
 default_role = "py:obj"
