@@ -357,7 +357,7 @@ def _class_counts(config: Config, spec: ModelSpec) -> Counter[str]:
         return Counter()
     try:
         train = recordings_for(spec, Path(config.data), "train", config.holdout)
-        sources = [r.source if isinstance(r, ClassRecording) else r for r in train]
+        sources = [r.whole if isinstance(r, ClassRecording) else r for r in train]
         return collect_statistics(sources, classify=True).classes
     except DataError as error:
         raise DataError(

@@ -27,7 +27,7 @@ from throughtime.metrics import Metrics
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
-from throughtime.stream.recording import StepArrays
+from throughtime.stream.recording import RecordingView, StepArrays
 from throughtime.stream.shift import ForecastRecording, padded_slice
 
 MODEL = "model"
@@ -49,7 +49,7 @@ def baseline_lags(ahead: int, season: int | None) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class BaselineRecording:
+class BaselineRecording(RecordingView[ForecastRecording]):
     """A recording whose targets `(n, F * K)` are its own, and beside them those of the baselines.
 
     A value that a baseline lacks is infinite, or the class -1: it does not mask its step.
@@ -57,13 +57,6 @@ class BaselineRecording:
 
     whole: ForecastRecording
     lags: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    def __len__(self) -> int:
-        return len(self.whole)
 
     def read(self, start: int, stop: int) -> StepArrays:
         shift, stop = self.whole.shift, min(stop, len(self))

@@ -12,31 +12,24 @@ from throughtime.errors import DataError, listed
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.labels import IGNORE_INDEX
-from throughtime.stream.recording import StepArrays, TableRecording
+from throughtime.stream.recording import RecordingView, StepArrays, TableRecording
 from throughtime.stream.row_sources import ColumnRows
 
 _EXCERPT = 64  # steps in which columns of text are looked for
 
 
 @dataclass(frozen=True)
-class NumericRecording:
+class NumericRecording(RecordingView[TableRecording]):
     """A recording whose inputs must be numbers, and the targets of a regression, too."""
 
-    source: TableRecording
+    whole: TableRecording
     check_targets: bool
 
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    def __len__(self) -> int:
-        return len(self.source)
-
     def read(self, start: int, stop: int) -> StepArrays:
-        steps = self.source.read(start, stop)
-        self._check("inputs", self.source.inputs, steps.inputs, start)
-        if self.check_targets and self.source.targets is not None and steps.targets is not None:
-            self._check("targets", self.source.targets, steps.targets, start)
+        steps = self.whole.read(start, stop)
+        self._check("inputs", self.whole.inputs, steps.inputs, start)
+        if self.check_targets and self.whole.targets is not None and steps.targets is not None:
+            self._check("targets", self.whole.targets, steps.targets, start)
         return steps
 
     def _check(self, role: str, rows: RowSource, values: Array, start: int) -> None:
@@ -84,21 +77,14 @@ def _text_columns_fault(role: str, rows: ColumnRows, fields: Array, start: int) 
 
 
 @dataclass(frozen=True)
-class ClassRecording:
+class ClassRecording(RecordingView[Recording]):
     """A recording whose targets are class names, read as indices; -100 where there is none."""
 
-    source: Recording
+    whole: Recording
     classes: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        return self.source.name
-
-    def __len__(self) -> int:
-        return len(self.source)
-
     def read(self, start: int, stop: int) -> StepArrays:
-        steps = self.source.read(start, stop)
+        steps = self.whole.read(start, stop)
         if steps.targets is None:
             return steps
         return steps._replace(targets=self._indices(steps.targets, start))

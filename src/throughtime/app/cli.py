@@ -242,8 +242,8 @@ def predict(
         initial_state,
         open_recording,
         output_file,
-        predict_run,
         predict_to_file,
+        predict_to_folder,
     )
     from throughtime.app.run_folder import RunFolder
 
@@ -254,7 +254,7 @@ def predict(
         if named := [f"--{name}" for name, value in single.items() if value is not None]:
             raise ConfigError(f"{', '.join(named)} belong to a single recording; leave them out")
         with ProgressDisplay() as display:
-            files = predict_run(
+            files = predict_to_folder(
                 RunFolder(run),
                 None if data is None else paths[0],
                 split,

@@ -117,11 +117,9 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     _check_values(config, statistics, held_out)
     if layout.classify:
         classes = _classes(statistics)
-        train = [ClassRecording(recording, classes) for recording in train]
-        valid = [ClassRecording(recording, classes) for recording in valid]
         if set(held_out.classes) - set(statistics.classes):
             for recording in valid:  # reading names the step of the unknown class
-                for _ in read_blocks(recording):
+                for _ in read_blocks(ClassRecording(recording, classes)):
                     pass
     elif not statistics.targets.count.all():
         raise DataError(
@@ -138,7 +136,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         *_copy_remarks(statistics, held_out),
         *_frame_remarks(sources, config.frame_size),
     )
-    train, valid = (_shifted(part, layout) for part in (train, valid))
+    train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
     return Dataset(train, valid, statistics, held_out, spec, remarks)
 
 
@@ -154,15 +152,15 @@ def recordings_for(
     chosen = listed if split == "all" else entries_of(listed, (split,))
     numeric = numeric_recordings(open_recordings(chosen, spec.layout, on_phase), spec.layout)
     splits, _ = split_recordings(numeric, 0.0 if split == "all" else holdout)
-    recordings = choose_split(splits, split)
-    if spec.classes:
-        recordings = [ClassRecording(recording, spec.classes) for recording in recordings]
-    return _shifted(recordings, spec.layout)
+    return as_played(choose_split(splits, split), spec.layout, spec.classes)
 
 
-def _shifted(recordings: Sequence[Recording], layout: DataLayout) -> list[Recording]:
-    """The recordings of one split with the targets of a forecast, none of them of another split."""
-    return [shift_targets(recording, layout.steps_ahead) for recording in recordings]
+def as_played(
+    recordings: Sequence[Recording], layout: DataLayout, classes: tuple[str, ...]
+) -> list[Recording]:
+    """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
+    indexed = [ClassRecording(r, classes) for r in recordings] if classes else recordings
+    return [shift_targets(recording, layout.steps_ahead) for recording in indexed]
 
 
 def numeric_recordings(

@@ -16,18 +16,15 @@ from throughtime.app.model import (
     one_thread,
     unbroken_stream,
 )
-from throughtime.app.recordings import (
-    OnPhase,
-)
+from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.evaluation import Evaluation, Evaluator, L
 from throughtime.stream import Recording
 from throughtime.stream.manifest import find_recordings
 
-_CHUNK = 1024
 _LANES = 64  # recordings evaluated at the same time
-_EVALUATION_CHUNK = 512
+_CHUNK = 512
 Missing: TypeAlias = Literal["error", "mask"]
 
 
@@ -112,7 +109,7 @@ def evaluate_recordings(
     lanes = min(len(recordings), _LANES)
     baselines = Baselines.of_forecast(spec, recordings, config)
     played = recordings if baselines is None else baselines.recordings
-    stream = unbroken_stream(played, spec, config, lanes, _EVALUATION_CHUNK)
+    stream = unbroken_stream(played, spec, config, lanes, _CHUNK)
     for chunk in stream:
         if baselines is None:
             evaluator.add(chunk)

@@ -8,10 +8,14 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from throughtime.app.checked import ClassRecording
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import class_name, read_blocks, sorted_classes
-from throughtime.app.dataset import numeric_recordings, recordings_for, split_recordings
+from throughtime.app.dataset import (
+    as_played,
+    numeric_recordings,
+    recordings_for,
+    split_recordings,
+)
 from throughtime.app.evaluate import default_split
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
 from throughtime.app.predictions import open_inputs, open_recording
@@ -23,7 +27,6 @@ from throughtime.errors import DataError, listed
 from throughtime.stream.labels import At
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import Recording
-from throughtime.stream.shift import shift_targets
 from throughtime.stream.tables import as_table, names_of
 
 
@@ -133,13 +136,8 @@ def recordings(
             sources = open_recordings(entries, layout)
     splits, _ = split_recordings(numeric_recordings(sources, layout), holdout)
     classes = _class_names(splits.get("train", [])) if layout.classify else ()
-    return Splits(
-        {
-            split: [_played(recording, layout, classes) for recording in several]
-            for split, several in splits.items()
-        },
-        classes,
-    )
+    played = {split: as_played(several, layout, classes) for split, several in splits.items()}
+    return Splits(played, classes)
 
 
 def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
@@ -152,11 +150,6 @@ def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
         for value in np.unique(steps.targets)
     }
     return sorted_classes(names - {""})
-
-
-def _played(recording: Recording, layout: DataLayout, classes: tuple[str, ...]) -> Recording:
-    indexed = ClassRecording(recording, classes) if classes else recording
-    return shift_targets(indexed, layout.steps_ahead)
 
 
 @dataclass(frozen=True)

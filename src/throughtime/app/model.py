@@ -461,9 +461,9 @@ def load_model(path: Path) -> tuple[Carried, ModelSpec]:
             own = kept_class(path.parent, spec.model, spec.sha256)
         else:
             with torch.device("meta"):  # sizes are compared before memory is taken for them
-                _check_layout(tensors, build_model(spec))
+                check_layout(tensors, build_model(spec).module.state_dict())
         net = build_model(spec, own)
-        _check_layout(tensors, net)
+        check_layout(tensors, net.module.state_dict())
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(error, ThroughtimeError):
             raise
@@ -480,6 +480,11 @@ def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     return net, spec
 
 
-def _check_layout(tensors: Mapping[str, Tensor], net: Carried) -> None:
-    if faults := differences(tensors, net.module.state_dict(), "tensor"):
+def check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, shapes or types than those expected.
+
+    Raises:
+        ValueError: how they differ.
+    """
+    if faults := differences(values, expected, "tensor"):
         raise ValueError(join_faults(faults))

@@ -8,7 +8,7 @@ Shapes: `T` steps, `n` of a chunk, `C` classes or output columns.
 
 import json
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -210,27 +210,41 @@ class WrittenFile(NamedTuple):
 
 
 def predict_to_folder(
-    net: Carried,
-    spec: ModelSpec,
-    recordings: Sequence[Recording],
+    run: RunFolder,
+    data: Path | None,
+    split: str | None,
     folder: Path,
     form: Format,
     *,
-    sources: Iterable[Path] = (),
-    missing: Missing = "error",
-    on_nan: OnNaN = "raise",
+    missing: Missing,
+    on_nan: OnNaN,
     on_phase: OnPhase | None = None,
 ) -> list[WrittenFile]:
     """Write the predictions of each recording to a file named after it, and a list of them.
 
     `predictions.json` lists the files of this call; at an error those that are whole.
 
+    Args:
+        run: its model and settings.
+        data: recordings; default: those of the run.
+        split: which of them; default: see `default_split`.
+        folder: where the files go.
+        form: their format.
+        missing: see `tt.predict`.
+        on_nan: see `tt.predict`.
+        on_phase: called as recordings are opened and predicted.
+
     Raises:
         RunError: a recording failed; the message says which files are written.
-        ConfigError: a file would replace one of `sources`.
+        ConfigError: a file would replace one of the recordings.
     """
+    config = run.read_config()
+    net, spec = load_model(run.model)
+    split, path = split or default_split(config, data), data or Path(config.data)
+    recordings = open_inputs(spec, path, split, config.holdout, on_phase)
     files = file_names([recording.name for recording in recordings], form)
-    kept = {path.resolve() for path in sources}
+    entries = find_recordings(path, spec.layout.static)
+    kept = {source.resolve() for entry in entries for source in entry.inputs}
     lost = [file for file in files if (folder / file).resolve() in kept]
     if lost:
         raise ConfigError(f"{folder}: {listed(lost)} is a recording itself; choose another --out")
@@ -243,15 +257,16 @@ def predict_to_folder(
     try:
         for recording, file in zip(recordings, files, strict=True):
             try:
-                _, skipped = predict_to_file(
-                    net,
-                    spec,
-                    recording,
-                    folder / file,
-                    missing=missing,
-                    on_nan=on_nan,
-                    on_phase=advance,
-                )
+                with one_thread(when=spec.is_small(lanes=1)):
+                    _, skipped = predict_to_file(
+                        net,
+                        spec,
+                        recording,
+                        folder / file,
+                        missing=missing,
+                        on_nan=on_nan,
+                        on_phase=advance,
+                    )
             except (DataError, RunError) as error:
                 raise type(error)(
                     f"{error}; recording '{recording.name}' is not written,"
@@ -266,48 +281,6 @@ def predict_to_folder(
         }
         write_atomically(folder / LISTING, json.dumps(facts, indent=1).encode())
     return done
-
-
-def predict_run(
-    run: RunFolder,
-    data: Path | None,
-    split: str | None,
-    folder: Path,
-    form: Format,
-    *,
-    missing: Missing,
-    on_nan: OnNaN,
-    on_phase: OnPhase | None = None,
-) -> list[WrittenFile]:
-    """Write the predictions of a split to a folder; see `predict_to_folder`.
-
-    Args:
-        run: its model and settings.
-        data: recordings; default: those of the run.
-        split: which of them; default: see `default_split`.
-        folder: where the files go.
-        form: their format.
-        missing: see `tt.predict`.
-        on_nan: see `tt.predict`.
-        on_phase: called as recordings are opened and predicted.
-    """
-    config = run.read_config()
-    net, spec = load_model(run.model)
-    split, path = split or default_split(config, data), data or Path(config.data)
-    recordings = open_inputs(spec, path, split, config.holdout, on_phase)
-    sources = [file for e in find_recordings(path, spec.layout.static) for file in e.inputs]
-    with one_thread(when=spec.is_small(lanes=1)):
-        return predict_to_folder(
-            net,
-            spec,
-            recordings,
-            folder,
-            form,
-            sources=sources,
-            missing=missing,
-            on_nan=on_nan,
-            on_phase=on_phase,
-        )
 
 
 def output_file(

@@ -4,13 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from throughtime._device import generators, set_generators
 from throughtime.app.dataset import changed_data
-from throughtime.app.model import statistics_of
+from throughtime.app.model import check_layout, statistics_of
 from throughtime.errors import DataError, RunError, ThroughtimeError, counted, one_line
-from throughtime.state import differences, leaves
+from throughtime.state import leaves
 from throughtime.stream.manifest import join_faults
 
 if TYPE_CHECKING:
@@ -72,16 +70,16 @@ def _restore(training: "Training", saved: Mapping[str, Any]) -> None:
             + join_faults(faults)
         )
     expected = net.module.state_dict()
-    _check_layout(saved["net"], expected)
+    check_layout(saved["net"], expected)
     net.load_state_dict(saved["net"])
     moments = saved["optimizer"]["state"]  # its settings are those of the run
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for i, values in moments.items():
         for name in (name for name, value in values.items() if value.ndim):
-            _check_layout({name: values[name]}, {name: parameters[i]})
+            check_layout({name: values[name]}, {name: parameters[i]})
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     if saved["selection"]["weights"]:
-        _check_layout(saved["selection"]["weights"], expected)
+        check_layout(saved["selection"]["weights"], expected)
     training.selection.load_state_dict(saved["selection"])
     training.count, training.rows, training.frames, training._loss_steps = saved["counts"]
     training.seconds, training._overhead = saved["seconds"]
@@ -94,7 +92,7 @@ def _restore(training: "Training", saved: Mapping[str, Any]) -> None:
         updates.load_state_dict(position["updates"])
         if updates.state is not None:
             initial = net.initial_state(training.stream.lanes)
-            _check_layout(dict(leaves(updates.state)), dict(leaves(initial)))
+            check_layout(dict(leaves(updates.state)), dict(leaves(initial)))
     set_generators(position["random"], training.device)
 
 
@@ -109,8 +107,3 @@ def _own_position(training: "Training", saved: Mapping[str, Any]) -> dict[str, A
             f" many as before (strategy, devices and nodes in {folder.config})"
         )
     return positions[training.team.rank]
-
-
-def _check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    if faults := differences(values, expected, "tensor"):
-        raise ValueError(join_faults(faults))

@@ -4,9 +4,10 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 """
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -111,8 +112,28 @@ class TableRecording:
         )
 
 
+R = TypeVar("R", bound=Recording)
+
+
+class RecordingView(ABC, Generic[R]):
+    """Steps computed from those of another recording, with its name and length."""
+
+    whole: R
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> StepArrays:
+        """The steps `start` to before `stop`."""
+
+
 @dataclass(frozen=True)
-class Part:
+class Part(RecordingView[Recording]):
     """The steps `start` to before `stop` of another recording, as a recording of its own."""
 
     whole: Recording
@@ -244,22 +265,18 @@ def text_hint(recording: object, role: str) -> str:
 def _innermost(recording: object) -> tuple[TableRecording | None, int]:
     """The recording of rows inside of wrappers, if there is one, and where they begin."""
     start = 0
-    while not isinstance(recording, TableRecording):
-        if isinstance(recording, Part):
-            start += recording.start
-        inner = getattr(recording, "whole", None) or getattr(recording, "source", None)
-        if inner is None or isinstance(inner, str):
-            return None, start
-        recording = inner
-    return recording, start
+    while isinstance(recording, RecordingView):
+        start += recording.start if isinstance(recording, Part) else 0
+        recording = recording.whole
+    return recording if isinstance(recording, TableRecording) else None, start
 
 
 def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
     """Recordings whose label types agree: one without any interval takes the type of the others."""
 
     def intervals(recording: Recording) -> IntervalLabels | None:
-        if inner := getattr(recording, "whole", None):
-            return intervals(inner)
+        if isinstance(recording, RecordingView):
+            return intervals(recording.whole)
         targets = recording.targets if isinstance(recording, TableRecording) else None
         return targets if isinstance(targets, IntervalLabels) else None
 
@@ -273,8 +290,8 @@ def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
         if sample is None or labels is None or len(labels.labels):
             return recording
         typed: Any = recording
-        if not isinstance(recording, TableRecording):
-            return replace(typed, whole=alike(typed.whole))
+        if isinstance(recording, RecordingView):
+            return replace(typed, whole=alike(recording.whole))
         if id(recording) not in typed_alike:
             empty = replace(labels, labels=sample[:0])
             typed_alike[id(recording)] = replace(typed, targets=empty)

@@ -15,24 +15,17 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import missing_like
-from throughtime.stream.recording import Recording, StepArrays, step_times
+from throughtime.stream.recording import Recording, RecordingView, StepArrays, step_times
 
 _RECENT = 1000  # steps whose spacing goes on
 
 
 @dataclass(frozen=True)
-class ForecastRecording:
+class ForecastRecording(RecordingView[Recording]):
     """The inputs of a recording with the targets of `shift` steps later."""
 
     whole: Recording
     shift: int
-
-    @property
-    def name(self) -> str:
-        return self.whole.name
-
-    def __len__(self) -> int:
-        return len(self.whole)
 
     def read(self, start: int, stop: int) -> StepArrays:
         stop = min(stop, len(self))
