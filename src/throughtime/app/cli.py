@@ -468,7 +468,7 @@ def demo(
     to.mkdir(parents=True, exist_ok=True)
     out.print(
         "Rare pulses switch a machine off and on; every frame is labelled off or on. The same LSTM,"
-        " trained two ways:"
+        " trained four ways:"
     )
 
     def on_loss(name: str, update: int, loss: float) -> None:
@@ -480,7 +480,7 @@ def demo(
     for line in (credit(results), exact(results)):
         out.print(line)
     out.print(f"the pictures are in {write_report(results, to)}")
-    out.print(f"both nets run side by side in {write_live_page(results, to)}")
+    out.print(f"two of the nets run side by side in {write_live_page(results, to)}")
 
 
 @app.command()

@@ -6,7 +6,8 @@ wrong at random. So no model can reach an accuracy above 0.95, and one that reme
 reaches it.
 
 Windows of 100 frames from a zero state seldom contain a pulse. A network trained on them learns
-little about pulses, and nothing about keeping their effect.
+little about pulses, and nothing about keeping their effect. Two remedies start windows from other
+states: those in which the windows before them ended, or noise like these.
 
 Shapes: `T` frames.
 """
@@ -34,6 +35,7 @@ from throughtime.diagnose import audit, reach, settling_time
 from throughtime.evaluation import evaluate
 from throughtime.gradient import Exact, Objective, Truncated, Update
 from throughtime.gradient._memory import measure_graph
+from throughtime.gradient._starts import Start
 from throughtime.gradient.schedule import in_bytes
 from throughtime.metrics import Classification
 from throughtime.predict import predict
@@ -54,6 +56,8 @@ HORIZONS = (10, 25, 50, STRIDE, 400)  # of the audit, in frames
 AUDITED, LAGS, TOLERANCE = 4_000, 1_024, 0.1  # of the audit: frames, frames, a bias
 SINCE = (0, 30, 100, 300, 1_000, 3_000)  # frames since the last pulse: edges of bins
 WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
+NOISE, CARRIED = "windows from noise", "windows from carried states"
+STARTS: dict[str, Start] = {WINDOWS: "zero", NOISE: "noise", CARRIED: "carried"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,8 @@ class DemoNetwork:
         seed: of its weights and the order of its recordings.
         losses: updates, each with the mean loss before it.
         accuracy: on the unbroken recording.
-        as_trained: on pieces like those of training: windows, or the stream.
+        as_trained: on pieces like those of training: windows from a zero state, or the stream;
+            `None` after training from noise.
         by_lag: accuracy by the frames since the last pulse, in the bins of `SINCE`.
         predicted: the class of every frame.
     """
@@ -105,7 +110,7 @@ class DemoNetwork:
     seed: int
     losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     accuracy: float = float("nan")
-    as_trained: float = float("nan")
+    as_trained: float | None = None
     by_lag: list[float] = field(default_factory=list[float])
     predicted: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -131,7 +136,7 @@ class ExactCost:
 
 @dataclass(frozen=True)
 class Demo:
-    """The results: networks of both kinds for every seed, and measurements of one on the stream.
+    """The results: networks of every kind and seed, and measurements of one on the stream.
 
     The nets are those of the first seed, by the way they were trained.
     """
@@ -144,14 +149,14 @@ class Demo:
     nets: Mapping[str, Carried]
 
     def of(self, name: str) -> list[DemoNetwork]:
-        """The networks that were trained on windows, or on the stream."""
+        """The networks that were trained on this."""
         return [network for network in self.networks if network.name == name]
 
 
 def run_demo(
     updates_each: int, seeds: Sequence[int], on_loss: Callable[[str, int, float], None]
 ) -> Demo:
-    """Train on windows and on the stream, with every seed, and evaluate on one unbroken recording.
+    """Train in every way and with every seed, and evaluate on one unbroken recording.
 
     Args:
         updates_each: updates of each network.
@@ -160,8 +165,11 @@ def run_demo(
     """
     train: list[Recording] = [generate(f"train {i}", 20_000, i).recording for i in range(LANES)]
     test = generate("test", 60_000, 999)
+    cut: list[Recording] = list(windows(train, STRIDE))
     pieces: dict[str, tuple[list[Recording], list[Recording]]] = {
-        WINDOWS: (list(windows(train, STRIDE)), list(windows([test.recording], STRIDE))),
+        WINDOWS: (cut, list(windows([test.recording], STRIDE))),
+        NOISE: (cut, []),
+        CARRIED: (cut, [test.recording]),
         STREAM: (train, [test.recording]),
     }
     networks: list[DemoNetwork] = []
@@ -218,6 +226,8 @@ def _evaluate(
         for low, high in pairwise((*SINCE, len(correct) + 1))
     ]
     network.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
+    if not pieces:
+        return
     stream = Stream(pieces, min(LANES, len(pieces)), STRIDE, seed=None)
     scores = evaluate(net, stream, metrics=Classification(MODES))
     network.as_trained = scores.metrics["accuracy"]
@@ -236,7 +246,8 @@ def _train(
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     stream = Stream(recordings, LANES, STRIDE, seed=network.seed)
     losses = list[torch.Tensor]()
-    for done, update in enumerate(islice(_epochs(net, stream), count), 1):
+    policy = Truncated(STRIDE, start=STARTS.get(network.name, "zero"))
+    for done, update in enumerate(islice(_epochs(net, stream, policy), count), 1):
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -248,28 +259,31 @@ def _train(
     return net
 
 
-def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
+def _epochs(net: Carried, stream: Stream, policy: Truncated) -> Iterator[Update]:
     """Updates without end."""
+    state = None
     while True:
-        yield from updates(net, stream, nn.CrossEntropyLoss(), gradient=Truncated(STRIDE))
+        epoch = updates(net, stream, nn.CrossEntropyLoss(), gradient=policy, policy_state=state)
+        yield from epoch
+        state = epoch.policy_state
 
 
 def write_live_page(demo: Demo, folder: Path) -> Path:
-    """A page in which both nets of the first seed run on the test recording, side by side."""
+    """A page on which two nets of the first seed run on the test recording, side by side."""
     path, test = folder / "live.html", demo.test
     inputs = torch.from_numpy(test.recording.read(0, SIGNAL).inputs).unsqueeze(1)
-    titles = {f"trained on {name}": net for name, net in demo.nets.items()}
+    titles = {f"trained on {name}": demo.nets[name] for name in (WINDOWS, STREAM)}
     export_page(titles, path, inputs=inputs, classes=MODES, labels=test.labels)
     return path
 
 
 def results_table(demo: Demo) -> DataTable:
-    """The accuracy of both ways to train, the best one, and chance."""
+    """The accuracy of each way to train, the best one, and chance."""
     rows: list[tuple[str, str, str]] = []
-    for name in (WINDOWS, STREAM):
+    for name in (*STARTS, STREAM):
         networks = demo.of(name)
-        unbroken, pieces = [n.accuracy for n in networks], [n.as_trained for n in networks]
-        rows.append((name, _spread(unbroken), _spread(pieces)))
+        pieces = [n.as_trained for n in networks if n.as_trained is not None]
+        rows.append((name, spread([n.accuracy for n in networks]), spread(pieces)))
     rows += [
         ("best reachable, by construction", f"{BEST:.3f}", ""),
         ("chance", f"{CHANCE:.3f}", ""),
@@ -306,8 +320,10 @@ def exact(demo: Demo) -> str:
     )
 
 
-def _spread(values: list[float]) -> str:
-    """The mean and the range."""
+def spread(values: list[float]) -> str:
+    """The mean and the range; empty without values."""
+    if not values:
+        return ""
     mean = f"{sum(values) / len(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 
