@@ -35,23 +35,6 @@ def test_every_public_name_is_in_the_api_reference_once() -> None:
     assert sorted(names) == sorted(set(tt.__all__) - {"__version__"})
 
 
-@pytest.mark.parametrize(
-    "module",
-    [n for n in listed("reference/api.md") if "." in n or n in tt._MODULES or n == "errors"],
-)
-def test_the_public_names_of_a_module_have_docstrings_so_that_they_are_rendered(
-    module: str,
-) -> None:
-    loaded = importlib.import_module(f"throughtime.{module}")
-    names = getattr(loaded, "__all__", None) or [
-        name
-        for name, value in vars(loaded).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == loaded.__name__
-    ]
-    assert names
-    assert not [name for name in names if not getattr(loaded, name).__doc__]
-
-
 def site_module(name: str) -> Any:
     """A module of the folder of the site, which is no package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
@@ -60,6 +43,13 @@ def site_module(name: str) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_the_flags_is_made_from_the_command_line() -> None:
+    written = site_module("write_flags")
+    assert written.PAGE.read_text(encoding="utf-8") == written.page(), (
+        "run python docs/write_flags.py"
+    )
 
 
 # As people ask in forums. In the browser each page is among the first two results.

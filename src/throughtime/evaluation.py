@@ -103,6 +103,9 @@ def evaluate(
         metrics: `tt.metrics.Classification(classes)`, `tt.metrics.Regression()`, any
             `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`.
 
+    Returns:
+        An `Evaluation`: the loss and the metrics over all recordings, and the metrics of each.
+
     Raises:
         DataError: the recordings have no targets, or a stream plays only a rank's share and
             the metrics have no `merge`.

@@ -17,12 +17,31 @@ from torch import Tensor, nn
 from throughtime._device import is_accelerator, real_type
 from throughtime.errors import ConfigError, DataError, listed
 
+__all__ = ["Classification", "MergeableMetric", "Metric", "Regression"]
+
 _MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}  # of torchmetrics
 Metrics: TypeAlias = dict[str, float]
 
 
 class Metric(Protocol):
-    """A metric of outputs against targets."""
+    """A metric of outputs against targets: the protocol of your own, for `metrics=`.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> class Largest:
+        ...     def __init__(self):
+        ...         self.value = 0.0
+        ...     def new(self):
+        ...         return Largest()
+        ...     def update(self, outputs, targets):
+        ...         self.value = max(self.value, float((outputs - targets).abs().max()))
+        ...     def compute(self):
+        ...         return {"largest error": self.value}
+        >>> net = tt.carry(torch.nn.GRU(3, 1))
+        >>> data = {"inputs": torch.zeros(50, 3), "targets": torch.full((50, 1), 9.0)}
+        >>> 8 < tt.evaluate(net, data, metrics=Largest()).metrics["largest error"] < 10
+        True
+    """
 
     def new(self) -> "Metric":
         """An empty one of the same kind."""
@@ -39,7 +58,16 @@ class Metric(Protocol):
 
 @runtime_checkable
 class MergeableMetric(Metric, Protocol):
-    """A metric that several ranks, each with its own recordings, can compute together."""
+    """A metric that several ranks, each with its own recordings, can compute together.
+
+    `merge` receives the metric of another rank, which travels pickled. `Classification` and
+    `Regression` have it. A metric without it is refused on several ranks.
+
+    Example:
+        >>> from throughtime.metrics import MergeableMetric, Regression
+        >>> isinstance(Regression(), MergeableMetric)
+        True
+    """
 
     def merge(self, other: Any) -> None:
         """Add the updates of another of the same kind."""
@@ -173,6 +201,10 @@ class Classification:
         classes: their names, in the order of the outputs, or their number: then the names are "0",
             "1" and so on.
 
+    Attributes:
+        names: of the classes.
+        confusion: `(C, C)`, how often class i, the row, was predicted as class j.
+
     Raises:
         ConfigError: neither, or no class.
 
@@ -204,9 +236,11 @@ class Classification:
         self.confusion = torch.zeros(len(classes), len(classes), dtype=torch.long)
 
     def new(self) -> "Classification":
+        """An empty one with the same classes."""
         return Classification(self.names)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add outputs `(N, C)`, whose largest is the prediction, and classes `(N,)`."""
         n = len(self.names)
         if outputs.shape[-1] != n:
             raise DataError(
@@ -246,10 +280,12 @@ class Classification:
         return _on_host(self.__dict__)
 
     def merge(self, other: "Classification") -> None:
+        """Add the counts of another, as of another rank."""
         self.confusion = self.confusion + other.confusion.to(self.confusion.device)
         self._add_extremes(other._extremes)
 
     def compute(self) -> Metrics:
+        """The values "accuracy", "macro_f1" and "f1[NAME]" for each class."""
         if self._extremes is not None:
             self._check(self._extremes)
         confusion = self.confusion.cpu()
@@ -271,6 +307,13 @@ class Regression:
     R² compares with the mean of each column of these targets; ESR, usual in audio, with silence:
     the squared error over the squared target. Sums are in float64.
 
+    Attributes:
+        count: numbers compared so far.
+        squared_error: the sum of squared errors.
+        squared_target: the sum of squared targets.
+        spread: the sum of squared deviations of the targets from the mean of their column.
+        mean: of the targets, `(C,)`.
+
     Example:
         >>> import torch
         >>> from throughtime.metrics import Regression
@@ -287,9 +330,11 @@ class Regression:
     mean: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def new(self) -> "Regression":
+        """An empty one."""
         return Regression()
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Add outputs and targets, both `(N, C)`."""
         if not len(targets):
             return
         wide = real_type(outputs)
@@ -318,12 +363,14 @@ class Regression:
         return _on_host(self.__dict__)
 
     def merge(self, other: "Regression") -> None:
+        """Add the sums of another, as of another rank."""
         if other.count:
             self.squared_error = self.squared_error + other.squared_error
             self.squared_target = self.squared_target + other.squared_target
             self._grow(other.count, other.mean, other.spread)
 
     def compute(self) -> Metrics:
+        """The values "rmse", "r2" and "esr"."""
         values = self.count * max(1, len(self.mean))
         sums = self.squared_error, self.squared_target, self.spread
         error, target, spread = (float(total) for total in sums)

@@ -23,6 +23,8 @@ State: TypeAlias = (
     Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
 )
 
+__all__ = ["detach", "lanes", "load", "reset", "save", "select", "stack"]
+
 _KIND = "throughtime.state/1"
 
 
@@ -182,8 +184,19 @@ def tensors(state: State) -> list[Tensor]:
 def lanes(state: State) -> int | None:
     """The number of lanes of a state; `None` for a state without leaves.
 
+    Args:
+        state: any nested state, every leaf `(B, ...)`.
+
+    Returns:
+        B.
+
     Raises:
         StateError: leaves that disagree, or one without a lane dimension.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> tt.state.lanes((torch.zeros(4, 8), {"c": torch.zeros(4, 2)}))
+        4
     """
     count: int | None = None
     first = ""
@@ -204,6 +217,12 @@ def lanes(state: State) -> int | None:
 def detach(state: State) -> State:
     """The same values without their graph; shares memory with `state`. `None` stays `None`.
 
+    Args:
+        state: any nested state; for a loop of your own, between two chunks.
+
+    Returns:
+        A new state of the same structure, without `requires_grad`.
+
     Example:
         >>> import torch, throughtime as tt
         >>> h = torch.ones(1, 4, requires_grad=True) * 2
@@ -221,6 +240,12 @@ def reset(state: State, initial: State, where: Tensor) -> State:
         state: the state to reset, every leaf `(B, ...)`.
         initial: a state of the same structure, usually `net.initial_state(lanes)`.
         where: `(B,)` bool, true for each lane that starts a new recording.
+
+    Returns:
+        A new state; `state` and `initial` stay as they are.
+
+    Raises:
+        StateError: the three disagree about the number of lanes, or the structures differ.
 
     Example:
         >>> import torch, throughtime as tt
@@ -243,6 +268,16 @@ def reset(state: State, initial: State, where: Tensor) -> State:
 
 def select(state: State, lanes: Sequence[int] | Tensor) -> State:
     """The state of some lanes, given by number, in the order given; a copy.
+
+    Args:
+        state: every leaf `(B, ...)`.
+        lanes: their numbers, from 0 to B - 1, in any order; a number may occur twice.
+
+    Returns:
+        A state with as many lanes as `lanes` has numbers.
+
+    Raises:
+        StateError: a number out of range, or a mask instead of numbers.
 
     Example:
         >>> import torch, throughtime as tt
@@ -273,6 +308,15 @@ def select(state: State, lanes: Sequence[int] | Tensor) -> State:
 def stack(states: Sequence[State]) -> State:
     """One state holding the lanes of several, one after another; the inverse of `select`.
 
+    Args:
+        states: of one structure, whose leaves differ in the number of lanes only.
+
+    Returns:
+        A state with the lanes of all of them; a copy.
+
+    Raises:
+        StateError: no states, or leaves of other shapes.
+
     Example:
         >>> import torch, throughtime as tt
         >>> tt.state.stack([torch.zeros(2, 4), torch.zeros(3, 4)]).shape
@@ -295,9 +339,20 @@ def save(state: State, path: str | Path) -> None:
 
     The file contains a checksum, which `load` compares.
 
+    Args:
+        state: any nested state; tensors on a device are copied to the host.
+        path: the file, usually with the suffix `.safetensors`.
+
     Raises:
         StateError: two leaves have one name.
         OSError: the file cannot be written; the previous one is untouched.
+
+    Example:
+        >>> import pathlib, tempfile, torch, throughtime as tt
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"
+        >>> tt.state.save({"h": torch.ones(2, 4)}, path)
+        >>> tt.state.load(path, like={"h": torch.zeros(2, 4)})["h"].sum()
+        tensor(8.)
     """
     named = list(leaves(state))
     tensors = {
@@ -320,9 +375,22 @@ def load(path: str | Path, like: State) -> State:
         path: the file.
         like: a state of the structure expected, usually `net.initial_state(lanes)`.
 
+    Returns:
+        The state, with the values of the file.
+
     Raises:
         StateError: the file is damaged or no state, or its leaves, shapes or dtypes are not those
             of `like`; all differences are listed.
+
+    Example:
+        >>> import pathlib, tempfile, torch, throughtime as tt
+        >>> net = tt.carry(torch.nn.GRU(3, 4))
+        >>> _, state = net(torch.randn(5, 2, 3), net.initial_state(lanes=2))
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "state.safetensors"
+        >>> tt.state.save(state, path)
+        >>> loaded = tt.state.load(path, like=net.initial_state(lanes=2))
+        >>> all(torch.equal(a, b) for a, b in zip(loaded, state))
+        True
     """
     try:
         _, loaded = _safetensors.read_tensors(Path(path), _KIND)

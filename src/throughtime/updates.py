@@ -121,7 +121,32 @@ def _check_policy(gradient: object) -> None:
 
 
 class Updates(Iterator[Update], Generic[S]):
-    """The iterator that `tt.updates` returns; `state_dict()` resumes it to the bit."""
+    """The iterator that `tt.updates` returns; `state_dict()` resumes it to the bit.
+
+    Between two updates these hold:
+
+    - `.grad` holds the gradient of the update just returned, added to what was there before; the
+      weights are changed by the loop alone. No graph is alive.
+    - The position of the stream is that of the update just returned. Nothing else may move the
+      stream meanwhile: that is a `DataError`, since the carried state belongs to these steps.
+    - On several ranks all make the same number of updates, with the same gradient and weights.
+    - After an error in an update the position is unknown. Load a `state_dict` to go on.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> data = {"inputs": torch.randn(60, 3), "targets": torch.randn(60)}
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> def epoch():
+        ...     stream = tt.Stream(data, lanes=1, chunk=20)
+        ...     return tt.updates(net, stream, torch.nn.MSELoss(), gradient=tt.Truncated(20))
+        >>> updates = epoch()
+        >>> update = next(updates)
+        >>> saved = updates.state_dict()
+        >>> resumed = epoch()
+        >>> resumed.load_state_dict(saved)
+        >>> len(list(resumed))
+        2
+    """
 
     def __init__(
         self,

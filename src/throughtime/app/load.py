@@ -228,6 +228,10 @@ def load_run(folder: str | Path, *, device: str = "cpu") -> Run:
         folder: that `throughtime train --out` wrote.
         device: where the net computes.
 
+    Returns:
+        The run: `run.net` is carried and in evaluation mode, `run.recording(path)` lays out a file
+        as in training.
+
     Raises:
         RunError: the folder holds no run that reached a checkpoint.
         ConfigError: no such device.

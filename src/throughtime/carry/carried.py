@@ -61,6 +61,17 @@ class Carried(nn.Module):
 
     Made by `tt.carry`. Its parameters are those of `module`, which stays usable by itself. Its
     `state_dict` has the names of `module`: each loads what the other saved.
+
+    Attributes:
+        module: the module that was carried, unchanged.
+        adapter: how the module is called, and where its state is.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> net = tt.carry(torch.nn.GRU(3, 8))
+        >>> y, state = net(torch.zeros(5, 2, 3), net.initial_state(lanes=2))
+        >>> y.shape, tt.state.lanes(state)
+        (torch.Size([5, 2, 8]), 2)
     """
 
     _fused_net: object = None  # of gradient/_fused.py; False for a net that it cannot update
@@ -297,6 +308,9 @@ def carry(
         batch_first: whether the module takes `(B, T, D)`. A carried module is always time first.
         fused: replace the layers of torch.nn inside by those of `tt.nn` first, as
             `tt.fuse(module)` does: faster on a CPU, equal to rounding.
+
+    Returns:
+        A `Carried`, which shares the parameters of `module`: `y, state = net(x, state)`.
 
     Raises:
         ModelError: no way of calling the module obeys the laws; the message names the law, the part

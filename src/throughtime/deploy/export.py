@@ -109,6 +109,9 @@ def export(
             `tt.settling_time(net, stream)`.
         details: more entries of the description, such as names of columns.
 
+    Returns:
+        An `Export`: the files, and the largest error against the net.
+
     Raises:
         ConfigError: a suffix that names no format.
         ModelError: the net is no chain, with the child in the way, or the file that was written

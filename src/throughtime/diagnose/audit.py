@@ -220,6 +220,10 @@ def audit(
         offload: see `tt.Exact`.
         verify: see `tt.Exact`.
 
+    Returns:
+        An `Audit`: a row for each horizon; `print(audit)` for a table, `suggest(tolerance)` for the
+        shortest horizon within a bias.
+
     Raises:
         ConfigError: a horizon below 1 or below the stride, or a memory too small.
         DataError: no step to measure.

@@ -159,6 +159,9 @@ def settling_time(
             columns. 1 makes `tolerance` absolute.
         seed: draws the positions, of each lane by itself.
 
+    Returns:
+        A `SettlingTime`: the steps until the outputs of a cold start agree with the carried ones.
+
     Raises:
         ConfigError: a number out of range.
         DataError: no recording of two steps or more; or inputs that are not finite, as for

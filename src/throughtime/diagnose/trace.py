@@ -152,6 +152,15 @@ class Trace:
 
     Names are `layer0.c`, `lstm.layer1.f`, `cell.h`: the path of the module, the layer, the state or
     gate; `layer0.c[17]` is one step of the pass.
+
+    Example:
+        >>> import torch
+        >>> from throughtime.diagnose.trace import trace
+        >>> net = torch.nn.GRU(3, 8)
+        >>> with trace(net) as records:
+        ...     net(torch.randn(20, 2, 3))[0].square().mean().backward()
+        >>> records["layer0.h"].shape, records["layer0.h[0]"].shape
+        (torch.Size([20, 2]), torch.Size([2]))
     """
 
     def __init__(

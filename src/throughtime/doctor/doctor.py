@@ -78,6 +78,14 @@ class Coverage:
 class Doctor:
     """The context manager of `tt.doctor()`: `with tt.doctor() as d:`, then `d.findings`.
 
+    While it is open and afterwards these hold:
+
+    - It changes no result: values, gradients, random numbers and exceptions are those of the loop.
+    - A finding is certain, and each line has each code once. What is not certain is no finding.
+    - "nothing found" is the verdict only of a whole loop with a recurrent state in it.
+    - A fault of the doctor ends its watch, not the loop; `internal_error` then holds it.
+    - One doctor is open at a time, and it watches the thread that opened it.
+
     Attributes:
         internal_error: an exception of the doctor itself; then it may have missed faults.
         ended: the exception that ended the loop, in words; empty if none did.

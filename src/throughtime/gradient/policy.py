@@ -105,7 +105,20 @@ S = TypeVar("S", bound=PolicyState, default=Any)
 
 
 class Policy(Protocol[S]):
-    """How credit flows back through time. Implement it as a frozen dataclass."""
+    """How credit flows back through time. Implement it as a frozen dataclass.
+
+    `tt.updates` relies on these laws, and `docs/how-to/extending.md` shows a policy of 20 lines:
+
+    - The policy has only settings and never changes. All that it learns is in its state, which is a
+      value: `update` returns a new one and leaves the old one as it was, so that a failed update
+      can be repeated.
+    - `state.carried` is the net's state after the last step taken, without a graph.
+    - Updates take all steps of the epoch in order, each once. `update` returns `None` at its end.
+    - `.grad` is added to once in an update, and only if all of the gradient is finite. Otherwise
+      a `RunError` leaves `.grad` and the weights as they were.
+    - The gradient is that of a mean over the valid steps of the update, whatever the chunks.
+    - `load_state_dict(state_dict(state))` continues with the same bits.
+    """
 
     def init(self, carried: State, previous: S | None) -> S:
         """The state before the first update of an epoch.

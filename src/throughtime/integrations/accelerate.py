@@ -123,6 +123,19 @@ def updates(
     Returns:
         Epochs: each iteration is one, or the rest of one that was left or loaded. For
             `accelerator.register_for_checkpointing`.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> from throughtime.integrations.accelerate import Accelerator, prepare, updates
+        >>> accelerator = Accelerator(cpu=True)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> net, optimizer, _ = prepare(accelerator, net, torch.optim.Adam(net.parameters()))
+        >>> stream = tt.Stream((torch.randn(50, 3), torch.randn(50)), lanes=1, chunk=20)
+        >>> epochs = updates(
+        ...     accelerator, net, stream, torch.nn.MSELoss(), gradient=tt.Truncated(stride=20)
+        ... )
+        >>> len(list(epochs))
+        3
     """
 
     def new_updates(policy_state: Any) -> tt.Updates:
@@ -142,7 +155,10 @@ def updates(
 
 
 class Epochs:
-    """Epoch after epoch of updates, and the position of every rank in them."""
+    """Epoch after epoch of updates, and the position of every rank in them.
+
+    Made by `updates`. Each iteration is one epoch, or the rest of one that was left or loaded.
+    """
 
     def __init__(self, accelerator: Accelerator, new_updates: Callable[[Any], tt.Updates]) -> None:
         self._accelerator, self._new_updates = accelerator, new_updates

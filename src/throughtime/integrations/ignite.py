@@ -54,6 +54,11 @@ class StreamEvents(EventEnum):
 
     `GRADIENT_READY`: `.grad` is what the optimizer will use. `UPDATE_COMPLETED`: the weights are
     new.
+
+    Example:
+        >>> from throughtime.integrations.ignite import StreamEvents
+        >>> StreamEvents.UPDATE_COMPLETED(every=100).filter is not None
+        True
     """
 
     GRADIENT_READY = "gradient_ready"

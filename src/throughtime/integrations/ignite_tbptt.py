@@ -28,7 +28,13 @@ Resets: TypeAlias = str | Callable[[Batch], Tensor] | None
 
 
 class Tbptt_Events(EventEnum):  # noqa: N801  # the name that scripts import
-    """Fired by the trainer around every chunk; filters count the chunks of the run."""
+    """Fired by the trainer around every chunk; filters count the chunks of the run.
+
+    Example:
+        >>> from throughtime.integrations.ignite import Tbptt_Events
+        >>> Tbptt_Events.TIME_ITERATION_COMPLETED(every=100).filter is not None
+        True
+    """
 
     TIME_ITERATION_STARTED = "time_iteration_started"
     TIME_ITERATION_COMPLETED = "time_iteration_completed"

@@ -156,7 +156,19 @@ class TBPTT(AttachedModule):
 
 
 class LightningModule(TBPTT, pl.LightningModule):
-    """Lightning's module with the truncated backpropagation of 1.9, for an old module's import."""
+    """Lightning's module with the truncated backpropagation of 1.9, for an old module's import.
+
+    Change `from pytorch_lightning import LightningModule` to this class, and a module of 1.9 with
+    `truncated_bptt_steps` trains as before. `TBPTT` describes what it adds.
+
+    Example:
+        >>> import torch
+        >>> from throughtime.integrations.lightning import LightningModule
+        >>> class Old(LightningModule):
+        ...     truncated_bptt_steps = 2
+        >>> [split.shape[1] for split in Old().tbptt_split_batch(torch.zeros(4, 5, 1), 2)]
+        [2, 2, 1]
+    """
 
 
 def _count_steps(batch: Any, whole: Collection[int | str]) -> int:

@@ -53,7 +53,30 @@ class StepChecksum:
 
 @runtime_checkable
 class Recording(Protocol):
-    """The protocol of what `tt.Stream` plays: a name, a length and a lazy `read`."""
+    """The protocol of what `tt.Stream` plays: a name, a length and a lazy `read`.
+
+    Any object with these three is a recording; `tt.recording` and `tt.Stream` make them of arrays,
+    tables and files. A stream relies on these laws:
+
+    - The length is at least 1 and never changes. Neither do the columns and their types.
+    - `read(start, stop)` returns the steps from `start` to before `stop`, for 0 <= start <= stop <=
+      T, and may be called in any order, any number of times, also from worker processes.
+    - Reading the same steps twice returns the same values: `tt.Exact` and a resumed run read again.
+    - Names are unique in a stream: metrics and positions are stored by them.
+
+    Example:
+        >>> import numpy as np, throughtime as tt
+        >>> from throughtime.stream import StepArrays
+        >>> class Ramp:
+        ...     name = "ramp"
+        ...     def __len__(self):
+        ...         return 5
+        ...     def read(self, start, stop):
+        ...         steps = np.arange(start, stop, dtype=np.float32)
+        ...         return StepArrays(inputs=steps[:, None], targets=None)
+        >>> [chunk.inputs.flatten().tolist() for chunk in tt.Stream(Ramp(), lanes=1, chunk=3)]
+        [[0.0, 1.0, 2.0], [3.0, 4.0]]
+    """
 
     @property
     def name(self) -> str:

@@ -112,6 +112,9 @@ def windows(recordings: Recordings, length: int) -> list[Part]:
         recordings: as for `tt.Stream`.
         length: steps of a window.
 
+    Returns:
+        A recording for each window, named after its source, for `tt.Stream`. No data are copied.
+
     Raises:
         DataError: windows of less than one step.
 

@@ -76,6 +76,9 @@ def recording(
             `stop`; the last steps have none.
         allow_target_as_input: whether an input may be the target of the same step.
 
+    Returns:
+        A recording for `tt.Stream`, which reads its rows as they are played.
+
     Raises:
         DataError: a column that does not exist, is named twice, holds no numbers, or is an input
             and the target of the same step; a start and stop that leave no step.

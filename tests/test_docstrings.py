@@ -1,0 +1,95 @@
+"""Docstrings of the public names: arguments, what comes back, an example that runs."""
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import throughtime as tt
+
+INTEGRATIONS = ("lightning", "ignite", "accelerate")
+
+
+def names_of(module: Any) -> list[str]:
+    """The public names of a module: `__all__`, or what it defines."""
+    return getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    ]
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    """Every class and function of the API reference by its name there."""
+    modules = {name: getattr(tt, name) for name in tt.__all__ if name in tt._MODULES}
+    for name in INTEGRATIONS:
+        modules[f"integrations.{name}"] = importlib.import_module(
+            f"throughtime.integrations.{name}"
+        )
+    for name in tt.__all__:
+        if name != "__version__" and name not in modules:  # a module is not a name of its own
+            yield name, getattr(tt, name)
+    for module, loaded in modules.items():
+        for name in names_of(loaded):
+            if name.startswith("_"):  # of Ignite's own API
+                continue
+            yield f"{module}.{name}", getattr(loaded, name)
+
+
+NAMES = dict(public())
+FUNCTIONS = {name: value for name, value in NAMES.items() if inspect.isfunction(value)}
+CLASSES = {name: value for name, value in NAMES.items() if inspect.isclass(value)}
+
+
+def section(value: Any, title: str) -> str | None:
+    """The indented text below a heading of a docstring."""
+    text = inspect.getdoc(value) or ""
+    match = re.search(rf"^{title}:\n((?:    .*\n|\n)*)", text + "\n", re.MULTILINE)
+    return match and match[1]
+
+
+def entries(value: Any, *titles: str) -> set[str]:
+    """The names that sections describe."""
+    found = [section(value, title) or "" for title in titles]
+    return set(re.findall(r"^    \*{0,2}(\w+):", "".join(found), re.MULTILINE))
+
+
+def parameters(value: Any) -> set[str]:
+    return {name for name in inspect.signature(value).parameters if name not in {"self", "cls"}}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_describes_its_arguments_its_result_and_shows_an_example(name: str) -> None:
+    function = FUNCTIONS[name]
+    assert parameters(function) <= entries(function, "Args")
+    result = inspect.signature(function).return_annotation
+    assert section(function, "Returns") or section(function, "Yields") or result is None
+    assert ">>>" in (section(function, "Example") or "")
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_class_describes_what_it_takes_and_what_it_has(name: str) -> None:
+    """Arguments or attributes, or an example; of a protocol the laws, of the rest its maker."""
+    described = entries(CLASSES[name], "Args", "Attributes")
+    text = inspect.getdoc(CLASSES[name]) or ""
+    laws = getattr(CLASSES[name], "_is_protocol", False) and "these laws" in text
+    assert described or ">>>" in text or laws or "Made by" in text
+    fields: dict[str, Any] = getattr(CLASSES[name], "__dataclass_fields__", {})
+    assert {field for field in fields if not field.startswith("_")} <= described
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_public_methods_of_a_class_have_docstrings(name: str) -> None:
+    own = vars(CLASSES[name])
+    methods = {k: getattr(v, "fget", v) for k, v in own.items() if not k.startswith("_")}
+    assert not [k for k, v in methods.items() if inspect.isfunction(v) and not inspect.getdoc(v)]
+
+
+@pytest.mark.parametrize("name", ["Policy", "Recording", "Updates", "Doctor"])
+def test_the_classes_with_invariants_say_them(name: str) -> None:
+    text = inspect.getdoc(getattr(tt, name)) or ""
+    assert re.search(r"these (laws|hold)", text)
+    assert len(re.findall(r"^- ", text, re.MULTILINE)) >= 4
