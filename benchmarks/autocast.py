@@ -10,19 +10,16 @@ processor, which other programs disturb less.
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from record import parser_of, write
 from throughtime.kernels.library import library
 
 LOWERED = ("torch.nn", "tt.nn")
@@ -105,13 +102,7 @@ def _timed(side: Callable[[], Tensor], count: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "autocast.json"
-    )
+    parser = parser_of(__doc__, "autocast", rounds=15)
     given = parser.parse_args()
     torch.set_num_threads(1)
     core = library()
@@ -127,15 +118,8 @@ def main() -> None:
                 f"| {kind} | {' x '.join(map(str, size))} | {row['ms']['torch.nn']:.2f} |"
                 f" {row['ms']['tt.nn']:.2f} | {ratios} |"
             )
-    machine = {
-        "platform": platform.platform(),
-        "torch": torch.__version__,
-        "products": PAIRS[core.tt_bfloat16() if core else 0],
-    }
-    given.out.write_text(
-        json.dumps({"machine": machine, "rounds": given.rounds, "rows": found}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    products = PAIRS[core.tt_bfloat16() if core else 0]
+    write(given.out, {"products": products, "rounds": given.rounds, "rows": found})
 
 
 if __name__ == "__main__":

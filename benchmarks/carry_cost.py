@@ -9,18 +9,15 @@ timed, one net after the other in each round (goal: a median under 20 ms on a qu
 a later check of the same net, which is one look-up. On a busy machine read the processor time.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from record import parser_of, write
 
 STEPS, LANES, FEATURES, CLASSES = 100, 1, 4, 3
 Layer = type[nn.LSTM] | type[nn.GRU]
@@ -82,11 +79,7 @@ def measure(form: str, layer: str, hidden: int, x: Tensor) -> tuple[float, float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/carry_cost.json"))
+    parser = parser_of(__doc__, "carry_cost", rounds=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
     x = torch.randn(STEPS, LANES, FEATURES)
@@ -114,18 +107,7 @@ def main() -> None:
             f" {figures['fastest_ms']:.1f}; processor {figures['processor_ms']:.1f}), later"
             f" {figures['later_us']:.2f} us a chunk"
         )
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": 1,
-        "processor": platform.processor() or platform.machine(),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(
-        json.dumps({"machine": machine, "rounds": options.rounds, "result": result}, indent=1)
-        + "\n",
-        encoding="utf-8",
-    )
+    write(options.out, {"rounds": options.rounds, "result": result})
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ removed; memory is resident memory above the start, of this process and of its w
 highest. All files are streamed in one process, in the order of the results.
 """
 
-import argparse
 import json
 import os
-import platform
 import shutil
 import tempfile
 import threading
@@ -32,6 +30,7 @@ import torch
 from torch import nn
 
 import throughtime as tt
+from record import parser_of, write
 
 LANES, CHUNK, COLUMNS = 16, 100, 8
 WORKERS: tuple[Any, ...] = (0, "thread", 2)
@@ -333,9 +332,7 @@ def memory(suffix: str, gigabytes: float, workers: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "delivery")
     parser.add_argument("--frames", type=int, default=4_000_000)
     parser.add_argument(
         "--gigabytes",
@@ -343,21 +340,12 @@ def main() -> None:
         default=4.0,
         help="of the NPY file; the others take a quarter of it",
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/delivery.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "throughtime": tt.__version__,
-        },
-        "machine": {
-            "system": platform.platform(),
-            "cores": os.cpu_count(),
-            "load_at_start": os.getloadavg()[0],
-        },
+        "numpy": np.__version__,
+        "cores": os.cpu_count(),
+        "load_at_start": os.getloadavg()[0],
         "memory": [
             memory(".npy", options.gigabytes, 0),
             memory(".npy", options.gigabytes, 2),
@@ -365,7 +353,7 @@ def main() -> None:
         ],
         "speed": speeds(options.frames),
     }
-    options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    write(options.out, found)
     print(json.dumps(found, indent=2))
 
 

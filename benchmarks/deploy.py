@@ -9,10 +9,7 @@ onnxruntime with bound buffers, `Session` at most 1.1 of these, an export under 
 verification and under 20 s with it.
 """
 
-import argparse
 import ctypes
-import json
-import platform
 import shutil
 import statistics
 import subprocess
@@ -27,6 +24,7 @@ import torch
 from torch import nn
 
 import throughtime as tt
+from record import parser_of, write
 from throughtime.deploy.verify import C_FLAGS, play_c
 
 FEATURES, HIDDEN, OUTPUTS, STEPS = 3, 50, 2, 2_000
@@ -138,11 +136,7 @@ def exports(net: tt.Carried, folder: Path, example: Any) -> dict[str, dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/deploy.json"))
+    parser = parser_of(__doc__, "deploy", rounds=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -178,20 +172,7 @@ def main() -> None:
         low, middle, high = statistics.quantiles(figures, n=4)
         result[kind] = {"us": middle, "lower_quartile_us": low, "upper_quartile_us": high}
         print(f"{kind:>20}: {middle:7.2f} us a step (quartiles {low:.2f} to {high:.2f})")
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": 1,
-        "processor": platform.processor() or platform.machine(),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "machine": machine,
-        "rounds": options.rounds,
-        "export": written,
-        "steps": result,
-    }
-    options.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write(options.out, {"rounds": options.rounds, "export": written, "steps": result})
 
 
 if __name__ == "__main__":

@@ -10,16 +10,13 @@ finds nothing. Then it times the loop plain, watched and plain again, in turns i
 divided by the first.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from record import parser_of, write
 from throughtime.doctor import doctor
 
 CHUNKS, STEPS, LANES, FEATURES, UNITS = 500, 20, 16, 16, 64
@@ -107,28 +104,12 @@ def measure(kind: str, stream: Tensor, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "doctor.json"
-    )
+    parser = parser_of(__doc__, "doctor", rounds=7)
     options = parser.parse_args()
     torch.set_num_threads(1)
     stream = torch.randn(CHUNKS * STEPS, LANES, FEATURES)
     loops = {kind: measure(kind, stream, options.rounds) for kind in KINDS}
-    versions = {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "device": "cpu",
-        "threads": 1,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(
-        json.dumps({"versions": versions, "rounds": options.rounds, "loops": loops}, indent=2)
-        + "\n",
-        encoding="utf-8",
-    )
+    write(options.out, {"rounds": options.rounds, "loops": loops})
     for kind, row in loops.items():
         print(
             f"{kind:8s} watched {row['watched']:.3f} (worst {row['watched_worst']:.3f})  after"

@@ -11,14 +11,12 @@ claim of Gruslys et al. (NeurIPS 2016): 1,000 steps in 5 % of the memory for a t
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from record import parser_of, write
 
 HIDDEN, FEATURES = 128, 4
 
@@ -224,13 +223,7 @@ def gruslys(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "exact.json"
-    )
+    parser = parser_of(__doc__, "exact", rounds=5)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -265,13 +258,7 @@ def main() -> None:
         f"1,000 steps in pieces of 32: {g['saved']:.1%} less memory (paper 95 %), {g['time']:.2f}"
         " of the time (paper 1.33)"
     )
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "throughtime": tt.__version__,
-        "threads": 1,
-    }
-    options.out.write_text(json.dumps({**found, **versions}, indent=1) + "\n", encoding="utf-8")
+    write(options.out, found)
 
 
 if __name__ == "__main__":

@@ -13,19 +13,16 @@ Metz and J. Sohl-Dickstein (Unbiased gradient estimation in unrolled computation
 persistent evolution strategies, ICML 2021). float64, SGD, one thread.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from record import parser_of, write
 from throughtime.gradient import Policy
 
 STATES, PLUS, START, BEST = 23, 10, 0.5, -1 / 6
@@ -126,12 +123,7 @@ def influence(lag: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "influence.json"
-    )
+    parser = parser_of(__doc__, "influence")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lags = {lag: influence(lag) for lag in (1, 10, 20, 25, 40, 50, 100)}
@@ -151,16 +143,7 @@ def main() -> None:
             f"{name:30} theta {statistics.mean(thetas):10.6f} ± {spread:.1e}  ({close} of"
             f" {len(thetas)} at -1/6; paper {row.expected})"
         )
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "throughtime": tt.__version__,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(
-        json.dumps({"influence": lags, "rows": found, **versions}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    write(options.out, {"influence": lags, "rows": found})
 
 
 if __name__ == "__main__":

@@ -13,20 +13,16 @@ included; then they run in turns in one process, and the ratio to the scan is ta
 Times are of the processor, which other programs disturb less.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._higher_order_ops.associative_scan import associative_scan  # no public name
 
-import throughtime as tt
+from record import parser_of, write
 from throughtime.kernels import linear_scan
 
 SHAPES = ((1000, 8, 64), (1000, 1, 64), (100, 8, 64), (1000, 32, 256))
@@ -146,13 +142,7 @@ def in_turns(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "linear_scan.json"
-    )
+    parser = parser_of(__doc__, "linear_scan", rounds=31)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
@@ -166,16 +156,7 @@ def main() -> None:
                 flush=True,
             )
         rows.append(row)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "throughtime": tt.__version__,
-        "threads": 1,
-    }
-    options.out.write_text(
-        json.dumps({"rows": rows, **versions, "machine": platform.machine()}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    write(options.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,21 +14,17 @@ tensors at every step, so caches are warm. On one thread times are of the proces
 programs disturb less; on more, of the clock.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-import throughtime as tt
+from record import parser_of, write
 from throughtime.kernels.library import level
 from throughtime.optim import Adam
 
@@ -121,14 +117,8 @@ def in_turns(net: str, rounds: int, clock: Callable[[], float]) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=41)
+    parser = parser_of(__doc__, "optim", rounds=41)
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "optim.json"
-    )
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for threads in options.threads:
@@ -144,15 +134,7 @@ def main() -> None:
                 for way in WAYS
             )
             print(f"{threads} threads  {net:10}", said, flush=True)
-    versions = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "throughtime": tt.__version__,
-    }
-    machine = {"machine": platform.machine(), "instructions": level()}
-    options.out.write_text(
-        json.dumps({"rows": rows, **versions, **machine}, indent=1) + "\n", encoding="utf-8"
-    )
+    write(options.out, {"instructions": level(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -13,16 +13,12 @@ rounds, and of those in which others used less than a tenth of a core.
 Shapes: `T` steps, `B` lanes, `D` features, `H` units, `C` classes.
 """
 
-import argparse
-import json
 import os
-import platform
 import socket
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
@@ -30,6 +26,7 @@ import torch
 from torch import distributed, multiprocessing, nn
 
 import throughtime as tt
+from record import parser_of, write
 
 LANES, FEATURES, CLASSES, CHUNK = 32, 32, 10, 100
 RANKS, TURN, WARM_UP = 2, 10, 5  # updates in a turn, and before the first
@@ -190,15 +187,9 @@ def summary(rounds: Rounds, most: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=100)
+    parser = parser_of(__doc__, "ranks", rounds=100)
     parser.add_argument("--cell", default="LSTM", choices=["LSTM", "GRU", "RNN"])
     parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results" / "ranks.json"
-    )
     options = parser.parse_args()
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -215,13 +206,11 @@ def main() -> None:
     record = {
         "cell": options.cell,
         "hidden": options.hidden,
-        "platform": platform.platform(),
-        "torch": torch.__version__,
         "cores": os.cpu_count(),
         "others": statistics.quantiles(rounds.others, n=4),
         **summaries,
     }
-    options.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write(options.out, record)
 
 
 if __name__ == "__main__":

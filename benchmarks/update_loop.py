@@ -9,18 +9,15 @@ each pair is taken. The hand-written loop slices a tensor, carries and detaches 
 `tt.updates` over a `tt.Stream`, once for each way of carrying the same network.
 """
 
-import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from record import parser_of, write
 
 STEPS, CHUNK, FEATURES, HIDDEN, CLASSES = 20_000, 100, 4, 50, 3
 
@@ -99,11 +96,7 @@ def ours(make: Callable[[], nn.Module], x: Tensor, t: Tensor) -> Callable[[], li
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/update_loop.json"))
+    parser = parser_of(__doc__, "update_loop", rounds=30)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(1)
@@ -138,18 +131,7 @@ def main() -> None:
             "lower_quartile": low,
             "upper_quartile": high,
         }
-    machine = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads": 1,
-        "processor": platform.processor() or platform.machine(),
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(
-        json.dumps({"machine": machine, "rounds": options.rounds, "result": result}, indent=1)
-        + "\n",
-        encoding="utf-8",
-    )
+    write(options.out, {"rounds": options.rounds, "result": result})
     for name, row in result.items():
         spread = f"quartiles {row['lower_quartile']:.3f} to {row['upper_quartile']:.3f}"
         print(
