@@ -74,8 +74,9 @@ class StoredStates:
         if self.ended is not None:
             lanes, rows = (before.unsqueeze(1) == self.ended[0]).nonzero(as_tuple=True)
             stored[lanes] = True
-            for leaf, ended in zip(leaves, self.ended[1], strict=True):
-                leaf.index_copy_(0, send(lanes, leaf.device), _rows(ended, rows))
+            if len(lanes):  # the host would wait for an empty copy to a device
+                for leaf, ended in zip(leaves, self.ended[1], strict=True):
+                    leaf.index_copy_(0, send(lanes, leaf.device), _rows(ended, rows))
         values = iter(leaves)
         return _reset(initial, trees.map_leaves(lambda _: next(values), initial), stored)
 

@@ -1,0 +1,75 @@
+"""Windows from carried states on a device: the numbers of the CPU, and no read of the device."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from mock_device import DEVICE, counted
+from torch import Tensor, nn
+
+import throughtime as tt
+
+CPU = torch.device("cpu")
+LENGTHS = (23, 10, 31)
+
+
+def trained(device: torch.device, start: Any, epochs: int = 2) -> tuple[list[Tensor], tt.Updates]:
+    """The outputs of every update of windows of 5 steps, and the last epoch."""
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {
+            "inputs": torch.randn(n, 2, dtype=torch.float64, generator=generator),
+            "targets": torch.randn(n, 1, dtype=torch.float64, generator=generator),
+        }
+        for n in LENGTHS
+    ]
+    stream = tt.Stream(tt.windows(data, 5), lanes=2, chunk=5, seed=1)
+    torch.default_generator.manual_seed(3)
+    net = tt.carry(nn.Sequential(nn.LSTM(2, 6), nn.Linear(6, 1)).double().to(device))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    policy, state, outputs = tt.Truncated(5, start=start), None, list[Tensor]()
+    for _ in range(epochs):
+        run = tt.updates(net, stream, nn.MSELoss(), gradient=policy, policy_state=state)
+        for update in run:
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append(update.outputs.cpu())
+        state = run.policy_state
+    return outputs, run
+
+
+def test_carried_starts_are_those_of_the_cpu() -> None:
+    for own, expected in zip(
+        trained(DEVICE, "carried")[0], trained(CPU, "carried")[0], strict=True
+    ):
+        torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("start", ["carried", "noise"])
+def test_what_is_known_of_the_states_is_saved_and_loaded(start: Any) -> None:
+    _, run = trained(DEVICE, start)
+    saved = copy.deepcopy(run.state_dict())
+    run.load_state_dict(saved)
+    again = run.state_dict()
+    torch.testing.assert_close(again["policy"], saved["policy"], rtol=0, atol=0)
+    assert len(list(run)) > 0
+
+
+@pytest.mark.parametrize("start", ["carried", "noise"])
+def test_starts_read_nothing_from_the_device(start: Any) -> None:
+    with counted() as plain:
+        trained(DEVICE, "zero")
+    with counted() as counts:
+        trained(DEVICE, start)
+    assert counts.blocking <= plain.blocking
+
+
+def test_a_settling_time_is_that_of_the_cpu() -> None:
+    signal = torch.randn(900, 2, dtype=torch.float64)
+    torch.default_generator.manual_seed(3)
+    net = tt.carry(nn.Sequential(nn.GRU(2, 6), nn.Linear(6, 1)).double())
+    expected = tt.settling_time(net, signal, span=100)
+    own = tt.settling_time(net.to(DEVICE), signal, span=100)
+    assert own.starts == expected.starts
+    assert own.scale == pytest.approx(expected.scale)
