@@ -81,11 +81,11 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
 class SideStream:
     """Copies to a device beside its computations, where its backend has streams (CUDA, XPU).
 
-    side = SideStream(device)
-    with side.copies():
+    queue = SideStream(device)
+    with queue.copies():
         tensors = [send(tensor, device) for tensor in tensors]
     ...                                     # the device computes and copies at the same time
-    side.join(tensors)                      # what is computed from now on waits for the copies
+    queue.join(tensors)                     # what is computed from now on waits for the copies
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -464,8 +464,12 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if len(chunks) == 1:
         return chunks[0]
     inputs = torch.cat([c.inputs for c in chunks])
-    targets = _cat([c.targets for c in chunks])
-    host = None if inputs.is_cpu else _cat([c._sent_targets() for c in chunks])
+    several = [c.targets for c in chunks if c.targets is not None]
+    targets = torch.cat(several) if len(several) == len(chunks) else None
+    host = None
+    if not inputs.is_cpu:
+        sent = [rows for c in chunks if (rows := c._sent_targets()) is not None]
+        host = torch.cat(sent) if len(sent) == len(chunks) else None
     if all(a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)):
         first, last = chunks[0], chunks[-1]
         return Chunk(inputs, targets, first.metadata, first.start, last.stop, host_targets=host)
@@ -479,12 +483,6 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
         ]
         metadata._copies[inputs.device] = {"resets": torch.cat(resets)}
     return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks), host_targets=host)
-
-
-def _cat(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """All of them in order; None if one is missing."""
-    rows = [tensor for tensor in tensors if tensor is not None]
-    return torch.cat(rows) if len(rows) == len(tensors) else None
 
 
 @runtime_checkable

@@ -200,7 +200,9 @@ class Carried(nn.Module):
                 " for each step and lane"
             )
         try:
-            if cudnn_rules(x) or (resets is not None and not self.adapter.takes_resets()):
+            if (not x.is_cpu and cudnn_rules(x)) or (
+                resets is not None and not self.adapter.takes_resets()
+            ):
                 return self._run_split(x, state, resets)
             y, after = self.adapter.run(x, state, resets)
             return y, _as_entering(after, state) if torch.is_autocast_enabled(

@@ -81,7 +81,7 @@ class LayerAdapter(Adapter):
             if is_single
             else (state[0].transpose(0, 1), state[1].transpose(0, 1))
         )
-        if cudnn_rules(x):  # which refuses a strided state
+        if not x.is_cpu and cudnn_rules(x):  # which refuses a strided state
             entering = trees.map_leaves(Tensor.contiguous, entering)
         batch_first = self.module.batch_first
         options = () if resets is None else (resets.transpose(0, 1) if batch_first else resets,)

@@ -37,29 +37,29 @@ class BlockAhead(NamedTuple):
     Attributes:
         start: its first step in the epoch.
         block: what was read.
-        side: the queue of its copies.
+        queue: that of its copies.
     """
 
     start: int
     block: Block
-    side: SideStream
+    queue: SideStream
 
     @classmethod
     def load(
         cls, read: Callable[[int], Block], start: int, device: torch.device
     ) -> "BlockAhead | None":
         """Read a block and send it; None if it cannot be read: that is raised when it is needed."""
-        side = SideStream(device)
+        queue = SideStream(device)
         try:
-            with side.copies():
-                return cls(start, read(start), side)
+            with queue.copies():
+                return cls(start, read(start), queue)
         except DataError:
             return None
 
     def join(self) -> Block:
         """The block; what the device computes from now on waits for the copies."""
         chunk, _ = self.block
-        self.side.join(t for t in (chunk._inputs, chunk._targets) if t is not None)
+        self.queue.join(t for t in (chunk._inputs, chunk._targets) if t is not None)
         return self.block
 
 
