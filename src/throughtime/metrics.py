@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from throughtime._device import is_accelerator, real_type
+from throughtime._device import is_accelerator, real_type, send
 from throughtime.errors import ConfigError, DataError, listed
 
 __all__ = ["Classification", "MergeableMetric", "Metric", "Regression"]
@@ -257,7 +257,7 @@ class Classification:
         else:
             self._check(extremes)
         pairs = (true * n + outputs.argmax(dim=-1)).flatten()
-        self.confusion = self.confusion.to(outputs.device)
+        self.confusion = send(self.confusion, outputs.device)
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
 
     def _add_extremes(self, extremes: Tensor | None) -> None:

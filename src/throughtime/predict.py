@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
+from throughtime._device import send
 from throughtime.carry.carried import (
     Carried,
     device_of,
@@ -138,7 +139,7 @@ def predict(
     predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
     start = 0
     for part in stream:
-        outputs = predictor(part.inputs.to(predictor.device)).squeeze(1).cpu()
+        outputs = predictor(send(part.inputs, predictor.device)).squeeze(1).cpu()
         if out is None:
             out = outputs.new_empty(stream.steps, *outputs.shape[1:])
         span = slice(start, start + len(outputs))
