@@ -25,7 +25,6 @@ from throughtime.errors import MissingExtraError, RunError
 
 Status: TypeAlias = Literal["finished", "stopped", "failed"]
 _PROJECT = "throughtime"
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 
 
 @dataclass(frozen=True)
@@ -170,10 +169,10 @@ def check_installed(names: Sequence[str]) -> None:
     """
     for name in names:
         try:
-            importlib.import_module(_PACKAGES[name])
+            importlib.import_module(name)
         except ImportError as error:
             raise MissingExtraError(
-                f"--logger {name} needs {_PACKAGES[name]}; pip install 'throughtime[{name}]'"
+                f"--logger {name} needs {name}; pip install 'throughtime[{name}]'"
             ) from error
 
 

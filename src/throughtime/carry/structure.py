@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import getitem
+from operator import attrgetter, getitem
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -34,25 +34,19 @@ from throughtime.state import State
 
 LAYERS = (nn.LSTM, nn.GRU, nn.RNN, LSTM, GRU, RNN)  # a subclass may compute something else
 PLAIN = (int, float, bool, str, type(None))
+ACTIVATIONS = ("relu", "tanh", "sigmoid", "log_softmax", "softmax")  # of torch, and methods
 FUNCTIONS: set[object] = {
-    *(torch.relu, torch.tanh, torch.sigmoid, torch.log_softmax, torch.softmax),
-    *(
-        functional.relu,
-        functional.tanh,
-        functional.sigmoid,
-        functional.log_softmax,
-        functional.softmax,
-        functional.gelu,
-        functional.elu,
-        functional.silu,
-        functional.leaky_relu,
-    ),
+    *(getattr(torch, name) for name in ACTIVATIONS),
+    *(getattr(functional, name) for name in (*ACTIVATIONS, "gelu", "elu", "silu", "leaky_relu")),
 }
 METHODS = {
     *("transpose", "permute", "contiguous", "view", "reshape", "flatten", "unsqueeze", "squeeze"),
-    *("relu", "tanh", "sigmoid", "log_softmax", "softmax"),
+    *ACTIVATIONS,
 }
 SIZES = {"shape", "device", "dtype", "size", "dim"}
+
+
+_content = attrgetter("co_code", "co_names", "co_varnames", "co_consts")  # of a code object
 
 
 class UnknownError(Exception):
@@ -488,15 +482,6 @@ def _source(function: FunctionType) -> ast.FunctionDef:
         whole = ast.fix_missing_locations(ast.Module([*before, definition], []))
         constants = compile(whole, "<forward>", "exec", dont_inherit=True).co_consts
         codes = [value for value in constants if isinstance(value, CodeType)]
-        if any(_same_code(code, function.__code__) for code in codes):
+        if _content(function.__code__) in map(_content, codes):
             return definition
     raise UnknownError
-
-
-def _same_code(a: CodeType, b: CodeType) -> bool:
-    return (a.co_code, a.co_names, a.co_varnames, a.co_consts) == (
-        b.co_code,
-        b.co_names,
-        b.co_varnames,
-        b.co_consts,
-    )
