@@ -5,8 +5,12 @@
 An LSTM of 50 units with 3 inputs and a linear readout of 2, float32, one lane, one thread, one step
 at a time, as a live process runs it. First every runtime is checked to compute what the net
 computes. Then the runtimes take turns. Goals, on a quiet machine: C at least 4 times as fast as
-onnxruntime with bound buffers, `Session` at most 1.1 of these, an export under 1 s without
-verification and under 20 s with it.
+onnxruntime with bound buffers, WebAssembly at most 1.2 of C, `Session` at most 1.1 of the bound
+buffers, `Predictor.step` at most 0.25 of a call of the predictor with one step, an export under 1 s
+without verification and under 20 s with it.
+
+WebAssembly is measured where clang has the target, or where the package ziglang, which has a clang
+in it, is installed: `pip install ziglang`.
 """
 
 import ctypes
@@ -26,6 +30,7 @@ from torch import nn
 import throughtime as tt
 from record import parser_of, write
 from throughtime.deploy.verify import C_FLAGS, play_c
+from wasm import wasm_steps
 
 FEATURES, HIDDEN, OUTPUTS, STEPS = 3, 50, 2, 2_000
 TIMER = """
@@ -114,6 +119,20 @@ def javascript_steps(folder: Path, x: Any) -> Callable[[], float]:
     return measure
 
 
+def eager_steps(layers: list[nn.Module]) -> Callable[[Any], Any]:
+    """A loop by hand of torch.nn, the state in a variable and nothing checked."""
+    recurrent, readout = layers
+    state: Any = None
+
+    def step(x: Any) -> Any:
+        nonlocal state
+        with torch.no_grad():
+            y, state = recurrent(x, state)
+            return readout(y)
+
+    return step
+
+
 def require_same(got: Any, expected: Any, name: str) -> None:
     """Refuse to time what computes something else."""
     error = float(np.abs(np.asarray(got) - expected).max())
@@ -148,16 +167,27 @@ def main() -> None:
         folder = Path(name)
         written = exports(eager, folder, x)
         description = tt.deploy.Session(folder / "net.onnx").description
-        measured: dict[str, Callable[[], float]] = {
-            "torch eager": steps_of(tt.Predictor(eager).step, torch.from_numpy(rows))
-        }
+        measured = {"torch.nn, called": steps_of(tt.Predictor(eager).step, torch.from_numpy(rows))}
         measured["C"] = c_steps(folder, x.numpy(), expected, description)
+        wasm = wasm_steps(folder, x.numpy())
+        if wasm is None:
+            print(
+                "WebAssembly is not measured: neither clang with wasm-ld nor ziglang is installed"
+            )
+        else:
+            wasm()
+            y = np.fromfile(folder / "y.bin", np.float32).reshape(STEPS, OUTPUTS)
+            require_same(y, expected, "WebAssembly")
+            measured["WebAssembly"] = wasm
         measured["JavaScript"] = javascript_steps(folder, x.numpy())
         measured["onnxruntime, bound"] = steps_of(bound(folder / "net.onnx"), rows)
         measured["Session.step"] = steps_of(tt.deploy.Session(folder / "net.onnx").step, rows)
         fused = tt.carry(nn.Sequential(tt.nn.LSTM(FEATURES, HIDDEN), layers[1])).eval()
         fused.load_state_dict(eager.state_dict())
-        measured["Predictor.step"] = steps_of(tt.Predictor(fused).step, torch.from_numpy(rows))
+        inputs = torch.from_numpy(rows)
+        measured["Predictor, called"] = steps_of(tt.Predictor(fused), inputs.unsqueeze(1))
+        measured["Predictor.step"] = steps_of(tt.Predictor(fused).step, inputs)
+        measured["torch eager"] = steps_of(eager_steps(layers), inputs.unsqueeze(1))
         for kind, call in (("Session", tt.deploy.Session(folder / "net.onnx")),):
             require_same(call(x.numpy()), expected, kind)
         require_same(tt.predict(fused, x)[0], expected, "Predictor")

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.wasm import WASM_FLAGS, wasm_compiler, wasm_steps
 from torch import Tensor, nn
 
 import throughtime as tt
@@ -25,6 +26,9 @@ from throughtime.nn.affine import Affine
 
 STEPS = 3_000
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+needs_wasm = pytest.mark.skipif(
+    wasm_compiler() is None, reason="needs clang with wasm-ld, or the package ziglang"
+)
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 FORMATS = [
     "onnx",
@@ -450,8 +454,7 @@ def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
     ]
     source = (tmp_path / "my-net.2.c").read_text()
     assert "my_net_2_step(my_net_2_state *s" in source
-    header = (tmp_path / "my-net.2.h").read_text()
-    assert json.loads(re.findall(r"\{.*\}", header)[0])["rate"] == 360
+    assert described(tmp_path / "my-net.2.h")["rate"] == 360
 
 
 def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
@@ -542,18 +545,12 @@ def test_what_an_audio_plugin_does_not_have_is_refused(
     ["lstm two", pytest.param("gru", marks=pytest.mark.slow), "between", "words", "projected"],
 )
 def test_c_gives_the_same_bits_at_every_optimisation(name: str, tmp_path: Path) -> None:
-    net, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
-    source, width = written.paths[0], read_width(written.paths[1])
+    _, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
+    source = written.paths[0]
     indexed = name == "words"
     random = np.random.default_rng(0)
     x = random.integers(0, 11, 2_000) if indexed else random.standard_normal((2_000, 3))
-    description = {
-        "inputs": {"indexed": indexed},
-        "outputs": {"width": width},
-        "state": [
-            {"shape": [1, 1, leaf.numel()]} for _, leaf in tt.state.leaves(net.initial_state(1))
-        ],
-    }
+    description = described(written.paths[1])
     hashes: set[str] = set()
     for level in ("-O0", "-O1", "-O2", "-O3", "-Os"):
         library = tmp_path / f"net{level}.so"
@@ -564,8 +561,9 @@ def test_c_gives_the_same_bits_at_every_optimisation(name: str, tmp_path: Path) 
     assert len(hashes) == 1
 
 
-def read_width(header: Path) -> int:
-    return int(re.findall(r"NET_OUTPUTS = (\d+)", header.read_text())[0])
+def described(header: Path) -> Any:
+    """The description in a header."""
+    return json.loads(re.findall(r"\{.*\}", header.read_text())[0])
 
 
 MAIN = """
@@ -630,17 +628,16 @@ if (!refused) throw new Error("two numbers are taken");
     subprocess.run(["node", "run.mjs"], cwd=tmp_path, check=True)
 
 
-def page_block(language: str) -> str:
+def page_blocks(language: str) -> list[str]:
     page = Path(__file__).parent.parent / "docs" / "how-to" / "deploy.md"
     pattern = rf"^```{language}\n(.*?)^```"
-    (block,) = re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE)
-    return block
+    return re.findall(pattern, page.read_text(), re.DOTALL | re.MULTILINE)
 
 
 @needs_compiler
 def test_the_c_of_the_page_runs(tmp_path: Path) -> None:
     net, _ = exported(tmp_path, CHAINS["lstm"], "beat.c", steps=10)
-    block = page_block("c")
+    (block,) = page_blocks("c")
     (tmp_path / "main.c").write_text(block)
     (command,) = re.findall(r"(gcc .*?) &&", block)
     subprocess.run(command.split(), cwd=tmp_path, check=True)
@@ -657,6 +654,48 @@ def test_the_c_of_the_page_runs(tmp_path: Path) -> None:
 def test_the_javascript_of_the_page_runs(tmp_path: Path) -> None:
     exported(tmp_path, CHAINS["lstm"], "beat.js", steps=10, classes=("none", "beat"))
     (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "main.js").write_text(page_block("javascript"))
+    (tmp_path / "main.js").write_text(page_blocks("javascript")[0])
     done = subprocess.run(["node", "main.js"], cwd=tmp_path, check=True, capture_output=True)
     assert b"'none', 'beat'" in done.stdout
+
+
+@needs_compiler
+@needs_node
+@needs_wasm
+@pytest.mark.parametrize("name", ["lstm two", "gru", "between", "words"])
+def test_webassembly_gives_the_bits_of_c(name: str, tmp_path: Path) -> None:
+    _, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
+    random = np.random.default_rng(0)
+    x = random.integers(0, 11, 100_000).astype(np.int32)
+    if name != "words":
+        x = random.standard_normal((100_000, 3)).astype(np.float32)
+    library = tmp_path / "net.so"
+    command = ["gcc", *verify.C_FLAGS, "-O3", "-shared", "-fPIC", str(written.paths[0])]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    (y,) = verify.play_c(library, "net", described(written.paths[1]), [x])
+    measure = wasm_steps(tmp_path, x)
+    assert measure is not None
+    measure()
+    assert (tmp_path / "y.bin").read_bytes() == y.tobytes()
+
+
+@needs_node
+@needs_wasm
+def test_the_webassembly_of_the_page_runs(tmp_path: Path) -> None:
+    net, _ = exported(tmp_path, CHAINS["lstm"], "beat.c", steps=10)
+    (block,) = (block for block in page_blocks("bash") if "wasm" in block)
+    program, *command = block.replace("\\\n", " ").split()
+    assert program == "clang"
+    assert set(WASM_FLAGS) <= set(command)
+    subprocess.run([*(wasm_compiler() or ()), *command], cwd=tmp_path, check=True)
+    (tmp_path / "main.mjs").write_text(page_blocks("javascript")[1])
+    done = subprocess.run(["node", "main.mjs"], cwd=tmp_path, check=True, capture_output=True)
+    got = [float(number) for number in re.findall(r"-?\d+\.\d+", done.stdout.decode())]
+    expected, _ = tt.predict(net, torch.tensor([[0.1, -0.2, 0.3]]))
+    assert np.abs(np.array(got) - expected[0].numpy()).max() < 1e-6
+
+
+def test_runners_of_the_page_have_ten_lines_at_most() -> None:
+    blocks = [block for language in ("c", "javascript", "rust") for block in page_blocks(language)]
+    assert len(blocks) == 6
+    assert all(len([line for line in block.splitlines() if line]) <= 10 for block in blocks)
