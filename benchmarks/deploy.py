@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +119,7 @@ def javascript_steps(folder: Path, x: Any) -> Callable[[], float]:
     return measure
 
 
-def eager_steps(layers: list[nn.Module]) -> Callable[[Any], Any]:
+def eager_steps(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
     """A loop by hand of torch.nn, the state in a variable and nothing checked."""
     recurrent, readout = layers
     state: Any = None

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -247,6 +248,63 @@ def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) 
     assert written.verification.error < 1e-5
 
 
+MODELS: dict[str, tuple[str, Callable[[], Tensor]]] = {  # of the page of models
+    "min_gru": ("MinGRU", lambda: torch.randn(50, 2, 2)),
+    "spiking": ("Spiking", lambda: torch.randint(2, (50, 2, 2)).to(torch.float32)),
+    "conv_lstm": ("ConvLSTM", lambda: torch.rand(50, 2, 1, 6, 6)),
+    "transformer_xl": ("TransformerXL", lambda: torch.randint(4, (50, 2))),
+    "state_space": ("Mamba", lambda: torch.randint(4, (50, 2))),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "min_gru",
+        "conv_lstm",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in MODELS
+            if name not in {"min_gru", "conv_lstm"}
+        ),
+    ],
+)
+def test_a_model_of_the_page_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
+    kind, inputs = MODELS[name]
+    folder = Path(__file__).parent.parent / "examples" / "models"
+    make = runpy.run_path(str(folder / f"{name}.py"))[kind]
+    net = tt.carry(make(2, 4) if name == "min_gru" else make()).eval()
+    x = inputs()
+    written = tt.export(
+        net, tmp_path / "net.onnx", inputs=x, steps=300 if name == "conv_lstm" else STEPS
+    )
+    assert written.verification is not None
+    assert written.verification.error < 1e-5
+    session = tt.deploy.Session(tmp_path / "net.onnx", 2, on_nan="hold")
+    predictor = tt.Predictor(net, 2, on_nan="hold")
+    for part in pieces(x):
+        np.testing.assert_allclose(session(part.numpy()), predictor(part).numpy(), atol=1e-5)
+    if x.is_floating_point():
+        x[1, 0].fill_(torch.nan)
+        expected = predictor(x[:3]).numpy()
+        np.testing.assert_allclose(session(x[:3].numpy()), expected, atol=1e-5, equal_nan=True)
+        np.testing.assert_allclose(session.step(x[5].numpy()), predictor(x[5:6])[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_raw_inputs_far_from_zero_cost_no_digits(kind: str, tmp_path: Path) -> None:
+    def raw() -> nn.Module:
+        """As of a converter: its mean is 10,000 times its deviation."""
+        first = Affine(3, inverse=False)
+        first.shift.fill_(2e4)
+        first.scale.fill_(2)
+        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
+
+    _, written = exported(tmp_path, raw, f"net.{kind}", steps=20_000)
+    assert written.verification is not None
+    assert written.verification.error < 1e-6
+
+
 @pytest.mark.slow
 def test_a_net_of_doubles_is_written_in_its_own_type_unless_it_is_a_chain(tmp_path: Path) -> None:
     _, chain = exported(tmp_path, lambda: CHAINS["lstm"]().double(), "chain.onnx")
@@ -316,6 +374,18 @@ def test_lanes_are_independent_in_onnx(name: str, lanes: int, tmp_path: Path) ->
     assert close(again[:, -1], expected[:, -1].detach())
     if lanes > 1:
         assert not close(again[:, 0], expected[:, 0].detach())
+    before, last = session.state, lanes - 1
+    broken = {leaf: value.copy() for leaf, value in before.items()}
+    for value in broken.values():
+        value.reshape(*value.shape[-2:])[last] = np.nan
+    session.state = broken
+    got = session(x[:5].numpy())
+    assert np.isnan(got[:, last]).any() or name == "relu"  # onnxruntime's Relu of NaN is 0
+    session.state = before
+    assert np.array_equal(got[:, :last], session(x[:5].numpy())[:, :last])
+    session.state = broken
+    session.reset(lanes=[last])
+    assert close(session(x.numpy())[:, last], expected[:, last].detach())
 
 
 def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[tt.Carried, Path], tmp_path: Path):
@@ -446,7 +516,12 @@ def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
         _, written = exported(tmp_path, CHAINS["lstm"], name, rate=360, classes=names)
         assert written.verification is not None
     description = tt.deploy.Session(tmp_path / "my-net.2.onnx").description
-    assert description["outputs"] == {"width": 2, "meaning": "logits", "classes": names}
+    assert description["outputs"] == {
+        "shape": [2],
+        "width": 2,
+        "meaning": "logits",
+        "classes": names,
+    }
     assert description["rate"] == 360
     assert [(leaf["name"], leaf["shape"]) for leaf in description["state"]] == [
         ("0.h", [1, "B", 8]),
@@ -604,6 +679,63 @@ def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: P
             ["nm", "--undefined-only", "net.o"], cwd=tmp_path, check=True, capture_output=True
         ).stdout.decode()
         assert {line.split()[-1] for line in symbols.splitlines()} <= {"memcpy", "memset"}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["lstm two", "learned start"])
+def test_a_struct_of_c_is_copied_in_mid_stream_to_the_bit(name: str, tmp_path: Path) -> None:
+    exported(tmp_path, CHAINS[name], "net.c", steps=10)
+    (tmp_path / "main.c").write_text(COPIED)
+    subprocess.run(
+        ["gcc", *verify.C_FLAGS, "net.c", "main.c", "-o", "main"], cwd=tmp_path, check=True
+    )
+    subprocess.run([tmp_path / "main"], check=True)
+
+
+COPIED = """
+#include "net.h"
+#include <stdio.h>
+#include <string.h>
+int main(void) {
+  net_state s, other;
+  float x[3], y[2], z[2];
+  FILE *file = tmpfile();
+  net_reset(&s);
+  for (int t = 0; t < 40; t++) {
+    for (int k = 0; k < 3; k++) x[k] = (float)((7 * t + 3 * k) % 11) / 5.f - 1.f;
+    if (t == 17) {
+      fwrite(&s, sizeof s, 1, file);
+      rewind(file);
+      if (fread(&other, sizeof other, 1, file) != 1) return 1;
+    }
+    net_step(&s, x, y);
+    if (t < 17) continue;
+    net_step(&other, x, z);
+    if (memcmp(y, z, sizeof y)) return 2;
+  }
+  return memcmp(&s, &other, sizeof s) ? 3 : 0;
+}
+"""
+
+
+@needs_node
+@pytest.mark.parametrize("name", ["lstm two", "learned start"])
+def test_a_state_of_javascript_is_put_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    exported(tmp_path, CHAINS[name], "net.js", steps=10)
+    shutil.copyfile(tmp_path / "net.js", tmp_path / "net.mjs")
+    script = """
+import { create } from "./net.mjs";
+const net = create(), row = (t) => [Math.sin(t), Math.cos(3 * t), t / 40];
+for (let t = 0; t < 17; t++) net.step(row(t));
+const saved = structuredClone(net.state), first = [], later = [], other = create();
+for (let t = 17; t < 40; t++) first.push(...net.step(row(t)));
+for (const leaf in saved) other.state[leaf].set(saved[leaf]);
+for (let t = 17; t < 40; t++) later.push(...other.step(row(t)));
+if (first.some((value, k) => value !== later[k])) throw new Error("another state");
+if (first.length !== 46) throw new Error("outputs are missing");
+"""
+    (tmp_path / "run.mjs").write_text(script)
+    subprocess.run(["node", "run.mjs"], cwd=tmp_path, check=True)
 
 
 @needs_node

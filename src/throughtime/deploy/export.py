@@ -3,6 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
+import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -97,7 +98,8 @@ def export(
             `nn.Linear` and functions of each value. A chain is written in float32.
         path: of the file; its suffix names the format, unless `to` does.
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
-            which the file will get its inputs: random steps have its means and deviations.
+            which the file will get its inputs: random steps have its means and about its
+            deviations.
         to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "html" (a page that runs
             the net on the longest recording of `stream`, or on the example), "nam" (Neural Amp
             Modeler) or "rtneural" (the JSON of RTNeural and AIDA-X).
@@ -261,10 +263,10 @@ def export_page(
 
 
 def _example(inputs: Any) -> Tensor:
-    """The example as `(T, B, D)`, or `(T, B)` indices."""
+    """The example as `(T, B, D)`, or with more dimensions for D, or `(T, B)` indices."""
     x = torch.as_tensor(inputs).detach().cpu()
     x = x.unsqueeze(1) if x.dim() == (2 if x.is_floating_point() else 1) else x
-    if x.dim() != (3 if x.is_floating_point() else 2) or not x.numel():
+    if (x.dim() < 3 if x.is_floating_point() else x.dim() != 2) or not x.numel():
         raise DataError(
             f"inputs have shape {tuple(x.shape)}, expected an example (T, D) or (T, B, D), or"
             " indices (T,) or (T, B)"
@@ -275,10 +277,11 @@ def _example(inputs: Any) -> Tensor:
 class _Ports(NamedTuple):
     """What goes in and out of a file, and how to find the leaves of its state in the net's."""
 
-    width: int
+    shape: tuple[int, ...]  # of a step of a lane; () for indices
+    width: int  # the numbers in it, or the entries of an embedding
     indexed: bool
     dtype: str
-    outputs: int
+    outputs: tuple[int, ...]
     meaning: str | None
     leaves: list[dict[str, Any]]
     read_state: Callable[[State], Mapping[str, Tensor]]
@@ -297,10 +300,11 @@ def _chain_ports(chain: Chain, net: Carried) -> _Ports:
         for leaf in chain.leaves
     ]
     return _Ports(
+        () if chain.is_indexed else (chain.width,),
         chain.width,
         chain.is_indexed,
         real,
-        chain.outputs,
+        (chain.outputs,),
         _LAST.get(last.function) if isinstance(last, Pointwise) else None,
         leaves,
         lambda state: chain.state_of(state, net.leaf_names(state)),
@@ -309,12 +313,6 @@ def _chain_ports(chain: Chain, net: Carried) -> _Ports:
 
 def _net_ports(net: Carried, example: Tensor) -> _Ports:
     """Those of a net that is no chain: the leaves as they are, lanes first."""
-    if example.dim() > 3:
-        raise ModelError(
-            f"the inputs {tuple(example.shape)} have {example.dim() - 2} dimensions for each step"
-            " and lane; ONNX files of throughtime take (T, B, D), or (T, B) indices. Flatten them"
-            " before the net, and unflatten inside"
-        )
     state = net.initial_state(1, like=example)
     y, _ = net(example[:1, :1], state)
     names = [name.replace("/", ".") for name in net.leaf_names(state)]
@@ -331,10 +329,11 @@ def _net_ports(net: Carried, example: Tensor) -> _Ports:
     tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
     entries = tables[0] if len(tables) == 1 else int(example.max()) + 1
     return _Ports(
-        entries if indexed else example.shape[2],
+        example.shape[2:],
+        entries if indexed else math.prod(example.shape[2:]),
         indexed,
         str(y.dtype).removeprefix("torch."),
-        y.shape[2],
+        y.shape[2:],
         None,
         leaves,
         lambda state: dict(zip(names, trees.tensors(state), strict=True)),
@@ -356,21 +355,29 @@ def _describe(
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The description, with the conformance vector that the net computes."""
-    if classes and len(classes) != ports.outputs:
-        raise ConfigError(
-            f"{len(classes)} classes are named and the net has {ports.outputs} outputs"
-        )
-    inputs: dict[str, Any] = {"width": ports.width, "indexed": ports.indexed, "dtype": ports.dtype}
+    outputs = math.prod(ports.outputs)
+    if classes and len(classes) != outputs:
+        raise ConfigError(f"{len(classes)} classes are named and the net has {outputs} outputs")
+    inputs: dict[str, Any] = {
+        "shape": [*ports.shape],
+        "width": ports.width,
+        "indexed": ports.indexed,
+        "dtype": ports.dtype,
+    }
     if not ports.indexed:
-        flat = example.flatten(0, 1).to(torch.float64)
+        flat = example.flatten(0, 1).flatten(1).to(torch.float64)
         deviation = flat.std(0, correction=0)
-        inputs["shift"] = flat.mean(0).tolist()
-        inputs["scale"] = torch.where(deviation > 0, deviation, 1.0).tolist()
+        # numbers with which each runtime computes the same inputs of the conformance vector, to the
+        # bit and with any contraction: where a mean is 1e4 deviations, rounding it otherwise counts
+        inputs["shift"] = flat.mean(0).to(getattr(torch, ports.dtype)).tolist()
+        power = deviation.where(deviation > 0, 1.0).log2().round()
+        inputs["scale"] = power.exp2().tolist()
     description: dict[str, Any] = {
         "format": metadata.FORMAT,
         "inputs": inputs,
         "outputs": {
-            "width": ports.outputs,
+            "shape": [*ports.outputs],
+            "width": outputs,
             "meaning": ports.meaning or ("logits" if classes else "values"),
             "classes": list(classes),
         },

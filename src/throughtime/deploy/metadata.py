@@ -42,13 +42,13 @@ def generated(steps: int, width: int, *, indexed: bool) -> Array:
 
 
 def vector_inputs(description: Mapping[str, Any]) -> Array:
-    """The inputs of the conformance vector, `(STEPS, 1, D)` or `(STEPS, 1)` indices."""
+    """The inputs of the conformance vector, `(STEPS, 1, ...)` or `(STEPS, 1)` indices."""
     inputs = description["inputs"]
     values = generated(STEPS, inputs["width"], indexed=inputs["indexed"])
     if inputs["indexed"]:
         return values[:, None]
     shift, scale = (np.array(inputs[name]) for name in ("shift", "scale"))
-    return (shift + scale * values)[:, None].astype(inputs["dtype"])
+    return (shift + scale * values).reshape(STEPS, 1, *inputs["shape"]).astype(inputs["dtype"])
 
 
 def check_vector(

@@ -124,7 +124,6 @@ def _over_time(onnx: Any, step: Any, description: Mapping[str, Any], name: str) 
 
     inputs, outputs = description["inputs"], description["outputs"]
     shapes = [leaf["shape"] for leaf in description["state"]]
-    columns = [] if inputs["indexed"] else [inputs["width"]]
     body = helper.make_graph(
         [constant, unsqueeze, *graph.node, squeeze],
         "step",
@@ -133,11 +132,11 @@ def _over_time(onnx: Any, step: Any, description: Mapping[str, Any], name: str) 
                 info(value.name, value, shape)
                 for value, shape in zip(entering, shapes, strict=True)
             ),
-            info("x_t", x, ["B", *columns]),
+            info("x_t", x, ["B", *inputs["shape"]]),
         ],
         [
             *(info(value.name, value, shape) for value, shape in zip(leaving, shapes, strict=True)),
-            info("y_t", y, ["B", outputs["width"]]),
+            info("y_t", y, ["B", *outputs["shape"]]),
         ],
         initializer=graph.initializer,
     )
@@ -147,9 +146,9 @@ def _over_time(onnx: Any, step: Any, description: Mapping[str, Any], name: str) 
     whole = helper.make_graph(
         [scan],
         name,
-        [info("x", x, ["T", "B", *columns]), *map(info, before, entering, shapes)],
+        [info("x", x, ["T", "B", *inputs["shape"]]), *map(info, before, entering, shapes)],
         [
-            info("y", y, ["T", "B", outputs["width"]]),
+            info("y", y, ["T", "B", *outputs["shape"]]),
             *map(info, after, leaving, shapes),
         ],
     )

@@ -77,6 +77,7 @@ class Session:
             self._runtime, self.description = like._runtime, like.description
         self._leaves: Sequence[Mapping[str, Any]] = self.description["state"]
         self._width: int = self.description["inputs"]["width"]
+        self._shape: tuple[int, ...] = (*self.description["inputs"]["shape"],)
         self._indexed: bool = self.description["inputs"]["indexed"]
         self._dtype = np.dtype("int64" if self._indexed else self.description["inputs"]["dtype"])
         self._single = _SingleStep(self._runtime, self.description, lanes)
@@ -87,16 +88,18 @@ class Session:
     def __call__(self, inputs: Any) -> Array:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`; of a single lane also `(T, D)` to `(T, C)`.
 
+        A net of images takes, and gives, more dimensions in place of one.
+
         Raises:
             DataError: inputs of another shape or type, or NaN where `on_nan` is "raise".
         """
         x = np.asarray(inputs)
-        if x.ndim == (1 if self._indexed else 2) and self.lanes == 1:
+        if x.ndim == 1 + len(self._shape) and self.lanes == 1:
             return self(x[:, None])[:, 0]
         x = self._checked(x)
         if self._indexed:
             return self._run(x)
-        finite = np.asarray(np.isfinite(x).all(axis=2))
+        finite = np.asarray(np.isfinite(x).all(axis=tuple(range(2, x.ndim))))
         if finite.all():
             return self._run(x)
         if self.on_nan == "raise":
@@ -173,12 +176,11 @@ class Session:
         self.state = {name.removeprefix("leaf."): value for name, value in values.items()}
 
     def _checked(self, x: Array) -> Array:
-        width = () if self._indexed else (self._width,)
         kinds = "iu" if self._indexed else "fiu"
-        if x.shape[1:] != (self.lanes, *width) or x.dtype.kind not in kinds or not len(x):
+        if x.shape[1:] != (self.lanes, *self._shape) or x.dtype.kind not in kinds or not len(x):
             raise DataError(
                 f"the inputs have shape {x.shape} and type {x.dtype}, expected"
-                f" {('T', self.lanes, *width)} {self._dtype}; a session of more lanes is"
+                f" {('T', self.lanes, *self._shape)} {self._dtype}; a session of more lanes is"
                 " Session(path, lanes=B)"
             )
         if self._indexed and (x.min() < 0 or x.max() >= self._width):
@@ -195,7 +197,7 @@ class Session:
     def _run_around(self, x: Array, finite: Array) -> Array:
         """Runs lanes with missing steps alone, without these; others as if there were none."""
         before = self.state
-        y = self._run(np.where(finite[:, :, None], x, 0))
+        y = self._run(np.where(finite.reshape(*finite.shape, *[1] * len(self._shape)), x, 0))
         after = self.state
         for lane in np.flatnonzero(~finite.all(axis=0)).tolist():
             state = {
@@ -226,13 +228,12 @@ class _SingleStep:
 
     def __init__(self, runtime: Any, description: Mapping[str, Any], lanes: int) -> None:
         inputs, leaves = description["inputs"], description["state"]
-        width = () if inputs["indexed"] else (inputs["width"],)
         kind = "int64" if inputs["indexed"] else inputs["dtype"]
-        self._x = np.zeros((1, lanes, *width), kind)
+        self._x = np.zeros((1, lanes, *inputs["shape"]), kind)
         self._row, self._flat = self._x[0], self._x.ravel()
         self._zeros = np.zeros_like(self._flat)
         self._shape, self._dtype = () if inputs["indexed"] else self._row.shape, self._row.dtype
-        self._y = np.zeros((1, lanes, description["outputs"]["width"]), inputs["dtype"])
+        self._y = np.zeros((1, lanes, *description["outputs"]["shape"]), inputs["dtype"])
         self._outputs = self._y[0]
         self._states = [
             {leaf["name"]: metadata.start_of(leaf, lanes).copy() for leaf in leaves}

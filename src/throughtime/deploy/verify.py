@@ -60,7 +60,7 @@ def verify(
         kind: the format.
         path: the file.
         description: of the file.
-        x: the steps, `(T, D)` or `(T,)` indices.
+        x: the steps, `(T, ...)` or `(T,)` indices.
 
     Returns:
         None if there is nothing to run the file with.
@@ -73,7 +73,7 @@ def verify(
         if play is None:
             return None
         cuts = np.cumsum(np.random.default_rng(0).integers(1, _LONGEST, len(x)))
-        got = np.concatenate(play(np.split(x, cuts[cuts < len(x)])))
+        got = np.concatenate(play(np.split(x, cuts[cuts < len(x)]))).reshape(len(x), -1)
     expected = _outputs(net, x, {})
     limit = TOLERANCE[description["inputs"]["dtype"]] * max(1.0, float(np.abs(expected).max()))
     errors = np.abs(got - expected).max(axis=1)
@@ -99,8 +99,8 @@ def random_steps(description: Mapping[str, Any], steps: int) -> Array:
     inputs, random = description["inputs"], np.random.default_rng(0)
     if inputs["indexed"]:
         return random.integers(0, inputs["width"], steps)
-    values = random.standard_normal((steps, inputs["width"]))
-    return (values * inputs["scale"] + inputs["shift"]).astype(inputs["dtype"])
+    values = random.standard_normal((steps, inputs["width"])) * inputs["scale"] + inputs["shift"]
+    return values.reshape(steps, *inputs["shape"]).astype(inputs["dtype"])
 
 
 def _outputs(net: Carried, x: Array, weights: Mapping[str, Tensor]) -> Array:
@@ -115,7 +115,7 @@ def _outputs(net: Carried, x: Array, weights: Mapping[str, Tensor]) -> Array:
         for part in inputs.split(1024):
             y, state = functional_call(net, dict(weights), (part, state))
             outputs.append(y.cpu())
-    return torch.cat(outputs).squeeze(1).numpy()
+    return torch.cat(outputs).flatten(1).numpy()
 
 
 def _rounded_otherwise(net: Carried) -> dict[str, Tensor]:
