@@ -75,7 +75,8 @@ class CodeLinks(SphinxPostTransform):
 class InlinePictures(SphinxPostTransform):
     """A picture that is drawn in the colours of the page becomes a part of it.
 
-    As a file, which GitHub shows, it is black on white; on the page it follows light and dark.
+    As a file, which GitHub shows, it is black on white; on the page it follows light and dark. One
+    with colours of its own for both stays a file.
     """
 
     formats = ("html",)
@@ -85,6 +86,8 @@ class InlinePictures(SphinxPostTransform):
         for image in list(self.document.findall(nodes.image)):
             path = Path(self.app.srcdir, str(image["uri"]))
             if path.suffix != ".svg" or "var(--paper" not in (svg := path.read_text("utf-8")):
+                continue
+            if "prefers-color-scheme" in svg:
                 continue
             figure = f'<div class="drawing">{svg}</div>'
             image.replace_self(nodes.raw("", figure, format="html"))
