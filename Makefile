@@ -74,7 +74,8 @@ docs: $(INSTALLED)
 # Writes what has changed in English into the translations: new messages empty, changed ones marked fuzzy.
 translations: $(INSTALLED)
 	$(BIN)/sphinx-build --fresh-env --quiet --builder dummy --doctree-dir $(BUILD)/doctrees/translations \
-		--define language=zh_CN --define update_translations=1 docs $(BUILD)/translations
+		--define language=zh_CN --define nb_execution_mode=off --define update_translations=1 \
+		docs $(BUILD)/translations
 
 check: lint names types imports test
 

@@ -90,7 +90,7 @@ class InlinePictures(SphinxPostTransform):
             if "prefers-color-scheme" in svg:
                 continue
             figure = f'<div class="drawing">{svg}</div>'
-            image.replace_self(nodes.raw("", figure, format="html"))
+            image.replace_self(nodes.raw("", figure, format="html", description=image.get("alt")))
 
 
 class EnglishSearch(SearchEnglish):
@@ -109,7 +109,16 @@ class ChineseSearch(SearchLanguage):
     lang = "zh"
     language_name = "English"  # that of the stemmer
     js_stemmer_rawcode = "english-stemmer.js"
-    stopwords = EnglishSearch.stopwords | {"为什", "什么", "如何", "怎么", "怎样", "是什", "解决"}
+    stopwords = EnglishSearch.stopwords | {
+        "为什",
+        "什么",
+        "如何",
+        "怎么",
+        "怎样",
+        "是什",
+        "解决",
+        "区别",
+    }
     js_splitter_code = """
 function splitQuery(query) {
   const known = (word) =>

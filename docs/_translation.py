@@ -2,8 +2,11 @@
 
 A page is translated if `locale/<language>/LC_MESSAGES` has a .po file of its name. Each paragraph,
 heading and cell of a table is a message. Code blocks are not: they are the same in every language.
+The catalog `pictures` has the labels of the pictures, and `sphinx` the words of the theme.
 """
 
+import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from babel.messages.pofile import read_po, write_po
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
+from sphinx.transforms.post_transforms import SphinxPostTransform
 from sphinx.util import logging
 from sphinx.util.nodes import extract_messages
 
@@ -69,6 +73,47 @@ class CheckTranslation(SphinxTransform):
             LOGGER.warning("stale translation\n  %s", "\n  ".join(faults), location=page)
 
 
+_NUMBER = re.compile(r"(?<![A-Za-z])\d+(?:,\d{3})*")
+_LABEL = re.compile(r"(?<=>)[^<>{]*[A-Za-z]{2}[^<>{]*(?=<)")
+_DESCRIPTION = re.compile(r"(<desc[^>]*>)[^<]*")
+_IDENTIFIER = re.compile(r"\w+([._]\w+)+")
+
+
+def labels(svg: str) -> list[str]:
+    """The texts of a picture as messages, `{}` for each number. Names in code are none."""
+    texts = _LABEL.findall(_DESCRIPTION.sub("", svg))
+    return [_NUMBER.sub("{}", text) for text in texts if not _IDENTIFIER.fullmatch(text)]
+
+
+class TranslatePictures(SphinxPostTransform):
+    """The labels of a picture in the language of the page, from the catalog `pictures`.
+
+    Its description for screen readers is that of the page.
+    """
+
+    formats = ("html",)
+    default_priority = 6  # after InlinePictures
+
+    def run(self, **_: Any) -> None:
+        path = catalog_path(self.app, "pictures")
+        pictures = [node for node in self.document.findall(nodes.raw) if node.get("description")]
+        if not pictures or not path.is_file():
+            return
+        with path.open("rb") as file:
+            catalog = read_po(file)
+
+        def translate(label: re.Match[str]) -> str:
+            entry = catalog.get(_NUMBER.sub("{}", label[0]))
+            if entry is None or not entry.string:
+                return label[0]
+            return str(entry.string).format(*_NUMBER.findall(label[0]))
+
+        for node in pictures:
+            svg = _LABEL.sub(translate, _DESCRIPTION.sub(r"\1", node.astext()))
+            before, tag, after = svg.partition("</desc>")
+            node.children = [nodes.Text(before + escape(node["description"]) + tag + after)]
+
+
 def mark_untranslated(
     app: Sphinx, page: str, _template: str, context: dict[str, Any], _doctree: object
 ) -> None:
@@ -81,5 +126,6 @@ def mark_untranslated(
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_config_value("update_translations", False, "env", bool)
     app.add_transform(CheckTranslation)
+    app.add_post_transform(TranslatePictures)
     app.connect("html-page-context", mark_untranslated)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

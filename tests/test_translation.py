@@ -1,5 +1,6 @@
 """The Chinese pages: nothing stale, the same code as in English, the words of the glossary."""
 
+import importlib
 import os
 import re
 import shutil
@@ -17,7 +18,9 @@ DOCS = ROOT / "docs"
 CATALOGS = DOCS / "locale" / "zh_CN" / "LC_MESSAGES"
 CHINESE = "README.zh-CN.md"
 PAGES = sorted(
-    path.relative_to(CATALOGS).with_suffix("").as_posix() for path in CATALOGS.rglob("*.po")
+    path.relative_to(CATALOGS).with_suffix("").as_posix()
+    for path in CATALOGS.rglob("*.po")
+    if path.stem not in {"pictures", "sphinx"}
 )
 CONF = """
 extensions = ["myst_parser", "_translation"]
@@ -89,9 +92,26 @@ def test_a_chinese_page_has_the_code_of_the_english_one(
     page: str, chinese: tuple[Path, str]
 ) -> None:
     document = ET.parse(chinese[0] / f"{page}.xml")
+    unused = [node.tag for node in document.iter() if node.get("translated") == "0"]
+    assert set(unused) <= {"image", "math_block"}, "a message whose translation is no such element"
     blocks = ["".join(block.itertext()).rstrip("\n") for block in document.iter("literal_block")]
     assert blocks == code((DOCS / f"{page}.md").read_text(encoding="utf-8"))
     assert re.search(r"[\u4e00-\u9fff]", "".join(document.getroot().itertext()))
+
+
+def messages(name: str) -> dict[str, str]:
+    with (CATALOGS / f"{name}.po").open("rb") as file:
+        return {str(entry.id): str(entry.string) for entry in read_po(file) if entry.id}
+
+
+def test_the_labels_of_the_pictures_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(DOCS)
+    pictures = [path.read_text(encoding="utf-8") for path in DOCS.rglob("pictures/*.svg")]
+    labels = importlib.import_module("_translation").labels
+    drawn = {label for svg in pictures if "var(--paper" in svg for label in labels(svg)}
+    catalog = messages("pictures")
+    assert set(catalog) == drawn
+    assert all(text.count("{}") == label.count("{}") for label, text in catalog.items())
 
 
 def sections(page: str) -> list[str]:
@@ -123,10 +143,7 @@ def test_the_chinese_readme_has_the_code_the_pictures_and_the_links_of_the_engli
 def texts() -> dict[str, str]:
     """The Chinese of each page and of the README, as Markdown."""
     result = {CHINESE: (ROOT / CHINESE).read_text(encoding="utf-8")}
-    for page in PAGES:
-        with (CATALOGS / f"{page}.po").open("rb") as file:
-            result[page] = "\n".join(str(message.string) for message in read_po(file) if message.id)
-    return result
+    return result | {name: "\n".join(messages(name).values()) for name in (*PAGES, "pictures")}
 
 
 @pytest.mark.parametrize(("page", "text"), texts().items(), ids=list(texts()))
