@@ -297,7 +297,14 @@ class Updates(Iterator[Update], Generic[S]):
 
     @property
     def policy_state(self) -> S:
-        """The state of the gradient policy after the last update."""
+        """The state of the gradient policy after the last update.
+
+        Waits for the flag of that update on a device, see `finite` of `tt.updates`.
+
+        Raises:
+            RunError: that update was not finite.
+        """
+        self._read_flag()
         return self._state
 
     def state_dict(self, *, after_step: bool = True) -> dict[str, Any]:
