@@ -358,6 +358,35 @@ def test_a_net_that_amplifies_rounding_is_held_to_its_own_rounding(
         exported(tmp_path, amplifying, "other.onnx", steps=20_000)
 
 
+def chaotic() -> nn.Module:
+    """A difference in the last digit is one of all digits after some ten steps."""
+    layer = nn.RNN(3, 32)
+    nn.init.normal_(layer.get_parameter("weight_hh_l0"), std=0.5)
+    return nn.Sequential(layer, nn.Linear(32, 2))
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_chaotic_net_is_exported_and_held_to_its_first_steps(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, written = exported(tmp_path, chaotic, f"net.{kind}", steps=20_000)
+    assert written.verification is not None
+    assert written.verification.error > 0.1
+    if kind == "onnx":
+        vector = tt.deploy.Session(written.paths[0]).description["conformance"]
+        assert 2 <= vector["steps"] <= 16
+
+    def other(*args: Any) -> Any:
+        chain = read_chain(*args)
+        dense = next(op for op in chain.operations if isinstance(op, Dense))
+        dense.weight[:] *= 1 + 6e-5  # within the tolerance of the vector
+        return chain
+
+    monkeypatch.setattr(exporting, "read_chain", other)
+    with pytest.raises(ModelError, match=r"in runs of \d steps from the initial state"):
+        exported(tmp_path, chaotic, f"other.{kind}", steps=20_000)
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize(
     "name", ["lstm two", "relu", pytest.param("cells", marks=pytest.mark.slow)]

@@ -18,7 +18,7 @@ import numpy as np
 from throughtime.errors import ModelError
 
 KEY, FORMAT = "throughtime", "throughtime.export/1"
-STEPS = 64  # of the conformance vector
+STEPS = 64  # of the conformance vector, at most
 TOLERANCE = 1e-4  # of it, relative to values above 1
 GENERATOR = (
     "s = 1; for each step, for each column: s = (1664525*s + 1013904223) mod 2**32;"
@@ -41,14 +41,14 @@ def generated(steps: int, width: int, *, indexed: bool) -> Array:
     return numbers % width if indexed else (numbers / 2**23 - 1).reshape(steps, width)
 
 
-def vector_inputs(description: Mapping[str, Any]) -> Array:
-    """The inputs of the conformance vector, `(STEPS, 1, ...)` or `(STEPS, 1)` indices."""
+def vector_inputs(description: Mapping[str, Any], steps: int) -> Array:
+    """The inputs of the conformance vector, `(steps, 1, ...)` or `(steps, 1)` indices."""
     inputs = description["inputs"]
-    values = generated(STEPS, inputs["width"], indexed=inputs["indexed"])
+    values = generated(steps, inputs["width"], indexed=inputs["indexed"])
     if inputs["indexed"]:
         return values[:, None]
     shift, scale = (np.array(inputs[name]) for name in ("shift", "scale"))
-    return (shift + scale * values).reshape(STEPS, 1, *inputs["shape"]).astype(inputs["dtype"])
+    return (shift + scale * values).reshape(steps, 1, *inputs["shape"]).astype(inputs["dtype"])
 
 
 def check_vector(
@@ -68,7 +68,7 @@ def check_vector(
         if not (error <= TOLERANCE).all():
             raise ModelError(
                 f"{source}: this runtime computes other {name} than the net that was exported, by"
-                f" {float(np.nanmax(error)):.2g} after {STEPS} steps; expected at most"
+                f" {float(np.nanmax(error)):.2g} after {vector['steps']} steps; expected at most"
                 f" {TOLERANCE:g}. Try another version of the runtime, or export again"
             )
 

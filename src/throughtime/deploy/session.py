@@ -219,7 +219,9 @@ class Session:
 
     def _check_vector(self) -> None:
         start = {leaf["name"]: metadata.start_of(leaf, 1) for leaf in self._leaves}
-        y, after = _run(self._runtime, metadata.vector_inputs(self.description), start)
+        steps = self.description["conformance"]["steps"]
+        x = metadata.vector_inputs(self.description, steps)
+        y, after = _run(self._runtime, x, start)
         metadata.check_vector(self.description, y[-1], after, str(self.path))
 
 

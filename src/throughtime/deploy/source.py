@@ -123,7 +123,7 @@ def _template_values(
         "operations": operations,
         "last": last,
         "uses": _uses(chain),
-        "steps": metadata.STEPS,
+        "steps": description["conformance"]["steps"],
         "tolerance": metadata.TOLERANCE,
     }
 

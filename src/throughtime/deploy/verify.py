@@ -21,6 +21,7 @@ from torch.func import functional_call
 from throughtime.carry.carried import Carried, running
 from throughtime.deploy.audio import play_nam, play_rtneural
 from throughtime.deploy.chain import Array
+from throughtime.deploy.metadata import STEPS
 from throughtime.deploy.session import Session
 from throughtime.deploy.source import identifier
 from throughtime.errors import MissingExtraError, ModelError
@@ -29,8 +30,10 @@ C_FLAGS = ("-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-ffp-contrac
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10}  # relative to the largest output above 1
 _LONGEST = 2_000  # steps of a random chunk
 _MARGIN = 20  # times the differences that rounding makes in the net itself
-# Plays chunks one after another, from the initial state; `(T, D)` to `(T, C)`
-_Play: TypeAlias = Callable[[Sequence[Array]], list[Array]]
+_SHORT = 500  # runs from the initial state
+# Plays chunks one after another, from the initial state, or each of them from it; `(T, D)` to
+# `(T, C)`
+_Play: TypeAlias = Callable[[Sequence[Array], bool], list[Array]]
 
 
 class Verification(NamedTuple):
@@ -73,13 +76,16 @@ def verify(
         if play is None:
             return None
         cuts = np.cumsum(np.random.default_rng(0).integers(1, _LONGEST, len(x)))
-        got = np.concatenate(play(np.split(x, cuts[cuts < len(x)]))).reshape(len(x), -1)
-    expected = _outputs(net, x, {})
+        got = np.concatenate(play(np.split(x, cuts[cuts < len(x)]), False)).reshape(len(x), -1)
+        steps = description["conformance"]["steps"]
+        runs = x[: min(_SHORT, len(x) // steps) * steps].reshape(-1, steps, *x.shape[1:])
+        short = play([*runs], True) if len(runs) and steps < STEPS else []
+    expected = _outputs(net, x[:, None], {})[:, 0]
     limit = TOLERANCE[description["inputs"]["dtype"]] * max(1.0, float(np.abs(expected).max()))
     errors = np.abs(got - expected).max(axis=1)
     error, sensitivity = float(errors.max()), None
     if not error <= limit:
-        own = np.abs(_outputs(net, x, _rounded_otherwise(net)) - expected).max(axis=1)
+        own = np.abs(_outputs(net, x[:, None], rounded_otherwise(net))[:, 0] - expected).max(axis=1)
         sensitivity = float(own.max())
         shares = [0.5, 0.9, 0.99, 1.0]
         allowed = limit / 10 + _MARGIN * np.quantile(own, shares)
@@ -90,6 +96,17 @@ def verify(
                 f" itself differs by at most {sensitivity:.2g} where its weights are rounded"
                 " otherwise. No file was left. Does the net compute something beside its layers?"
                 " Please report it with print(net)"
+            )
+    if short:
+        got = np.stack(short).reshape(len(runs), steps, -1)
+        errors = np.abs(got - _outputs(net, runs.swapaxes(0, 1), {}).swapaxes(0, 1)).max(
+            axis=(1, 2)
+        )
+        if not np.quantile(errors, 0.9) <= limit:
+            raise ModelError(
+                f"{path.name}: the file gives other outputs than the net in runs of {steps} steps"
+                f" from the initial state, half of them by more than {np.median(errors):.2g},"
+                f" expected at most {limit:.2g}. No file was left; please report it with print(net)"
             )
     return Verification(len(x), error, sensitivity)
 
@@ -104,21 +121,21 @@ def random_steps(description: Mapping[str, Any], steps: int) -> Array:
 
 
 def _outputs(net: Carried, x: Array, weights: Mapping[str, Tensor]) -> Array:
-    """The outputs of the net, some of its parameters being others."""
+    """The outputs `(T, B, C)` for `(T, B, ...)`, some parameters of the net being others."""
     weight = next(net.parameters())
-    inputs = torch.from_numpy(x).unsqueeze(1).to(weight.device)
+    inputs = torch.from_numpy(x).to(weight.device)
     if inputs.is_floating_point():
         inputs = inputs.to(weight.dtype)
     outputs: list[Tensor] = []
     with running(net):
-        state = net.initial_state(1, like=inputs[:1])
+        state = net.initial_state(inputs.shape[1], like=inputs[:1])
         for part in inputs.split(1024):
             y, state = functional_call(net, dict(weights), (part, state))
             outputs.append(y.cpu())
-    return torch.cat(outputs).flatten(1).numpy()
+    return torch.cat(outputs).flatten(2).numpy()
 
 
-def _rounded_otherwise(net: Carried) -> dict[str, Tensor]:
+def rounded_otherwise(net: Carried) -> dict[str, Tensor]:
     """The parameters, each changed in its last digit or not."""
     random = torch.Generator().manual_seed(0)
     return {
@@ -138,7 +155,16 @@ def _onnx(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | N
         session = Session(path)
     except MissingExtraError:
         return None
-    return lambda chunks: [session(chunk) for chunk in chunks]
+
+    def play(chunks: Sequence[Array], anew: bool) -> list[Array]:
+        outputs: list[Array] = []
+        for chunk in chunks:
+            if anew or not outputs:
+                session.reset()
+            outputs.append(session(chunk))
+        return outputs
+
+    return play
 
 
 def _c(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None:
@@ -148,13 +174,20 @@ def _c(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None
     library = folder / "net.so"
     command = [compiler, *C_FLAGS, "-O2", "-shared", "-fPIC", str(path), "-o", str(library)]
     _run(command, path)
-    return lambda chunks: play_c(library, path.stem, description, chunks)
+    return lambda chunks, anew: play_c(library, path.stem, description, chunks, anew=anew)
 
 
 def play_c(
-    library: Path, name: str, description: Mapping[str, Any], chunks: Sequence[Array]
+    library: Path,
+    name: str,
+    description: Mapping[str, Any],
+    chunks: Sequence[Array],
+    *,
+    anew: bool = False,
 ) -> list[Array]:
     """The outputs of a compiled C file for chunks, one after another, from the initial state.
+
+    With `anew`, each chunk starts from it.
 
     Raises:
         ModelError: `check` fails.
@@ -162,12 +195,14 @@ def play_c(
     compiled, name = ctypes.CDLL(str(library)), identifier(name)
     width = sum(leaf["shape"][2] for leaf in description["state"])
     state = (ctypes.c_float * width)()
-    getattr(compiled, f"{name}_reset")(ctypes.byref(state))
+    reset = getattr(compiled, f"{name}_reset")
     if getattr(compiled, f"{name}_check")():
         raise ModelError(f"{library}: its check fails")
     kind = np.int32 if description["inputs"]["indexed"] else np.float32
     outputs: list[Array] = []
     for chunk in chunks:
+        if anew or not outputs:
+            reset(ctypes.byref(state))
         x = np.ascontiguousarray(chunk, dtype=kind)
         y = np.empty((len(x), description["outputs"]["width"]), np.float32)
         pointers = (ctypes.c_void_p(array.ctypes.data) for array in (x, y))
@@ -180,6 +215,7 @@ _SCRIPT = """
 import { readFileSync, writeFileSync } from "node:fs";
 import { create } from "./net.mjs";
 const [width, indexed] = [Number(process.argv[2]), process.argv[3] === "True"];
+const run = width * Number(process.argv[4]);
 const bytes = readFileSync("x.bin");
 const x = indexed ? new Int32Array(bytes.buffer, bytes.byteOffset, bytes.length / 4)
                   : new Float32Array(bytes.buffer, bytes.byteOffset, bytes.length / 4);
@@ -187,6 +223,7 @@ const net = create();
 if (!net.check()) throw new Error("its check fails");
 const rows = [];
 for (let k = 0; k < x.length; k += width) {
+  if (k % run === 0) net.reset();
   rows.push(net.step(indexed ? x[k] : x.subarray(k, k + width)));
 }
 const y = new Float32Array(rows.length * rows[0].length);
@@ -209,12 +246,13 @@ def _javascript(path: Path, description: Mapping[str, Any], folder: Path) -> _Pl
     (folder / "run.mjs").write_text(_SCRIPT)
     width = 1 if inputs["indexed"] else inputs["width"]
 
-    def play(chunks: Sequence[Array]) -> list[Array]:
+    def play(chunks: Sequence[Array], anew: bool) -> list[Array]:
+        run = len(chunks[0]) if anew else sum(map(len, chunks))
         kind = np.int32 if inputs["indexed"] else np.float32
         (folder / "x.bin").write_bytes(np.concatenate(chunks).astype(kind).tobytes())
-        _run([node, "run.mjs", str(width), str(inputs["indexed"])], path, folder)
-        y = np.fromfile(folder / "y.bin", np.float32)
-        return [y.reshape(-1, description["outputs"]["width"])]
+        _run([node, "run.mjs", str(width), str(inputs["indexed"]), str(run)], path, folder)
+        y = np.fromfile(folder / "y.bin", np.float32).reshape(-1, description["outputs"]["width"])
+        return np.split(y, np.cumsum([*map(len, chunks)])[:-1])
 
     return play
 
@@ -230,11 +268,15 @@ def _run(command: Sequence[str], path: Path, folder: Path | None = None) -> None
         )
 
 
+def _reader(play: Callable[[Sequence[Array]], list[Array]]) -> _Play:
+    return lambda chunks, anew: [play([chunk])[0] for chunk in chunks] if anew else play(chunks)
+
+
 _PLAYERS: dict[str, Callable[[Path, Mapping[str, Any], Path], _Play | None]] = {
     "onnx": _onnx,
     "c": _c,
     "js": _javascript,
     "html": _javascript,
-    "nam": lambda path, *_: partial(play_nam, path.read_bytes()),
-    "rtneural": lambda path, *_: partial(play_rtneural, path.read_bytes()),
+    "nam": lambda path, *_: _reader(partial(play_nam, path.read_bytes())),
+    "rtneural": lambda path, *_: _reader(partial(play_rtneural, path.read_bytes())),
 }
