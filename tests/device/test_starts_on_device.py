@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 LENGTHS = (23, 10, 31)
 
 
-def trained(device: torch.device, start: Any, epochs: int = 2) -> tuple[list[Tensor], tt.Updates]:
-    """The outputs of every update of windows of 5 steps, and the last epoch."""
+def trained(device: torch.device, start: Any) -> tuple[list[Tensor], tt.Updates[Any]]:
+    """The outputs of every update of two epochs of windows of 5 steps, and the last epoch."""
     generator = torch.Generator().manual_seed(0)
     data = [
         {
@@ -28,14 +28,16 @@ def trained(device: torch.device, start: Any, epochs: int = 2) -> tuple[list[Ten
     torch.default_generator.manual_seed(3)
     net = tt.carry(nn.Sequential(nn.LSTM(2, 6), nn.Linear(6, 1)).double().to(device))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    policy, state, outputs = tt.Truncated(5, start=start), None, list[Tensor]()
-    for _ in range(epochs):
-        run = tt.updates(net, stream, nn.MSELoss(), gradient=policy, policy_state=state)
+    policy, outputs = tt.Truncated(5, start=start), list[Tensor]()
+    run = tt.updates(net, stream, nn.MSELoss(), gradient=policy)
+    for epoch in range(2):
+        if epoch:
+            known = run.policy_state
+            run = tt.updates(net, stream, nn.MSELoss(), gradient=policy, policy_state=known)
         for update in run:
             optimizer.step()
             optimizer.zero_grad()
             outputs.append(update.outputs.cpu())
-        state = run.policy_state
     return outputs, run
 
 
