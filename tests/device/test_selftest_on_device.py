@@ -14,21 +14,17 @@ from throughtime.app.selftest import LAWS, Setting, run_law
 from throughtime.errors import ConfigError, ModelError
 from throughtime.testing import check_carry
 
+LARGEST = {torch.float64: 1e-12, torch.float32: 1e-5}  # deviations
 
+
+@pytest.mark.covering
+@pytest.mark.parametrize("dtype", LARGEST, ids=["float64", "float32"])
 @pytest.mark.parametrize("name", list(LAWS))
-def test_every_law_holds(name: str) -> None:
-    result = run_law(name, Setting(DEVICE, torch.float64))
-    assert result.holds, result
-    assert result.deviation < 1e-12
-
-
-@pytest.mark.parametrize("name", list(LAWS))
-def test_every_law_is_computed_on_the_device(name: str) -> None:
-    """In single precision, in which most nets are trained."""
+def test_every_law_holds_and_is_computed_on_the_device(name: str, dtype: torch.dtype) -> None:
     with counted() as counts:
-        result = run_law(name, Setting(DEVICE, torch.float32))
+        result = run_law(name, Setting(DEVICE, dtype))
     assert result.holds, result
-    assert result.deviation < 1e-5
+    assert result.deviation < LARGEST[dtype]
     assert counts.operators > 100
 
 
