@@ -45,6 +45,8 @@ _QUESTION_WORDS = frozenset(
     ]
 )
 _CHINESE_OR_NOT = re.compile(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+")
+_BACKTICKS = re.compile(r"(?<![`\w:])`([^`]+)`(?![`\w])")
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _PACKAGES = {"tt": "throughtime", "torch": "torch", "nn": "torch.nn"}
 
 
@@ -173,15 +175,19 @@ def find_public(
     return None
 
 
-def keep_diagrams(
+def plain_docstring(
     _app: Sphinx, what: str, _name: str, _object: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Trees and equations in a module docstring, which are indented or drawn, as they are."""
-    if what != "module":
-        return
-    blocks = "\n".join(lines).split("\n\n")
+    """A docstring as reStructuredText: code that is no name, and diagrams of a module, as they are.
+
+    A name in backticks is a reference, in which a leading dot and angle brackets have a meaning.
+    """
+    text = _BACKTICKS.sub(
+        lambda span: span[0] if _NAME.fullmatch(span[1]) else f"``{span[1]}``", "\n".join(lines)
+    )
+    blocks = text.split("\n\n")
     for number, block in enumerate(blocks):
-        if block.startswith("    ") or "├──" in block:
+        if what == "module" and (block.startswith("    ") or "├──" in block):
             blocks[number] = ".. code-block:: text\n\n" + indent(block, "    ")
     lines[:] = "\n\n".join(blocks).split("\n")
 
@@ -206,7 +212,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_search_language(EnglishSearch)
     app.add_search_language(ChineseSearch)
     app.connect("missing-reference", find_public)
-    app.connect("autodoc-process-docstring", keep_diagrams)
+    app.connect("autodoc-process-docstring", plain_docstring, priority=400)  # before napoleon
     app.add_node(nodes.math, override=True, html=(visit_math, leave_out))
     app.add_node(nodes.math_block, override=True, html=(visit_math_block, leave_out))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,7 +3,6 @@
 python docs/write_flags.py
 """
 
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,27 @@ def page() -> str:
 
 
 def section(name: str, command: Any) -> str:
-    """A command: what it does, its arguments, and a table for each group of its options."""
+    """A command: what it does, its arguments, and a list for each group of its options."""
     parameters = [p for p in command.params if p.name != "help"]
     named = [p for p in parameters if p.param_type_name == "argument"]
     arguments = " ".join(p.name.upper() if p.required else f"[{p.name.upper()}]" for p in named)
     usage = f"`throughtime {name} {arguments} [OPTIONS]`".replace("  ", " ")
     parts = [f"\n## throughtime {name}\n\n{command.help.strip()}\n\n{usage}\n"]
-    groups = [("", named), *grouped([p for p in parameters if p not in named])]
-    for panel, members in groups:
-        if members:
-            title = f"\n### {panel} ({name})\n" if panel else ""
-            head = "\n| | value | what it sets | default |\n|---|---|---|---|\n"
-            parts.append(title + head + "".join(map(row, members)))
+    groups: dict[str, list[Any]] = {"": named}
+    for option in (p for p in parameters if p not in named):
+        groups.setdefault(option.rich_help_panel or "", []).append(option)
+    for panel, members in groups.items():
+        title = f"### {panel} ({name})\n\n" if panel else ""
+        parts += ["\n", title, *map(item, members)] if members else []
     return "".join(parts)
 
 
-def grouped(options: list[Any]) -> list[tuple[str, list[Any]]]:
-    """Options under the headings of the help, in its order."""
-    groups = groupby(options, key=lambda option: option.rich_help_panel or "")
-    return [(panel, list(members)) for panel, members in groups]
-
-
-def row(parameter: Any) -> str:
-    """A row of a table: name, kind of value, help, default."""
+def item(parameter: Any) -> str:
+    """An argument or option in a list: name, kind of value, help, default."""
     is_argument = parameter.param_type_name == "argument"
     name = parameter.name.upper() if is_argument else ", ".join(parameter.opts)
-    value = "" if getattr(parameter, "is_flag", False) else shown_type(parameter)
-    cells = (f"`{name}`", f"`{value}`" if value else "", parameter.help or "", default(parameter))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+    value = "" if getattr(parameter, "is_flag", False) else f" {shown_type(parameter)}"
+    return f"- `{name}{value}`: {parameter.help or ''}{default(parameter)}\n"
 
 
 def shown_type(parameter: Any) -> str:
@@ -64,16 +56,13 @@ def shown_type(parameter: Any) -> str:
 
 
 def default(parameter: Any) -> str:
-    """What holds without the option, in words or as a value."""
+    """A sentence on what holds without the option; empty where nothing does."""
     if parameter.required:
-        return "required"
+        return " Required."
     if isinstance(parameter.show_default, str):
-        return parameter.show_default
-    return (
-        ""
-        if parameter.default in (None, "") or parameter.default is False
-        else f"`{parameter.default}`"
-    )
+        return f" Default: {parameter.show_default}."
+    unset = parameter.default in (None, "") or parameter.default is False
+    return "" if unset else f" Default: `{parameter.default}`."
 
 
 if __name__ == "__main__":

@@ -16,6 +16,18 @@ import inspect
 import warnings
 from collections.abc import Iterable
 
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "DiagnosisError",
+    "LawError",
+    "MissingExtraError",
+    "ModelError",
+    "RunError",
+    "StateError",
+    "ThroughtimeError",
+]
+
 _SHOWN = 8  # names of a list in a message, each of at most _LONGEST characters
 _LONGEST = 100
 
