@@ -9,6 +9,7 @@ import re
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from babel.messages.catalog import Catalog
 from babel.messages.pofile import read_po, write_po
@@ -85,33 +86,42 @@ def labels(svg: str) -> list[str]:
     return [_NUMBER.sub("{}", text) for text in texts if not _IDENTIFIER.fullmatch(text)]
 
 
-class TranslatePictures(SphinxPostTransform):
-    """The labels of a picture in the language of the page, from the catalog `pictures`.
+def translated(svg: str, description: str, catalog: Catalog) -> str:
+    """A picture with the labels of a catalog and another description for screen readers."""
 
-    Its description for screen readers is that of the page.
-    """
+    def translate(label: re.Match[str]) -> str:
+        entry = catalog.get(_NUMBER.sub("{}", label[0]))
+        if entry is None or not entry.string:
+            return label[0]
+        return str(entry.string).format(*_NUMBER.findall(label[0]))
+
+    svg = _LABEL.sub(translate, _DESCRIPTION.sub(r"\1", svg))
+    before, tag, after = svg.partition("</desc>")
+    return f"{before}{escape(description)}{tag}{after}" if tag else svg
+
+
+class TranslatePictures(SphinxPostTransform):
+    """The labels of a picture from the catalog `pictures`, and its description from the page."""
 
     formats = ("html",)
     default_priority = 6  # after InlinePictures
 
     def run(self, **_: Any) -> None:
         path = catalog_path(self.app, "pictures")
-        pictures = [node for node in self.document.findall(nodes.raw) if node.get("description")]
-        if not pictures or not path.is_file():
+        if not path.is_file():
             return
         with path.open("rb") as file:
             catalog = read_po(file)
-
-        def translate(label: re.Match[str]) -> str:
-            entry = catalog.get(_NUMBER.sub("{}", label[0]))
-            if entry is None or not entry.string:
-                return label[0]
-            return str(entry.string).format(*_NUMBER.findall(label[0]))
-
-        for node in pictures:
-            svg = _LABEL.sub(translate, _DESCRIPTION.sub(r"\1", node.astext()))
-            before, tag, after = svg.partition("</desc>")
-            node.children = [nodes.Text(before + escape(node["description"]) + tag + after)]
+        for node in list(self.document.findall(nodes.raw)):
+            if description := node.get("description"):
+                node.children = [nodes.Text(translated(node.astext(), description, catalog))]
+        for image in list(self.document.findall(nodes.image)):
+            path = Path(self.app.srcdir, str(image["uri"]))
+            if path.suffix == ".svg" and labels(svg := path.read_text("utf-8")):
+                description = str(image.get("alt", ""))
+                source = quote(translated(svg, description, catalog))
+                html = f'<img alt="{escape(description)}" src="data:image/svg+xml,{source}">'
+                image.replace_self(nodes.raw("", html, format="html"))
 
 
 def mark_untranslated(
