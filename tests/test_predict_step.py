@@ -275,6 +275,18 @@ def test_memory_made_in_inference_mode_serves_outside_of_it() -> None:
     assert pair.is_prepared
 
 
+@pytest.mark.parametrize("name", ["lstm", "internal", "torch.nn"])
+def test_steps_and_calls_take_turns(name: str) -> None:
+    net, rows, outputs = make(name), torch.randn(30, 2, 3), list[Tensor]()
+    expected = tt.Predictor(net, 2)(rows)
+    predictor, begin = tt.Predictor(net, 2), 0
+    for steps in (1, 1, 4, 1, 1, 1, 7, 3, 1, 1, 1, 8):
+        part = rows[begin : begin + steps]
+        outputs.append(predictor.step(part[0])[None] if steps == 1 else predictor(part))
+        begin += steps
+    assert torch.allclose(torch.cat(outputs), expected, atol=1e-6)
+
+
 def test_outputs_and_states_are_values() -> None:
     pair, rows = Pair(make("bare layer")), torch.randn(6, 2, 3)
     assert pair.agrees(rows[1:2])

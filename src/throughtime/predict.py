@@ -201,7 +201,7 @@ class Predictor:
         """The state after the last step; `None` before the first."""
         if self._single is not None and self._single.is_loaded:
             with self._alone():
-                self._unload(self._single)
+                self._unload()
         return self._state
 
     @state.setter
@@ -210,9 +210,10 @@ class Predictor:
         if self._single is not None:
             self._single.is_loaded = False
 
-    def _unload(self, single: SingleStep) -> None:
-        """Take the state over from the prepared call."""
-        if single.is_loaded:
+    def _unload(self) -> None:
+        """Take the state over from the prepared call, if that has it."""
+        single = self._single
+        if single is not None and single.is_loaded:
             self._state, single.is_loaded = single.read(), False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -240,6 +241,7 @@ class Predictor:
                 " predictor.step(inputs)"
             )
         with self._alone():
+            self._unload()
             return self._checked(x, resets)
 
     def _as_tensor(self, inputs: Tensor | Array) -> Tensor:
@@ -386,7 +388,7 @@ class Predictor:
         """The outputs of a prepared step; None if an ordinary call has to run."""
         with self._alone(), evaluating(single.modules):
             if not single.holds(self.net):
-                self._unload(single)
+                self._unload()
                 self._single = None
                 return None
             if not single.is_loaded:
@@ -397,7 +399,7 @@ class Predictor:
                     return None
             y = single.run(inputs)
             if y is None:
-                self._unload(single)
+                self._unload()
             return y
 
     def reset(self, lanes: int | Sequence[int] | None = None) -> None:
