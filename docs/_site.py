@@ -46,6 +46,7 @@ _QUESTION_WORDS = frozenset(
 )
 _CHINESE_OR_NOT = re.compile(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+")
 _BACKTICKS = re.compile(r"(?<![`\w:])`([^`]+)`(?![`\w])")
+_LETTER = re.compile(r"^(\s+\w+: )([A-Z])\.$", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
 _PACKAGES = {"tt": "throughtime", "torch": "torch", "nn": "torch.nn"}
 
@@ -185,6 +186,7 @@ def plain_docstring(
     text = _BACKTICKS.sub(
         lambda span: span[0] if _NAME.fullmatch(span[1]) else f"``{span[1]}``", "\n".join(lines)
     )
+    text = _LETTER.sub(r"\1``\2``.", text)  # it would begin a numbered list
     blocks = text.split("\n\n")
     for number, block in enumerate(blocks):
         if what == "module" and (block.startswith("    ") or "├──" in block):

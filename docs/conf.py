@@ -62,6 +62,7 @@ intersphinx_mapping = {
     )
 }
 
+smartquotes = False  # options begin with two hyphens
 language = "en"
 locale_dirs = ["locale"]
 gettext_compact = False  # one file of translations for each page

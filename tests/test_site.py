@@ -68,6 +68,7 @@ QUESTIONS = {
     "carry hidden state between batches shuffle": "reference/doctor/TT207",
     "LSTM learns on windows but fails on long sequences": "explanation/windows",
     "truncated_bptt_steps": "how-to/migrating/lightning-1.9",
+    "export LSTM with hidden state to ONNX": "how-to/deploy",
 }
 
 
