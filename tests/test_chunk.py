@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import throughtime as tt
-from throughtime.chunk import Chunk, ChunkMetadata, join
+from throughtime._metadata import ChunkMetadata
+from throughtime.chunk import Chunk, join
 
 NAMES = ("inputs", "targets", "resets", "mask", "recording", "position")
 

@@ -29,7 +29,7 @@ from strategies import (
     states_apart,
     weights,
 )
-from throughtime.errors import DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError
 
 POLICIES = pytest.mark.parametrize(
     "policy",
@@ -662,3 +662,18 @@ def test_gradient_of_a_part_that_changed_between_updates_is_checked(
     first_weight(net).register_hook(lambda grad: grad * torch.nan)
     with pytest.raises(RunError, match=r"the gradient of 'encoder\.0\.weight' is not finite"):
         next(updates)
+
+
+@pytest.mark.parametrize("finite", ["next", "now"])
+def test_a_gradient_that_is_not_finite_ends_the_loop_on_the_cpu_at_once(finite: Any) -> None:
+    targets = torch.zeros(30, 1)
+    targets[15] = torch.inf
+    stream = tt.Stream({"inputs": torch.ones(30, 2), "targets": targets}, lanes=1, chunk=10)
+    net = tt.carry(nn.Sequential(nn.GRU(2, 3), nn.Linear(3, 1)))
+    policy = tt.Truncated(10)
+    updates = tt.updates(net, stream, nn.MSELoss(), gradient=policy, finite=finite)
+    next(updates)
+    with pytest.raises(RunError, match=r"steps 10 to 19 .* The weights are unchanged"):
+        next(updates)
+    with pytest.raises(ConfigError, match="finite='later': expected 'next' or 'now'"):
+        tt.updates(net, stream, nn.MSELoss(), gradient=policy, finite="later")  # pyright: ignore[reportArgumentType]

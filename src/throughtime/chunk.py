@@ -5,96 +5,18 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from throughtime._device import send, send_together
+from throughtime._device import send
+from throughtime._metadata import PER_STEP, ChunkMetadata
 from throughtime.errors import DataError, ModelError
 
 _IGNORED = -100  # torch's own ignore_index
-_PER_STEP = ("resets", "mask", "recording", "position")
-
-
-def reset_positions(resets: Tensor) -> Sequence[int]:
-    """The steps at which any lane is reset, ascending; `resets` are `(T, B)` or `(T,)`.
-
-    Those of a chunk on a device carry them along, unless they were changed in place since; others
-    are read, which waits for a device.
-    """
-    steps, version = getattr(resets, "_reset_steps", (None, 0))
-    if steps is not None and version == resets._version:
-        return steps
-    marked = resets.any(dim=1) if resets.dim() == 2 else resets
-    return marked.nonzero().flatten().tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkMetadata:
-    """Resets, mask, recording and position of every step, and counts of valid steps.
-
-    The tensors are on the host, whatever the device of the chunk, so that the plan of an update
-    waits for no device. Shared by all chunks sliced from the same block, so slicing a chunk slices
-    none of these.
-    """
-
-    resets: Tensor
-    mask: Tensor
-    recording: Tensor
-    position: Tensor
-    reset_steps: tuple[int, ...]  # steps at which any lane resets, ascending
-    valid_before: Sequence[int]  # valid steps before each step, over all lanes: T + 1 entries
-    _copies: dict[torch.device, dict[str, Tensor]] = field(
-        default_factory=dict[torch.device, dict[str, Tensor]], init=False, repr=False
-    )
-
-    @classmethod
-    def of(
-        cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor
-    ) -> "ChunkMetadata":
-        """Compute the counts from the tensors, and move these to the host."""
-        resets, mask, recording, position = (
-            tensor.cpu() for tensor in (resets, mask, recording, position)
-        )
-        reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
-        # the usual case: all steps are valid, and a range is enough
-        full = mask.numel() > 0 and bool(mask.all())
-        valid_before = (
-            range(0, mask.numel() + 1, mask.shape[1])
-            if full
-            else (0, *accumulate(mask.sum(dim=1).tolist()))
-        )
-        return cls(resets, mask, recording, position, reset_steps, valid_before)
-
-    @cached_property
-    def valid(self) -> Tensor:
-        """`(N,)` int64, the valid steps in order: `step * B + lane`."""
-        return self.mask.flatten().nonzero().flatten()
-
-    def on(self, name: str, device: torch.device) -> Tensor:
-        """One of the tensors on a device; `valid`, resets and mask are copied together, once."""
-        if device.type == "cpu":
-            return getattr(self, name)
-        copies = self._copies.setdefault(device, {})
-        if name not in copies:
-            flags = name in ("valid", "resets", "mask")
-            copies.update(
-                self._flags(device) if flags else {name: send(getattr(self, name), device)}
-            )
-        return copies[name]
-
-    def _flags(self, device: torch.device) -> dict[str, Tensor]:
-        """`valid`, resets and mask on a device; without any reset or masked step none is copied."""
-        shape, tensors = self.mask.shape, (self.valid, self.resets, self.mask)
-        if not self.reset_steps and len(self.valid) == self.mask.numel():
-            valid = torch.arange(len(self.valid), device=device)
-            resets = torch.zeros(shape, dtype=torch.bool, device=device)
-            return {"valid": valid, "resets": resets, "mask": ~resets}
-        return dict(zip(("valid", "resets", "mask"), send_together(tensors, device), strict=True))
 
 
 class Placement(NamedTuple):
@@ -195,7 +117,7 @@ class Chunk:
             rows = self._inputs if name == "inputs" else self._targets
             if rows is not None and (self._first or len(rows) != self.steps):
                 rows = rows[self._first : self._first + self.steps]
-        elif name in _PER_STEP:
+        elif name in PER_STEP:
             metadata, of = self.metadata, self._inputs
             rows = getattr(metadata, name) if of.is_cpu else metadata.on(name, of.device)
             rows = rows[self.start : self.stop]
@@ -350,7 +272,7 @@ class Chunk:
             The chunk, and the steps since the last reset at its end.
         """
         resets, mask, recording, position = (
-            getattr(self.metadata, name)[self.span] for name in _PER_STEP
+            getattr(self.metadata, name)[self.span] for name in PER_STEP
         )
         at = torch.arange(self.steps, device="cpu").unsqueeze(1)
         last = torch.where(resets, at, -since).cummax(dim=0).values
@@ -360,7 +282,7 @@ class Chunk:
     def without_resets(self) -> "Chunk":
         """The chunk for a caller that sets the states of lanes that start by itself."""
         _, mask, recording, position = (
-            getattr(self.metadata, name)[self.span] for name in _PER_STEP
+            getattr(self.metadata, name)[self.span] for name in PER_STEP
         )
         return self._with(ChunkMetadata.of(torch.zeros_like(mask), mask, recording, position))
 
@@ -474,14 +396,10 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
         first, last = chunks[0], chunks[-1]
         return Chunk(inputs, targets, first.metadata, first.start, last.stop, host_targets=host)
     metadata = ChunkMetadata.of(
-        *(torch.cat([getattr(c.metadata, name)[c.span] for c in chunks]) for name in _PER_STEP)
+        *(torch.cat([getattr(c.metadata, name)[c.span] for c in chunks]) for name in PER_STEP)
     )
-    if metadata.reset_steps and not inputs.is_cpu:  # those on the device are not sent again
-        resets = [
-            c.resets if c.any_reset else inputs.new_zeros((c.steps, c.lanes), dtype=torch.bool)
-            for c in chunks
-        ]
-        metadata._copies[inputs.device] = {"resets": torch.cat(resets)}
+    if not inputs.is_cpu:
+        metadata._parts.extend(p for c in chunks for p in c.metadata._pieces(c.start, c.stop))
     return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks), host_targets=host)
 
 

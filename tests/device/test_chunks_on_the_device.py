@@ -1,5 +1,6 @@
 """Chunks on a device: metadata on the host, sent when it is read; the next block sent ahead."""
 
+import gc
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,8 @@ from mock_device import DEVICE, counted
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.chunk import join, reset_positions
+from throughtime._metadata import ChunkMetadata, reset_positions
+from throughtime.chunk import join
 
 CPU = torch.device("cpu")
 NAMES = ("resets", "mask", "recording", "position")
@@ -126,6 +128,21 @@ def loop(device: torch.device) -> tuple[tt.Stream, tt.Updates]:
     net = tt.carry(nn.Sequential(nn.LSTM(3, 2), nn.Linear(2, 1))).to(device)
     stream = tt.Stream(data, lanes=200, chunk=60)
     return stream, tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(60))
+
+
+def test_a_window_releases_the_blocks_that_it_has_left() -> None:
+    """Joined metadata refer to the blocks of their own steps, never to earlier windows."""
+    torch.manual_seed(0)
+    data = [{"inputs": torch.randn(n, 2), "targets": torch.randn(n, 1)} for n in [70, 330] * 160]
+    net = tt.carry(nn.Sequential(nn.LSTM(2, 2), nn.Linear(2, 1))).to(DEVICE)
+    stream = tt.Stream(data, lanes=160, chunk=25)
+    policy = tt.Truncated(25, horizon=60)
+    alive: list[int] = []
+    for _ in tt.updates(net, stream, nn.MSELoss(), gradient=policy):
+        gc.collect()
+        alive.append(sum(isinstance(thing, ChunkMetadata) for thing in gc.get_objects()))
+    assert len(alive) == 16
+    assert max(alive[8:]) <= alive[6] + 1
 
 
 def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> None:

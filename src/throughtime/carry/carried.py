@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
+from throughtime._metadata import reset_positions
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers
@@ -29,7 +30,6 @@ from throughtime.carry._state_dict import own_names, plain_names, report_plain_n
 from throughtime.carry._subject import Hints
 from throughtime.carry.layers import ChainAdapter, Link, StatelessAdapter, layer_adapter
 from throughtime.carry.module import ModuleAdapter
-from throughtime.chunk import reset_positions
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler_callback
 from torch.nn.utils.rnn import PackedSequence
 
-from throughtime.chunk import reset_positions
+from throughtime._metadata import reset_positions
 from throughtime.errors import DataError, ModelError
 from throughtime.kernels import operators, recurrent, reference
 from throughtime.kernels.cells import BY_MODE, Cell, Weights

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from throughtime.chunk import Chunk, ChunkMetadata
+from throughtime._metadata import ChunkMetadata
+from throughtime.chunk import Chunk
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
