@@ -378,6 +378,12 @@ def test_rows_of_numpy_are_taken_in_any_precision() -> None:
     assert pair.agrees(torch.from_numpy(rows[6:]))
     assert pair.agrees(rows[:, ::-1, ::-1])
     assert pair.is_prepared
+    listed: Any = rows[0].tolist()
+    assert torch.equal(pair.step.step(listed), pair.call(rows[:1])[0])
+    words = Pair(make("words"))
+    for kind in (np.int64, np.int32, np.uint8):
+        assert words.agrees(np.arange(6).reshape(3, 2).astype(kind))
+    assert words.is_prepared
 
 
 @pytest.mark.parametrize("row", [torch.zeros(3, 3), torch.zeros(2, 4), torch.zeros(2, 3).int()])

@@ -61,6 +61,7 @@ class SingleStep:
             self._like = trees.map_leaves(lambda leaf: leaf.detach().clone(), state)
         self._row, self._array = self._x[0], self._x[0].numpy()
         self._is_index = not x.is_floating_point()
+        self._kinds = "biu" if self._is_index else "f"  # of NumPy's types
         self._zeros = np.zeros_like(self._array)
         arguments = net.adapter.forward_arguments(self._x, ()) if called else None
         self._entering: Tensor = arguments[0] if arguments else self._x
@@ -168,19 +169,17 @@ class SingleStep:
 
     def _take(self, inputs: Any) -> bool:
         """Copy the inputs of a step; False if they do not fit or are not finite."""
-        if inputs.shape != self._row.shape:
-            return False
         if type(inputs) is np.ndarray:
-            if self._is_index or inputs.dtype.kind != "f":
+            if inputs.shape != self._array.shape or inputs.dtype.kind not in self._kinds:
                 return False
             self._array[...] = inputs
-        else:
+        elif type(inputs) in PLAIN and inputs.shape == self._row.shape and inputs.is_cpu:
             own = inputs.dtype is self._row.dtype
-            if not inputs.is_cpu or not (
-                own or (inputs.is_floating_point() and not self._is_index)
-            ):
+            if not own and (self._is_index or not inputs.is_floating_point()):
                 return False
             self._row.copy_(inputs)
+        else:
+            return False
         return self._is_index or is_finite(self._array, self._zeros)
 
 
