@@ -1,6 +1,6 @@
 """Write the pictures of README and docs: `python -m docs.pictures`.
 
-`--train` first trains the networks of the demo again, which takes half a minute.
+`--train` first trains the networks of the demo again, which takes a minute.
 """
 
 import json
