@@ -11,7 +11,7 @@ Every function touches the one device it is called with. `torch.manual_seed` and
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -89,23 +89,21 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        stream_class = _backend(device, "Stream")
-        self._device = device
-        self._stream: Any = None if stream_class is None else stream_class(device)
+        functions = [_backend(device, name) for name in ("Stream", "stream", "current_stream")]
+        make, self._within, current = functions
+        complete = all(function is not None for function in functions)
+        self._stream: Any = make(device) if complete else None
+        self._current: Any = partial(current, device) if complete else None
 
     def copies(self) -> AbstractContextManager[Any]:
         """Copies that begin in the block are queued beside the computations."""
-        return (
-            nullcontext()
-            if self._stream is None
-            else _backend(self._device, "stream")(self._stream)
-        )
+        return nullcontext() if self._stream is None else self._within(self._stream)
 
     def join(self, tensors: Iterable[Tensor]) -> None:
         """Queue the next computations behind the copies; the host does not wait."""
         if self._stream is None:
             return
-        current = _backend(self._device, "current_stream")(self._device)
+        current = self._current()
         current.wait_stream(self._stream)
         for tensor in tensors:  # or their memory would be used again before `current` has read it
             tensor.record_stream(current)
