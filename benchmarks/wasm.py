@@ -18,8 +18,8 @@ from typing import Any
 from throughtime.deploy.verify import C_FLAGS
 
 WASM_FLAGS = (
-    *("--target=wasm32-freestanding", "-O3", "-msimd128", "-ffp-contract=off", "-nostdlib"),
-    "-Wl,--no-entry",
+    *("--target=wasm32-freestanding", "-O3", "-msimd128", "-mbulk-memory"),
+    *("-ffp-contract=off", "-nostdlib", "-Wl,--no-entry"),
 )
 WASM_TIMER = """
 import { readFileSync, writeFileSync } from "node:fs";

@@ -213,7 +213,7 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     _, written = exported(tmp_path, CHAINS[name], f"net.{kind}")
     assert written.verification is not None
     assert written.verification.steps == STEPS
-    assert written.verification.error < (1e-5 if name == "standardised" else 1e-6)
+    assert written.verification.error < 1e-6
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
 
 
@@ -236,7 +236,7 @@ def test_a_page_computes_what_the_net_computes(name: str, tmp_path: Path) -> Non
 def test_a_file_agrees_for_100_000_steps(name: str, kind: str, tmp_path: Path) -> None:
     _, written = exported(tmp_path, CHAINS[name], f"net.{kind}", steps=100_000)
     assert written.verification is not None
-    assert written.verification.error < (1e-5 if name == "standardised" else 1e-6)
+    assert written.verification.error < 1e-6
 
 
 @pytest.mark.parametrize(
