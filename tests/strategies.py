@@ -231,7 +231,7 @@ class Row:
     batch_first: bool | None = None
 
     def module(self) -> nn.Module:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(range(torch.accelerator.device_count())):
             torch.manual_seed(7)
             return remembering(self.make())
 

@@ -301,8 +301,9 @@ struct Call {
     for (auto& [host, original] : aliases) {
       if (tensor.is_same(host)) return original;
       if (tensor.storage().is_alias_of(host.storage())) {
-        return device_tensor(original.storage(), tensor,
-                             original.storage_offset() + tensor.storage_offset());
+        // a view may be of another type: the real numbers of complex ones
+        auto start = original.storage_offset() * original.itemsize() / tensor.itemsize();
+        return device_tensor(original.storage(), tensor, start + tensor.storage_offset());
       }
     }
     return adopt(tensor, device ? device->index() : current_device);

@@ -173,3 +173,6 @@ def test_views_share_memory_and_complex_numbers_work() -> None:
     pairs[:, 1] = 1.0
     assert torch.equal(z.conj().cpu(), torch.full((3,), -1j))
     assert torch.equal((z * z.conj()).real.cpu(), torch.ones(3))
+    assert torch.equal((z[1:] * torch.tensor(2j)).imag.cpu(), torch.zeros(2))
+    pairs[2] = torch.tensor([5.0, 7.0], device=DEVICE)
+    assert z[1:].imag.tolist() == [1.0, 7.0]

@@ -295,9 +295,13 @@ class _SeededPredictor:
 
 
 def _read_chunks(stream: Stream, steps: int) -> Iterator[tuple[int, Chunk]]:
-    """Each chunk of the first steps of the epoch, after its first step."""
+    """Each chunk of the first steps of the epoch, after its first step.
+
+    A stream that a net was trained on gives chunks on the net's device.
+    """
     for begin in range(0, steps, stream.chunk):
-        yield begin, stream.read(begin, min(begin + stream.chunk, steps))
+        chunk = stream.read(begin, min(begin + stream.chunk, steps))
+        yield begin, chunk.to(torch.device("cpu"))
 
 
 def _largest_change(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,58 @@
+"""Tensors and modules that a test makes are made on the device.
+
+The tests of the CPU say no device. Here the functions that make tensors default to the mock device,
+if a test calls them: itself, or through the constructor of a layer. What the library calls stays as
+it is, so that a tensor which it makes on the CPU by mistake meets those of the device.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from mock_device import DEVICE
+from torch import Tensor
+
+NAMES = (
+    "zeros ones empty full rand randn randint randperm arange linspace logspace eye tensor"
+    " as_tensor empty_strided from_numpy"
+).split()
+TESTS = str(Path(__file__).parents[1])
+TORCH = str(Path(torch.__file__).parent)
+
+
+@contextmanager
+def factories_on_device() -> Generator[None]:
+    """In this block, tensors that tests make without naming a device are on the mock device."""
+    wrapped = {name: _wrap(getattr(torch, name)) for name in NAMES}
+    with mock.patch.multiple(torch, **wrapped):
+        yield
+
+
+def _wrap(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if kwargs.get("device") is not None or not _called_by_a_test():
+            return factory(*args, **kwargs)
+        if args and isinstance(args[0], Tensor):  # as_tensor(x) leaves x where it is
+            return factory(*args, **kwargs)
+        if factory.__name__ == "from_numpy":
+            return factory(*args).to(DEVICE)
+        return factory(*args, **(kwargs | {"device": DEVICE}))
+
+    return call
+
+
+def _called_by_a_test() -> bool:
+    """Whether the first caller that is not PyTorch is a test."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, "<")):
+            return file.startswith(TESTS)
+        frame = frame.f_back
+    return False

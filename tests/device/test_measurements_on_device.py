@@ -1,0 +1,25 @@
+"""Laws of what only measures or predicts, with every tensor of the test on the device."""
+
+import pytest
+from test_metrics import (
+    test_classification_equals_the_formulas,
+    test_regression_on_uneven_pieces_equals_numpy,
+)
+from test_predict import (
+    test_hold_leaves_the_step_out_and_no_bit_of_another_lane_changes,
+    test_lanes_are_reset_by_number,
+    test_loss_and_figures_equal_a_direct_computation,
+    test_one_step_at_a_time_equals_many,
+    test_reset_starts_the_lane_anew_after_the_step,
+    test_resets_within_a_call_start_lanes_anew,
+    test_training_with_evaluations_in_between_gives_the_same_weights_to_the_bit,
+)
+from test_reach import test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past
+from test_settling import test_settling_is_that_of_whole_recordings_played_by_themselves
+from test_trace import (
+    test_a_reset_stops_the_gradient_of_its_lane_only,
+    test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop,
+    test_the_edge_is_the_gradient_of_the_state_that_enters,
+)
+
+pytestmark = pytest.mark.usefixtures("on_device")
