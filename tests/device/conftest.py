@@ -8,7 +8,9 @@ from factories import factories_on_device
 from hypothesis import settings
 
 # the same laws are drawn for with more examples on the CPU
-settings.register_profile("device", settings.get_profile(settings.get_current_profile_name()), max_examples=5)
+settings.register_profile(
+    "device", settings.get_profile(settings.get_current_profile_name()), max_examples=5
+)
 settings.load_profile("device")
 
 

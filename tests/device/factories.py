@@ -8,7 +8,7 @@ it is, so that a tensor which it makes on the CPU by mistake meets those of the 
 import functools
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +18,9 @@ from mock_device import DEVICE
 from torch import Tensor
 
 NAMES = (
-    "zeros ones empty full rand randn randint randperm arange linspace logspace eye tensor"
-    " as_tensor empty_strided from_numpy"
-).split()
+    *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "eye"),
+    *("linspace", "logspace", "tensor", "as_tensor", "empty_strided", "from_numpy"),
+)
 TESTS = str(Path(__file__).parents[1])
 TORCH = str(Path(torch.__file__).parent)
 
@@ -28,8 +28,10 @@ TORCH = str(Path(torch.__file__).parent)
 @contextmanager
 def factories_on_device() -> Generator[None]:
     """In this block, tensors that tests make without naming a device are on the mock device."""
-    wrapped = {name: _wrap(getattr(torch, name)) for name in NAMES}
-    with mock.patch.multiple(torch, **wrapped):
+    wrapped = {f"torch.{name}": _wrap(getattr(torch, name)) for name in NAMES}
+    with ExitStack() as stack:
+        for name, factory in wrapped.items():
+            stack.enter_context(mock.patch(name, factory))
         yield
 
 

@@ -1,6 +1,11 @@
 """Laws of the policies that the CPU obeys, with every tensor of the test on the device."""
 
+# pytest collects the tests that are imported
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 import pytest
+
 from test_exact_finite import (
     test_gradient_that_is_not_finite_is_refused_naming_where_it_came_from,
     test_loss_that_is_not_finite_is_refused_before_the_step,

@@ -1,6 +1,11 @@
 """Laws of what only measures or predicts, with every tensor of the test on the device."""
 
+# pytest collects the tests that are imported
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 import pytest
+
 from test_metrics import (
     test_classification_equals_the_formulas,
     test_regression_on_uneven_pieces_equals_numpy,

@@ -1,6 +1,11 @@
-"""Laws of nets, states and streams that the CPU obeys, with every tensor of the test on the device."""
+"""Laws of nets, states and streams that the CPU obeys, with every tensor on the device."""
+
+# pytest collects the tests that are imported
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
 
 import pytest
+
 from test_carry import (
     test_any_resets_equal_separate_recordings,
     test_carried_layer_equals_torch_outputs,
@@ -16,9 +21,6 @@ from test_laws import (
     test_check_carry_fails_on_mutants,
     test_check_carry_passes_on_what_carry_makes,
 )
-from test_linear_scan import (
-    test_gradients_of_first_and_second_order_are_those_of_finite_differences,
-)
 from test_leaks import (
     test_every_net_leaks_nothing_on_a_stream,
     test_leak_is_reported_with_recordings_position_size_and_cause,
@@ -29,11 +31,11 @@ from test_rollout import (
     test_gradient_is_that_of_finite_differences,
     test_rollout_is_the_net,
 )
+from test_state import test_saved_state_is_loaded_to_the_bit
 from test_stream_resume import (
     test_resume_after_an_update_of_any_epoch_gives_the_same_weights_to_the_bit,
     test_resume_between_epochs_gives_the_same_weights_to_the_bit,
     test_what_is_measured_between_updates_leaves_the_training_untouched,
 )
-from test_state import test_saved_state_is_loaded_to_the_bit
 
 pytestmark = pytest.mark.usefixtures("on_device")
