@@ -1,12 +1,14 @@
 """`throughtime selftest` on the mock device: every law equals plain PyTorch on the CPU."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import typer
 from mock_device import DEVICE, counted
-from torch import nn
+from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.app import cli, selftest
@@ -55,3 +57,18 @@ def test_inputs_on_another_device_than_the_weights_are_named_as_that() -> None:
     with pytest.raises(ModelError, match=r"inputs are on cpu, the weights of User on mock:0"):
         net(x, net.initial_state(lanes=2, like=x))
     assert check_carry(net, x)  # which moves the inputs
+
+
+def test_a_net_on_the_device_is_exported_as_from_the_cpu(tmp_path: Path) -> None:
+    inputs, numbers = torch.randn(200, 3), list[Tensor]()
+    for device in (torch.device("cpu"), DEVICE):
+        torch.manual_seed(0)
+        net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2)).to(device))
+        path = tmp_path / f"{device.type}.c"
+        tt.export(net, path, inputs=inputs, steps=1000)
+        tt.export(net, path.with_suffix(".onnx"), inputs=inputs, steps=1000)
+        texts = re.findall(r"-?0x[0-9a-f.]+p[+-]?\d+", path.read_text(encoding="utf-8"))
+        numbers.append(torch.tensor([float.fromhex(text) for text in texts]))
+        assert all(weight.device == device for weight in net.parameters())
+    assert len(numbers[0]) > 100  # the weights, and outputs that the file is checked by
+    torch.testing.assert_close(numbers[1], numbers[0], rtol=1e-5, atol=1e-6)
