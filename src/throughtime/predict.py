@@ -4,8 +4,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
@@ -192,7 +192,7 @@ class Predictor:
         self.skipped = 0
         self._state, self._single, self._prepared = state, None, 0
         self.device, self._dtype = device_of(net), dtype_of(net)
-        self._calls: dict[str, object] = {}
+        self._alone = _OneThread()
         shards = self._shards = shards_of(net)
         self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
 
@@ -200,7 +200,7 @@ class Predictor:
     def state(self) -> State:
         """The state after the last step; `None` before the first."""
         if self._single is not None and self._single.is_loaded:
-            with self._alone():
+            with self._alone:
                 self._unload()
         return self._state
 
@@ -240,7 +240,7 @@ class Predictor:
                 f" {self.lanes}: write tt.Predictor(net, lanes={x.shape[1]}), and for one step"
                 " predictor.step(inputs)"
             )
-        with self._alone():
+        with self._alone:
             self._unload()
             return self._checked(x, resets)
 
@@ -254,20 +254,6 @@ class Predictor:
             return torch.from_numpy(array.astype(np.int64)).to(self.device)
         weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())
         return torch.tensor(array, dtype=next(weights, None), device=self.device)
-
-    @contextmanager
-    def _alone(self) -> Generator[None]:
-        """Refuse a second thread: the state has one order of steps."""
-        call = object()
-        if self._calls.setdefault("running", call) is not call:  # one step of CPython, no race
-            raise RunError(
-                "two threads call this predictor at once, and its state has one order of steps;"
-                " give each thread its own: tt.Predictor(net), or hold a lock around the call"
-            )
-        try:
-            yield
-        finally:
-            self._calls.clear()
 
     def _checked(self, x: Tensor, resets: Tensor | None) -> Tensor:
         """The outputs; the state is set if all went well."""
@@ -386,7 +372,7 @@ class Predictor:
 
     def _step_prepared(self, single: SingleStep, inputs: Tensor | Array) -> Tensor | None:
         """The outputs of a prepared step; None if an ordinary call has to run."""
-        with self._alone(), evaluating(single.modules):
+        with self._alone, evaluating(single.modules):
             if not single.holds(self.net):
                 self._unload()
                 self._single = None
@@ -447,6 +433,24 @@ class Predictor:
             StateError: the file holds no state of this net and lane count.
         """
         self.state = trees.load(path, trees.detach(self.net.initial_state(self.lanes, like=like)))
+
+
+class _OneThread:
+    """A context that refuses a second thread: the state has one order of steps."""
+
+    def __init__(self) -> None:
+        self._calls: dict[str, object] = {}
+
+    def __enter__(self) -> None:
+        call = object()
+        if self._calls.setdefault("running", call) is not call:  # one step of CPython, no race
+            raise RunError(
+                "two threads call this predictor at once, and its state has one order of steps;"
+                " give each thread its own: tt.Predictor(net), or hold a lock around the call"
+            )
+
+    def __exit__(self, *error: object) -> None:
+        self._calls.clear()
 
 
 def _nan_message(finite: Tensor) -> str:

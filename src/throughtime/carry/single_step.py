@@ -11,7 +11,7 @@ layers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
@@ -23,7 +23,13 @@ from throughtime import state as trees
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.guards import ModuleGuards
 from throughtime.carry.layers import ChainAdapter, LayerAdapter
-from throughtime.carry.structure import Structure, layer_states, structure_of
+from throughtime.carry.structure import (
+    Structure,
+    TensorCall,
+    is_foreign,
+    layer_states,
+    structure_of,
+)
 from throughtime.errors import StateError
 from throughtime.kernels.cells import BY_MODE, Weights
 from throughtime.kernels.dispatch import PLAIN
@@ -66,10 +72,7 @@ class SingleStep:
         arguments = net.adapter.forward_arguments(self._x, ()) if called else None
         self._entering: Tensor = arguments[0] if arguments else self._x
         self._layers = (*calls.values(),)
-        self._operations = [
-            calls.get(op.target) or (op.target if isinstance(op.target, nn.Module) else op)
-            for op in structure.operations
-        ]
+        self._operations = [calls.get(op.target) or _forward(op) for op in structure.operations]
         # of each leaf of the net's state the calls that have it, and its number there
         positions = {
             id(leaf): (own, k)
@@ -181,6 +184,14 @@ class SingleStep:
         else:
             return False
         return self._is_index or is_finite(self._array, self._zeros)
+
+
+def _forward(operation: TensorCall) -> Callable[[Tensor], Tensor]:
+    """The forward of a module of torch.nn, which has no hooks; other operations as they are."""
+    module = operation.target
+    if isinstance(module, nn.Module) and not is_foreign(module):
+        return module.forward
+    return module if isinstance(module, nn.Module) else operation
 
 
 def is_finite(values: Any, zeros: Any) -> bool:
