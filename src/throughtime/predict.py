@@ -353,7 +353,7 @@ class Predictor:
         """Outputs `(B, C)` for the inputs `(B, D)` of a single step.
 
         Cost: the first step of a net of `tt.nn` layers prepares those that follow, which take a
-        fifth of an ordinary call.
+        quarter of an ordinary call.
         """
         if self._single is not None:
             y = self._step_prepared(self._single, inputs)
