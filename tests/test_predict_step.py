@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -285,6 +286,16 @@ def test_steps_and_calls_take_turns(name: str) -> None:
         outputs.append(predictor.step(part[0])[None] if steps == 1 else predictor(part))
         begin += steps
     assert torch.allclose(torch.cat(outputs), expected, atol=1e-6)
+
+
+def test_rows_of_a_memory_map_and_lists_are_steps_as_well(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(6, 2, 3))
+    np.save(tmp_path / "rows.npy", rows)
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    pair = Pair(make("lstm"))
+    for row in (*mapped, *rows.tolist()):
+        assert torch.equal(pair.step.step(row), pair.call(np.array(row)[None])[0])
+    assert pair.is_prepared
 
 
 def test_outputs_and_states_are_values() -> None:

@@ -214,6 +214,33 @@ def test_an_update_that_is_made_again_starts_from_the_same_states() -> None:
         state = epoch.policy_state
 
 
+def test_what_was_saved_stays_as_it_is_while_training_goes_on() -> None:
+    policy = tt.Truncated(5, start="carried")
+
+    def losses(epoch: Any) -> list[float]:
+        return [float(update.loss) for update in epoch]
+
+    first = tt.updates(make_net(), make_stream(3), Loss(), gradient=policy)
+    losses(first)
+    known = first.policy_state
+    net, runs = make_net(), list[list[float]]()
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.mul_(2)  # whose windows end in other states
+    for _ in range(2):
+        epoch = tt.updates(net, make_stream(2), Loss(), gradient=policy, policy_state=known)
+        runs.append(losses(epoch))
+    assert runs[1] == runs[0]
+
+    epoch = tt.updates(net, make_stream(2), Loss(), gradient=policy, policy_state=known)
+    next(epoch)
+    saved = epoch.state_dict()
+    rest = losses(epoch)
+    for _ in range(2):
+        epoch.load_state_dict(saved)
+        assert losses(epoch) == rest
+
+
 def test_windows_of_an_epoch_that_was_left_have_not_ended() -> None:
     policy, net, stream = tt.Truncated(3, start="carried"), make_net(), make_stream(2)
     epoch = tt.updates(net, stream, Loss(), gradient=policy)

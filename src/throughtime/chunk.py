@@ -75,8 +75,8 @@ class Chunk:
     _inputs: Tensor
     _targets: Tensor | None
     _first: int
-    # the targets before they were sent to a device
-    _host_targets: Tensor | None
+    # the targets before they were sent to a device, and torch's count of changes to those sent
+    _sent: tuple[Tensor, int] | None
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Chunk:
         start: int,
         stop: int,
         first: int = 0,
-        host_targets: Tensor | None = None,
+        sent: tuple[Tensor, int] | None = None,
     ) -> None:
         valid_before, resets = metadata.valid_before, metadata.reset_steps
         any_reset = False
@@ -105,7 +105,7 @@ class Chunk:
             _inputs=inputs,
             _targets=targets,
             _first=first,
-            _host_targets=host_targets,
+            _sent=sent,
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -223,13 +223,14 @@ class Chunk:
     @property
     def host_targets(self) -> Tensor | None:
         """The targets on the host; those that were sent to a device are not read back."""
-        sent = self._sent_targets()
-        return self.targets.cpu() if sent is None and self.targets is not None else sent
+        host = self._sent_targets()
+        return self.targets.cpu() if host is None and self.targets is not None else host
 
     def _sent_targets(self) -> Tensor | None:
-        """The targets before they were sent to a device; None if they were not."""
-        rows = self._host_targets
-        return None if rows is None else rows[self._first : self._first + self.steps]
+        """The targets before they were sent to a device; None if these are others since."""
+        if self._sent is None or self._targets is None or self._sent[1] != _version(self._targets):
+            return None
+        return self._sent[0][self._first : self._first + self.steps]
 
     def __getitem__(self, span: slice) -> "Chunk":
         """The steps of a slice, without a stride; shares memory.
@@ -258,7 +259,7 @@ class Chunk:
             self.start + start,
             self.start + stop,
             self._first + start,
-            self._host_targets,
+            self._sent,
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
@@ -288,8 +289,8 @@ class Chunk:
 
     def _with(self, metadata: ChunkMetadata) -> "Chunk":
         """The same steps with metadata of their own."""
-        sent = self._sent_targets()
-        return Chunk(self.inputs, self.targets, metadata, 0, self.steps, host_targets=sent)
+        sent = _sent(self._sent_targets(), self.targets)
+        return Chunk(self.inputs, self.targets, metadata, 0, self.steps, sent=sent)
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets of the N valid steps, time first.
@@ -358,10 +359,10 @@ class Chunk:
             if inputs is self.inputs and targets is self.targets:
                 return self
             return Chunk(inputs, targets, self.metadata, self.start, self.stop)
-        sent = None if targets is None else send(targets, device)
-        host = targets if targets is not None and targets.is_cpu else None
+        labels = None if targets is None else send(targets, device)
+        sent = _sent(targets, labels) if targets is not None and targets.is_cpu else None
         rows = send(inputs, device)
-        return Chunk(rows, sent, self.metadata, self.start, self.stop, host_targets=host)
+        return Chunk(rows, labels, self.metadata, self.start, self.stop, sent=sent)
 
     def _as_classes(self, targets: Tensor) -> Tensor:
         """Class indices `(T, B)`, int64; a target of several columns is no class: unchanged."""
@@ -381,6 +382,15 @@ class Chunk:
         return labels.nan_to_num(_IGNORED).long()
 
 
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sent(host: Tensor | None, targets: Tensor | None) -> tuple[Tensor, int] | None:
+    """Targets of the host that were sent as these, which may change from now on."""
+    return None if host is None or targets is None else (host, _version(targets))
+
+
 def join(chunks: Sequence[Chunk]) -> Chunk:
     """Concatenate adjacent chunks, in order; copies, unless there is only one."""
     if len(chunks) == 1:
@@ -388,19 +398,19 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     inputs = torch.cat([c.inputs for c in chunks])
     several = [c.targets for c in chunks if c.targets is not None]
     targets = torch.cat(several) if len(several) == len(chunks) else None
-    host = None
+    sent = None
     if not inputs.is_cpu:
-        sent = [rows for c in chunks if (rows := c._sent_targets()) is not None]
-        host = torch.cat(sent) if len(sent) == len(chunks) else None
+        rows = [rows for c in chunks if (rows := c._sent_targets()) is not None]
+        sent = _sent(torch.cat(rows) if len(rows) == len(chunks) else None, targets)
     if all(a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)):
         first, last = chunks[0], chunks[-1]
-        return Chunk(inputs, targets, first.metadata, first.start, last.stop, host_targets=host)
+        return Chunk(inputs, targets, first.metadata, first.start, last.stop, sent=sent)
     metadata = ChunkMetadata.of(
         *(torch.cat([getattr(c.metadata, name)[c.span] for c in chunks]) for name in PER_STEP)
     )
     if not inputs.is_cpu:
         metadata._parts.extend(p for c in chunks for p in c.metadata._pieces(c.start, c.stop))
-    return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks), host_targets=host)
+    return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks), sent=sent)
 
 
 @runtime_checkable

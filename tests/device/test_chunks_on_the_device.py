@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime._metadata import ChunkMetadata, reset_positions
 from throughtime.chunk import join
+from throughtime.gradient.objective import Objective
 
 CPU = torch.device("cpu")
 NAMES = ("resets", "mask", "recording", "position")
@@ -121,6 +122,19 @@ def test_resets_that_were_changed_are_read_again() -> None:
     assert list(reset_positions(chunk.resets[1:])) == [s - 1 for s in chunk.reset_steps if s]
 
 
+def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> None:
+    weights: list[list[float]] = []
+    for device in (CPU, DEVICE):
+        chunk = chunks(device)[0]
+        assert chunk.targets is not None
+        chunk.targets[2:5] = -100  # as a loop does that leaves out steps by itself
+        masked, _ = chunk.warmed_up(1, torch.zeros(2, dtype=torch.long))
+        seen = [chunk, chunk[1:4], join([chunk[:3], masked[3:]]), masked]
+        weights.append([Objective(nn.CrossEntropyLoss()).loss_weight(c) for c in seen])
+    assert weights[1] == weights[0]
+    assert weights[0][0] < chunks(CPU)[0].valid_steps
+
+
 def loop(device: torch.device) -> tuple[tt.Stream, tt.Updates]:
     """Every chunk is a block of its own."""
     torch.manual_seed(0)
@@ -167,7 +181,10 @@ def test_a_block_that_is_read_ahead_changes_no_number() -> None:
     assert results[1] == pytest.approx(results[0], rel=1e-5)
 
 
-def test_a_block_that_cannot_be_read_ahead_is_refused_when_it_is_needed() -> None:
+@pytest.mark.parametrize("error", [tt.errors.DataError, OSError])
+def test_a_block_that_cannot_be_read_ahead_is_refused_when_it_is_needed(
+    error: type[Exception],
+) -> None:
     """The update before it is finite: it was made, and its position can be saved."""
     stream, updates = loop(DEVICE)
     next(updates)
@@ -175,11 +192,22 @@ def test_a_block_that_cannot_be_read_ahead_is_refused_when_it_is_needed() -> Non
 
     def broken(*arguments: Any) -> Any:
         read(*arguments)
-        raise tt.errors.DataError("the file is gone")
+        raise error("the file is gone")
 
     stream._collator.collate = broken  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(tt.errors.DataError, match="the file is gone"):
+    with pytest.raises(error, match="the file is gone"):
         next(updates)
+    assert updates.state_dict()["stream"]["position"] == 60
+
+
+def test_a_position_is_saved_though_the_next_block_cannot_be_read() -> None:
+    stream, updates = loop(DEVICE)
+    next(updates)
+
+    def broken(*_: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    stream._collator.collate = broken  # pyright: ignore[reportAttributeAccessIssue]
     assert updates.state_dict()["stream"]["position"] == 60
 
 

@@ -172,7 +172,7 @@ class SingleStep:
 
     def _take(self, inputs: Any) -> bool:
         """Copy the inputs of a step; False if they do not fit or are not finite."""
-        if type(inputs) is np.ndarray:
+        if isinstance(inputs, np.ndarray):  # memory-mapped ones as well
             if inputs.shape != self._array.shape or inputs.dtype.kind not in self._kinds:
                 return False
             self._array[...] = inputs

@@ -98,9 +98,15 @@ class StoredStates:
         rows = tuple(torch.cat(pair) for pair in parts)
         return replace(self, ended=(torch.cat([self.ended[0], recording]), rows))
 
+    def copy(self) -> "StoredStates":
+        """With a table of its own: `ready` writes to it."""
+        table = tuple(leaf.clone() for leaf in self.table)
+        return replace(self, known=self.known.clone(), table=table)
+
     def state_dict(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        return {"known": self.known, "table": self.table, "ended": self.ended}
+        own = self.copy()
+        return {"known": own.known, "table": own.table, "ended": self.ended}
 
     @classmethod
     def load(cls, values: Mapping[str, Any], source: Source) -> "StoredStates":
@@ -108,7 +114,8 @@ class StoredStates:
         ended = values["ended"]
         if ended is not None:
             ended = ended[0].cpu(), ended[1]
-        return cls(_preceding(source), values["known"].cpu(), values["table"], ended)
+        loaded = cls(_preceding(source), values["known"].cpu(), values["table"], ended)
+        return loaded.copy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,6 +142,10 @@ class StateMoments:
 
     def ready(self) -> "StateMoments":
         """Itself."""
+        return self
+
+    def copy(self) -> "StateMoments":
+        """Itself: nothing writes to it."""
         return self
 
     def learn(self, recording: Tensor, leaves: Leaves) -> "StateMoments":
@@ -237,6 +248,10 @@ class StartStates:
     def new(cls, start: Start, source: Source, like: State) -> "StartStates":
         """Before the first update."""
         return cls(StoredStates.new(source, like) if start == "carried" else StateMoments())
+
+    def begin_epoch(self) -> "StartStates":
+        """For another epoch; what is known now stays as it is."""
+        return StartStates(self.store.copy())
 
     def end_epoch(self, state: State) -> "StartStates":
         """With the states after the last step of an epoch, in which all lanes end."""

@@ -165,7 +165,7 @@ class Truncated:
     def init(self, carried: State, previous: TruncatedState | None) -> TruncatedState:
         """The state before the first update of an epoch."""
         starts = None if previous is None else previous.starts
-        return TruncatedState(carried, carried, starts=starts and replace(starts, playing=None))
+        return TruncatedState(carried, carried, starts=starts and starts.begin_epoch())
 
     def state_dict(self, state: TruncatedState) -> dict[str, Any]:
         """The state as plain values and state trees; of the past steps, their number.
