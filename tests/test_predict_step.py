@@ -298,6 +298,30 @@ def test_rows_of_a_memory_map_and_lists_are_steps_as_well(tmp_path: Path) -> Non
     assert pair.is_prepared
 
 
+def test_another_forward_of_a_class_counts_at_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = Pair(make("lstm"))
+    assert pair.agrees(torch.randn(3, 2, 3))
+    own = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda module, x: 2 * own(module, x))
+    assert pair.agrees(torch.randn(3, 2, 3))
+
+
+def test_copies_that_share_a_net_run_in_threads_of_their_own() -> None:
+    predictor, row = tt.Predictor(make("lstm"), 2), torch.randn(2, 3)
+    predictor.step(row)
+    other, outputs = copy.copy(predictor), list[Tensor]()
+
+    def run_other(*_: Any) -> None:  # while the first one runs
+        handle.remove()
+        outputs.append(other.step(row))
+
+    handle = predictor.net.register_forward_hook(run_other)
+    expected = predictor.step(row)
+    assert torch.equal(outputs[0], expected)
+
+
 def test_outputs_and_states_are_values() -> None:
     pair, rows = Pair(make("bare layer")), torch.randn(6, 2, 3)
     assert pair.agrees(rows[1:2])

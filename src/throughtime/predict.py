@@ -218,7 +218,7 @@ class Predictor:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy prepares calls of its own."""
-        return {**self.__dict__, "_state": self.state, "_single": None}
+        return {**self.__dict__, "_state": self.state, "_single": None, "_alone": _OneThread()}
 
     def __call__(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Tensor:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`, of NumPy or torch.

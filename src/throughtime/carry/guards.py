@@ -92,7 +92,9 @@ class ModuleGuards:
         self.modules = (*module.modules(),)
         self._containers = [module._modules for module in self.modules]
         self._children = [[*children.values()] for children in self._containers]
-        self._traits = [(m, m.__dict__, type(m), _own_hooks(m)) for m in self.modules]
+        self._traits = [
+            (m, m.__dict__, type(m), type(m).forward, _own_hooks(m)) for m in self.modules
+        ]
         own = [module.__dict__ for module in self.modules if isinstance(module, nn.RNNBase)]
         self._settings = [(values, _settings(values)) for values in own]
 
@@ -108,8 +110,9 @@ class ModuleGuards:
         """
         if torch_observes() or modified(net.__dict__):
             return False
-        for module, own, kind, hooks in self._traits:
-            if type(module) is not kind or modified(own, hooks):
+        for module, own, kind, forward, hooks in self._traits:
+            changed = type(module) is not kind or kind.forward is not forward
+            if changed or modified(own, hooks):
                 return False
         return all(_settings(own) == settings for own, settings in self._settings)
 
