@@ -69,14 +69,12 @@ def test_the_python_of_a_page_runs(
 
 
 def test_every_block_of_a_page_is_of_a_kind_that_is_run() -> None:
-    kinds = {
-        kind
-        for page in PAGES
-        for kind in re.findall(
-            r"^```(\w+)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE
-        )
-    }
-    assert kinds == {"bash", "python", "c", "javascript", "text"}  # c and javascript: test_deploy
+    texts = [(ROOT / page).read_text(encoding="utf-8") for page in PAGES]
+    kinds = {kind for text in texts for kind in re.findall(r"^```(\w+)$", text, re.MULTILINE)}
+    assert kinds - {"rust"} == {"bash", "python", "c", "javascript", "text"}  # see also test_deploy
+    for text in texts:
+        for section in text.split("\n## "):
+            assert "```rust" not in section or "has not been run" in section
 
 
 def commands() -> list[str]:
@@ -85,7 +83,7 @@ def commands() -> list[str]:
         for page in PAGES
         if page != EXTENDING
         for block in blocks(page, "bash")
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
     ]
     return [line for line in lines if line]
 
@@ -134,7 +132,8 @@ def test_the_other_commands_are_targets_and_installs_that_ci_runs() -> None:
             "pip",
             "install",
         ]
-        assert known or line == ". .venv/bin/activate", line
+        compiles = words[0] == "clang" and words[-1] == "beat.wasm"  # run in test_deploy
+        assert known or compiles or line == ". .venv/bin/activate", line
 
 
 def test_every_page_that_is_linked_exists() -> None:

@@ -109,13 +109,13 @@ def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
 
 
 def test_recipes_are_short_listed_and_of_no_machine() -> None:
-    index = (RECIPES / "README.md").read_text(encoding="utf-8")
-    for page in (*COMMANDS, "python", "README"):
+    index = (RECIPES / "index.md").read_text(encoding="utf-8")
+    for page in (*COMMANDS, "python", "index"):
         text = (RECIPES / f"{page}.md").read_text(encoding="utf-8")
-        assert page == "README" or f"({page}.md)" in index
+        assert page == "index" or f"({page}.md)" in index
         assert page == "python" or len(text.splitlines()) < 70
         assert not re.search(r"/(work|home|tmp|Users)/", text)
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert target.startswith("http") or (RECIPES / target).is_file(), f"{page}: {target}"
         kinds = re.findall(r"^```(\w+)$", text, re.MULTILINE)
-        assert set(kinds) <= {"bash", "python"}
+        assert set(kinds) <= {"bash", "python", "{toctree}"}
