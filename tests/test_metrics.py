@@ -1,5 +1,6 @@
 """Scores against the formulas written out, on pieces of any size."""
 
+import copy
 import math
 from typing import Any, cast
 
@@ -216,3 +217,14 @@ def test_many_classes_are_listed_in_part() -> None:
     with pytest.raises(DataError, match="'c7' and 992 more") as error:
         metric.update(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))
     assert len(str(error.value)) < 300
+
+
+def test_a_metric_of_outputs_with_a_graph_keeps_no_graph() -> None:
+    """As in a loop that has no `no_grad` around it: every chunk's graph would stay in memory."""
+    weight = torch.ones((), requires_grad=True)
+    score = Regression()
+    for _ in range(2):
+        score.update(weight * torch.randn(5, 1), weight * torch.randn(5, 1))
+    values = (score.squared_error, score.squared_target, score.spread, score.mean)
+    assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+    assert copy.deepcopy(score).compute() == score.compute()

@@ -338,8 +338,8 @@ class Regression:
         if not len(targets):
             return
         wide = real_type(outputs)
-        y = outputs.to(wide).reshape(len(outputs), -1)
-        t = targets.to(wide).reshape(len(targets), -1)
+        y = outputs.detach().to(wide).reshape(len(outputs), -1)
+        t = targets.detach().to(wide).reshape(len(targets), -1)
         if y.shape != t.shape:
             raise DataError(
                 f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)};"
