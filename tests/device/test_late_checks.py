@@ -136,6 +136,16 @@ def test_of_several_accumulated_updates_each_is_checked() -> None:
             list(loop.updates)
 
 
+def test_several_accumulated_updates_are_zero_together() -> None:
+    for broken in (BROKEN, BROKEN + 100):
+        loop = Loop(tt.Truncated(100), broken=broken, accumulate=2)
+        weights: list[list[Tensor]] = []
+        with pytest.raises(tt.errors.RunError):
+            weights.extend(loop.weights() for _ in loop)
+        before, after = weights[broken // 200], loop.weights()
+        assert all(map(torch.equal, before, after))
+
+
 def test_with_a_scaler_nothing_is_checked() -> None:
     class Scaler:
         def scale(self, outputs: Tensor) -> Tensor:

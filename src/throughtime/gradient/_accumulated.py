@@ -91,6 +91,8 @@ class Accumulation(Generic[S]):
         finally:
             for weight, grad in zip(weights, before, strict=True):
                 weight.grad = grad
+        if objective.late is not None:  # one part that is not finite is the whole update
+            objective.late.zero(mean.sums)
         return None if alone and not mean.weight else mean.deliver(), state
 
     def _several(
@@ -118,7 +120,7 @@ class _WeightedMean:
         self.update: Update | None = None
         self.weight, self._steps = 0.0, 0
         self._loss: Tensor | None = None
-        self._sums: list[Tensor | None] = [None] * len(weights)
+        self.sums: list[Tensor | None] = [None] * len(weights)
 
     def add(self, update: Update) -> None:
         share = float(update.steps) if update.weight is None else update.weight
@@ -128,14 +130,14 @@ class _WeightedMean:
         self.weight += share
         for i, weight in enumerate(self.weights):
             if weight.grad is not None and share:
-                total, grad = self._sums[i], weight.grad * share
-                self._sums[i] = grad if total is None else total + grad
+                total, grad = self.sums[i], weight.grad * share
+                self.sums[i] = grad if total is None else total + grad
 
     def deliver(self) -> Update | None:
         """The last update with the loss and steps of all, their mean gradient added to `.grad`."""
         if self.update is None or self._loss is None:
             return None
-        for weight, total in zip(self.weights, self._sums, strict=True):
+        for weight, total in zip(self.weights, self.sums, strict=True):
             if total is not None:
                 grad = total / self.weight
                 weight.grad = grad if weight.grad is None else weight.grad + grad

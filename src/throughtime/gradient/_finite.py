@@ -72,6 +72,14 @@ class LateChecks:
         self.flags.append(_Flag(finite, sizes, list(values), message))
         return True
 
+    def zero(self, sums: Iterable[Tensor | None]) -> None:
+        """Set sums of gradients to zero, on their device, if one of the flags says so."""
+        if self.flags:
+            finite = torch.stack([flag.finite for flag in self.flags]).all()
+            for total in sums:
+                if total is not None:
+                    _values(total).masked_fill_(~finite.to(total.device), 0)
+
     def read(self) -> None:
         """Wait for the device, and read all flags at once.
 
