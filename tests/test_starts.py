@@ -111,6 +111,14 @@ class Oracle:
             yield from self.epoch(optimizer)
 
 
+@pytest.fixture(params=[1, 5, 64], ids="table every {}".format)
+def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are moved to the table at once, now and then, or not in so few updates."""
+    monkeypatch.setattr("throughtime.gradient._starts._LATEST", request.param)
+
+
+@pytest.mark.covering
+@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize(("lanes", "fused"), [(1, False), (2, False), (3, False), (3, True)])
 @pytest.mark.parametrize("lengths", [LENGTHS, (20, 10, 30)], ids=["uneven", "even"])
 def test_carried_starts_are_the_states_in_which_the_windows_before_ended(
@@ -198,22 +206,28 @@ def test_a_saved_training_resumes_to_the_bit(start: Any, at: int) -> None:
     assert resumed == losses[at:]
 
 
-def test_an_update_that_is_made_again_starts_from_the_same_states() -> None:
+@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_an_update_that_is_made_again_starts_from_the_same_states(accumulate: int) -> None:
     policy, net, other = tt.Truncated(5, start="carried"), make_net(), make_net()
+    several: dict[str, Any] = {"gradient": policy, "accumulate": accumulate}
     optimizer, state = torch.optim.SGD(net.parameters(), lr=0.1), None
     stream = make_stream(3)
     for _ in range(4):
-        epoch = tt.updates(net, stream, Loss(), gradient=policy, policy_state=state)
+        epoch = tt.updates(net, stream, Loss(), policy_state=state, **several)
         for update in epoch:
             other.load_state_dict(net.state_dict())
-            again = tt.updates(other, make_stream(3), Loss(), gradient=policy)
+            again = tt.updates(other, make_stream(3), Loss(), **several)
             again.load_state_dict(copy.deepcopy(epoch.state_dict(after_step=False)))
-            assert torch.equal(next(again).outputs, update.outputs)
+            repeated = next(again)
+            assert torch.equal(repeated.outputs, update.outputs)
+            assert torch.equal(repeated.loss, update.loss)
             optimizer.step()
             optimizer.zero_grad()
         state = epoch.policy_state
 
 
+@pytest.mark.usefixtures("table")
 def test_what_was_saved_stays_as_it_is_while_training_goes_on() -> None:
     policy = tt.Truncated(5, start="carried")
 

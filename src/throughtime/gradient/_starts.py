@@ -39,18 +39,21 @@ Start: TypeAlias = Literal["zero", "carried", "noise"]
 STARTS: tuple[Start, ...] = ("zero", "carried", "noise")
 Leaves: TypeAlias = tuple[Tensor, ...]
 _AVERAGED = 1_000  # states in the running moments
+_LATEST = 64  # states beside the table, or a sixteenth of its rows, before it is written anew
 
 
 @dataclass(frozen=True, eq=False)
 class StoredStates:
-    """The state in which each recording ended when it was last played.
+    """The state in which each recording ended when it was last played; a value.
+
+    Nothing is written in place, so an update that is made again starts from the same states.
 
     Attributes:
         preceding: `(R,)`, the recording that each one continues, -1 for none; on the host.
-        known: `(R,)`, whether it has ended yet; on the host.
+        known: `(R,)`, whether its state is in the table; on the host.
         table: the leaves of the states, `(R, ...)`.
-        ended: recordings `(N,)`, on the host, that ended in the present update, and their states;
-            stored before the next one. So an update that is made again starts from the same states.
+        ended: recordings `(N,)`, on the host, that have ended since the table was made, in order,
+            and their states.
     """
 
     preceding: Tensor
@@ -72,41 +75,38 @@ class StoredStates:
         leaves = [_rows(leaf, before.clamp(min=0)) for leaf in self.table]
         stored = (before >= 0) & self.known[before]
         if self.ended is not None:
-            lanes, rows = (before.unsqueeze(1) == self.ended[0]).nonzero(as_tuple=True)
+            order = torch.arange(1, len(self.ended[0]) + 1, device="cpu")
+            latest = ((before.unsqueeze(1) == self.ended[0]) * order).amax(1) - 1
+            lanes = (latest >= 0).nonzero().flatten()
             stored[lanes] = True
             if len(lanes):  # the host would wait for an empty copy to a device
                 for leaf, ended in zip(leaves, self.ended[1], strict=True):
-                    leaf.index_copy_(0, send(lanes, leaf.device), _rows(ended, rows))
+                    rows = _rows(ended, latest[lanes])
+                    leaf.index_copy_(0, send(lanes, leaf.device), rows)
         values = iter(leaves)
         return _reset(initial, trees.map_leaves(lambda _: next(values), initial), stored)
 
-    def ready(self) -> "StoredStates":
-        """Stores the states of the last update."""
-        if self.ended is None:
-            return self
-        recording, leaves = self.ended
-        self.known[recording] = True
-        for leaf, rows in zip(self.table, leaves, strict=True):
-            leaf.index_copy_(0, send(recording, leaf.device), rows)
-        return replace(self, ended=None)
-
     def learn(self, recording: Tensor, leaves: Leaves) -> "StoredStates":
         """With the states `(N, ...)` in which recordings `(N,)` ended."""
-        if self.ended is None:
+        if not len(recording):
+            return self
+        if self.ended is not None:
+            leaves = tuple(torch.cat(pair) for pair in zip(self.ended[1], leaves, strict=True))
+            recording = torch.cat([self.ended[0], recording])
+        if len(recording) < max(_LATEST, len(self.known) // 16):
             return replace(self, ended=(recording, leaves))
-        parts = zip(self.ended[1], leaves, strict=True)
-        rows = tuple(torch.cat(pair) for pair in parts)
-        return replace(self, ended=(torch.cat([self.ended[0], recording]), rows))
-
-    def copy(self) -> "StoredStates":
-        """With a table of its own: `ready` writes to it."""
-        table = tuple(leaf.clone() for leaf in self.table)
-        return replace(self, known=self.known.clone(), table=table)
+        latest = {number: row for row, number in enumerate(recording.tolist())}
+        numbers, rows = torch.tensor([*latest.items()], device="cpu").unbind(1)
+        table = tuple(
+            old.index_copy(0, send(numbers, old.device), _rows(new, rows))
+            for old, new in zip(self.table, leaves, strict=True)
+        )
+        known = self.known.index_fill(0, numbers, True)
+        return replace(self, known=known, table=table, ended=None)
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values and tensors."""
-        own = self.copy()
-        return {"known": own.known, "table": own.table, "ended": self.ended}
+        return {"known": self.known, "table": self.table, "ended": self.ended}
 
     @classmethod
     def load(cls, values: Mapping[str, Any], source: Source) -> "StoredStates":
@@ -114,8 +114,7 @@ class StoredStates:
         ended = values["ended"]
         if ended is not None:
             ended = ended[0].cpu(), ended[1]
-        loaded = cls(_preceding(source), values["known"].cpu(), values["table"], ended)
-        return loaded.copy()
+        return cls(_preceding(source), values["known"].cpu(), values["table"], ended)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,14 +138,6 @@ class StateMoments:
             return initial
         moments = iter(zip(self.mean, self.square, strict=True))
         return trees.map_leaves(lambda leaf: _like_moments(leaf, *next(moments)), initial)
-
-    def ready(self) -> "StateMoments":
-        """Itself."""
-        return self
-
-    def copy(self) -> "StateMoments":
-        """Itself: nothing writes to it."""
-        return self
 
     def learn(self, recording: Tensor, leaves: Leaves) -> "StateMoments":
         """With the states `(N, ...)` in which recordings ended."""
@@ -250,8 +241,8 @@ class StartStates:
         return cls(StoredStates.new(source, like) if start == "carried" else StateMoments())
 
     def begin_epoch(self) -> "StartStates":
-        """For another epoch; what is known now stays as it is."""
-        return StartStates(self.store.copy())
+        """For another epoch."""
+        return StartStates(self.store)
 
     def end_epoch(self, state: State) -> "StartStates":
         """With the states after the last step of an epoch, in which all lanes end."""
@@ -259,7 +250,7 @@ class StartStates:
             return self
         lanes = (self.playing >= 0).nonzero().flatten()
         leaves = tuple(_rows(leaf, lanes) for leaf in trees.tensors(state))
-        return StartStates(self.store.ready().learn(self.playing[lanes], leaves))
+        return StartStates(self.store.learn(self.playing[lanes], leaves))
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values and tensors."""
@@ -284,7 +275,7 @@ class WindowStarts:
     gates: dict[int, Callable[[State], State]]
 
     def __init__(self, net: Carried, chunk: Chunk, starts: StartStates) -> None:
-        self._net, self._original, self._store = net, chunk, starts.store.ready()
+        self._net, self._original, self._store = net, chunk, starts.store
         recording = chunk.metadata.recording[chunk.span]
         self._recording, self._starts = recording, chunk.metadata.resets[chunk.span]
         playing = torch.full_like(recording[0], -1) if starts.playing is None else starts.playing
