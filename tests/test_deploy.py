@@ -387,6 +387,23 @@ def test_a_chaotic_net_is_exported_and_held_to_its_first_steps(
         exported(tmp_path, chaotic, f"other.{kind}", steps=20_000)
 
 
+def test_recurrent_weights_that_cannot_be_verified_are_said_to_be_so(tmp_path: Path) -> None:
+    def explosive() -> nn.Module:
+        torch.manual_seed(1)
+        layer = nn.LSTM(3, 32)
+        with torch.no_grad():
+            for name in ("weight_ih_l0", "weight_hh_l0"):
+                layer.get_parameter(name).mul_(300)
+        return nn.Sequential(layer, nn.Linear(32, 2))
+
+    _, written = exported(tmp_path, explosive, "net.onnx", steps=1_000)
+    assert tt.deploy.Session(written.paths[0]).description["conformance"]["steps"] == 1
+    (remark,) = written.remarks
+    assert "the recurrent weights in the file are not verified" in remark
+    _, written = exported(tmp_path, chaotic, "other.onnx", steps=1_000)
+    assert not written.remarks
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 8, 9, 33])
 @pytest.mark.parametrize(
     "name", ["lstm two", "relu", pytest.param("cells", marks=pytest.mark.slow)]

@@ -174,7 +174,7 @@ def export(
             description["verified"] = run
     named = _named(path, write(description))
     write_together(named)
-    remarks = [*_remarks(kind, verification, steps), *_folding(chain, kind)]
+    remarks = [*_unverified(kind, verification, steps, description), *_folding(chain, kind)]
     return Export(tuple(named), kind, verification, settling, tuple(remarks))
 
 
@@ -427,8 +427,19 @@ def _folding(chain: Chain | None, kind: str) -> list[str]:
     return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]
 
 
-def _remarks(kind: str, verification: Verification | None, steps: int) -> list[str]:
-    if verification is not None or not steps:
+def _unverified(
+    kind: str, verification: Verification | None, steps: int, description: Mapping[str, Any]
+) -> list[str]:
+    """Says what could not be verified."""
+    if not steps:
         return []
-    needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
-    return [f"not verified: {needs} is not at hand"]
+    if verification is None:
+        needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
+        return [f"not verified: {needs} is not at hand"]
+    if description["conformance"]["steps"] == 1:  # from the initial state, which may be zero
+        said = (
+            "the net amplifies rounding so much that its second step agrees on no two runtimes; the"
+            " recurrent weights in the file are not verified. Are the weights of the net too large?"
+        )
+        return [said]
+    return []
