@@ -29,7 +29,7 @@ import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
 from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
-from throughtime.errors import ConfigError, DataError, MissingExtraError
+from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
 from throughtime.integrations.accelerate import prepare, updates
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_train.py"
@@ -330,6 +330,30 @@ def test_saved_and_loaded_states_resume_to_the_bit(several: int, tmp_path: Path)
         "throughtime.integrations.accelerate.Epochs.load_state_dict"
     ):  # a mutant: no place
         assert apart(stopped(accelerator, tmp_path / "mutant", 4), whole) > 1e-6
+
+
+def test_an_update_that_was_not_finite_leaves_the_saved_files_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device, saving is what reads the flag of the last update."""
+    accelerator = Accelerator(cpu=True)
+    net, optimizer, _ = prepare(accelerator, *parts())
+    run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
+    accelerator.register_for_checkpointing(run)
+    losses = iter(run)
+    next(losses)
+    accelerator.save_state(str(tmp_path))
+    saved = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    next(losses)
+    optimizer.step()
+
+    def refuse(_: object) -> None:
+        raise RunError("not finite")
+
+    monkeypatch.setattr(tt.Updates, "_read_flag", refuse)
+    with pytest.raises(RunError):
+        accelerator.save_state(str(tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == saved
 
 
 def test_positions_of_another_number_of_processes_are_refused() -> None:

@@ -151,7 +151,9 @@ def updates(
 
     if isinstance(loss_fn, nn.Module):
         loss_fn.to(accelerator.device)  # it may hold class weights
-    return Epochs(accelerator, new_updates)
+    epochs = Epochs(accelerator, new_updates)
+    accelerator.register_save_state_pre_hook(epochs._before_save)
+    return epochs
 
 
 class Epochs:
@@ -185,6 +187,11 @@ class Epochs:
             )
         with self._accelerator.autocast():
             return next(updates, None)
+
+    def _before_save(self, *_: Any) -> None:
+        """Read the flag of the last update, before Accelerate writes any file."""
+        if self._updates is not None:
+            self._updates._read_flag()
 
     def state_dict(self) -> dict[str, Any]:
         """The positions of all ranks, since Accelerate writes the first rank's dict only.
