@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from errno import ENOSPC
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -18,6 +18,9 @@ from throughtime.app.config import make_config
 from throughtime.app.flags import check_options, merge_settings, to_settings, train_signature
 from throughtime.app.values import named_numbers, read_toml
 from throughtime.errors import ConfigError, RunError, ThroughtimeError, counted
+
+if TYPE_CHECKING:
+    from throughtime.app.run_folder import RunFolder
 
 _HELP = "Train recurrent networks on one unbroken stream, with the state carried."
 app = typer.Typer(
@@ -176,9 +179,8 @@ def evaluate(
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
     from throughtime.app.evaluate import evaluate_run
     from throughtime.app.report.run_page import write_report
-    from throughtime.app.run_folder import RunFolder
 
-    folder = RunFolder(run)
+    folder = _open_run(run)
     with ProgressDisplay(enabled=not as_json) as display:
         split, scores = evaluate_run(folder, data, split, missing, display.phase)
     path = folder.scores(split)
@@ -245,8 +247,8 @@ def predict(
         predict_to_file,
         predict_to_folder,
     )
-    from throughtime.app.run_folder import RunFolder
 
+    folder = _open_run(run)
     paths = [] if data is None else [Path(data)] if Path(data).exists() else _split_paths(data)
     target = output_file(paths, split, to, form) if data is not None else None
     if target is None:
@@ -255,7 +257,7 @@ def predict(
             raise ConfigError(f"{', '.join(named)} belong to a single recording; leave them out")
         with ProgressDisplay() as display:
             files = predict_to_folder(
-                RunFolder(run),
+                folder,
                 None if data is None else paths[0],
                 split,
                 to or Path("predictions"),
@@ -264,11 +266,11 @@ def predict(
                 on_nan=on_nan,
                 on_phase=display.phase,
             )
-        frames, folder = sum(file.steps for file in files), to or Path("predictions")
-        out.print(f"{frames:,} frames of {counted(len(files), 'recording')} to {folder}")
+        frames, written = sum(file.steps for file in files), to or Path("predictions")
+        out.print(f"{frames:,} frames of {counted(len(files), 'recording')} to {written}")
         _print_skipped(sum(file.skipped for file in files))
         return
-    net, spec = load_model(RunFolder(run).model)
+    net, spec = load_model(folder.model)
     source = open_recording(paths, spec, None if static is None else _static_features(static))
     state = trees.load(state_in, initial_state(net)) if state_in is not None else None
     with one_thread(when=spec.is_small(lanes=1)), ProgressDisplay() as display:
@@ -290,6 +292,23 @@ def predict(
     _print_skipped(skipped)
 
 
+def _open_run(run: Path) -> "RunFolder":
+    """The folder of a run; a remark on standard error if the run is not finished.
+
+    Raises:
+        RunError: no run there, or none that reached a checkpoint.
+    """
+    from throughtime.app.model import unfinished_remark
+    from throughtime.app.run_folder import RunFolder
+
+    folder = RunFolder(run)
+    if not folder.model.exists():
+        folder.read_config()
+    if remark := unfinished_remark(folder.model):
+        print(f"remark: {remark}", file=sys.stderr, flush=True)
+    return folder
+
+
 def _split_paths(text: str) -> list[Path]:
     return [Path(part.strip()) for part in text.split(";")]
 
@@ -298,8 +317,7 @@ def _print_skipped(skipped: int) -> None:
     from throughtime.app.console import out
 
     if skipped:
-        steps = "step" if skipped == 1 else "steps"
-        out.print(f"{skipped:,} {steps} without an answer: their inputs are NaN or infinite")
+        out.print(f"{counted(skipped, 'step')} without an answer: their inputs are NaN or infinite")
 
 
 @app.command()
@@ -322,9 +340,8 @@ def export(
     """Write a trained model, its state inside, as a file that runs without Python."""
     from throughtime.app.console import out as console
     from throughtime.app.export import export_run
-    from throughtime.app.run_folder import RunFolder
 
-    written = export_run(RunFolder(run), out, to, check, steps)
+    written = export_run(_open_run(run), out, to, check, steps)
     console.print(f"{', '.join(map(str, written.paths))} written")
     if written.verification is not None:
         steps_played, error, own = written.verification
@@ -384,9 +401,8 @@ def audit(
     from throughtime.app.audit import AuditJob, AuditOptions
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
     from throughtime.app.report.run_page import write_report
-    from throughtime.app.run_folder import RunFolder
 
-    folder, numbers = RunFolder(run), None
+    folder, numbers = _open_run(run), None
     if horizons is not None:
         try:
             numbers = tuple(int(part) for part in horizons.split(","))

@@ -270,7 +270,10 @@ class Config:
         words=get_args(LoggerName),
     )
     checkpoint_every: float = _setting(
-        "Output", "Seconds between two checkpoints.", 30.0, positive=True
+        "Output",
+        "Seconds between two checkpoints; the first ones come sooner.",
+        30.0,
+        positive=True,
     )
     strategy: Literal["single", "ddp"] = _setting(
         "Training", "One process, or several that share the lanes.", "single"
@@ -400,8 +403,8 @@ class Config:
             )
         if self.start != "zero" and self.train_on != "windows":
             yield (
-                f"start={self.start!r} belongs to train_on='windows' (--train-on windows): on the"
-                " stream the state is carried anyway"
+                f"start={self.start!r} is for windows, and training is on the stream, where the"
+                " state is carried anyway: leave it out, or set train_on='windows'"
             )
         if self.start == "carried" and self.strategy == "ddp":
             yield (

@@ -208,6 +208,8 @@ def _print_start(training: Training) -> None:
         )
     if training.count:
         out.print(f"resumed at update {training.count}")
+    elif training.resumed:
+        out.print("no checkpoint yet: starting again at update 0")
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import Literal
 
 import numpy as np
@@ -75,6 +74,7 @@ class ModelSpec:
         dropout: the share of the outputs of each layer that training replaces by 0.
         sha256: of the file of a user's module.
         update: the one that the weights are of; 0 in training.
+        planned: updates of the whole run while it is not finished; else 0.
     """
 
     layout: DataLayout
@@ -88,6 +88,7 @@ class ModelSpec:
     dropout: float = 0.0
     sha256: str = ""
     update: int = 0
+    planned: int = 0
 
     @classmethod
     def from_data(
@@ -354,16 +355,17 @@ def check_device(device: str) -> None:
     """Refuse a device on which nothing can be computed.
 
     Raises:
-        ConfigError: torch refuses it; the start of its message is quoted, in one line.
+        ConfigError: torch refuses it; the message names the devices of this machine.
     """
     if device == "meta":
         raise ConfigError("device=meta: holds no numbers; take --device cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = shorten(str(error).splitlines()[0].partition(". ")[0], 80)
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        usable = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
         raise ConfigError(
-            f"device={device}: cannot be used on this machine ({reason}); take --device cpu"
+            f"device={device}: cannot be used on this machine; take --device {usable}"
         ) from error
 
 
@@ -446,13 +448,36 @@ def model_bytes(weights: Mapping[str, Tensor], spec: ModelSpec) -> bytes | bytea
     return _safetensors.to_bytes(_MODEL, asdict(spec), tensors)
 
 
+def unfinished_remark(path: Path) -> str:
+    """What to say of a model file whose run is not finished; empty of one whose run is.
+
+    Raises:
+        RunError: as `load_model`.
+    """
+    values, _ = load_tensors(path, _MODEL, _restore_hint(path))
+    try:
+        spec: ModelSpec = from_plain(ModelSpec, values)
+    except (TypeError, ValueError):  # `load_model` says what is wrong
+        return ""
+    if not spec.planned:
+        return ""
+    return (
+        f"the run is not finished: these are the weights of update {spec.update:,} of"
+        f" {spec.planned:,}; go on with: throughtime train --resume {path.parent}"
+    )
+
+
+def _restore_hint(path: Path) -> str:
+    return f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
+
+
 def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     """The net and its description from a file that holds `model_bytes`.
 
     Raises:
         RunError: no such file, a damaged one, or one that holds no model of throughtime.
     """
-    hint = f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
+    hint = _restore_hint(path)
     values, tensors = load_tensors(path, _MODEL, hint)
     own = None
     try:

@@ -55,6 +55,7 @@ from throughtime.metrics import Metrics
 from throughtime.updates import Updates, updates
 
 _LOG_LINES = 200  # of a run
+_FIRST_SAVE = 1.0  # seconds of a run until its first checkpoint
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class Training:
         if config.keep == "best" and not validates:
             remarks.append(NOT_VALIDATED)
         self.dataset = replace(dataset, remarks=tuple(remarks))
-        self.finished = self.stopping = False
+        self.finished = self.stopping = self.resumed = False
         self._updates: Updates | None = None
         self._loss_sum = torch.zeros((), dtype=dataset.spec.torch_dtype, device=config.device)
         self._loss_steps = 0
@@ -194,6 +195,7 @@ class Training:
             dataset = _open(config, on_phase)
             remarks = (*dataset.remarks, *code_remarks(started_with, dataset.spec))
             training = cls(config, replace(dataset, remarks=remarks), folder, team, on_phase)
+            training.resumed = True
             team.check_equal(training.dataset.checksums())
             if saved is not None:
                 training_state.restore(training, saved)
@@ -270,7 +272,7 @@ class Training:
             due = self._valid_every and self.count % self._valid_every == 0
             if due and self.count < self.total:
                 self._log_validation()
-            due = time.monotonic() - saved >= self.config.checkpoint_every
+            due = time.monotonic() - saved >= self._save_interval()
             stop, save = self.team.any_of(self.stopping, self.team.is_first and due)
             if stop or save:
                 self.save()
@@ -282,6 +284,13 @@ class Training:
             self._log_validation()
         self.finished = True
         self.save()
+
+    def _save_interval(self) -> float:
+        """Seconds between two checkpoints: half as long as the run so far, up to the setting.
+
+        So a kill soon after the start loses a second, or a third of the run.
+        """
+        return min(self.config.checkpoint_every, max(_FIRST_SAVE, self.seconds / 2))
 
     def _begin_log(self) -> None:
         self.team.on_first(self.folder.remove_scores)
@@ -442,7 +451,8 @@ class Training:
     def _model(self) -> bytes | bytearray:
         """The content of the model file: the weights that are kept, and of which update."""
         update, weights = self.selection.kept(self.count, self.net.module)
-        return model_bytes(weights, replace(self.dataset.spec, update=update))
+        planned = 0 if self.finished else self.total
+        return model_bytes(weights, replace(self.dataset.spec, update=update, planned=planned))
 
     def _save(self, positions: list[dict[str, Any]]) -> None:
         if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):

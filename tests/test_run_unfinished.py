@@ -1,0 +1,112 @@
+"""Runs that are not finished: killed before or after their first checkpoint, or stopped."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from test_cli import ended, run
+from test_run import flags, settings, write_recordings
+from throughtime.app.config import Config
+from throughtime.app.run_folder import RunFolder
+from throughtime.app.train import Training
+
+
+def stopped(out: Path, **more: object) -> RunFolder:
+    """A run of 60 updates that is stopped at its third."""
+    values = settings(write_recordings(out.parent / "data", (400, 250, 300)), out, **more)
+    training = Training.begin(Config(**values))
+    for progress in training.run():
+        if progress.update == 3:
+            training.stop()
+    return training.folder
+
+
+def test_commands_say_that_a_run_is_not_finished(tmp_path: Path) -> None:
+    folder = stopped(tmp_path / "run")
+    commands = (
+        ["eval", folder.path, "--split", "valid"],
+        ["predict", folder.path, "--split", "valid", "--out", tmp_path / "predictions"],
+        ["export", folder.path, "--out", tmp_path / "net.js", "--steps", "0"],
+    )
+    remark = (
+        f"remark: the run is not finished: these are the weights of update 3 of 60; go on with:"
+        f" throughtime train --resume {folder.path}\n"
+    )
+    for command in commands:
+        code, printed, complained = ended(*command)
+        assert (code, complained.count(remark)) == (0, 1), printed + complained
+    run("train", "--resume", folder.path)
+    for command in commands:
+        assert "not finished" not in ended(*command)[2]
+
+
+def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(tmp_path: Path) -> None:
+    folder = stopped(tmp_path / "run")
+    folder.model.unlink()
+    folder.checkpoint.unlink()
+    assert "no checkpoint yet: starting again at update 0" in run("train", "--resume", folder.path)
+    assert "no checkpoint yet" not in run("train", "--resume", folder.path)
+
+
+def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each update takes 0.1 seconds of a clock that the test moves."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    values = settings(
+        write_recordings(tmp_path / "data", (400, 250, 300)),
+        tmp_path / "run",
+        updates=400,
+        checkpoint_every=4.0,
+        valid_every=0,
+    )
+    training = Training.begin(Config(**values))
+    saves = list[float]()
+    apply, save = training._apply, training.save
+
+    def slow_apply(update: object) -> None:
+        now[0] += 0.1
+        apply(update)  # pyright: ignore[reportArgumentType]
+
+    def noted_save() -> None:
+        saves.append(round(now[0], 1))
+        save()
+
+    monkeypatch.setattr(training, "_apply", slow_apply)
+    monkeypatch.setattr(training, "save", noted_save)
+    list(training.run())
+    gaps = np.diff([0.0, *saves[:-2]])
+    assert gaps[0] == pytest.approx(1.0, abs=0.11)
+    assert (np.diff(gaps) > -0.11).all()
+    assert gaps[-1] == pytest.approx(4.0, abs=0.11)
+
+
+@pytest.mark.parametrize("command", ["eval", "predict", "export", "audit"])
+def test_a_folder_without_a_run_is_called_that_by_every_command(
+    command: str, tmp_path: Path
+) -> None:
+    more = ["--out", str(tmp_path / "net.js")] if command == "export" else []
+    for place_without_run in (tmp_path / "nosuch", tmp_path):
+        complained = run(command, place_without_run, *more, ok=False)
+        assert f"{place_without_run}: no run there" in complained
+        assert "--resume" not in complained
+
+
+def test_a_start_that_is_for_windows_says_what_to_write(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data", (400, 250, 300))
+    values = settings(data, tmp_path / "run", start="carried")
+    complained = run(*flags(values), ok=False)
+    assert (
+        "--start 'carried' is for windows, and training is on the stream, where the state is"
+        " carried anyway: leave it out, or set --train-on 'windows'" in complained
+    )
+
+
+def test_a_device_that_is_none_names_those_of_this_machine(tmp_path: Path) -> None:
+    data = write_recordings(tmp_path / "data", (400, 250, 300))
+    complained = run(*flags(settings(data, tmp_path / "run", device="nonsense")), ok=False)
+    assert "--device nonsense: cannot be used on this machine; take --device cpu" in complained
+    assert "xla" not in complained
