@@ -497,7 +497,7 @@ def test_one_step_at_a_time_equals_chunks(gru: tuple[tt.Carried, Path]) -> None:
     [
         (np.zeros((5, 2, 4), np.float32), r"\(5, 2, 4\).*expected \('T', 2, 3\) float32"),
         (np.zeros((5, 1, 3), np.float32), "lanes=B"),
-        (np.zeros((0, 2, 3), np.float32), r"\(0, 2, 3\)"),
+        (np.zeros((0, 2, 3), np.float32), r"\(0, 2, 3\): a call takes at least one step"),
         (np.zeros((5, 2, 3), np.complex64), "complex64"),
     ],
 )
@@ -526,8 +526,9 @@ def test_a_file_cut_short_edited_or_foreign_is_refused(gru: Any, tmp_path: Path)
     for name, (changed, message) in cases.items():
         path = tmp_path / f"{name}.onnx"
         path.write_bytes(changed)
-        with pytest.raises(ModelError, match=message):
+        with pytest.raises(ModelError, match=message) as caught:
             tt.deploy.Session(path)
+        assert not re.search(r"wire type|max\(|property", str(caught.value))
     with pytest.raises(ModelError, match="cannot be read"):
         tt.deploy.Session(tmp_path / "missing.onnx")
 
@@ -593,6 +594,70 @@ def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=r"'0.weight_ih_l0' is not finite"):
             tt.export(net, tmp_path / name, inputs=x)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_an_example_that_is_not_finite_is_refused_by_step_and_column(
+    value: float, tmp_path: Path
+) -> None:
+    net = tt.carry(CHAINS["lstm"]())
+    x = torch.randn(10, 3, dtype=torch.float64)
+    x[4, 2] = value
+    for name in ("net.onnx", "net.c", "net.js"):
+        with pytest.raises(DataError, match=r"step 4, column 2.*inputs="):
+            tt.export(net, tmp_path / name, inputs=x)
+    with pytest.raises(DataError, match="step 4, lane 1, column 2"):
+        tt.export(net, tmp_path / "net.c", inputs=torch.stack([torch.zeros_like(x), x], dim=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "message"),
+    [
+        ("net.c", "onnx", r"\.c is the suffix of to='c'.*write .*net\.onnx, or to='c'"),
+        ("net.json", "nam", r"write .*net\.nam, or to='rtneural'"),
+        ("net.h", "c", r"the header of a C file.*write .*net\.c$"),
+        ("net.c", "cpp", r"to='cpp' is no format"),
+    ],
+)
+def test_a_suffix_of_another_format_is_refused(
+    name: str, to: Any, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        exported(tmp_path, CHAINS["lstm"], name, to=to)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [*FORMATS, pytest.param("html", marks=needs_node)])
+def test_a_suffix_of_no_format_is_kept_where_the_format_is_named(kind: Any, tmp_path: Path) -> None:
+    for name in ("beat.xyz", "beat"):
+        _, written = exported(tmp_path, CHAINS["lstm"], name, steps=200, to=kind)
+        assert written.paths[0] == tmp_path / name
+        assert written.verification is not None
+
+
+def test_steps_are_checked_and_none_is_said_to_verify_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="steps=-3: expected"):
+        exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=-3)
+    _, written = exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=0)
+    (remark,) = written.remarks
+    assert remark.startswith("not verified")
+
+
+def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
+    """Large inputs saturate a net, which then amplifies nothing."""
+    torch.manual_seed(0)
+    net, quiet = tt.carry(amplifying()), torch.full((700, 3), 30.0)
+    options: Any = {"inputs": torch.randn(50, 3), "steps": 20_000, "classes": ("a", "b")}
+    written = tt.export(net, tmp_path / "net.onnx", stream=quiet, **options)
+    assert written.recorded is not None
+    assert written.verification is not None
+    assert written.verification.error > 1e-5 > written.recorded.error
+    assert "amplifies rounding" in written.verification.summary
+    assert written.recorded.reclassified == 0
+    assert written.recorded.summary.endswith("the same classes")
+    found = tt.deploy.Session(written.paths[0]).description["verified"]
+    assert found == {"steps": 700, "error": written.recorded.error, "longest_run": 700}
 
 
 @pytest.mark.parametrize(

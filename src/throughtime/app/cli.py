@@ -343,11 +343,12 @@ def export(
 
     written = export_run(_open_run(run), out, to, check, steps)
     console.print(f"{', '.join(map(str, written.paths))} written")
-    if written.verification is not None:
-        steps_played, error, own = written.verification
-        line = f"verified: {steps_played:,} steps, largest difference {error:.1g}"
-        rounding = "" if own is None else f"; rounding alone makes one of {own:.1g} in this net"
-        console.print(line + rounding)
+    for verification, steps_of in (
+        (written.recorded, "steps of the recording"),
+        (written.verification, "random steps"),
+    ):
+        if verification is not None:
+            console.print(f"verified on {verification.steps:,} {steps_of}: {verification.summary}")
     if written.settling is not None:
         console.print(str(written.settling))
     for remark in written.remarks:

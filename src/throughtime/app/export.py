@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,7 +12,8 @@ from throughtime.app.model import ModelSpec, load_model, one_thread
 from throughtime.app.predictions import open_recording
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
-from throughtime.deploy.export import Export, export
+from throughtime.deploy.export import Export, export, format_of
+from throughtime.errors import DataError
 from throughtime.nn.affine import Affine
 from throughtime.stream import Recording, Stream
 
@@ -39,6 +41,7 @@ def export_run(
         ModelError: the model cannot be written in this format, or the file differs from it.
         DataError: a recording that the model does not fit.
     """
+    to = format_of(out, to, "--to {}")
     net, spec = load_model(folder.model)
     layout = spec.layout
     recording = None if check is None else open_recording([check], spec)
@@ -65,7 +68,8 @@ def export_run(
 
 def _example(net: Carried, spec: ModelSpec) -> Tensor:
     """Inputs with the means and deviations of the training split."""
-    x = torch.randn(_STEPS, spec.features, dtype=torch.float64)
+    random = torch.Generator().manual_seed(0)  # the same bytes each time
+    x = torch.randn(_STEPS, spec.features, dtype=torch.float64, generator=random)
     standardise: Any = next((m for m in net.modules() if isinstance(m, Affine)), None)
     if standardise is None:
         return x
@@ -73,8 +77,20 @@ def _example(net: Carried, spec: ModelSpec) -> Tensor:
 
 
 def _unbroken(recording: Recording, spec: ModelSpec, folder: RunFolder) -> Stream:
-    """The inputs of a whole recording with its static features."""
+    """The inputs of a whole recording with its static features.
+
+    Raises:
+        DataError: an input is NaN or infinite, and the run was not trained to mask such steps.
+    """
     rows = features(recording.read(0, len(recording)))
     inputs = {"inputs": torch.from_numpy(rows).to(spec.torch_dtype), "name": recording.name}
     missing = folder.read_config().missing
+    wrong = np.argwhere(~np.isfinite(rows))
+    if missing == "error" and len(wrong):
+        step, column = wrong[0].tolist()
+        raise DataError(
+            f"--check: recording '{recording.name}' has {len(wrong)} inputs that are NaN or"
+            f" infinite, the first at step {step}, column {column}. The file is verified on a"
+            " recording without a gap: give another one, or a part of this one"
+        )
     return Stream(inputs, 1, len(rows), seed=None, missing=missing, rank=0, ranks=1)

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ _WRITERS: dict[str, _Writer] = {
     "nam": write_nam,
     "rtneural": write_rtneural,
 }
-_SUFFIXES = {
+_SUFFIXES: dict[str, Format] = {
     ".onnx": "onnx",
     ".c": "c",
     ".js": "js",
@@ -62,7 +62,9 @@ class Export:
     Attributes:
         paths: of the files, that which was asked for first.
         format: of them.
-        verification: steps and largest error against the net; None if no runtime was at hand.
+        verification: steps and largest error against the net, of the random steps; None for none
+            of these, or if no runtime was at hand.
+        recorded: the same of the longest recording of `stream`, without a reset.
         settling: how long a cold start differs; None without `stream`.
         remarks: what a user should know.
     """
@@ -70,6 +72,7 @@ class Export:
     paths: tuple[Path, ...]
     format: str
     verification: Verification | None
+    recorded: Verification | None = None
     settling: SettlingTime | None = None
     remarks: tuple[str, ...] = ()
 
@@ -107,16 +110,17 @@ def export(
         rate: steps per second, for the description.
         classes: names of the outputs.
         steps: random ones to verify; 0 for none.
-        stream: recordings, as for `tt.evaluate`, or a `tt.Stream`. The longest one is played after
-            the random steps without a reset, and `settling_time` of the description is that of
-            `tt.settling_time(net, stream)`.
+        stream: recordings, as for `tt.evaluate`, or a `tt.Stream`. The longest one is played from
+            the initial state without a reset; `verified` of the description is what came of it, and
+            `settling_time` that of `tt.settling_time(net, stream)`.
         details: more entries of the description, such as names of columns.
 
     Returns:
         An `Export`: the files, and the largest error against the net.
 
     Raises:
-        ConfigError: a suffix that names no format.
+        ConfigError: a suffix that names no format, or another one than `to`; negative `steps`.
+        DataError: an example of another shape, or with NaN or infinite values.
         ModelError: the net is no chain, with the child in the way, or the file that was written
             computes something else; then there is no file.
 
@@ -132,16 +136,14 @@ def export(
         ['beat.c', 'beat.h']
     """
     net, path = require_carried(net), Path(path)
-    kind = to or _SUFFIXES.get(path.suffix.lower(), "")
-    if kind not in _SUFFIXES.values():
-        raise ConfigError(
-            f"{path}: its suffix names no format; expected {', '.join(_SUFFIXES)}, or to="
-            f"{' or '.join(map(repr, dict.fromkeys(_SUFFIXES.values())))}"
-        )
+    kind = format_of(path, to)
+    if steps < 0:
+        raise ConfigError(f"steps={steps}: expected a number of random steps, or 0 for none")
     example = _example(inputs)
     _check_weights(net)
     if example.is_floating_point() and (w := next(net.parameters(), None)) is not None:
         example = example.to(w)
+        _check_finite(example)  # in the type of the weights, too
     chain: Chain | None = None
     with running(net):
         try:
@@ -153,29 +155,57 @@ def export(
             chain = None
         ports = _chain_ports(chain, net) if chain is not None else _net_ports(net, example)
         description = _describe(net, ports, example, rate, classes, details or {})
-    recorded, settling = None, None
+    signal, settling = None, None
     if stream is not None:
         played = stream if isinstance(stream, Stream) else whole_stream(stream)
-        recorded, settling = _longest(played), settling_time(net, played)
+        signal, settling = _longest(played), settling_time(net, played)
         description["settling_time"] = _settling_facts(settling)
     if chain is None:
         write = scan_writer(net, example, description, path.stem)
     else:
-        write = _chain_writer(chain, kind, path.stem, example if recorded is None else recorded)
-    verification = None
-    if steps or recorded is not None:
-        x = random_steps(description, steps)
+        write = _chain_writer(chain, kind, path.stem, example if signal is None else signal)
+    files, random = _named(path, write(description)), random_steps(description, steps)
+    verification = _verify(net, kind, files, description, random) if steps else None
+    recorded = None
+    if signal is not None:
+        x = signal[:, 0].numpy().astype(random.dtype)
+        recorded = _verify(net, kind, files, description, x)
         if recorded is not None:
-            x = np.concatenate([x, recorded[:, 0].numpy().astype(x.dtype)])
-        verification = _verify(net, kind, _named(path, write(description)), description, x)
-        if recorded is not None and verification is not None:
-            steps_played, error, _ = verification
-            run = {"steps": steps_played, "error": error, "longest_run": steps_played}
+            played_steps, error, *_ = recorded
+            run = {"steps": played_steps, "error": error, "longest_run": played_steps}
             description["verified"] = run
     named = _named(path, write(description))
     write_together(named)
-    remarks = [*_unverified(kind, verification, steps, description), *_folding(chain, kind)]
-    return Export(tuple(named), kind, verification, settling, tuple(remarks))
+    asked = bool(steps) or signal is not None
+    remarks = [*_unverified(kind, verification or recorded, asked, description)]
+    remarks += _folding(chain, kind)
+    return Export(tuple(named), kind, verification, recorded, settling, tuple(remarks))
+
+
+def format_of(path: Path, to: Format | None, option: str = "to={!r}") -> Format:
+    """The format that a path or `to` names; `option` is how the user writes `to`.
+
+    Raises:
+        ConfigError: neither names one, or they name two.
+    """
+    suffix = path.suffix.lower()
+    named, formats = _SUFFIXES.get(suffix), get_args(Format)
+    kind = to or named
+    if kind is None or kind not in formats:
+        got = "its suffix names no format" if to is None else f"{option.format(to)} is no format"
+        raise ConfigError(
+            f"{path}: {got}; expected {', '.join(_SUFFIXES)}, or"
+            f" {' or '.join(map(option.format, formats))}"
+        )
+    usual = next(end for end, format_ in _SUFFIXES.items() if format_ == kind)
+    if suffix == ".h" or named not in (None, kind):
+        owner = "the header of a C file" if suffix == ".h" else option.format(named)
+        raise ConfigError(
+            f"{path}: {suffix} is the suffix of {owner}, and {option.format(kind)} is asked for;"
+            f" write {path.with_suffix(usual)}"
+            + ("" if named is None else f", or {option.format(named)}")
+        )
+    return kind
 
 
 def _chain_writer(
@@ -272,7 +302,22 @@ def _example(inputs: Any) -> Tensor:
             f"inputs have shape {tuple(x.shape)}, expected an example (T, D) or (T, B, D), or"
             " indices (T,) or (T, B)"
         )
+    _check_finite(x)
     return x
+
+
+def _check_finite(x: Tensor) -> None:
+    """Refuse an example `(T, B, ...)` with values that are NaN or infinite."""
+    missing = ~x.flatten(2).isfinite() if x.is_floating_point() else x.new_zeros(1)
+    if missing.any():
+        step, lane, column = missing.nonzero()[0].tolist()
+        where = f"step {step}, lane {lane}" if x.shape[1] > 1 else f"step {step}"
+        raise DataError(
+            f"inputs: the example has {int(missing.sum())} values that are NaN or infinite in"
+            f" {x.dtype}, the first at {where}, column {column}. Means and deviations are taken"
+            " from it: give one without, such as inputs=torch.nan_to_num(x, posinf=0.0,"
+            " neginf=0.0), or a part of the signal without them"
+        )
 
 
 class _Ports(NamedTuple):
@@ -428,11 +473,11 @@ def _folding(chain: Chain | None, kind: str) -> list[str]:
 
 
 def _unverified(
-    kind: str, verification: Verification | None, steps: int, description: Mapping[str, Any]
+    kind: str, verification: Verification | None, asked: bool, description: Mapping[str, Any]
 ) -> list[str]:
-    """Says what could not be verified."""
-    if not steps:
-        return []
+    """Says what was not verified."""
+    if not asked:
+        return ["not verified: no steps were asked for. Leave out steps, or give a recording"]
     if verification is None:
         needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
         return [f"not verified: {needs} is not at hand"]

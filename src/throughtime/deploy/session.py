@@ -169,15 +169,22 @@ class Session:
             with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as arrays:
                 values = {name: arrays[name] for name in arrays.files}
             kind, digest = json.loads(str(values.pop("header")))
+        except FileNotFoundError as error:
+            raise StateError(f"{path}: no such file; session.save(path) writes one") from error
         except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
-            raise StateError(f"{path}: not a readable state of a session ({error})") from error
+            raise StateError(
+                f"{path}: not a readable state of a session; expected a file that"
+                " session.save(path) wrote"
+            ) from error
         if (kind, digest) != (_STATE, self.description["sha256"]):
             raise StateError(f"{path}: the state of another net than {self.path}")
         self.state = {name.removeprefix("leaf."): value for name, value in values.items()}
 
     def _checked(self, x: Array) -> Array:
         kinds = "iu" if self._indexed else "fiu"
-        if x.shape[1:] != (self.lanes, *self._shape) or x.dtype.kind not in kinds or not len(x):
+        if x.shape[1:] == (self.lanes, *self._shape) and not len(x):
+            raise DataError(f"the inputs have shape {x.shape}: a call takes at least one step")
+        if x.shape[1:] != (self.lanes, *self._shape) or x.dtype.kind not in kinds:
             raise DataError(
                 f"the inputs have shape {x.shape} and type {x.dtype}, expected"
                 f" {('T', self.lanes, *self._shape)} {self._dtype}; a session of more lanes is"
@@ -339,7 +346,8 @@ def _description(path: Path, content: bytes) -> dict[str, Any]:
         description = json.loads(text)
     except ValueError as error:
         raise ModelError(
-            f"{path}: no ONNX file that tt.export wrote, or one that was cut short ({error})"
+            f"{path}: no ONNX file that tt.export wrote, or one that was cut short; copy it again,"
+            " or export it again"
         ) from error
     metadata.check_seal(description, body, str(path))
     return description

@@ -41,12 +41,29 @@ class Verification(NamedTuple):
 
     `sensitivity` is the largest difference that the net itself shows where its weights are rounded
     otherwise, measured where the file differs by more than rounding alone: a net with two stable
-    states amplifies it.
+    states amplifies it. `reclassified` is the number of steps at which the two give another class;
+    None for outputs that are no classes.
     """
 
     steps: int
     error: float
     sensitivity: float | None = None
+    reclassified: int | None = None
+
+    @property
+    def summary(self) -> str:
+        """The largest difference in words, with its cause where the net amplifies rounding."""
+        said = f"largest difference {self.error:.2g}"
+        if self.reclassified is not None:
+            steps = f"{self.reclassified:,} steps" if self.reclassified != 1 else "1 step"
+            said += f", another class at {steps}" if self.reclassified else ", the same classes"
+        if self.sensitivity is not None:
+            said += (
+                f". The net itself amplifies rounding on these inputs: it differs by"
+                f" {self.sensitivity:.2g} from itself where the last digit of its weights changes,"
+                " so this is no fault of the file"
+            )
+        return said
 
 
 def verify(
@@ -97,6 +114,9 @@ def verify(
                 " otherwise. No file was left. Does the net compute something beside its layers?"
                 " Please report it with print(net)"
             )
+    reclassified = None
+    if description["outputs"]["classes"] and got.shape[1] > 1:
+        reclassified = int((got.argmax(axis=1) != expected.argmax(axis=1)).sum())
     if short:
         got = np.stack(short).reshape(len(runs), steps, -1)
         errors = np.abs(got - _outputs(net, runs.swapaxes(0, 1), {}).swapaxes(0, 1)).max(
@@ -108,7 +128,7 @@ def verify(
                 f" from the initial state, half of them by more than {np.median(errors):.2g},"
                 f" expected at most {limit:.2g}. No file was left; please report it with print(net)"
             )
-    return Verification(len(x), error, sensitivity)
+    return Verification(len(x), error, sensitivity, reclassified)
 
 
 def random_steps(description: Mapping[str, Any], steps: int) -> Array:
@@ -172,7 +192,8 @@ def _c(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None
     if compiler is None or sys.platform == "win32":
         return None
     library = folder / "net.so"
-    command = [compiler, *C_FLAGS, "-O2", "-shared", "-fPIC", str(path), "-o", str(library)]
+    command = [compiler, *C_FLAGS, "-O2", "-shared", "-fPIC", "-x", "c", str(path)]
+    command += ["-o", str(library)]
     _run(command, path)
     return lambda chunks, anew: play_c(library, path.stem, description, chunks, anew=anew)
 
@@ -238,7 +259,7 @@ def _javascript(path: Path, description: Mapping[str, Any], folder: Path) -> _Pl
         return None
     inputs = description["inputs"]
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".html":  # its module is a function there
+    if text.startswith("<!doctype html>"):  # its module is a function there
         start = text.index("(() => {\n") + len("(() => {\n")
         text = text[start : text.index("return { create, description };", start)]
         text += "export { create };\n"
