@@ -452,6 +452,11 @@ def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[tt.Carried, Path], tm
     (tmp_path / "cut.npz").write_bytes(content[:200])
     with pytest.raises(StateError, match="not a readable state"):
         session.load(tmp_path / "cut.npz")
+    np.savez(tmp_path / "foreign.npz", weights=x)
+    with pytest.raises(StateError, match=r"expected a file that session\.save\(path\) wrote"):
+        session.load(tmp_path / "foreign.npz")
+    with pytest.raises(StateError, match="no such file"):
+        session.load(tmp_path / "missing.npz")
 
 
 def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[tt.Carried, Path]) -> None:
