@@ -228,7 +228,7 @@ def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(wh
 def test_evaluation_that_fails_puts_the_modes_back() -> None:
     net = tt.carry(PartlyEvaluating().double())
     modes = [m.training for m in net.modules()]
-    with pytest.raises(ModelError, match="Expected 3, got 17"):
+    with pytest.raises(DataError, match="17 features in each step, the net expects 3"):
         tt.Predictor(net)(torch.zeros(4, 1, 17, dtype=torch.float64))
     assert [m.training for m in net.modules()] == modes
     assert torch.is_grad_enabled()

@@ -432,3 +432,35 @@ def test_rows_that_do_not_fit_raise_as_in_calls(row: Tensor) -> None:
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert pair.agrees(torch.randn(3, 2, 3))
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.recurrent = nn.Linear(1, 4), nn.GRU(4, 4)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.recurrent(self.before(x), h)
+
+
+@pytest.mark.parametrize("module", [lambda: nn.LSTM(1, 4), Between])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_inputs_of_another_width_or_type_are_named_with_what_the_net_expects(
+    module: Callable[[], nn.Module], prepared: bool
+) -> None:
+    net = tt.carry(module())
+    predictor = tt.Predictor(net)
+    if prepared:
+        predictor.step(np.zeros(1))
+    said = "the inputs have 2 features in each step, the net expects 1"
+    for call in (
+        lambda: predictor.step(np.zeros(2)),
+        lambda: predictor(np.zeros((5, 2))),
+        lambda: tt.predict(net, np.zeros((5, 2), np.float32)),
+    ):
+        with pytest.raises(DataError, match=said):
+            call()
+    for shape in ((1,), (2,)):
+        with pytest.raises(DataError, match=r"whole numbers \(torch.int64\).*astype"):
+            predictor.step(np.zeros(shape, int))
+    assert predictor.step(np.zeros(1)).shape == (4,)

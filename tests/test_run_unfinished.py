@@ -1,14 +1,18 @@
 """Runs that are not finished: killed before or after their first checkpoint, or stopped."""
 
 import time
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from test_cli import ended, run
 from test_run import flags, settings, write_recordings
+from throughtime.app import console
 from throughtime.app.config import Config
+from throughtime.app.report.page import DataTable
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 
@@ -110,3 +114,25 @@ def test_a_device_that_is_none_names_those_of_this_machine(tmp_path: Path) -> No
     complained = run(*flags(settings(data, tmp_path / "run", device="nonsense")), ok=False)
     assert "--device nonsense: cannot be used on this machine; take --device cpu" in complained
     assert "xla" not in complained
+
+
+def test_a_table_in_a_narrow_terminal_shows_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["recurrent.layers.0.weight_ih", "recurrent.layers.0.weight_hh"]
+    rows: list[list[str | float]] = [[name, 1.0] for name in names]
+    printed = StringIO()
+    monkeypatch.setattr(console, "out", Console(file=printed, width=30))
+    console.print_table("norms", DataTable(["parameter", "norm"], rows, ""))
+    text = printed.getvalue()
+    assert "…" not in text
+    letters = "".join(c for c in text if c.isalnum() or c in "._")
+    assert "weight_ih" in letters.replace("1", "")
+    assert "weight_hh" in letters.replace("1", "")
+
+
+def test_a_report_counts_a_single_input_in_the_singular(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("u,y\n" + "0.1,0\n0.7,1\n" * 200)
+    options = ("--targets", "y", "--hidden", "4", "--lanes", "2", "--updates", "2")
+    run("train", path, "--out", tmp_path / "run", *options)
+    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "The input is standardised with" in report

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime._device import send
+from throughtime.carry._explain import shapes_in_words, whole_numbers_hint
 from throughtime.carry.carried import (
     Carried,
     device_of,
@@ -238,7 +239,7 @@ class Predictor:
             raise DataError(
                 f"the inputs {tuple(x.shape)} have {x.shape[1]} lanes, the predictor has"
                 f" {self.lanes}: write tt.Predictor(net, lanes={x.shape[1]}), and for one step"
-                " predictor.step(inputs)"
+                " predictor.step(inputs)" + whole_numbers_hint(self.net.module, x)
             )
         with self._alone:
             self._unload()
@@ -275,7 +276,7 @@ class Predictor:
         return outputs
 
     def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        with self._whole(), running(self.net):
+        with self._whole(), running(self.net), shapes_in_words(self.net.module, x):
             if state is None:
                 state = self.net.initial_state(x.shape[1], like=x)
             return self.net(x, state, resets)

@@ -255,8 +255,8 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(folder)
     out.print(
-        f"{count} updates in {duration(training.seconds)}, {training.waiting:.0%} of it waiting"
-        f" for data; model, metrics and report.html are in {folder.path}"
+        f"{counted(count, 'update')} in {duration(training.seconds)}, {training.waiting:.0%} of it"
+        f" waiting for data; model, metrics and report.html are in {folder.path}"
     )
 
 
@@ -312,7 +312,8 @@ def print_table(title: str, content: DataTable) -> None:
     """Print a table of a report under another title."""
     table = Table(title=title)
     for i, name in enumerate(content.columns):
-        table.add_column(name, justify="right" if i in content.numeric_columns else "left")
+        justify = "right" if i in content.numeric_columns else "left"
+        table.add_column(name, justify=justify, overflow="fold")
     for cells in content.cells:
         table.add_row(*cells)
     out.print(table)

@@ -344,9 +344,11 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
             f"input {listed(clocks)} only ever rises: a clock? --exclude {clocks[0]} leaves it out"
         )
     if statistics.missing:
-        remarks.append(f"{statistics.missing} steps masked: their inputs are NaN or infinite")
+        remarks.append(
+            f"{counted(statistics.missing, 'step')} masked: their inputs are NaN or infinite"
+        )
     if statistics.missing_targets:
-        remarks.append(f"{statistics.missing_targets} steps masked: they have no target")
+        remarks.append(f"{counted(statistics.missing_targets, 'step')} masked: they have no target")
     return remarks
 
 

@@ -1,9 +1,13 @@
-"""How a carried module is called, in words: what `print(net)` shows.
+"""How a carried module is called, in words: what `print(net)` shows, and inputs that do not fit.
 
 Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Iterable
+import re
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._bound import BoundModule
@@ -19,6 +23,7 @@ from throughtime.carry._convention import (
 )
 from throughtime.carry._subject import Failure
 from throughtime.carry._trial import STEPS
+from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
 from throughtime.state import State
 
 LISTED = 4  # ways of calling that were tried in vain
@@ -121,3 +126,40 @@ def _reason(failure: Failure) -> str:
         return "not one output per step"
     text = str(failure.error).split("\n")[0].rstrip(".")
     return text if len(text) <= 70 else f"{text[:67]}..."
+
+
+_WIDTHS = (  # in messages of torch
+    re.compile(r"Expected (?P<expected>\d+), got (?P<width>\d+)"),
+    re.compile(r"cannot be multiplied \(\d+x(?P<width>\d+) and (?P<expected>\d+)x"),
+)
+
+
+@contextmanager
+def shapes_in_words(module: nn.Module, x: Tensor) -> Generator[None]:
+    """Say of inputs that the net refuses which ones it expects."""
+    try:
+        yield
+    except (ModelError, RuntimeError, ValueError) as error:
+        if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
+            raise
+        if hint := whole_numbers_hint(module, x):
+            raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
+        for match in (pattern.search(str(error)) for pattern in _WIDTHS):
+            if match is not None and int(match["width"]) == x.shape[-1]:
+                raise DataError(
+                    f"the inputs have {counted(x.shape[-1], 'feature')} in each step, the net"
+                    f" expects {match['expected']}: write inputs of shape"
+                    f" (..., {match['expected']})"
+                ) from error
+        raise
+
+
+def whole_numbers_hint(module: nn.Module, x: Tensor) -> str:
+    """What to do with features that are whole numbers; empty of others, or with an embedding."""
+    embeds = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
+    if embeds or x.is_floating_point() or x.is_complex():
+        return ""
+    return (
+        f"; whole numbers ({x.dtype}) are read as indexes, without a dimension of features:"
+        " convert features first, such as inputs.astype(np.float32)"
+    )

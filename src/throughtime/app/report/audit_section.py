@@ -18,6 +18,7 @@ from throughtime.app.trace import (
 from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
+from throughtime.errors import counted
 
 _DECADES = 6  # shown below the largest norm
 _BIAS_AXIS_MAX = 3.0
@@ -217,9 +218,9 @@ def audit_table(audit: Audit) -> DataTable:
     return DataTable(
         ["horizon", "stride", "updates", "bias", "cosine", "worst parameter", "its bias"],
         rows,
-        f"{audit.steps:,} steps of {audit.lanes} lanes at fixed weights. The mean loss is"
-        f" {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g}, its sampling noise"
-        f" {audit.noise:.2g} times that.",
+        f"{counted(audit.steps, 'step')} of {counted(audit.lanes, 'lane')} at fixed weights."
+        f" The mean loss is {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g},"
+        f" its sampling noise {audit.noise:.2g} times that.",
         numeric=(0, 1, 2, 3, 4, 6),
     )
 

@@ -98,7 +98,7 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
     if config.train_on == "windows":
         start = (
             "For comparison, they were cut into shuffled windows of"
-            f" {config.chunk_steps()} steps. Each starts from {config.start_in_words()}."
+            f" {counted(config.chunk_steps(), 'step')}. Each starts from {config.start_in_words()}."
         )
     elif lanes > recordings:
         start = (
@@ -121,13 +121,14 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
     elif config.class_weights != "none":
         weights = f" Class weights in the loss: {config.class_weights}; others 1."
     described = describe_policy(make_policy(config))
+    standardised = "The input is" if spec.features == 1 else f"The {spec.features} inputs are"
     return (
         f"{_model_in_words(config, spec)}\n\n{counted(recordings, 'recording')} with"
         f" {data['steps']:,} steps for training, {data['valid']:,} held out:"
         f" {'; '.join(data['remarks'])}. {start}\n\nGradient: {described}."
         f" {optimizer.in_words(config)}.{weights}{_model_choice(config)}\n\nScores are those of"
         " whole recordings, from first to last step with the state carried, as the model is"
-        f" deployed.\n\nThe {spec.features} inputs are standardised with the mean and deviation of"
+        f" deployed.\n\n{standardised} standardised with the mean and deviation of"
         " the training split, which are stored in the model."
     )
 
