@@ -256,7 +256,8 @@ class Evaluator(Generic[L]):
         self._steps += chunk.valid_steps
         if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
             loss = self._objective.loss(outputs, chunk).detach()
-            self._loss = self._loss + loss.to(real_type(loss)) * weight
+            # the host need not wait for a device
+            self._loss += loss.item() * weight if loss.is_cpu else loss.to(real_type(loss)) * weight
             self._weight += weight
         if self._metric is not None:
             rows, targets = chunk.valid_pairs(outputs)
@@ -273,7 +274,9 @@ class Evaluator(Generic[L]):
         owners = metadata.recording[span][metadata.mask[span]]
         indices, counts = owners.unique(return_counts=True)
         if len(indices) > 1:
-            order = chunk.recording.flatten().index_select(0, chunk.valid).argsort(stable=True)
+            if not rows.is_cpu:  # the host's order would have to be sent
+                owners = chunk.recording.flatten().index_select(0, chunk.valid)
+            order = owners.argsort(stable=True)
             rows, targets = rows.index_select(0, order), targets.index_select(0, order)
         parts = (tensor.split(counts.tolist()) for tensor in (rows, targets))
         for index, *own in zip(indices.tolist(), *parts, strict=True):

@@ -250,14 +250,15 @@ class Classification:
         if not len(targets):
             return
         true = targets.long()
-        extremes = torch.stack([-true.min(), true.max(), outputs.isnan().any().long()])
+        least, largest = true.aminmax()
+        nan = outputs.isnan().any()
         if is_accelerator(outputs):
-            self._add_extremes(extremes)
+            self._add_extremes(torch.stack([-least, largest, nan.long()]))
             true = true.clamp(0, n - 1)
+            self.confusion = send(self.confusion, outputs.device)
         else:
-            self._check(extremes)
+            self._check(int(least), int(largest), nan=bool(nan))
         pairs = (true * n + outputs.argmax(dim=-1)).flatten()
-        self.confusion = send(self.confusion, outputs.device)
         self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
 
     def _add_extremes(self, extremes: Tensor | None) -> None:
@@ -265,12 +266,11 @@ class Classification:
             extremes = torch.maximum(self._extremes, extremes.to(self._extremes.device))
         self._extremes = self._extremes if extremes is None else extremes
 
-    def _check(self, extremes: Tensor) -> None:
+    def _check(self, least: int, largest: int, *, nan: bool) -> None:
         """Refuse targets that are no class, and outputs that have none."""
-        least, largest, nan = extremes.tolist()
-        if not 0 <= -least <= largest < len(self.names):
+        if not 0 <= least <= largest < len(self.names):
             raise DataError(
-                f"targets run from {-least} to {largest}, expected 0 to {len(self.names) - 1} for"
+                f"targets run from {least} to {largest}, expected 0 to {len(self.names) - 1} for"
                 f" {listed(self.names, quoted=True)}"
             )
         if nan:
@@ -287,7 +287,8 @@ class Classification:
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1" and "f1[NAME]" for each class."""
         if self._extremes is not None:
-            self._check(self._extremes)
+            least, largest, nan = self._extremes.tolist()
+            self._check(-least, largest, nan=bool(nan))
         confusion = self.confusion.cpu()
         right = confusion.diagonal().double()
         occurs, predicted = confusion.sum(1).double(), confusion.sum(0).double()

@@ -95,8 +95,8 @@ class ModuleGuards:
         self._traits = [
             (m, m.__dict__, type(m), type(m).forward, _own_hooks(m)) for m in self.modules
         ]
-        own = [module.__dict__ for module in self.modules if isinstance(module, nn.RNNBase)]
-        self._settings = [(values, _settings(values)) for values in own]
+        self._layers = [m.__dict__ for m in self.modules if isinstance(m, nn.RNNBase)]
+        self._settings = [_settings(own) for own in self._layers]
 
     def hold(self) -> bool:
         """Whether no module was replaced."""
@@ -111,10 +111,14 @@ class ModuleGuards:
         if torch_observes() or modified(net.__dict__):
             return False
         for module, own, kind, forward, hooks in self._traits:
-            changed = type(module) is not kind or kind.forward is not forward
-            if changed or modified(own, hooks):
+            if type(module) is not kind or kind.forward is not forward:
                 return False
-        return all(_settings(own) == settings for own, settings in self._settings)
+            now = _hooks(own)  # as `modified`, which is a call for each module in every update
+            if any(now) if hooks is NO_HOOKS else _values(now) != hooks:
+                return False
+            if "forward" in own and not _has_class_forward(own):
+                return False
+        return [_settings(own) for own in self._layers] == self._settings
 
 
 def modified(instance: dict[str, Any], own_hooks: Hooks = NO_HOOKS) -> bool:

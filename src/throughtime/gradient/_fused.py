@@ -112,6 +112,7 @@ class FusedNet:
         # set when the front has returned what no kernel reads, or has changed layers or readout
         self._declined = False
         self._sizes: dict[str, LayerSizes] = {}
+        self._deep = [layer for layer in layers.values() if layer.num_layers > 1]
         self._inputs = next(iter(layers.values())).input_size
         self._bias = readout is not None and readout._parameters["bias"] is not None
         # the parameters of every module, and what picks them in the order of the kernel
@@ -232,10 +233,7 @@ class FusedNet:
             and objective.scaler is None
             and torch.is_grad_enabled()
             and self.guards.unobserved(net)
-            and not any(
-                layer.dropout and layer.training and layer.num_layers > 1
-                for layer in self.parts.layers.values()
-            )
+            and not (self._deep and any(layer.dropout and layer.training for layer in self._deep))
         )
 
     def _read_weights(self) -> _Parameters | None:
