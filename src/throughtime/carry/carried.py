@@ -12,7 +12,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import inspect
 from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -367,11 +367,9 @@ def dtype_of(net: nn.Module) -> torch.dtype | None:
     return types.pop() if len(types) == 1 and types <= {torch.float32, torch.float64} else None
 
 
-@contextmanager
-def running(net: nn.Module) -> Generator[None]:
+def running(net: nn.Module) -> AbstractContextManager[None]:
     """Evaluation mode without a graph; every submodule gets its own mode back."""
-    with evaluating(net.modules()):
-        yield
+    return evaluating(net.modules())
 
 
 @contextmanager
