@@ -376,6 +376,7 @@ class WarmsUpReadout(HidesLayer):
 )
 def test_outputs_and_states_are_compared_apart(make: Callable[[], nn.Module], where: str) -> None:
     for verify in ("first", "all"):
+        random.seed(0)  # two numbers that happen to be close count as equal
         with pytest.raises(
             ModelError,
             match=(
