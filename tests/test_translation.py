@@ -66,7 +66,7 @@ def chinese(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     )
     (catalogs / "faulty.po").write_text(FAULTY, encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-q", "-b", "xml", source, out],
+        [sys.executable, "-m", "sphinx", "--no-color", "-q", "-b", "xml", source, out],
         env={**os.environ, "PYTHONPATH": str(DOCS)},
         capture_output=True,
         text=True,
