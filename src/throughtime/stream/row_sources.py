@@ -25,6 +25,7 @@ from throughtime.stream.formats.objects import (
     open_object,
 )
 from throughtime.stream.formats.table import Array, FileArray, RowSource
+from throughtime.stream.formats.times import nanoseconds
 
 
 @dataclass(frozen=True)
@@ -192,10 +193,38 @@ def value_columns(table: formats.Table, exclude: Sequence[str] = ()) -> tuple[st
     return tuple(name for name in table.columns if name not in others)
 
 
-def time_rows(table: formats.Table, exclude: Sequence[str] = ()) -> ColumnRows | None:
-    """The first column of time stamps of a table, `datetime64[ns]` `(n,)`; `None` without one."""
+@dataclass(frozen=True)
+class TimeRows:
+    """The times of rows, `datetime64[ns]` `(n,)`: of a column, or of a date and a time of day."""
+
+    table: formats.Table
+    columns: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        return f"{self.table.path}: {' and '.join(map(repr, self.columns))}"
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, start: int, stop: int) -> Array:
+        first, *rest = (self.table.read(start, stop, (name,))[:, 0] for name in self.columns)
+        return sum(rest, nanoseconds(first, self.source))
+
+
+def time_rows(table: formats.Table, exclude: Sequence[str] = ()) -> TimeRows | None:
+    """The times of a table's rows: its first column of time stamps; `None` without one.
+
+    To dates, the only column of times of day is added. That column alone is a time of 1970-01-01.
+    """
     names = [name for name in table.times if name not in exclude]
-    return ColumnRows(table, (names[0],), flat=True) if names else None
+    types = {name: table.read(0, 1, (name,)).dtype for name in names}
+    clocks = [name for name in names if types[name].kind == "m"]
+    chosen = next((name for name in names if name not in clocks), clocks[0] if clocks else None)
+    if chosen is None:
+        return None
+    joined = types[chosen] == "M8[D]" and len(clocks) == 1
+    return TimeRows(table, (chosen, *clocks) if joined else (chosen,))
 
 
 def check_columns(table: formats.Table, names: Sequence[str], role: str) -> None:

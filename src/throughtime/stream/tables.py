@@ -12,10 +12,9 @@ import numpy as np
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.arrays import ArraysFile, longest_arrays
+from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, longest_arrays
 from throughtime.stream.formats.objects import (
     ArrowColumns,
-    MatrixColumns,
     as_file_array,
     has_columns,
     is_series,
@@ -263,7 +262,7 @@ def as_table(source: Any, sep: str | None = None, decimal: str | None = None) ->
         return open_object(source)
     path = Path(f"the {type(source).__name__}")
     if is_array(source) and len(source.shape) == 2:
-        return opened(str(path), MatrixColumns(source))
+        return opened(str(path), MatrixColumns(as_file_array(source)))
     if isinstance(source, Mapping) and source and all(map(is_array, source.values())):
         arrays = {str(key): as_file_array(value) for key, value in source.items()}
         return opened(str(path), ArraysFile(path, longest_arrays(path, arrays)))

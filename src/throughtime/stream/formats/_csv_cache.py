@@ -23,7 +23,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats._csv_dialect import Dialect
 from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
 
-VERSION = 3  # of what is stored: older cache files are ignored and replaced
+VERSION = 4  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"
 _warned = set[Path]()
 

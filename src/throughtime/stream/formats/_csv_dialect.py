@@ -20,6 +20,7 @@ from throughtime.stream.formats.times import is_time
 SAMPLE = 2**16  # bytes from the start of the file
 DELIMITERS = (",", ";", "\t", "|", " ")
 DECIMALS = (".", ",")
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 _NAMES = {"tab": "\t", "\\t": "\t", "space": " "}
 _RECORDS = 200  # of the sample, which show the delimiter
 _MOST = 0.5  # share of the lines that have as many fields as the header
@@ -262,5 +263,6 @@ def column_names(path: Path, fields: list[str]) -> list[str]:
     if not names:
         raise DataError(f"{path}: the file is empty, expected a header line with column names")
     if "" in names or len(set(names)) < len(names):
-        raise DataError(f"{path}: the first line is {names}, expected distinct column names")
+        index = "; an index of pandas? to_csv(path, index=False)" if names[0] == "" else ""
+        raise DataError(f"{path}: the first line is {names}, expected distinct column names{index}")
     return names

@@ -37,10 +37,14 @@ _LIBRARY_ERRORS = (OSError, RuntimeError, KeyError, ValueError, TypeError)  # on
 
 
 class ArraysFile(TableFile):
-    """Named arrays of one length, read by slices of rows; a matrix is one wide column."""
+    """Named arrays of one length, read by slices of rows; a matrix is one wide column.
+
+    Arrays of `datetime64` are time stamps.
+    """
 
     def __init__(self, path: Path, arrays: Mapping[str, FileArray]) -> None:
         self.path, self._arrays, self.columns = path, arrays, tuple(arrays)
+        self.times = tuple(name for name, array in arrays.items() if array.dtype.kind == "M")
         self.length = next((array.shape[0] for array in arrays.values()), 0)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
@@ -52,6 +56,50 @@ class ArraysFile(TableFile):
         with unreadable(what, _DAMAGED, "is the file damaged?"):
             rows = slice_rows(self._arrays[name], start, stop)
         return rows.reshape(stop - start, -1)
+
+
+class MatrixColumns(TableFile):
+    """The columns of an array `(T, D)`, called `0`, `1` and so on; whole rows are read of it."""
+
+    def __init__(self, array: FileArray) -> None:
+        self._array = array
+        self.length, width = map(int, array.shape)
+        self.columns = tuple(map(str, range(width)))
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        rows = slice_rows(self._array, start, stop)
+        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
+
+
+@dataclass(frozen=True)
+class FieldArray:
+    """A field of a structured array."""
+
+    array: FileArray
+    field: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.array.shape, *self.array.dtype[self.field].shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype[self.field].base
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        return self.array[rows][self.field]
+
+
+def with_fields(arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
+    """The arrays, and in the place of a structured one its fields: `name/field`, or the fields."""
+    single = len(arrays) == 1
+    return {
+        field if single and field else f"{name}/{field}" if field else name: (
+            FieldArray(array, field) if field else array
+        )
+        for name, array in arrays.items()
+        for field in array.dtype.names or ("",)
+    }
 
 
 def slice_rows(array: FileArray, start: int, stop: int) -> Array:
@@ -69,16 +117,17 @@ def slice_rows(array: FileArray, start: int, stop: int) -> Array:
 
 
 def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
-    """The longest numeric vectors and matrices, which are the columns.
+    """The longest numeric vectors and matrices, and time stamps of that length: the columns.
 
     Raises:
         DataError: there is none.
     """
-    numeric = {
+    usable = {
         name: array
-        for name, array in arrays.items()
-        if len(array.shape) in (1, 2) and array.dtype.kind in "biuf"
+        for name, array in with_fields(arrays).items()
+        if len(array.shape) in (1, 2) and array.dtype.kind in "biufM"
     }
+    numeric = {name: array for name, array in usable.items() if array.dtype.kind != "M"}
     if not numeric:
         contents = (
             listed(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
@@ -88,7 +137,7 @@ def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, Fil
             f"{path}: holds {contents}, expected arrays of numbers with one row per step"
         )
     longest = max(array.shape[0] for array in numeric.values())
-    return {name: array for name, array in numeric.items() if array.shape[0] == longest}
+    return {name: array for name, array in usable.items() if array.shape[0] == longest}
 
 
 def open_hdf5(path: Path) -> ArraysFile:
@@ -106,13 +155,14 @@ def open_hdf5(path: Path) -> ArraysFile:
 
 
 def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
-    """The datasets of an open group and of the groups in it, by their paths."""
+    """The datasets of an open group and of the groups in it, by their paths; no scales."""
     arrays: dict[str, FileArray] = {}
 
     def add(name: str, member: Any) -> None:
         if getattr(member, "shape", None) is not None:  # a group has none, an empty dataset None
             _ = member.dtype  # raises TypeError for a type that NumPy does not have
-            arrays[name] = member
+            if not member.is_scale:
+                arrays[name] = unpacked(member, member.attrs)
 
     group.visititems(add)
     return arrays
@@ -158,12 +208,23 @@ def open_zarr(path: Path) -> ArraysFile:
 
 
 def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
-    """The arrays of an open group and of the groups in it, by their paths.
+    """The arrays of an open group and of the groups in it that are no coordinates, by their paths.
 
     Sorted: a folder lists its files in an order that may differ from one machine to another.
     """
     members = sorted(group.members(max_depth=None), key=lambda member: member[0])
-    return {name: member for name, member in members if hasattr(member, "shape")}
+    named = [(name, m, dict(m.attrs)) for name, m in members if hasattr(m, "shape")]
+    coordinates = set(" ".join(str(a.get("coordinates", "")) for *_, a in named).split())
+    arrays: dict[str, FileArray] = {}
+    for name, array, attributes in named:
+        own = name.rpartition("/")[2]
+        dimensions = attributes.get("_ARRAY_DIMENSIONS")  # of xarray, in version 2 of the format
+        if dimensions and array.fill_value is not None:
+            attributes.setdefault("_FillValue", array.fill_value)
+        dimensions = dimensions or getattr(array.metadata, "dimension_names", None)
+        if own not in coordinates and [own] != list(dimensions or ()):
+            arrays[name] = unpacked(array, attributes)
+    return arrays
 
 
 def zarr_files(path: Path) -> tuple[Path, ...]:
@@ -212,6 +273,47 @@ def arrays_of_netcdf(group: Any) -> dict[str, FileArray]:
     }
 
 
+_PACKING = ("scale_factor", "add_offset", "_FillValue", "missing_value")
+
+
+def unpacked(array: FileArray, attributes: Mapping[str, Any]) -> FileArray:
+    """An array as its attributes say: stored values are `(value - add_offset) / scale_factor`.
+
+    These are the CF conventions, which netCDF4 applies by itself; missing values are NaN.
+    """
+    numbers = {
+        name: values
+        for name in _PACKING
+        if name in attributes and (values := np.ravel(attributes[name])).dtype.kind in "iuf"
+    }
+    return PackedArray(array, numbers) if numbers and array.dtype.kind in "iuf" else array
+
+
+@dataclass(frozen=True)
+class PackedArray:
+    """An array of packed numbers, or with marks for missing ones, that unpacks its slices."""
+
+    array: FileArray
+    numbers: Mapping[str, Array]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype if self.array.dtype.kind == "f" else np.dtype(np.float64)
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        stored = self.array[rows]
+        scale, offset = (self.numbers.get(name) for name in _PACKING[:2])
+        values = stored * (1.0 if scale is None else scale[0])
+        values = (values + (0.0 if offset is None else offset[0])).astype(self.dtype)
+        for name in _PACKING[2:]:
+            values[np.isin(stored, self.numbers.get(name, ()))] = np.nan
+        return values
+
+
 @dataclass(frozen=True)
 class NetcdfVariable:
     """A variable that unpacks its slices, always to the same type."""
@@ -226,9 +328,7 @@ class NetcdfVariable:
     def dtype(self) -> np.dtype[Any]:
         """Floating if values are packed or may be missing."""
         stored = np.dtype(self.variable.dtype)
-        marked = {"scale_factor", "add_offset", "_FillValue", "missing_value"} & set(
-            self.variable.ncattrs()
-        )
+        marked = set(_PACKING) & set(self.variable.ncattrs())
         return np.dtype(np.float64) if marked and stored.kind in "biu" else stored
 
     def __getitem__(self, rows: slice, /) -> Array:

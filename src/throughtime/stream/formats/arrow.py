@@ -1,5 +1,6 @@
 """Arrow IPC files and streams, and Feather: record batches of a memory-mapped file."""
 
+import re
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -53,14 +54,13 @@ class ArrowFile(TableFile):
             schema = reader.schema
         if batches is not None and self._file.mapping[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
             raise DataError(f"{path}: the stream has no end; the file is cut short")
-        self.columns = distinct_columns(path, schema.names)
-        self.times = time_columns(schema)
+        self.columns, self.times = named_columns(path, schema)
         lengths: list[int] = []
         nullable = set[str]()
         for index in range(count):
             batch = self._batch(index)
             lengths.append(batch.num_rows)
-            pairs = zip(self.columns, batch.columns, strict=True)
+            pairs = zip(schema.names, batch.columns, strict=True)
             nullable.update(name for name, column in pairs if column.null_count)
         self._starts, self._nullable = (0, *accumulate(lengths)), frozenset(nullable)
         self.length = self._starts[-1]
@@ -90,22 +90,27 @@ class ArrowFile(TableFile):
         return sum(b.size for b in buffers if not 0 <= b.address - self._address < self._size)
 
 
-def distinct_columns(path: Path, names: Sequence[str]) -> tuple[str, ...]:
-    """The names of columns, refused where two are the same."""
-    if len(set(names)) < len(names):
-        raise DataError(
-            f"{path}: has the columns {listed(names, quoted=True)}, expected distinct names"
-        )
-    return tuple(names)
+_INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
 
 
-def time_columns(schema: Any) -> tuple[str, ...]:
-    """The columns of time stamps and dates."""
+def named_columns(path: Path, schema: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The columns of a schema, and those of time stamps, dates and times of day among them.
+
+    An index of pandas that has no name and no times is no column.
+
+    Raises:
+        DataError: two columns of one name.
+    """
     import pyarrow as pa
 
-    return tuple(
-        f.name for f in schema if pa.types.is_timestamp(f.type) or pa.types.is_date(f.type)
-    )
+    kinds = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time)
+    times = tuple(f.name for f in schema if any(holds(f.type) for holds in kinds))
+    columns = tuple(n for n in schema.names if n in times or not _INDEX.fullmatch(n))
+    if len(set(columns)) < len(columns):
+        raise DataError(
+            f"{path}: has the columns {listed(columns, quoted=True)}, expected distinct names"
+        )
+    return columns, times
 
 
 def stack_columns(path: Path, rows: Any, columns: Sequence[str], nullable: frozenset[str]) -> Array:
@@ -127,10 +132,17 @@ def _values(path: Path, name: str, column: Any, *, nullable: bool) -> Array:
         column = column.dictionary_decode()
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
+    if pa.types.is_decimal(column.type):
+        column = column.cast(pa.float64())
     if str(column.type) in _TEXT:
         return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type):
-        return column.to_numpy(zero_copy_only=False).astype("M8[ns]")
+    if pa.types.is_time(column.type):
+        column = column.cast(pa.time64("ns")).cast(pa.int64()).cast(pa.duration("ns"))
+        return column.to_numpy(zero_copy_only=False)
+    if pa.types.is_date(column.type):
+        return column.cast(pa.date32()).to_numpy(zero_copy_only=False)
+    if pa.types.is_timestamp(column.type):
+        return column.to_numpy(zero_copy_only=False)
     if pa.types.is_null(column.type):
         return np.full(len(column), np.nan)
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):

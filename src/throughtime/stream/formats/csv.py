@@ -20,7 +20,12 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
-from throughtime.stream.formats._csv_dialect import Dialect, column_names, detect_dialect
+from throughtime.stream.formats._csv_dialect import (
+    MISSING,
+    Dialect,
+    column_names,
+    detect_dialect,
+)
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
@@ -28,24 +33,32 @@ from throughtime.stream.formats.table import (
     concat_blocks,
     other_encoding,
 )
-from throughtime.stream.formats.times import parse_times, time_format, wrong_times
+from throughtime.stream.formats.times import (
+    CLOCK,
+    ORDERS,
+    is_clock,
+    is_time,
+    parse_times,
+    time_format,
+    wrong_times,
+)
 
 BLOCK = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
 LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
 LAST = 4096  # bytes at the end of the file that are looked at before the pass
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
 WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,000
-NUMBER, TEXT = "number", "text"  # kinds of columns; any other is a form of time stamps
+NUMBER, TEXT = "number", "text"  # kinds of columns; any other is a form of times
 
 
 class CsvFile(TableFile):
     r"""A CSV file; every line is checked.
 
     A column whose first filled field is text is text, even where other fields look like numbers;
-    if its first fields are time stamps, all must be, and it is read as `datetime64[ns]`. Any other
-    column is numbers (float64, an empty field is NaN), and a field of it that is no number is an
-    error when the column is read. A first line of nothing but numbers is no header: the columns are
-    then called `0`, `1`, ...
+    if its first fields are time stamps or times of day, all must be (`Table.times`). Any other
+    column is numbers (float64; an empty field is NaN, and so is `NA` or `NULL`), and a field of it
+    that is no number is an error when the column is read. A first line of nothing but numbers is no
+    header: the columns are then called `0`, `1`, ...
 
     Args:
         path: a file in UTF-8, its lines ended by `\n` or `\r\n`.
@@ -98,7 +111,7 @@ def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
         return np.concatenate(parts, axis=1)
     index = batch.schema.names.index(f"column {slots[0]}")
     values = batch.column(index).slice(start, stop - start)
-    if str(values.type).startswith("timestamp"):
+    if str(values.type) != "string":
         return values.to_numpy(zero_copy_only=False).reshape(-1, 1)
     return np.array(values.to_pylist(), dtype=np.str_).reshape(-1, 1)
 
@@ -121,8 +134,14 @@ class _Parser:
         self.times = {n: kind for n, kind in kinds.items() if kind not in (NUMBER, TEXT)}
         self.faults: dict[str, str] = {}
         matrix = [("numbers", pa.list_(pa.float64(), self.numbers))] if self.numbers else []
+        empty = pa.array([], pa.string())
         separate = [
-            (f"column {slot}", pa.timestamp("ns") if name in self.times else pa.string())
+            (
+                f"column {slot}",
+                pa.array(parse_times(empty, kinds[name])).type
+                if name in self.times
+                else empty.type,
+            )
             for name, slot in self.slots.items()
             if slot < 0
         ]
@@ -151,7 +170,7 @@ class _Parser:
                 arrow_csv.ConvertOptions(
                     column_types=types,
                     include_columns=[name for name in names if name not in self.faults],
-                    null_values=[""],
+                    null_values=MISSING,
                     strings_can_be_null=False,
                     decimal_point=self.dialect.decimal,
                 ),
@@ -182,9 +201,11 @@ class _Parser:
             elif slot < 0:
                 values[name] = pa.array(fields, pa.string())
             else:
-                wrong = [i for i, f in enumerate(fields) if f.strip() and not dialect.is_number(f)]
+                filled = [(i, f) for i, f in enumerate(fields) if f.strip() not in MISSING]
+                wrong = [i for i, f in filled if not dialect.is_number(f)]
                 if not wrong:
-                    values[name] = [dialect.number(f) if f.strip() else np.nan for f in fields]
+                    values[name] = np.full(len(fields), np.nan)
+                    values[name][[i for i, _ in filled]] = [dialect.number(f) for _, f in filled]
             if wrong and name not in self.faults:
                 self.faults[name] = self._fault(name, lines[wrong[0]], fields[wrong[0]])
         return self._batch(values, len(rows))
@@ -204,9 +225,9 @@ class _Parser:
         matrix, texts = np.full((rows, self.numbers), np.nan), list[Any]()
         for name, slot in self.slots.items():
             if name in self.times:
+                kind = self.schema.field(f"column {slot}").type
                 times = values.get(name) if name not in self.faults else None
-                empty = np.full(rows, "NaT", "M8[ns]")
-                texts.append(pa.array(empty if times is None else times, pa.timestamp("ns")))
+                texts.append(pa.nulls(rows, kind) if times is None else pa.array(times, kind))
             elif slot < 0:
                 texts.append(self._labels(name, values.get(name), rows))
             elif name in values and name not in self.faults:
@@ -274,7 +295,7 @@ class _Scan(CsvScan):
         feed = _LineFeed(self._next_line(), self._next_line, self.dialect)
         reader = self._reader(feed)
         try:
-            fields = next(reader, [])
+            fields = next(filter(_is_record, reader), [])
         except csv.Error as error:
             self._refuse(error, reader.line_num)
         self.named = not fields or not all(map(self.dialect.is_number, fields))
@@ -289,23 +310,37 @@ class _Scan(CsvScan):
         return csv.reader(feed, strict=True, delimiter=self.dialect.delimiter)
 
     def _kinds(self) -> list[str]:
-        """The kind of each column: times by all fields of its block, others by the first filled."""
+        """The kind of each column: times by all fields of its block, others by the first filled.
+
+        Dates beside a column of times of day have a form of their own.
+        """
         begin = self.offset, self.line
         kinds: dict[int, str] = {}
+        dates, words = list[int](), set[int]()
         while len(kinds) < self.width and (data := self._next_block()):
             data, rows, _, self.line = self._records(data)
             self.offset += len(data)
             for column in set(range(self.width)) - kinds.keys():
-                first = next((row[column] for row in rows if row[column].strip()), None)
+                filled = [row[column] for row in rows if row[column].strip()]
+                first = next((field for field in filled if field.strip() not in MISSING), None)
                 if first is None:
+                    words |= {column} if filled else set()
                     continue
                 number = self.dialect.is_number(first) or self.dialect.explain(first)
-                form = "" if number else time_format([r[column] for r in rows])
+                fields = [row[column] for row in rows]
+                form = "" if number else time_format(fields)
                 if form:  # the last lines tell months from days, where the first are of one day
-                    form = time_format([r[column] for r in (*rows, *self._last_records())])
+                    fields += [record[column] for record in self._last_records()]
+                    form = time_format(fields)
+                    dates += [column] * (form in ORDERS and not any(":" in f for f in fields))
+                elif not number and is_time(first) and is_clock(fields):
+                    form = CLOCK
                 kinds[column] = NUMBER if number else form or TEXT
         self.offset, self.line = begin
-        return [kinds.get(column, NUMBER) for column in range(self.width)]
+        if dates and CLOCK in kinds.values():  # the time of day is in a column of its own
+            kinds[min(dates)] += "+date"
+        undecided = [TEXT if column in words else NUMBER for column in range(self.width)]
+        return [kinds.get(column, kind) for column, kind in enumerate(undecided)]
 
     def _last_records(self) -> list[list[str]]:
         """Records of the last lines of the file, as far as these are whole."""
@@ -393,6 +428,11 @@ class _Scan(CsvScan):
         line = self._line()
         self._check(line)
         return line
+
+
+def _is_record(fields: list[str]) -> bool:
+    """Whether a first line has fields: it is not blank, nor the `sep=;` that Excel reads."""
+    return bool(fields) and not "".join(fields).lower().startswith("sep=")
 
 
 class _LineFeed:

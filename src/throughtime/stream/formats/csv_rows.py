@@ -10,7 +10,7 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
 from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
-from throughtime.stream.formats._csv_dialect import Dialect, detect_dialect
+from throughtime.stream.formats._csv_dialect import MISSING, Dialect, detect_dialect
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
@@ -147,7 +147,7 @@ class _RowScan(CsvScan):
         lines = _split(data, inside=self._fields > 0)
         if lines and not self.starts[-1]:
             first = lines[0][1].split(b",")[0].decode(errors="replace").strip()
-            if first and not is_number(first):
+            if first not in MISSING and not is_number(first):
                 raise DataError(
                     f"{self.path}: begins with {first[:40]!r}, expected lines of numbers, one for"
                     " each signal, without a header"
@@ -193,7 +193,7 @@ class _RowScan(CsvScan):
         for i, field in enumerate(fields):
             if is_number(field):
                 values[i] = float(field)
-            elif field.strip():
+            elif field.strip() not in MISSING:
                 line, step = divmod(start + i, self.length or start + i + 1)
                 self.faults.setdefault(
                     str(line),
@@ -228,7 +228,7 @@ def parse_numbers(data: bytes) -> Array | None:
                 use_threads=False, block_size=len(data) + 2, column_names=["number"]
             ),
             arrow_csv.ParseOptions(quote_char=False, ignore_empty_lines=False),
-            arrow_csv.ConvertOptions(column_types={"number": pa.float64()}, null_values=[""]),
+            arrow_csv.ConvertOptions(column_types={"number": pa.float64()}, null_values=MISSING),
         )["number"].to_numpy()
     except pa.ArrowInvalid:
         return None

@@ -5,6 +5,7 @@ signal in turn, integers of 16 bits (EDF) or 24 bits (BDF, BioSemi), little-endi
 1992; Kemp & Olivan 2003 for EDF+).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -38,9 +39,10 @@ class _Signal(NamedTuple):
 class EdfFile(TableFile):
     """Signals are columns by their labels, in their physical units (float64).
 
-    A label that comes again is `label (2)`; annotations are left out. The steps are those of the
-    first signal. A signal of another sampling rate is listed, and refused when it is read: it has
-    no value at each step. Leave it out, or resample the file.
+    A label that comes again is `label (2)`; annotations are left out. The steps are those of most
+    signals, and of the first where two rates are as frequent. A signal of another sampling rate is
+    listed, and refused when it is read: it has no value at each step. Leave it out, or resample the
+    file.
 
     Raises:
         DataError: the file is neither EDF nor BDF, cut short, not continuous, or holds no signal.
@@ -74,21 +76,24 @@ class EdfFile(TableFile):
         if not self._signals or not duration > 0:
             raise DataError(f"{path}: holds no signal")
         self.columns, self._duration = tuple(self._signals), duration
-        first = self._signals[self.columns[0]]
-        self.rate, self.length = first.samples / duration, records * first.samples
+        counts = Counter(signal.samples for signal in self._signals.values())
+        self._samples = counts.most_common(1)[0][0]
+        self.rate, self.length = self._samples / duration, records * self._samples
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        size = self._samples
         others = [
-            f"'{name}' has {rate:g} samples per second"
+            f"'{name}' has {signal.samples / self._duration:g} samples per second"
             for name, signal in self._signals.items()
-            if name in columns and (rate := signal.samples / self._duration) != self.rate
+            if name in columns and signal.samples != size
         ]
         if others:
+            first = next(name for name, signal in self._signals.items() if signal.samples == size)
+            what = "the first signal" if first == self.columns[0] else "most signals, such as"
             raise DataError(
-                f"{self.path}: {listed(others)}, the first signal '{self.columns[0]}'"
-                f" {self.rate:g}; choose columns of one rate, or resample it"
+                f"{self.path}: {listed(others)}, {what} '{first}' {self.rate:g}; choose columns of"
+                " one rate, or resample it"
             )
-        size = self._signals[self.columns[0]].samples
         first, last = start // size, -(-stop // size)
         begin, end = (self._begin + record * self._record for record in (first, last))
         records = np.frombuffer(self._file.mapping[begin:end], np.uint8)

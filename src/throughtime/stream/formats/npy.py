@@ -7,20 +7,16 @@ import io
 import mmap
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrays import ArraysFile
-from throughtime.stream.formats.table import (
-    Array,
-    MappedFile,
-    TableFile,
-    unreadable,
-)
+from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, with_fields
+from throughtime.stream.formats.table import Array, FileArray, MappedFile, TableFile, unreadable
 
 _UNREADABLE = (
     OSError,
@@ -34,61 +30,74 @@ _UNREADABLE = (
 )
 
 
-class NpyFile(TableFile):
-    """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
+@dataclass(frozen=True)
+class MappedArray:
+    """An array in a memory-mapped file; pages that were read return to the system."""
 
-    def __init__(self, path: Path) -> None:
-        with unreadable(f"{path}: not a readable .npy file", _UNREADABLE):
-            self._file = MappedFile(path)
-            with path.open("rb") as file:
-                array = _array(file, 0, self._file.mapping)
-        _check(path, "the array", array)
-        if array.ndim > 2:
-            raise DataError(
-                f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)"
-            )
-        self._matrix = array if array.ndim == 2 else array.reshape(-1, 1)
-        self.length, width = self._matrix.shape
-        self.columns = tuple(map(str, range(width)))
+    array: Array
+    file: MappedFile
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = self._matrix[start:stop]
-        self._file.count_read(rows.nbytes)
-        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        values = self.array[rows]
+        self.file.count_read(values.nbytes)
+        return values
 
 
-class NpzFile(ArraysFile):
+def open_npy(path: Path) -> TableFile:
+    """A vector is the column `0`; a matrix gives the columns `0`, `1`, ...
+
+    The fields of a structured vector are columns by their names.
+    """
+    with unreadable(f"{path}: not a readable .npy file", _UNREADABLE):
+        mapped = MappedFile(path)
+        with path.open("rb") as file:
+            array = _array(file, 0, mapped.mapping)
+    if array.dtype.names or array.dtype.kind == "M":
+        return ArraysFile(path, _columns(path, {"0": MappedArray(array, mapped)}))
+    _check(path, "the array", array)
+    if array.ndim > 2:
+        raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
+    return MatrixColumns(MappedArray(array if array.ndim == 2 else array.reshape(-1, 1), mapped))
+
+
+def open_npz(path: Path) -> ArraysFile:
     """Every array is a column under its own name; a matrix is one wide column.
 
-    All arrays need the same number of rows.
-
-    Members that `np.savez` stored are memory-mapped; those of `np.savez_compressed` are read whole
-    and stay in memory.
+    All arrays need the same number of rows. Members that `np.savez` stored are memory-mapped; those
+    of `np.savez_compressed` are read whole and stay in memory.
     """
+    with unreadable(f"{path}: not a readable .npz file", _UNREADABLE):
+        mapped = MappedFile(path)
+        with path.open("rb") as file, zipfile.ZipFile(file) as members:
+            arrays = {
+                info.filename.removesuffix(".npy"): MappedArray(
+                    _member(file, members, info, mapped.mapping), mapped
+                )
+                for info in members.infolist()
+            }
+    arrays = _columns(path, arrays)
+    lengths = {name: array.shape[0] for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            f"{path}: arrays of different lengths, {lengths}; all need one row per step"
+        )
+    return ArraysFile(path, arrays)
 
-    def __init__(self, path: Path) -> None:
-        with unreadable(f"{path}: not a readable .npz file", _UNREADABLE):
-            self._file = MappedFile(path)
-            with path.open("rb") as file, zipfile.ZipFile(file) as members:
-                arrays = {
-                    info.filename.removesuffix(".npy"): _member(
-                        file, members, info, self._file.mapping
-                    )
-                    for info in members.infolist()
-                }
-        for name, array in arrays.items():
-            _check(path, f"array '{name}'", array)
-        lengths = {name: len(array) for name, array in arrays.items()}
-        if len(set(lengths.values())) > 1:
-            raise DataError(
-                f"{path}: arrays of different lengths, {lengths}; all need one row per step"
-            )
-        super().__init__(path, arrays)
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = super().read(start, stop, columns)
-        self._file.count_read(rows.nbytes)
-        return rows
+def _columns(path: Path, arrays: Mapping[str, MappedArray]) -> dict[str, FileArray]:
+    """The arrays and fields, checked."""
+    columns = with_fields(arrays)
+    for name, array in columns.items():
+        _check(path, f"array '{name}'", array)
+    return columns
 
 
 def _member(
@@ -127,8 +136,8 @@ def _array(file: BinaryIO, offset: int, mapping: mmap.mmap, size: int | None = N
     return np.ndarray(shape, dtype, buffer=mapping, offset=begin, order="F" if fortran else "C")
 
 
-def _check(path: Path, what: str, array: Array) -> None:
-    if array.ndim == 0 or array.dtype.kind not in "biufUS":
+def _check(path: Path, what: str, array: FileArray) -> None:
+    if not array.shape or array.dtype.kind not in "biufUSM":
         raise DataError(
             f"{path}: {what} has shape {array.shape} and type {array.dtype}, expected numbers or"
             " labels with one row per step"

@@ -9,6 +9,7 @@ Shapes: `n` rows read, `D` columns.
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.arrays import (
     ArraysFile,
     NetcdfVariable,
+    PackedArray,
     arrays_of_hdf5,
     arrays_of_netcdf,
     arrays_of_zarr,
     longest_arrays,
-    slice_rows,
 )
-from throughtime.stream.formats.arrow import distinct_columns, stack_columns, time_columns
+from throughtime.stream.formats.arrow import named_columns, stack_columns
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
@@ -93,7 +94,7 @@ def _group(value: Any, path: Path) -> TableFile:
     if has(value, "get_data"):
         return RawColumns(value)
     arrays: Mapping[str, Any] = (
-        dict(value.data_vars)
+        {**value.data_vars, **{n: c for n, c in value.coords.items() if c.dtype.kind == "M"}}
         if has(value, "data_vars")
         else arrays_of_hdf5(value)
         if has(value, "visititems")
@@ -121,8 +122,7 @@ class ArrowColumns(TableFile):
         self, path: Path, table: Any, nullable: frozenset[str], faults: Mapping[str, str]
     ) -> None:
         self.path, self.table, self.length = path, table, table.num_rows
-        self.columns = distinct_columns(path, table.column_names)
-        self.times = time_columns(table.schema)
+        self.columns, self.times = named_columns(path, table.schema)
         self._nullable, self._faults = nullable, faults
 
     @classmethod
@@ -135,12 +135,13 @@ class ArrowColumns(TableFile):
             table, faults = _from_pandas(value)
         elif isinstance(value, (pa.Array, pa.ChunkedArray)):
             table = pa.table({"0": value})
-        elif is_series(value):
-            table = pa.table(value.to_frame(value.name or "0"))
+        elif has(value, "to_arrow"):  # of polars, which has text in another layout otherwise
+            arrow = value.to_arrow()
+            table = pa.table({value.name or "0": arrow}) if is_series(value) else arrow
         else:
             table = pa.table(value)
         for i, field in enumerate(table.schema):
-            if str(field.type) == "string_view":  # that of polars, of which Arrow takes no rows
+            if str(field.type) == "string_view":  # of which Arrow takes no rows
                 table = table.set_column(i, field.name, table.column(i).cast(pa.large_string()))
         named = zip(table.column_names, table.columns, strict=True)
         nullable = frozenset(name for name, column in named if column.null_count)
@@ -171,7 +172,8 @@ class ArrowColumns(TableFile):
 def _from_pandas(value: Any) -> tuple[Any, dict[str, str]]:
     """A frame or series as an Arrow table, and its columns of mixed Python objects with the reason.
 
-    Column by column: one that cannot be converted is an error only where it is read.
+    Column by column: one that cannot be converted is an error only where it is read. An index of
+    time stamps is the first column of a frame.
     """
     import pyarrow as pa
 
@@ -181,27 +183,20 @@ def _from_pandas(value: Any) -> tuple[Any, dict[str, str]]:
         if has(value, "columns")
         else [("0" if value.name is None else str(value.name), value)]
     )
+    index = "index" if value.index.name is None else str(value.index.name)
+    clock = has(value, "columns") and value.index.dtype.kind == "M"
+    if clock and index not in (name for name, _ in columns):
+        columns.insert(0, (index, value.index))
     arrays: list[Any] = []
     for name, column in columns:
         try:
+            if str(column.dtype).startswith("Sparse"):
+                column = column.sparse.to_dense()  # noqa: PLW2901
             arrays.append(pa.array(column, from_pandas=True))
         except (pa.ArrowException, TypeError, ValueError) as error:
             faults[name] = str(error)
             arrays.append(pa.nulls(len(column)))
     return pa.table(arrays, names=[name for name, _ in columns]), faults
-
-
-class MatrixColumns(TableFile):
-    """The columns of an array `(T, D)`, called `0`, `1` and so on; whole rows are read of it."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = as_file_array(array)
-        self.length, width = (int(size) for size in array.shape)
-        self.columns = tuple(map(str, range(width)))
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = slice_rows(self._array, start, stop)
-        return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
 
 class RawColumns(TableFile):
@@ -258,6 +253,8 @@ def _netcdf_array(path: Path, name: str) -> FileArray:
 
 def as_file_array(value: Any) -> FileArray:
     """An array that a process of its own can read, and that marks missing values as NaN."""
+    if isinstance(value, PackedArray):
+        return replace(value, array=as_file_array(value.array))
     if has(value, "read_direct", "file"):
         return ReopenedArray(value, Path(value.file.filename), str(value.name), _hdf5_array)
     if has(value, "ncattrs"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrow import distinct_columns, stack_columns, time_columns
+from throughtime.stream.formats.arrow import named_columns, stack_columns
 from throughtime.stream.formats.table import (
     BLOCK_CACHE,
     Array,
@@ -42,13 +42,21 @@ class ParquetFile(TableFile):
             self._file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
         metadata = self._file.metadata
         groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        self.columns = distinct_columns(path, self._file.schema_arrow.names)
-        self.times = time_columns(self._file.schema_arrow)
-        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        self.columns, self.times = named_columns(path, self._file.schema_arrow)
+        # without statistics a column that may have gaps is floating, in every part of the file
+        levels = [
+            metadata.schema.column(i).max_definition_level for i in range(metadata.num_columns)
+        ]
         self._nullable = frozenset(
-            c.path_in_schema
-            for c in chunks
-            if c.statistics is not None and c.statistics.has_null_count and c.statistics.null_count
+            chunk.path_in_schema
+            for group in groups
+            for chunk, level in zip(map(group.column, range(len(levels))), levels, strict=True)
+            if level
+            and (
+                chunk.statistics is None
+                or not chunk.statistics.has_null_count
+                or chunk.statistics.null_count
+            )
         )
         self._starts: tuple[int, ...] = (0, *accumulate(group.num_rows for group in groups))
         self.length = self._starts[-1]

@@ -71,7 +71,11 @@ class Table(Protocol):
 
     @property
     def times(self) -> tuple[str, ...]:
-        """The columns of time stamps, which are read as `datetime64[ns]` and are no inputs."""
+        """The columns of time, which are no inputs.
+
+        Time stamps are read as `datetime64`, of whole days (`[D]`) where they are dates, and times
+        of day as `timedelta64`; see `row_sources.time_rows`.
+        """
         ...
 
     @property
@@ -217,8 +221,8 @@ _FORMATS = {
     ".hdf5": _Format("arrays", "open_hdf5"),
     ".hea": _Format("wfdb", "WfdbFile", "wfdb_files"),
     ".nc": _Format("arrays", "open_netcdf"),
-    ".npy": _Format("npy", "NpyFile"),
-    ".npz": _Format("npy", "NpzFile"),
+    ".npy": _Format("npy", "open_npy"),
+    ".npz": _Format("npy", "open_npz"),
     ".ogg": _Format("audio", "AudioFile"),
     ".parquet": _Format("parquet", "ParquetFile"),
     ".wav": _Format("audio", "AudioFile"),

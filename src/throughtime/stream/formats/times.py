@@ -1,9 +1,10 @@
 """Time stamps of rows: recognised in text, kept as nanoseconds since 1970, checked to ascend.
 
-A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
-without a time of day, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z` or `+01:00`. Times with a
-zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps together: by
-a number above 12, or else by the order that ascends, in the shorter time.
+A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/20`, `3/9/2020` or
+`9-Mar-2020`, with or without a time of day, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`,
+`UTC` or `+01:00`. Times with a zone are converted to UTC. Whether 3/9 is March or September is
+decided by all stamps together: by a number above 12, or else by the order that ascends, in the
+shorter time. Two digits of a year are one of 1969 to 2068.
 """
 
 import importlib
@@ -15,30 +16,40 @@ from typing import Any
 
 import numpy as np
 
+from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 
-_ORDERS = {
+ORDERS = {
     "ymd": r"(?P<year>\d{4})[-/.](?P<month>\d{1,2})[-/.](?P<day>\d{1,2})",
-    "dmy": r"(?P<day>\d{1,2})[-/.](?P<month>\d{1,2})[-/.](?P<year>\d{4})",
-    "mdy": r"(?P<month>\d{1,2})[-/](?P<day>\d{1,2})[-/](?P<year>\d{4})",
+    "dmy": r"(?P<day>\d{1,2})[-/.](?P<month>\d{1,2})[-/.](?P<year>\d{4}|\d{2})",
+    "mdy": r"(?P<month>\d{1,2})[-/](?P<day>\d{1,2})[-/](?P<year>\d{4}|\d{2})",
+    "dby": r"(?P<day>\d{1,2})[-/ ](?P<month>[A-Za-z]{3})[-/ ](?P<year>\d{4}|\d{2})",
+    "yymd": r"(?P<year>\d{2})[-/](?P<month>\d{1,2})[-/](?P<day>\d{1,2})",
 }
+_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _CLOCK = (
-    r"(?:(?:[Tt]| +)(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2})"
-    r"(?:[.,](?P<fraction>\d{1,9}))?)? *(?P<half>[AaPp][Mm])?)?"
+    r"(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2})(?:[.,](?P<fraction>\d{1,9}))?)?"
+    r" *(?P<half>[AaPp][Mm])?"
 )
-_ZONE = r" *(?P<zone>[Zz]|[+-]\d{2}:?\d{2})"
+_TIME = rf"(?:(?:[Tt]|,? +){_CLOCK})?"
+_ZONE = r" *(?P<zone>[Zz]|UTC|GMT|[+-]\d{2}(?::?\d{2})?)"
+_FORMS = {"": _TIME, "zone": _TIME + _ZONE, "date": "", "clock": _CLOCK}  # what follows the date
+CLOCK = "+clock"  # the form of times of day
 _NAT, _LONGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_EPOCH = np.datetime64(0, "ns")
 _BLOCK = 65_536  # rows read at once
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
 _ANY = re.compile(
-    re.sub(r"\?P<\w+>", "?:", rf"\s*(?:{'|'.join(_ORDERS.values())}){_CLOCK}(?:{_ZONE})?\s*")
+    re.sub(
+        r"\?P<\w+>", "?:", rf"\s*(?:(?:{'|'.join(ORDERS.values())}){_TIME}(?:{_ZONE})?|{_CLOCK})\s*"
+    )
 )
 
 
 def is_time(text: str) -> bool:
-    """Whether a text is written like a time stamp; `2020-02-31` is, too."""
+    """Whether a text is written like a time stamp or a time of day; `2020-02-31` is, too."""
     return _ANY.fullmatch(text) is not None
 
 
@@ -55,7 +66,9 @@ def time_format(fields: Sequence[str]) -> str:
     if not is_time(first):
         return ""
     texts, spans = pa.array(fields, pa.string()), dict[str, int]()
-    for name in (f"{order}{zone}" for order in _ORDERS for zone in ("", "+zone")):
+    for name in (f"{order}{zone}" for order in ORDERS for zone in ("", "+zone")):
+        if not re.fullmatch(_pattern(name), first):
+            continue
         values = parse_times(texts, name)
         if not wrong_times(texts, values).any():
             times = values[~np.isnat(values)].astype(np.int64)
@@ -63,6 +76,14 @@ def time_format(fields: Sequence[str]) -> str:
             spans[name] = int(times.max() - times.min()) if not descends else _LONGEST
     us = "mdy" in spans and first[-1] in "Mm"  # 1 PM: where the month comes first
     return "mdy" if us else min(spans, key=lambda name: spans[name], default="")
+
+
+def is_clock(fields: Sequence[str]) -> bool:
+    """Whether texts are all times of day, such as `10:14:33.5` and `1:14 PM`, empty ones aside."""
+    import pyarrow as pa
+
+    texts = pa.array(fields, pa.string())
+    return not wrong_times(texts, parse_times(texts, CLOCK)).any()
 
 
 def wrong_times(texts: Any, values: Array) -> Array:
@@ -75,43 +96,70 @@ def wrong_times(texts: Any, values: Array) -> Array:
     return np.isnat(values) & (lengths.to_numpy(zero_copy_only=False) > 0)
 
 
+def _pattern(form: str) -> str:
+    order, _, rest = form.partition("+")
+    return rf"\s*{ORDERS.get(order, '')}{_FORMS[rest]}\s*"
+
+
 def parse_times(texts: Any, form: str) -> Array:
     """An Arrow array of text as `datetime64[ns]`; NaT where it has another form.
+
+    Dates of a form `...+date` are `datetime64[D]`, times of day `timedelta64[ns]`.
 
     Cost: two microseconds for each text.
     """
     compute: Any = importlib.import_module("pyarrow.compute")
-    order, _, zone = form.partition("+")
-    pattern = rf"^\s*{_ORDERS[order]}{_CLOCK}{_ZONE if zone else ''}\s*$"
-    options = compute.ExtractRegexOptions(pattern)
+    order, _, rest = form.partition("+")
+    options = compute.ExtractRegexOptions(f"^{_pattern(form)}$")
     parts = compute.call_function("extract_regex", [texts], options)
     names = [f.name for f in parts.type]
     columns = dict(zip(names, parts.flatten(), strict=True))
     valid: Array = parts.is_valid().to_numpy(zero_copy_only=False)
 
-    def number(name: str) -> Array:
-        digits = compute.if_else(compute.equal(columns[name], ""), "0", columns[name])
+    def number(name: str, default: int = 0, digits: Any = None) -> Array:
+        if name not in columns:
+            return np.full(len(valid), default)
+        digits = columns[name] if digits is None else digits
+        digits = compute.if_else(compute.equal(digits, ""), "0", digits)
         return digits.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
 
-    year, month, day, hour = map(number, ("year", "month", "day", "hour"))
-    half = compute.utf8_lower(columns["half"]).fill_null("").to_numpy(zero_copy_only=False)
-    clock12 = half != ""
-    valid = valid & (~clock12 | ((hour >= 1) & (hour <= 12)))
-    hour = np.where(clock12, hour % 12 + 12 * (half == "pm"), hour)
-    minute, second = number("minute"), number("second")
+    if order == "dby":
+        index = compute.index_in(
+            compute.utf8_lower(columns["month"]), importlib.import_module("pyarrow").array(_MONTHS)
+        )
+        columns["month"] = compute.add(index, 1).cast("string")
+    year, month, day = number("year", 1970), number("month", 1), number("day", 1)
+    if "year" in columns:
+        short = (
+            compute.utf8_length(columns["year"]).fill_null(0).to_numpy(zero_copy_only=False) == 2
+        )
+        year = np.where(short, year + np.where(year < 69, 2000, 1900), year)  # as POSIX has it
+    hour, minute, second = number("hour"), number("minute"), number("second")
+    if "half" in columns:
+        half = compute.utf8_lower(columns["half"]).fill_null("").to_numpy(zero_copy_only=False)
+        clock12 = half != ""
+        valid = valid & (~clock12 | ((hour >= 1) & (hour <= 12)))
+        hour = np.where(clock12, hour % 12 + 12 * (half == "pm"), hour)
     valid &= (year > 1677) & (year < 2262) & (month >= 1) & (month <= 12) & (day >= 1)
-    valid &= (hour < 24) & (minute < 60) & (second < 60)
+    valid &= (hour < 24) | ((hour == 24) & (minute + second == 0))
+    valid &= (minute < 60) & (second < 60)
     months = (np.where(valid, year, 1970) - 1970) * 12 + np.where(valid, month, 1) - 1
     begin = months.astype("M8[M]")
     days = begin.astype("M8[D]") + np.where(valid, day, 1) - 1
     valid &= days.astype("M8[M]") == begin
-    fraction = compute.utf8_rpad(columns["fraction"], 9, "0")
-    nanoseconds = fraction.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
     seconds = ((days.astype(np.int64) * 24 + hour) * 60 + minute) * 60 + second
-    if zone:
+    if "fraction" in columns:
+        fraction = number("fraction", 0, compute.utf8_rpad(columns["fraction"], 9, "0"))
+    else:
+        fraction = 0
+    if rest == "zone":
         seconds = seconds - _zone_seconds(columns["zone"])
-    result = np.where(valid, seconds * 10**9 + nanoseconds, _NAT)
-    return result.view("M8[ns]")
+    result = np.where(valid, seconds * 10**9 + fraction, _NAT)
+    return (
+        result.view("m8[ns]")
+        if form == CLOCK
+        else result.view("M8[ns]").astype("M8[D]" if rest == "date" else "M8[ns]")
+    )
 
 
 def _zone_seconds(zones: Any) -> Array:
@@ -119,10 +167,26 @@ def _zone_seconds(zones: Any) -> Array:
     texts = zones.fill_null("Z").to_pylist()
     seconds: dict[str, int] = {}
     for text in set(texts):
-        digits = text[1:].replace(":", "")
-        value = int(digits[:2]) * 3600 + int(digits[2:]) * 60 if digits else 0
+        digits = text[1:].replace(":", "") if text[0] in "+-" else "00"
+        value = int(digits[:2]) * 3600 + int(digits[2:] or 0) * 60
         seconds[text] = -value if text[0] == "-" else value
     return np.array([seconds[text] for text in texts], dtype=np.int64)
+
+
+def nanoseconds(values: Array, source: str) -> Array:
+    """Times as `datetime64[ns]`; times of day are those of 1970-01-01.
+
+    Raises:
+        DataError: a time outside of the years that this type has, such as 9999-12-31 for "never".
+    """
+    result = _EPOCH + values if values.dtype.kind == "m" else values.astype("M8[ns]")
+    wrong = ~np.isnat(values) & (values.dtype.kind == "M") & (result.astype(values.dtype) != values)
+    if wrong.any():
+        raise DataError(
+            f"{source}: holds the time {values[wrong][0]}, and time stamps are from 1678 to 2261;"
+            " correct it, or leave the column out"
+        )
+    return result
 
 
 def time_texts(values: Array) -> list[str]:

@@ -22,8 +22,8 @@ _DAMAGED = (
 class WfdbFile(TableFile):
     """A record of PhysioNet: the signals of a `.hea` header, in physical units (float64).
 
-    Columns have the names of signals. An invalid sample is NaN. wfdb opens the signal files at each
-    read.
+    Columns have the names of signals. An invalid sample is NaN, and so are those of a signal that a
+    segment of the record lacks. wfdb opens the signal files at each read.
 
     Raises:
         MissingExtraError: wfdb is not installed.
@@ -35,9 +35,11 @@ class WfdbFile(TableFile):
         with _quiet():
             self._library = import_extra("wfdb", path, "WFDB", "wfdb")
             with unreadable(f"{path}: not a readable WFDB header", _DAMAGED):
-                header: Any = self._library.rdheader(str(path.with_suffix("")))
-                names = tuple(header.sig_name or ())
-                frames = set(header.samps_per_frame or [1] * len(names))
+                header: Any = self._library.rdheader(str(path.with_suffix("")), rd_segments=True)
+                segments = getattr(header, "segments", None)
+                names = tuple((header.get_sig_name() if segments else header.sig_name) or ())
+                records = [segment for segment in segments or [header] if segment is not None]
+                frames = {count for one in records for count in one.samps_per_frame or [1]}
                 length, rate = header.sig_len, float(header.fs)
         if not names or not length or len(set(names)) < len(names):
             raise DataError(
@@ -73,14 +75,17 @@ class WfdbFile(TableFile):
 
 
 def wfdb_files(path: Path) -> tuple[Path, ...]:
-    """The files that must not change: the header, and the signal files that it names."""
+    """The files that must not change: the header, and the signal files and segments it names."""
     lines = [
         line.split()
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
         if line[:1] not in ("", "#")
     ]
-    files = [path.parent / words[0] for words in lines[1:] if words]
-    return (path, *dict.fromkeys(file for file in files if file.is_file()))
+    names = [words[0] for words in lines[1:] if words]
+    files = [path.parent / name for name in names]
+    segments = [path.with_name(f"{name}.hea") for name in names]  # of a record that has some
+    parts = [part for one in segments if one.is_file() for part in wfdb_files(one)]
+    return (path, *dict.fromkeys(file for file in files if file.is_file()), *dict.fromkeys(parts))
 
 
 def _quiet() -> Any:

@@ -1,0 +1,309 @@
+"""Files of unusual form: the columns are those that each format's own library reads."""
+
+import struct
+import warnings
+from collections.abc import Callable
+from datetime import UTC, date, datetime, time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+import soundfile
+import xarray as xr
+import zarr
+from pyarrow import feather, parquet
+
+import throughtime as tt
+from throughtime.errors import DataError
+from throughtime.stream.formats import open_table
+from throughtime.stream.formats.objects import open_object
+from throughtime.stream.row_sources import time_rows
+
+Array: TypeAlias = npt.NDArray[Any]
+STEPS = 120
+X = np.random.default_rng(0).normal(size=(STEPS, 3))
+PAIRS = np.array([(i, i / 2) for i in range(STEPS)], dtype=[("a", "i4"), ("b", "f8")])
+PARTS = np.stack([PAIRS["a"], PAIRS["b"]], axis=1)
+HOURS = np.datetime64("2020-03-28T12:00:00") + np.arange(STEPS) * np.timedelta64(3600, "s")
+
+
+def npy_structured(path: Path) -> Array:
+    np.save(path, PAIRS)
+    return PARTS
+
+
+def npz_structured(path: Path) -> Array:
+    np.savez(path, x=np.asfortranarray(X), pair=PAIRS, when=HOURS)
+    return np.concatenate([X, PARTS], axis=1)
+
+
+def hdf5_compound(path: Path) -> Array:
+    with h5py.File(path, "w") as file:
+        file.create_dataset("pair", data=PAIRS, chunks=(7,), compression="gzip")
+        file.create_dataset("seconds", data=np.arange(STEPS)).make_scale("time")
+    return PARTS
+
+
+def hdf5_packed(path: Path) -> Array:
+    """The attributes of satellite data: a fill value, a scale and an offset."""
+    stored = np.arange(STEPS, dtype="i2")
+    stored[5] = -9999
+    with h5py.File(path, "w") as file:
+        file["t"] = stored
+        file["t"].attrs.update(scale_factor=[0.5], add_offset=2.0, _FillValue=np.int16(-9999))
+    return np.where(stored == -9999, np.nan, stored * 0.5 + 2.0)
+
+
+def zarr_packed(version: Any) -> Callable[[Path], Array]:
+    def make(path: Path) -> Array:
+        values = np.where(np.arange(STEPS) == 3, np.nan, np.round(X[:, 0], 3))
+        data = xr.Dataset({"u": ("time", values)}, coords={"time": HOURS})
+        packed = {"dtype": "i2", "scale_factor": 0.001, "add_offset": 1.0, "_FillValue": -9999}
+        data.to_zarr(path, encoding={"u": packed}, zarr_format=version, consolidated=False)
+        return xr.open_zarr(path, consolidated=False)["u"].values
+
+    return make
+
+
+def zarr_times(path: Path) -> Array:
+    group = zarr.open_group(path, mode="w", zarr_format=2)
+    for name, values in (("when", HOURS.astype("M8[s]")), ("x", X)):
+        array = group.create_array(name, shape=values.shape, dtype=values.dtype)
+        array[...] = values
+    return X
+
+
+def parquet_index(path: Path) -> Array:
+    """pandas stores the numbers of rows as `__index_level_0__`, which is no signal."""
+    frame = pd.DataFrame({"u": X[:, 0]}, index=pd.Index(np.arange(STEPS) + 7))
+    frame.to_parquet(path)
+    return pd.read_parquet(path).to_numpy()
+
+
+def parquet_decimals(path: Path) -> Array:
+    parquet.write_table(pa.table({"price": [Decimal("1.25")] * STEPS}), path)
+    return np.full(STEPS, 1.25)
+
+
+def feather_dictionary(path: Path) -> Array:
+    codes = pa.array([5, 7, None] * (STEPS // 3)).dictionary_encode()
+    feather.write_feather(pa.table({"code": codes}), path, compression="zstd", chunksize=50)
+    return feather.read_table(path)["code"].to_pandas().astype(float).to_numpy()
+
+
+def wav_odd_chunks(path: Path) -> Array:
+    """8 bits, with chunks of odd length before and after the data."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        return name + struct.pack("<I", len(content)) + content + b"\0" * (len(content) % 2)
+
+    form = struct.pack("<HHIIHH", 1, 1, 8000, 8000, 1, 8)
+    data = bytes(range(255))
+    body = (
+        chunk(b"LIST", b"abc") + chunk(b"fmt ", form) + chunk(b"data", data) + chunk(b"id3 ", b"x")
+    )
+    path.write_bytes(b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body)
+    return soundfile.read(path, dtype="float32")[0]
+
+
+def wfdb_segments(path: Path) -> Array:
+    """Two segments, as in MIMIC, with a gap between them and a signal that one of them lacks."""
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+        import wfdb  # pandas 3 warns of what wfdb 4.3 uses
+
+        folder = str(path.parent)
+        for name, signals in (("s0", ["a"]), ("s1", ["b", "a"])):
+            wfdb.wrsamp(
+                name,
+                fs=100,
+                units=["mV"] * len(signals),
+                sig_name=signals,
+                p_signal=X[:50, : len(signals)],
+                fmt=["16"] * len(signals),
+                write_dir=folder,
+            )
+        layout = "~ 0 200/mV 16 0 0 0 0 a\n~ 0 200/mV 16 0 0 0 0 b\n"
+        (path.parent / "layout.hea").write_text(f"layout 2 100 0\n{layout}")
+        path.write_text("r/4 2 100 110\nlayout 0\ns0 50\n~ 10\ns1 50\n")
+        record: Any = wfdb.rdrecord(str(path.with_suffix("")))
+        return record.p_signal
+
+
+FILES: dict[str, tuple[str, Callable[[Path], Array]]] = {
+    "npy structured": ("r.npy", npy_structured),
+    "npz structured": ("r.npz", npz_structured),
+    "hdf5 compound": ("r.h5", hdf5_compound),
+    "hdf5 packed": ("r.h5", hdf5_packed),
+    "zarr 2 packed": ("r.zarr", zarr_packed(2)),
+    "zarr 3 packed": ("r.zarr", zarr_packed(3)),
+    "zarr times": ("r.zarr", zarr_times),
+    "parquet index": ("r.parquet", parquet_index),
+    "parquet decimals": ("r.parquet", parquet_decimals),
+    "feather dictionary": ("r.feather", feather_dictionary),
+    "wav odd chunks": ("r.wav", wav_odd_chunks),
+    "wfdb segments": ("r.hea", wfdb_segments),
+}
+
+
+@pytest.mark.parametrize("kind", list(FILES))
+def test_columns_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    name, make = FILES[kind]
+    expected = make(tmp_path / name)
+    table = open_table(tmp_path / name)
+    columns = [column for column in table.columns if column not in table.times]
+    expected = expected.reshape(len(expected), -1)
+    np.testing.assert_allclose(table.read(0, len(table), columns), expected, rtol=1e-6)
+    np.testing.assert_allclose(table.read(31, 77, columns), expected[31:77], rtol=1e-6)
+
+
+def test_integers_of_parquet_without_statistics_have_one_type(tmp_path: Path) -> None:
+    """Whether a column has gaps is then unknown until it is read to the end."""
+    values = [None if i == 100 else i for i in range(STEPS)]
+    path = tmp_path / "r.parquet"
+    options: dict[str, Any] = {"row_group_size": 64, "write_statistics": False}
+    parquet.write_table(pa.table({"i": pa.array(values, pa.int32())}), path, **options)
+    table = open_table(path)
+    assert {table.read(a, a + 10, ("i",)).dtype for a in (0, 95)} == {np.dtype(np.float64)}
+
+
+def test_a_time_that_nanoseconds_cannot_hold_is_refused(tmp_path: Path) -> None:
+    """The 9999-12-31 of data bases wrapped to 1816."""
+    times = pd.Series(HOURS.astype("M8[s]")).replace(HOURS[3], pd.Timestamp("9999-12-31"))
+    frame = pd.DataFrame({"when": times.astype("M8[s]"), "u": X[:, 0]})
+    frame.to_parquet(tmp_path / "r.parquet")
+    for table in (open_table(tmp_path / "r.parquet"), open_object(frame)):
+        rows = time_rows(table)
+        assert rows is not None
+        assert rows.read(0, 3)[2] == HOURS[2]
+        with pytest.raises(DataError, match=r"'when': holds the time 9999-12-31.* from 1678 to"):
+            rows.read(0, 10)
+
+
+FRAMES: dict[str, tuple[Callable[[], Any], Array | None]] = {
+    "sparse": (lambda: pd.DataFrame({"u": pd.arrays.SparseArray([0.0, 2.0] * 60)}), np.arange(2.0)),
+    "decimals": (lambda: pd.DataFrame({"u": [Decimal(0), Decimal(2)] * 60}), np.arange(2.0)),
+    "polars decimals": (
+        lambda: pl.DataFrame({"u": [0.0, 2.0] * 60}).cast(pl.Decimal(10, 2)),
+        np.arange(2.0),
+    ),
+    "polars categories": (
+        lambda: pl.DataFrame({"u": ["0", "2"] * 60}).cast(pl.Categorical),
+        None,
+    ),
+    "polars enum": (lambda: pl.DataFrame({"u": ["0", "2"] * 60}).cast(pl.Enum(["0", "2"])), None),
+}
+
+
+@pytest.mark.parametrize("kind", list(FRAMES))
+def test_extension_types_of_frames_are_numbers_and_text(kind: str) -> None:
+    make, numbers = FRAMES[kind]
+    values = open_object(make()).read(1, 3, ("u",))[:, 0].tolist()
+    assert values == (["2", "0"] if numbers is None else [2.0, 0.0])
+
+
+def test_groups_may_be_named_by_categories_of_polars() -> None:
+    frame = pl.DataFrame({"g": ["a", "b"] * 60, "u": X[:, 0]}).cast({"g": pl.Categorical})
+    assert [r.name for r in tt.from_frame(frame, by="g")] == ["a", "b"]
+
+
+DATES: dict[str, Callable[[Path], Any]] = {
+    "pandas index": lambda _: pd.DataFrame({"u": X[:, 0]}, index=pd.DatetimeIndex(HOURS)),
+    "xarray": lambda _: xr.Dataset({"u": ("time", X[:, 0])}, coords={"time": HOURS}),
+    "polars": lambda _: pl.DataFrame(
+        {"day": HOURS.astype("M8[D]"), "hour": clocks(), "u": X[:, 0]}
+    ),
+    "parquet": lambda folder: written_parquet(folder / "r.parquet"),
+    "csv": lambda folder: written_csv(folder / "r.csv", "%Y-%m-%d,%H:%M"),
+    "csv american": lambda folder: written_csv(folder / "r.csv", "%m/%d/%Y,%I:%M:%S %p"),
+    "csv german": lambda folder: written_csv(folder / "r.csv", "%d.%m.%y,%H:%M:%S"),
+    "csv clock first": lambda folder: written_csv(folder / "r.csv", "%H:%M,%d/%m/%Y"),
+}
+
+
+def clocks() -> list[time]:
+    return [time(int(hour)) for hour in (HOURS - HOURS.astype("M8[D]")).astype(int) // 3600]
+
+
+def written_parquet(path: Path) -> Path:
+    days = [date.fromisoformat(str(day)) for day in HOURS.astype("M8[D]")]
+    parquet.write_table(pa.table({"day": days, "hour": clocks(), "u": X[:, 0]}), path)
+    return path
+
+
+def written_csv(path: Path, form: str) -> Path:
+    times = [datetime.fromtimestamp(int(t), UTC) for t in HOURS.astype(int)]
+    lines = [f"{t.strftime(form)},{u}" for t, u in zip(times, X[:, 0].tolist(), strict=True)]
+    path.write_text("\n".join(["first,second,u", *lines]))
+    return path
+
+
+@pytest.mark.parametrize("kind", list(DATES))
+def test_a_date_and_a_time_of_day_are_one_time(kind: str, tmp_path: Path) -> None:
+    recording: Any = tt.recording(DATES[kind](tmp_path))
+    assert recording.input_columns == ("u",)
+    np.testing.assert_array_equal(recording.times.read(0, STEPS), HOURS)
+    np.testing.assert_array_equal(recording.times.read(50, 60), HOURS[50:60])
+
+
+STYLES = {
+    "%d.%m.%y %H:%M": HOURS,
+    "%m/%d/%y %H:%M": HOURS,
+    "%y-%m-%d %H:%M": HOURS,
+    "%d-%b-%Y %H:%M:%S": HOURS,
+    "%d.%m.%Y, %H:%M": HOURS,
+    "%Y-%m-%d %H:%M:%S+02": HOURS - np.timedelta64(2, "h"),
+    "%Y-%m-%d %H:%M:%S UTC": HOURS,
+}
+
+
+@pytest.mark.parametrize("style", list(STYLES))
+def test_national_styles_of_time_stamps(style: str, tmp_path: Path) -> None:
+    path = written_csv(tmp_path / "r.csv", style.replace(",", ";"))
+    path.write_text(path.read_text().replace(",", "|").replace(";", ",").replace("second|", ""))
+    rows = time_rows(open_table(path))
+    assert rows is not None
+    np.testing.assert_array_equal(rows.read(0, STEPS), STYLES[style])
+
+
+def test_midnight_may_be_24_o_clock(tmp_path: Path) -> None:
+    lines = ["when,u", *(f"2020-02-{28 + h // 24:02d} {h % 24 + 1:02d}:00,1" for h in range(48))]
+    (tmp_path / "r.csv").write_text("\n".join(lines))
+    rows = time_rows(open_table(tmp_path / "r.csv"))
+    assert rows is not None
+    times = rows.read(0, 48)
+    assert (np.diff(times) == np.timedelta64(1, "h")).all()
+    assert times[23] == np.datetime64("2020-02-29")
+
+
+def test_words_for_missing_values_are_missing(tmp_path: Path) -> None:
+    """They stay text where a column has no number: a class may be called None."""
+    path = tmp_path / "r.csv"
+    path.write_text("u,label,v\n" + "NA,None,1.5\n2.0,None,NULL\n, None ,N/A\n" * 40)
+    table = open_table(path)
+    expected = np.tile([[np.nan, 1.5], [2.0, np.nan], [np.nan, np.nan]], (40, 1))
+    np.testing.assert_array_equal(table.read(0, 120, ("u", "v")), expected)
+    assert table.read(0, 2, ("label",))[:, 0].tolist() == ["None", "None"]
+
+
+@pytest.mark.parametrize("before", ["\n\n", "sep=;\n", "\r\nSEP=;\r\n"])
+def test_lines_before_the_header_that_say_nothing_are_left_out(before: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text(f"{before}u;v\n" + "1,5;x\n" * 9)
+    table = open_table(path)
+    assert (table.columns, len(table)) == (("u", "v"), 9)
+    path.write_text(f"{before}u;v\n" + "1,5;x\n" * 9 + "oops;x\n")
+    with pytest.raises(DataError, match=f"line {11 + before.count(chr(10))}, column 'u'"):
+        open_table(path).read(0, 1, ("u",))
+
+
+def test_the_index_column_of_pandas_is_named(tmp_path: Path) -> None:
+    pd.DataFrame({"u": [1.0]}).to_csv(tmp_path / "r.csv")
+    with pytest.raises(DataError, match=r"an index of pandas\? to_csv\(path, index=False\)"):
+        open_table(tmp_path / "r.csv")
