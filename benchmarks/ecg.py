@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from throughtime.app.evaluate import evaluate_recordings, open_run
+from throughtime.app.evaluate import evaluate_recordings
+from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
-from throughtime.app.run_folder import RunFolder
 from throughtime.evaluation import Evaluator
 
 COLUMNS = ("accuracy", "macro_f1", "f1[0]", "f1[1]", "f1[2]")
@@ -54,16 +54,15 @@ def one_run(data: str, row: str, seed: int, updates: int, out: Path) -> dict[str
 
 def scores(out: Path) -> dict[str, Any]:
     """The metrics of the best and the last weights on the test split, and the best update."""
-    folder = RunFolder(out)
-    run = open_run(folder, None, "test", None)
-    saved = folder.read_checkpoint()
+    run = load_run(out)
+    saved, recordings = run.files.read_checkpoint(), run.recordings(split="test")
     result: dict[str, Any] = {"update": run.spec.update}
     with one_thread():
         for name in KEPT:
             if name == "last" and saved is not None:
                 run.net.load_state_dict(saved["net"])
             evaluator = Evaluator(run.net, metrics=run.spec.metrics())
-            scored = evaluate_recordings(evaluator, run.spec, run.recordings, run.config)
+            scored = evaluate_recordings(evaluator, run.spec, recordings, run.config)
             result[name] = {"metrics": scored.metrics, "recordings": scored.recordings}
     return result
 

@@ -352,7 +352,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
                 "--inputs",
                 "note",
             ],
-            "--gradient 'exact' and --horizon 5 are both given: the exact gradient cuts no credit",
+            "--gradient exact and --horizon 5 are both given: the exact gradient cuts no credit",
         ),
         (
             [
@@ -617,6 +617,36 @@ def train_on(path: Path, out: Path, *more: str, ok: bool = False) -> str:
     few = ("--updates", "2", "--lanes", "1", "--stride", "20")
     small = () if "--hidden" in more else ("--hidden", "4")
     return run("train", path, "--task", "regress", *few, *small, *more, "--out", out, ok=ok)
+
+
+def test_advice_is_an_option_of_the_command_or_said_to_be_one_of_train(
+    trained: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, data = trained
+    gap = tmp_path / "gap.csv"
+    lines = data.read_text(encoding="utf-8").splitlines()
+    lines[3] = ",".join(["nan", *lines[3].split(",")[1:]])
+    gap.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for command in ("eval", "audit"):
+        complained = run(command, folder, gap, "--split", "all", ok=False)
+        assert "has 1 input that is NaN or infinite" in complained
+        assert complained.endswith("or mask them: --missing mask\n")
+    complained = run("predict", folder, gap, "--out", tmp_path / "p.csv", ok=False)
+    assert complained.endswith("--missing mask; --on-nan hold leaves such steps out\n")
+    times = tmp_path / "times.csv"
+    stamped = [f"2020-01-{1 + i % 2:02d},{line}" for i, line in enumerate(lines[1:3] * 20)]
+    times.write_text("\n".join([f"date,{lines[0]}", *stamped]) + "\n", encoding="utf-8")
+    complained = run("eval", folder, times, "--split", "all", ok=False)
+    assert "(--exclude is an option of train: eval reads data as its run was trained)" in complained
+    assert "option of train" not in run("train", times, "--targets", "y", ok=False)
+
+
+def test_what_holds_for_many_files_is_said_once(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.csv").write_text("u,v\n" + "1,2\n" * 50, encoding="utf-8")
+    complained = run("train", tmp_path, ok=False)
+    assert complained.count("which columns are the targets?") == 1
+    assert all(f"{name}.csv" in complained for name in "abc")
 
 
 def test_a_target_that_is_an_input_of_the_same_step_is_refused(tmp_path: Path) -> None:

@@ -16,9 +16,11 @@ from throughtime.app import console, train
 from throughtime.app.cli import app
 from throughtime.app.config import PANELS, make_config
 from throughtime.app.console import ProgressDisplay, progress_line
+from throughtime.app.dataset import open_dataset
 from throughtime.app.distributed import print_error
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training, TrainProgress
+from throughtime.stream.formats import _csv_cache
 
 LATE = TrainProgress(
     1_234_567,
@@ -56,9 +58,7 @@ def test_a_line_of_progress_fits(width: int) -> None:
 
 
 def test_each_phase_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    terminal = Console(file=screen, force_terminal=True, width=80, soft_wrap=True)
-    monkeypatch.setattr(console, "out", terminal)
+    screen = shown_on_a_terminal(monkeypatch)
     with ProgressDisplay() as display:
         display.train(LATE)
         display.phase("opening recordings", 12_345, 12_345_678)
@@ -73,6 +73,53 @@ def test_each_phase_is_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -
     assert any("1d" in line or "left" in line for line in lines), frames
     for line in lines:
         assert len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip()) <= 80, line
+
+
+def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=80, soft_wrap=True)
+    monkeypatch.setattr(console, "out", terminal)
+    return screen
+
+
+def test_something_moves_whenever_no_phase_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder is listed before the first phase is called."""
+
+    def lines() -> list[str]:
+        display._bars.refresh()
+        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()[-1]
+        screen.truncate(0)
+        return last.split()[:1]
+
+    screen = shown_on_a_terminal(monkeypatch)
+    with ProgressDisplay() as display:
+        assert lines() == ["listing"]
+        display.phase("opening recordings", 1, 2)
+        assert lines() == ["opening"]
+        display.phase("opening recordings", 2, 2)
+        assert lines() == ["working"]
+
+
+def test_the_conversion_of_a_large_file_is_a_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_csv_cache, "_LARGE", 0)
+    monkeypatch.setattr(_csv_cache, "_MB", 2**20)
+    monkeypatch.setenv("THROUGHTIME_CACHE", str(tmp_path / "cache"))
+    path, small = tmp_path / "a.csv", tmp_path / "b.csv"
+    path.write_text("u,y\n" + "0.123456789012345,1\n" * 200_000, encoding="utf-8")
+    calls = list[tuple[str, int, int]]()
+    values = {"data": str(path), "out": "", "targets": ["y"]}
+    open_dataset(make_config(values | {"task": "regress"}), lambda *call: calls.append(call))
+    done = [(done, total) for name, done, total in calls if name == "converting a.csv, MB"]
+    assert len(done) > 2
+    assert done == sorted(done)
+    assert done[-1] == (4, 4)
+    monkeypatch.setattr(_csv_cache, "_LARGE", 2**23)
+    small.write_bytes(path.read_bytes())
+    calls.clear()
+    open_dataset(make_config(values | {"data": str(small)}), lambda *call: calls.append(call))
+    assert not [name for name, *_ in calls if name.startswith("converting")]
 
 
 def test_a_validation_leaves_room_for_the_line_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,5 +213,24 @@ def test_options_of_train_are_in_panels_in_order(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         app(["train", "--help"], prog_name="throughtime")
     headings = re.findall(r"─ (\w+) ─", capsys.readouterr().out)
-    assert [name for name in headings if name in PANELS] == list(PANELS)
-    assert headings[-len(PANELS) :] == list(PANELS)
+    expected = [panel for panel in PANELS if panel != "Measurement"]  # of audit
+    assert [name for name in headings if name in PANELS] == expected
+    assert headings[-len(expected) :] == expected
+
+
+@pytest.mark.parametrize(
+    ("command", "panels"),
+    [
+        ("eval", ["Data", "Output"]),
+        ("predict", ["Data", "State", "Output"]),
+        ("audit", ["Data", "Measurement", "Output"]),
+        ("export", ["Verification", "Output"]),
+        ("doctor", ["Findings", "Output"]),
+    ],
+)
+def test_options_of_every_long_command_are_in_panels(
+    command: str, panels: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        app([command, "--help"], prog_name="throughtime")
+    assert re.findall(r"─ (\w+) ─", capsys.readouterr().out)[-len(panels) :] == panels

@@ -110,9 +110,9 @@ def test_a_loaded_run_scores_as_the_command_line_does(trained: RunFolder) -> Non
         tt.metrics.Classification(run.classes) if run.classes else tt.metrics.Regression()
     )
     scores = tt.evaluate(run.net, run.recordings(), metrics=metrics)
-    split, expected = evaluate_run(trained, None, None, None)
-    assert split == "test"
-    assert scores.metrics == pytest.approx(expected.metrics, rel=1e-5)
+    expected = evaluate_run(tt.load_run(trained.path))
+    assert expected["split"] == "test"
+    assert scores.metrics == pytest.approx(expected["metrics"], rel=1e-5)
     assert scores.steps == 300
 
 

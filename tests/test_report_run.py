@@ -11,6 +11,7 @@ import pytest
 from test_cli import run
 from test_run import finish, settings, write_recordings
 from throughtime.app.audit import AuditReport
+from throughtime.app.load import load_run
 from throughtime.app.report import audit_section
 from throughtime.app.report.run_page import write_report
 from throughtime.app.run_folder import RunFolder
@@ -31,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def page_of(folder: RunFolder) -> str:
-    return write_report(folder).read_text(encoding="utf-8")
+    return write_report(load_run(folder.path)).read_text(encoding="utf-8")
 
 
 def descriptions(page: str) -> dict[str, str]:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import AuditJob, AuditOptions, AuditReport
-from throughtime.app.config import Config, make_config
+from throughtime.app.audit import AuditJob, AuditReport
+from throughtime.app.config import AuditOptions, Config, make_config
+from throughtime.app.load import load_run
 from throughtime.app.report import audit_section
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.trace import (
@@ -36,7 +37,7 @@ GATES = ("h", "c", "i", "f", "g", "o")
 
 
 def audit_job(folder: RunFolder) -> AuditJob:
-    return AuditJob(folder, AuditOptions(horizons=(10, 40), max_lag=40), None, None, None, None)
+    return AuditJob(load_run(folder.path), AuditOptions(horizons=(10, 40), max_lag=40))
 
 
 def traced_run(folder: Path, **more: Any) -> tuple[AuditJob, RunTrace]:

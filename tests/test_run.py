@@ -22,6 +22,7 @@ from throughtime import state as trees
 from throughtime.app.config import Config, make_config
 from throughtime.app.data_statistics import class_name
 from throughtime.app.dataset import open_dataset, split_recordings, training_stream
+from throughtime.app.load import load_run
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
 from throughtime.app.train import Training
@@ -514,8 +515,8 @@ def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
     from throughtime.app.evaluate import evaluate_run
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=25))
-    assert evaluate_run(folder, None, "valid", None)[1].steps == 330 - 25
-    assert evaluate_run(folder, None, "all", None)[1].steps == 980 - 3 * 25
+    assert evaluate_run(load_run(folder.path), None, "valid")["steps"] == 330 - 25
+    assert evaluate_run(load_run(folder.path), None, "all")["steps"] == 980 - 3 * 25
 
 
 def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(
@@ -527,7 +528,7 @@ def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once
     data = write_recordings(tmp_path / "data")
     more = {"valid_every": 0, "schedule": "constant"}
     short = finish(settings(data, tmp_path / "run", **more))
-    evaluate_run(short, None, "valid", None)
+    evaluate_run(load_run(short.path), None, "valid")
     training = Training.resume(short.path, updates=90)
     assert list(training.run())
     assert not short.scores("valid").is_file()  # scores of the model as it was
@@ -610,26 +611,26 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
     from throughtime.app.evaluate import evaluate_run
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    split, found = evaluate_run(folder, None, "valid", None)
-    assert split == "valid"
+    scores = evaluate_run(load_run(folder.path), None, "valid")
+    assert scores["split"] == "valid"
     content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
-    assert content["metrics"] == pytest.approx(found.metrics, nan_ok=True)
+    assert content["metrics"] == pytest.approx(scores["metrics"], nan_ok=True)
     assert list(content["recordings"]) == ["2"]
     with pytest.raises(DataError, match="no recordings in split 'tset'; there are train"):
-        evaluate_run(folder, None, "tset", None)
+        evaluate_run(load_run(folder.path), None, "tset")
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     from throughtime.app.report.run_page import write_report
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    write_report(folder)
+    write_report(load_run(folder.path))
     for content in ("{", '{"split": "test"}'):
         folder.scores("test").write_text(content, encoding="utf-8")
         with pytest.raises(
             RunError, match=r"scores-test\.json: not scores that `throughtime eval` wrote"
         ):
-            write_report(folder)
+            write_report(load_run(folder.path))
 
 
 def test_files_are_whole_or_absent(tmp_path: Path) -> None:

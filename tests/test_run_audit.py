@@ -14,9 +14,10 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.audit import AuditJob, AuditOptions, AuditReport
-from throughtime.app.config import Config, make_config
+from throughtime.app.audit import AuditJob, AuditReport
+from throughtime.app.config import AuditOptions, Config, make_config
 from throughtime.app.dataset import open_dataset
+from throughtime.app.load import load_run
 from throughtime.app.model import StandardisedMSE, one_thread
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def look(
     folder: RunFolder, question: AuditOptions, data: Path | None = None, split: str | None = None
 ) -> AuditJob:
-    return AuditJob(folder, question, data, split, None, None)
+    return AuditJob(load_run(folder.path), question, data, split)
 
 
 def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
@@ -164,7 +165,8 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
     with pytest.raises(
         DataError, match=r"no recordings in split 'test'; there are train \(2\), valid \(1\)"
     ):
-        look(folder, AuditOptions(), data)
+        look(folder, AuditOptions(), data, "test")
+    assert look(folder, AuditOptions(), data).split == "valid"  # there is no split test
     other = look(folder, AuditOptions(), data, "valid")
     assert (other.stream.lanes, other.stream.steps) == (1, 330)  # one recording stays whole
 
@@ -173,12 +175,12 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
     ("arguments", "said"),
     [
         (["--split", "tset"], "no recordings in split 'tset'; there are train (2), valid (1)"),
-        (["--horizons", "50,200", "--stride", "100"], "--horizon 50 is below --stride 100"),
+        (["--horizons", "50,200", "--stride", "100"], "--horizons 50 is below --stride 100"),
         (
             ["--horizons", "50;200"],
             "--horizons '50;200': expected whole numbers of steps, separated by commas",
         ),
-        (["--horizons", "0"], "--horizons 0: expected a whole number of at least 1"),
+        (["--horizons", "0"], "--horizons 0: expected at least 1"),
         (
             ["--horizons", "500"],
             (
@@ -195,7 +197,7 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
             ),
         ),
         (["--lanes", "1000"], "--lanes 1000 but the recordings have 650 steps"),
-        (["--tolerance", "1.5"], "--tolerance 1.5: expected a relative bias between 0 and 1"),
+        (["--tolerance", "1.5"], "--tolerance 1.5: expected a share from 0 to below 1"),
         (["--device", "meta"], "--device meta: holds no numbers"),
     ],
 )
@@ -235,7 +237,7 @@ def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     for content in ("{", "[]", '{"split": "train"}'):
         folder.audit.write_text(content, encoding="utf-8")
         with pytest.raises(RunError, match=r"audit\.json: not what `throughtime audit` wrote"):
-            write_report(folder)
+            write_report(load_run(folder.path))
 
 
 def truncation(horizon: int, bias: float, stride: int | None = None) -> Truncation:

@@ -12,6 +12,7 @@ import torch
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.dataset import training_stream
+from throughtime.app.load import load_run
 from throughtime.app.report.run_page import write_report
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError
@@ -167,7 +168,7 @@ def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) ->
         stride=None,
         updates=4,
     )
-    write_report(folder := finish(values))
+    write_report(load_run((folder := finish(values)).path))
     page = folder.report.read_text(encoding="utf-8")
     assert "Gradient: an update every 200 steps, credit cut there: back through at most 200" in page
     assert "the last chunk of an update" in page

@@ -16,9 +16,8 @@ from test_cli import run
 from test_run import finish, settings, write_recordings
 from throughtime.app.baselines import baseline_lags
 from throughtime.app.config import make_config
-from throughtime.app.dataset import open_dataset, recordings_for
-from throughtime.app.model import load_model
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.dataset import open_dataset
+from throughtime.app.load import load_run
 from throughtime.errors import ConfigError, DataError
 from throughtime.predict import predict
 from throughtime.stream import Recording
@@ -78,9 +77,10 @@ def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
     season[144:] = held_out[now[144:] + 24 - 168]
     same = np.isfinite(target) & np.isfinite(held_out[now]) & np.isfinite(season)
     assert scores["compared/steps"] == same.sum() < np.isfinite(target).sum()
-    net, spec = load_model(RunFolder(out).model)
-    (part,) = recordings_for(spec, data, "valid", 0.2)
-    model = predict(net, part, dtype=spec.torch_dtype, missing="mask")[0].numpy()[now, 0]
+    trained = load_run(out)
+    (part,) = trained.recordings(data, "valid")
+    outputs, _ = predict(trained.net, part, dtype=trained.spec.torch_dtype, missing="mask")
+    model = outputs.numpy()[now, 0]
     forecasts = {"model": model, "persistence": held_out[now], "season": season}
     errors = {name: (value - target)[same] for name, value in forecasts.items()}
     for name, error in errors.items():

@@ -595,9 +595,7 @@ def test_copies_of_torchrun_without_a_group_are_refused_once(data: Path) -> None
     ) as copies:
         assert copies.ended() == 1
     assert (
-        copies.output.count(
-            "error: torchrun has started 2 processes, and --strategy 'single' is one"
-        )
+        copies.output.count("error: torchrun has started 2 processes, and --strategy single is one")
         == 1
     )
     assert not (data / "run").exists()
@@ -617,7 +615,7 @@ def test_nodes_that_cannot_meet_and_missing_devices_are_refused(
     if not torch.cuda.is_available():
         output = run(*flags(on_two_ranks(data, "run") | {"device": "cuda"}), ok=False)
         assert (
-            "--strategy 'ddp' with --device cuda, --devices 2 on each of --nodes 1 does not fit how"
+            "--strategy ddp with --device cuda, --devices 2 on each of --nodes 1 does not fit how"
             " this process was started, or the machine" in output
         )
     assert not (data / "run").exists()

@@ -12,6 +12,7 @@ from test_cli import run
 from test_run import _lines, finish, flags, settings, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.evaluate import evaluate_run
+from throughtime.app.load import load_run
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, load_checkpoint
 from throughtime.app.selection import ModelSelection
@@ -53,8 +54,8 @@ def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: 
     assert spec.update == best["update"]
     expected = weights_at(data, tmp_path / "short", spec.update, task=task, keep="last")
     torch.testing.assert_close(net.module.state_dict(), expected, rtol=0, atol=0)
-    _, scores = evaluate_run(folder, None, "valid", None)
-    assert scores.metrics == {name: best[name] for name in scores.metrics}
+    scores = evaluate_run(load_run(folder.path), None, "valid")
+    assert scores["metrics"] == {name: best[name] for name in scores["metrics"]}
     assert json.loads(folder.scores("valid").read_text(encoding="utf-8"))["update"] == spec.update
     last = finish(settings(data, tmp_path / "last", **UNSTEADY, task=task, keep="last"))
     assert load_model(last.model)[1].update == 60

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from test_cli import ended, run
 from test_run import flags, settings, write_recordings
+from throughtime import _safetensors
 from throughtime.app import console
 from throughtime.app.config import Config
 from throughtime.app.report.page import DataTable
@@ -44,6 +45,26 @@ def test_commands_say_that_a_run_is_not_finished(tmp_path: Path) -> None:
     run("train", "--resume", folder.path)
     for command in commands:
         assert "not finished" not in ended(*command)[2]
+
+
+def test_every_command_reads_the_model_file_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = stopped(tmp_path / "run")
+    reads = list[Path]()
+    read = _safetensors.read_tensors
+    monkeypatch.setattr(
+        _safetensors, "read_tensors", lambda path, kind: (reads.append(path), read(path, kind))[1]
+    )
+    for command in (
+        ["eval", folder.path],
+        ["predict", folder.path, "--out", tmp_path / "predictions"],
+        ["export", folder.path, "--out", tmp_path / "net.js", "--steps", "0"],
+        ["audit", folder.path, "--horizons", "5", "--max-lag", "5", "--steps", "20"],
+    ):
+        run(*command)
+        assert reads == [folder.model], command
+        reads.clear()
 
 
 def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(tmp_path: Path) -> None:
@@ -104,8 +125,8 @@ def test_a_start_that_is_for_windows_says_what_to_write(tmp_path: Path) -> None:
     values = settings(data, tmp_path / "run", start="carried")
     complained = run(*flags(values), ok=False)
     assert (
-        "--start 'carried' is for windows, and training is on the stream, where the state is"
-        " carried anyway: leave it out, or set --train-on 'windows'" in complained
+        "--start carried is for windows, and training is on the stream, where the state is"
+        " carried anyway: leave it out, or set --train-on windows" in complained
     )
 
 

@@ -51,14 +51,19 @@ def listed(names: Iterable[object], *, quoted: bool = False) -> str:
     return f"[{text}]" if quoted else text
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, one: str, many: str = "") -> str:
     """The number and the noun, which is in the plural unless the number is 1.
 
+    Args:
+        count: the number.
+        one: the words for 1.
+        many: those for other numbers; default: with an s at the end.
+
     Example:
-        >>> counted(1, "lane"), counted(2_000, "lane")
-        ('1 lane', '2,000 lanes')
+        >>> counted(1, "lane"), counted(2_000, "lane"), counted(2, "step has", "steps have")
+        ('1 lane', '2,000 lanes', '2 steps have')
     """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], before: str = "; ") -> str:

@@ -137,6 +137,7 @@ def predict(
         ranks=1,
     )
     stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
+    stream._collator.advice += "; on_nan='hold' leaves such steps out"
     predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
     start = 0
     for part in stream:

@@ -15,25 +15,20 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.checked import ClassRecording
-from throughtime.app.config import Config
+from throughtime.app.config import AuditOptions, Config
 from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import recordings_for
-from throughtime.app.evaluate import Missing, open_run
-from throughtime.app.model import (
-    ModelSpec,
-    make_loss,
-    one_thread,
-    without_dropout,
-)
+from throughtime.app.load import Run
+from throughtime.app.model import make_loss, one_thread, without_dropout
 from throughtime.app.recordings import OnPhase
-from throughtime.app.run_folder import RunFolder, from_plain
+from throughtime.app.run_folder import from_plain
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import NOISE, SHORTER_STRIDE, UNEQUAL_DATA, Truncation
 from throughtime.errors import ConfigError, DataError, RunError, counted
-from throughtime.gradient import schedule
-from throughtime.stream import Stream
+from throughtime.stream import Recording, Stream
+from throughtime.stream.shift import ForecastRecording
 
 HORIZONS = (50, 200, 800)
 LENGTHS = 8  # times the longest horizon: steps that are audited
@@ -182,71 +177,33 @@ def _flags(row: Truncation) -> str:
     return f"--stride {row.stride}{horizon}"
 
 
-@dataclass(frozen=True)
-class AuditOptions:
-    """What to measure; `None` means what the run and its data suggest.
-
-    Attributes:
-        horizons: steps; default: 50, 200, 800 and the run's own, if an epoch is twice as long.
-        stride: steps between two updates; default: each horizon is its own stride.
-        steps: of every lane; default: eight times the longest horizon.
-        lanes: recordings played at the same time; default: as in training, fewer where other
-            recordings are fewer.
-        max_lag: how far back the gradient is traced.
-        tolerance: the largest acceptable bias.
-    """
-
-    horizons: tuple[int, ...] | None = None
-    stride: int | None = None
-    steps: int | None = None
-    lanes: int | None = None
-    max_lag: int = 1000
-    tolerance: float = 0.1
-
-    def __post_init__(self) -> None:
-        for name in ("stride", "steps", "lanes", "max_lag"):
-            value = getattr(self, name)
-            if value is not None:
-                schedule.check_whole(name, value, 1)
-        if not 0 < self.tolerance < 1:
-            raise ConfigError(
-                f"tolerance={self.tolerance}: expected a relative bias between 0 and 1"
-            )
-        for horizon in self.horizons or ():
-            schedule.check_whole("horizons", horizon, 1)
-            schedule.check_horizon(horizon if self.stride is None else self.stride, horizon)
-
-
 class AuditJob:
     """An audit of a run ready to start: everything is opened and checked, nothing is computed yet.
 
     Args:
-        folder: of the run.
+        run: its model and settings; measured on the device of its net.
         options: what to measure.
         data: other recordings; default: those of the run.
         split: which of them; default: `train`, and for other data what `eval` would take.
-        device: where to compute; default: the CPU.
-        missing: how to treat inputs that are NaN or infinite; default: as in training.
+        on_phase: called as recordings are opened.
 
     Raises:
-        RunError: the folder holds no run that reached a checkpoint.
         DataError: no such split, recordings that the model does not fit, or too few steps.
-        ConfigError: horizons as long as the steps that are measured, or no such device.
+        ConfigError: horizons as long as the steps that are measured.
     """
 
     def __init__(
         self,
-        folder: RunFolder,
+        run: Run,
         options: AuditOptions,
         data: Path | None = None,
         split: str | None = None,
-        device: str | None = None,
-        missing: Missing | None = None,
+        on_phase: OnPhase | None = None,
     ) -> None:
+        self.net, self.spec, self.config = run.net, run.spec, run.config
+        config, lanes, self.data = run.config, run.config.lanes, data or run.config.data
         split = split or ("train" if data is None else None)
-        run = open_run(folder, data, split, missing, device or "cpu")
-        self.net, self.spec, self.config, self.data, self.split, recordings = run
-        config, lanes = self.config, self.config.lanes
+        self.split, recordings = recordings_for(run.spec, config, data, split, on_phase=on_phase)
         if data is not None or self.split != "train":
             lanes = min(lanes, len(recordings))
         self.stream = Stream(
@@ -262,7 +219,7 @@ class AuditJob:
         self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
         _check_shorter(self.horizons[-1], self.steps, self.stream)
         without_dropout(self.net)
-        self.loss_fn = make_loss(config, self.spec, self.net, _class_counts(config, self.spec))
+        self.loss_fn = make_loss(config, self.spec, self.net, _class_counts(run))
         self.first = recordings[0]
 
     def describe(self) -> str:
@@ -351,16 +308,22 @@ def _check_shorter(longest: int, steps: int, stream: Stream) -> None:
         )
 
 
-def _class_counts(config: Config, spec: ModelSpec) -> Counter[str]:
+def _class_counts(run: Run) -> Counter[str]:
     """How often each class occurs in the training split, for balanced class weights."""
-    if not spec.classes or config.class_weights != "balanced":
+    if not run.classes or run.config.class_weights != "balanced":
         return Counter()
     try:
-        train = recordings_for(spec, Path(config.data), "train", config.holdout)
-        sources = [r.whole if isinstance(r, ClassRecording) else r for r in train]
-        return collect_statistics(sources, classify=True).classes
+        train = map(_by_name, run.recordings(split="train"))
+        return collect_statistics([*train], classify=True).classes
     except DataError as error:
         raise DataError(
             "class_weights='balanced' counts the training recordings of the run, which cannot be"
             f" read: {error}"
         ) from error
+
+
+def _by_name(recording: Recording) -> Recording:
+    """The recording whose targets are the names of the classes, each at its own step."""
+    while isinstance(recording, (ForecastRecording, ClassRecording)):
+        recording = recording.whole
+    return recording

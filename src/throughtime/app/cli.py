@@ -3,10 +3,10 @@
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
 
-import json
 import re
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from throughtime import __version__
-from throughtime.app.config import make_config
-from throughtime.app.flags import check_options, merge_settings, to_settings, train_signature
+from throughtime.app.config import AuditOptions, Config, make_config
+from throughtime.app.flags import check_options, merge_settings, to_settings, with_flags
 from throughtime.app.values import named_numbers, read_toml
 from throughtime.errors import ConfigError, RunError, ThroughtimeError, counted
 
 if TYPE_CHECKING:
-    from throughtime.app.run_folder import RunFolder
+    from throughtime.app.load import Run
 
 _HELP = "Train recurrent networks on one unbroken stream, with the state carried."
 app = typer.Typer(
@@ -34,21 +34,26 @@ _SPLIT = "Which split: train, valid, ..., all."
 _MISSING = "How to treat inputs that are NaN or infinite."
 
 
-def _option(help_: str, default: str | bool = True, *, flag: str | None = None) -> Any:
-    """A flag: its help, what that says of the default, and its name if the parameter differs."""
-    return typer.Option(*([flag] if flag else []), help=help_, show_default=default)
+def _option(
+    help_: str, default: str | bool = True, *, flag: str | None = None, panel: str | None = None
+) -> Any:
+    """A flag: its help, what that says of the default, its name if it differs, and its panel."""
+    names = [flag] if flag else []
+    return typer.Option(*names, help=help_, show_default=default, rich_help_panel=panel)
 
 
 _Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
 _Data = Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")]
 _Missing = Annotated[
-    Literal["error", "mask"] | None,
-    _option(_MISSING, "as in training"),
+    Literal["error", "mask"] | None, _option(_MISSING, "as in training", panel="Data")
 ]
-
-
 _Json = Annotated[
-    bool, _option("Print one JSON object on standard output, and nothing else.", flag="--json")
+    bool,
+    _option(
+        "Print one JSON object on standard output, and nothing else.",
+        flag="--json",
+        panel="Output",
+    ),
 ]
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 
@@ -57,7 +62,7 @@ def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
     try:
-        commands = _commands()
+        commands = all_commands()
         check_options(commands, sys.argv[1:])
         commands(prog_name="throughtime")
     except (ThroughtimeError, OSError) as error:
@@ -89,7 +94,7 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _commands() -> Any:
+def all_commands() -> Any:
     """All commands, with plain defaults of the options before a command.
 
     Typer gives `--help` and those of shell completion `None`, and imports pydantic to convert it: a
@@ -119,9 +124,21 @@ def root(
     """Options of all commands."""
 
 
-def train(context: typer.Context, **options: Any) -> None:
+@app.command()
+@with_flags(Config)
+def train(
+    context: typer.Context,
+    config: Annotated[
+        Path | None,
+        _option("A TOML file with the same settings as keys; flags win.", panel="Output"),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        _option("Go on with the run in this folder, from its last checkpoint.", panel="Output"),
+    ] = None,
+    **options: Any,
+) -> None:
     """Train a model on recordings."""
-    config, resume = options.pop("config"), options.pop("resume")
     flags = to_settings(
         {
             name: value
@@ -159,18 +176,17 @@ def train(context: typer.Context, **options: Any) -> None:
         run_training(training, display)
 
 
-_signature = train_signature()
-setattr(train, "__signature__", _signature)  # noqa: B010 (typer reads the flags from it)
-train.__annotations__ = {name: p.annotation for name, p in _signature.parameters.items()}
-app.command()(train)
-
-
 @app.command(name="eval")
 def evaluate(
     run: _Run,
     data: _Data = None,
     split: Annotated[
-        str | None, _option(_SPLIT, "test; without named splits valid, or all of other data")
+        str | None,
+        _option(
+            _SPLIT,
+            "test, or valid where there is none; without splits all of other data",
+            panel="Data",
+        ),
     ] = None,
     missing: _Missing = None,
     as_json: _Json = False,
@@ -180,17 +196,19 @@ def evaluate(
     from throughtime.app.evaluate import evaluate_run
     from throughtime.app.report.run_page import write_report
 
-    folder = _open_run(run)
+    trained = _open_run(run)
     with ProgressDisplay(enabled=not as_json) as display:
-        split, scores = evaluate_run(folder, data, split, missing, display.phase)
-    path = folder.scores(split)
-    write_report(folder)
+        scores = evaluate_run(_treating(trained, missing), data, split, display.phase)
+    path = trained.files.scores(scores["split"])
+    write_report(trained)
     if as_json:
-        print_json(json.loads(path.read_text(encoding="utf-8")))
+        print_json(scores)
         return
-    print_scores(split, scores.metrics, scores.recordings, path)
-    update = json.loads(path.read_text(encoding="utf-8"))["update"]
-    out.print(f"{scores.steps:,} frames scored, by the model of update {update}; {path} written")
+    print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
+    out.print(
+        f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
+        f" {path} written"
+    )
 
 
 @app.command()
@@ -203,6 +221,26 @@ def predict(
             " folder or manifest of many recordings; default: the data of the run.",
         ),
     ] = None,
+    split: Annotated[str | None, _option(_SPLIT, "as eval", panel="Data")] = None,
+    static: Annotated[
+        str | None, _option("Its static features: age=63,weight=71.5.", panel="Data")
+    ] = None,
+    missing: Annotated[Literal["error", "mask"], _option(_MISSING, panel="Data")] = "error",
+    on_nan: Annotated[
+        Literal["raise", "hold", "reset"],
+        _option(
+            "At inputs that are NaN or infinite: stop, leave the step out and hold the state, or"
+            " start anew after it.",
+            panel="Data",
+        ),
+    ] = "raise",
+    state_in: Annotated[
+        Path | None, _option("Start from a state that an earlier call wrote.", panel="State")
+    ] = None,
+    state_out: Annotated[
+        Path | None,
+        _option("Write the state after the last step, to go on later.", panel="State"),
+    ] = None,
     to: Annotated[
         Path | None,
         _option(
@@ -210,132 +248,108 @@ def predict(
             " many recordings, with a file for each.",
             "predictions.csv, or the folder predictions",
             flag="--out",
+            panel="Output",
         ),
     ] = None,
-    split: Annotated[str | None, _option(_SPLIT, "as eval")] = None,
     form: Annotated[
         Literal["npy", "csv", "parquet"] | None,
-        _option("The format of the files in a folder.", "csv", flag="--format"),
+        _option("The format of the files in a folder.", "csv", flag="--format", panel="Output"),
     ] = None,
-    static: Annotated[str | None, _option("Its static features: age=63,weight=71.5.")] = None,
-    state_in: Annotated[
-        Path | None, _option("Start from a state that an earlier call wrote.")
-    ] = None,
-    state_out: Annotated[
-        Path | None, _option("Write the state after the last step, to go on later.")
-    ] = None,
-    missing: Annotated[
-        Literal["error", "mask"],
-        _option(_MISSING),
-    ] = "error",
-    on_nan: Annotated[
-        Literal["raise", "hold", "reset"],
-        _option(
-            "At inputs that are NaN or infinite: stop, leave the step out and hold the state, or"
-            " start anew after it."
-        ),
-    ] = "raise",
 ) -> None:
     """Run a trained model over whole recordings, in memory that does not grow with them."""
     from throughtime import state as trees
     from throughtime.app.console import ProgressDisplay, out
-    from throughtime.app.model import load_model, one_thread
+    from throughtime.app.dataset import open_recording
+    from throughtime.app.model import one_thread
     from throughtime.app.predictions import (
         initial_state,
-        open_recording,
         output_file,
         predict_to_file,
         predict_to_folder,
     )
 
-    folder = _open_run(run)
+    trained = _open_run(run)
     paths = [] if data is None else [Path(data)] if Path(data).exists() else _split_paths(data)
     target = output_file(paths, split, to, form) if data is not None else None
-    if target is None:
-        single = {"static": static, "state-in": state_in, "state-out": state_out}
-        if named := [f"--{name}" for name, value in single.items() if value is not None]:
-            raise ConfigError(f"{', '.join(named)} belong to a single recording; leave them out")
-        with ProgressDisplay() as display:
-            files = predict_to_folder(
-                folder,
-                None if data is None else paths[0],
-                split,
-                to or Path("predictions"),
-                form or "csv",
-                missing=missing,
-                on_nan=on_nan,
-                on_phase=display.phase,
-            )
-        frames, written = sum(file.steps for file in files), to or Path("predictions")
-        out.print(f"{frames:,} frames of {counted(len(files), 'recording')} to {written}")
-        _print_skipped(sum(file.skipped for file in files))
-        return
-    net, spec = load_model(folder.model)
-    source = open_recording(paths, spec, None if static is None else _static_features(static))
-    state = trees.load(state_in, initial_state(net)) if state_in is not None else None
-    with one_thread(when=spec.is_small(lanes=1)), ProgressDisplay() as display:
-        after, skipped = predict_to_file(
-            net,
-            spec,
-            source,
-            target,
-            state=state,
-            missing=missing,
-            on_nan=on_nan,
-            on_phase=display.phase,
-        )
-    if state_out is not None:
-        trees.save(after, state_out)
+    with ProgressDisplay() as display:
+        how: dict[str, Any] = {"missing": missing, "on_nan": on_nan, "on_phase": display.phase}
+        if target is None:
+            single = {"static": static, "state-in": state_in, "state-out": state_out}
+            if named := [f"--{name}" for name, value in single.items() if value is not None]:
+                raise ConfigError(
+                    f"{', '.join(named)} belong to a single recording; leave them out"
+                )
+            target, other = to or Path("predictions"), paths[0] if paths else None
+            files = predict_to_folder(trained, other, split, target, form or "csv", **how)
+            steps, skipped = (sum(count) for count in zip(*(f[2:] for f in files), strict=True))
+            source = f"of {counted(len(files), 'recording')}"
+        else:
+            net, spec = trained.net, trained.spec
+            features = None if static is None else _static_features(static)
+            recording = open_recording(paths, spec, features, display.phase)
+            state = trees.load(state_in, initial_state(net)) if state_in is not None else None
+            with one_thread(when=spec.is_small(lanes=1)):
+                after, skipped = predict_to_file(net, spec, recording, target, state=state, **how)
+            if state_out is not None:
+                trees.save(after, state_out)
+            steps, source = len(recording), f"from {data}"
     out.print(
-        f"{len(source):,} frames from {data} to {target}, by the model of update {spec.update}"
+        f"{counted(steps, 'frame')} {source} to {target}, by the model of update"
+        f" {trained.spec.update}"
     )
-    _print_skipped(skipped)
+    if skipped:
+        out.print(f"{counted(skipped, 'step')} without an answer: the inputs are NaN or infinite")
 
 
-def _open_run(run: Path) -> "RunFolder":
-    """The folder of a run; a remark on standard error if the run is not finished.
+def _open_run(folder: Path, device: str | None = None) -> "Run":
+    """A run; a remark on standard error if it is not finished.
 
     Raises:
         RunError: no run there, or none that reached a checkpoint.
     """
-    from throughtime.app.model import unfinished_remark
-    from throughtime.app.run_folder import RunFolder
+    from throughtime.app.load import load_run
 
-    folder = RunFolder(run)
-    if not folder.model.exists():
-        folder.read_config()
-    if remark := unfinished_remark(folder.model):
-        print(f"remark: {remark}", file=sys.stderr, flush=True)
-    return folder
+    run = load_run(folder, device=device or "cpu")
+    if run.remark:
+        print(f"remark: {run.remark}", file=sys.stderr, flush=True)
+    return run
+
+
+def _treating(run: "Run", missing: Literal["error", "mask"] | None) -> "Run":
+    """The run with another treatment of inputs that are NaN or infinite, if one is named."""
+    return replace(run, config=replace(run.config, missing=missing or run.config.missing))
 
 
 def _split_paths(text: str) -> list[Path]:
     return [Path(part.strip()) for part in text.split(";")]
 
 
-def _print_skipped(skipped: int) -> None:
-    from throughtime.app.console import out
-
-    if skipped:
-        out.print(f"{counted(skipped, 'step')} without an answer: their inputs are NaN or infinite")
-
-
 @app.command()
 def export(
     run: _Run,
+    check: Annotated[
+        Path | None,
+        _option(
+            "Verify the file on this recording as well, and measure its settling time.",
+            panel="Verification",
+        ),
+    ] = None,
+    steps: Annotated[
+        int, _option("Random steps to verify the file on; 0 for none.", panel="Verification")
+    ] = 100_000,
+    *,
     out: Annotated[
         Path,
-        _option("The file to write: .onnx, .c (and .h), .js, .html, .nam, .json.", flag="--out"),
+        _option(
+            "The file to write: .onnx, .c (and .h), .js, .html, .nam, .json.",
+            flag="--out",
+            panel="Output",
+        ),
     ],
     to: Annotated[
         Literal["onnx", "c", "js", "html", "nam", "rtneural"] | None,
-        _option("The format.", "by the suffix of --out"),
+        _option("The format.", "by the suffix of --out", panel="Output"),
     ] = None,
-    check: Annotated[
-        Path | None,
-        _option("Verify the file on this recording as well, and measure its settling time."),
-    ] = None,
-    steps: Annotated[int, _option("Random steps to verify the file on; 0 for none.")] = 100_000,
 ) -> None:
     """Write a trained model, its state inside, as a file that runs without Python."""
     from throughtime.app.console import out as console
@@ -344,11 +358,12 @@ def export(
     written = export_run(_open_run(run), out, to, check, steps)
     console.print(f"{', '.join(map(str, written.paths))} written")
     for verification, steps_of in (
-        (written.recorded, "steps of the recording"),
-        (written.verification, "random steps"),
+        (written.recorded, ("step of the recording", "steps of the recording")),
+        (written.verification, ("random step",)),
     ):
         if verification is not None:
-            console.print(f"verified on {verification.steps:,} {steps_of}: {verification.summary}")
+            counts = counted(verification.steps, *steps_of)
+            console.print(f"verified on {counts}: {verification.summary}")
     if written.settling is not None:
         console.print(str(written.settling))
     for remark in written.remarks:
@@ -366,65 +381,46 @@ def _static_features(text: str) -> dict[str, float]:
 
 
 @app.command()
+@with_flags(AuditOptions)
 def audit(
     run: _Run,
     data: _Data = None,
     split: Annotated[
-        str | None,
-        _option(_SPLIT, "train; for other data as eval"),
+        str | None, _option(_SPLIT, "train; for other data as eval", panel="Data")
     ] = None,
-    horizons: Annotated[
-        str | None,
-        _option("Horizons to audit, separated by commas.", "50,200,800 and the run's own"),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        _option("Steps between two updates.", "each horizon is its own stride"),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        _option("Steps of every lane.", "8 times the longest horizon"),
-    ] = None,
-    lanes: Annotated[
-        int | None,
-        _option("Recordings played at the same time.", "as in training"),
-    ] = None,
-    max_lag: Annotated[
-        int,
-        _option("Steps back that the gradient is traced, and for which a cold start is compared."),
-    ] = 1000,
-    tolerance: Annotated[float, _option("Largest acceptable relative bias.")] = 0.1,
     missing: _Missing = None,
-    device: Annotated[str | None, _option("Where to compute: cpu, cuda, ...", "cpu")] = None,
+    device: Annotated[
+        str | None, _option("Where to compute: cpu, cuda, ...", "cpu", panel="Measurement")
+    ] = None,
     as_json: _Json = False,
+    **options: Any,
 ) -> None:
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
-    from throughtime.app.audit import AuditJob, AuditOptions
+    from throughtime.app.audit import AuditJob
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
     from throughtime.app.report.run_page import write_report
 
-    folder, numbers = _open_run(run), None
-    if horizons is not None:
+    if options["horizons"] is not None:
         try:
-            numbers = tuple(int(part) for part in horizons.split(","))
+            options["horizons"] = tuple(int(part) for part in options["horizons"].split(","))
         except ValueError as error:
             raise ConfigError(
-                f"--horizons {horizons!r}: expected whole numbers of steps, separated by commas,"
-                " such as 50,200,800"
+                f"--horizons {options['horizons']!r}: expected whole numbers of steps, separated by"
+                " commas, such as 50,200,800"
             ) from error
-    options = AuditOptions(numbers, stride, steps, lanes, max_lag, tolerance)
+    what, trained = AuditOptions(**options), _open_run(run, device)
     with ProgressDisplay(enabled=not as_json) as display:
-        job = AuditJob(folder, options, data, split, device, missing)
+        job = AuditJob(_treating(trained, missing), what, data, split, display.phase)
         if not as_json:
             out.print(job.describe())
         report = job.run(display.phase)
-    report.write(folder.audit)
-    write_report(folder)
+    report.write(trained.files.audit)
+    write_report(trained)
     if as_json:
         print_json(report.facts())
         return
-    print_audit(report, folder.read_config())
-    out.print(f"{folder.audit} and {folder.report} written")
+    print_audit(report, trained.config)
+    out.print(f"{trained.files.audit} and {trained.files.report} written")
 
 
 @app.command(
@@ -444,12 +440,17 @@ def doctor(
     ] = False,
     ignore: Annotated[
         str | None,
-        _option("Codes that are not reported, separated by commas, such as TT201,TT207."),
+        _option(
+            "Codes that are not reported, separated by commas, such as TT201,TT207.",
+            panel="Findings",
+        ),
     ] = None,
-    strict: Annotated[bool, _option("Stop at the first finding.", flag="--strict")] = False,
+    strict: Annotated[
+        bool, _option("Stop at the first finding.", flag="--strict", panel="Findings")
+    ] = False,
     report: Annotated[
         Path | None,
-        _option("Write the findings to a page, too: a file that ends in .html."),
+        _option("Write the findings to a page, too: a file that ends in .html.", panel="Output"),
     ] = None,
     as_json: _Json = False,
 ) -> None:

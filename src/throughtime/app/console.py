@@ -18,6 +18,7 @@ from rich.table import Column, Table
 from throughtime.app.baselines import baseline_table, is_comparison
 from throughtime.app.config import Config
 from throughtime.app.distributed import LostRankError
+from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
 from throughtime.app.report.page import DataTable
@@ -41,7 +42,8 @@ out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns
 class ProgressDisplay:
     """A line for each phase on a terminal, with a bar; elsewhere plain lines every ten seconds.
 
-    The bars are visible inside `with ProgressDisplay() as display`.
+    The bars are visible inside `with ProgressDisplay() as display`. Between two phases, and before
+    the first one, a bar moves without an end.
 
     Args:
         enabled: `False` prints nothing, as on all ranks but the first.
@@ -53,6 +55,7 @@ class ProgressDisplay:
         self._enabled, self._live = enabled, enabled and out.is_terminal
         self._bars = Progress(*columns, console=out, disable=not self._live)
         self._tasks: dict[str, TaskID] = {}
+        self._idle = self._bars.add_task("listing files", total=None, text="")
         self._printed, self._phase_printed = -math.inf, time.monotonic()
 
     def __enter__(self) -> Self:
@@ -68,6 +71,7 @@ class ProgressDisplay:
             self._update(name, done, total, f"{done:,}/{total:,}" if total else "")
             if total and done >= total:
                 self._bars.remove_task(self._tasks.pop(name))
+                self._bars.update(self._idle, description="working", visible=not self._tasks)
         elif self._enabled and (
             not total or time.monotonic() - self._phase_printed >= _PLAIN_EVERY
         ):
@@ -89,6 +93,7 @@ class ProgressDisplay:
     def _update(self, name: str, done: int, total: int, text: str) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=None, text="")
+            self._bars.update(self._idle, visible=False)
         self._bars.update(self._tasks[name], completed=done, total=total or None, text=text)
 
     def _print(self, line: str) -> None:
@@ -253,7 +258,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
             print_scores("valid", metrics, row["recordings"], folder.metrics)
     if kept < count:
         out.print(f"the model is that of update {kept}, the best on validation")
-    write_report(folder)
+    write_report(load_run(folder.path))
     out.print(
         f"{counted(count, 'update')} in {duration(training.seconds)}, {training.waiting:.0%} of it"
         f" waiting for data; model, metrics and report.html are in {folder.path}"

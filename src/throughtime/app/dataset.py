@@ -25,11 +25,16 @@ from throughtime.app.recordings import (
     DataLayout,
     OnPhase,
     SourceRecording,
+    check_sources,
+    lay_out,
     open_recordings,
+    open_table,
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.folder import read_folder
+from throughtime.stream.formats import Table
+from throughtime.stream.formats._csv_cache import conversion_shown
 from throughtime.stream.formats.times import time_span
 from throughtime.stream.manifest import (
     MANIFESTS,
@@ -141,18 +146,95 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
 
 
 def recordings_for(
-    spec: ModelSpec, data: Path, split: str, holdout: float, on_phase: OnPhase | None = None
-) -> list[Recording]:
+    spec: ModelSpec,
+    config: Config,
+    data: Path | None = None,
+    split: str | None = None,
+    *,
+    targets: bool = True,
+    on_phase: OnPhase | None = None,
+) -> tuple[str, list[Recording]]:
     """The recordings of a split with the columns and classes of a model.
 
+    Args:
+        spec: of the model.
+        config: of its run.
+        data: recordings; default: those of the run.
+        split: which of them; default: `test`, where there is none `valid`, what was held out of
+            the data of the run, or all of other data.
+        targets: whether they have targets; without, to predict.
+        on_phase: called as recordings are opened.
+
+    Returns:
+        The name of the split, and its recordings.
+
     Raises:
-        DataError: no such split, or recordings that the model does not fit.
+        DataError: no such split, or recordings that the model does not fit; all are listed.
     """
-    listed = find_recordings(data, spec.layout.static)
-    chosen = listed if split == "all" else entries_of(listed, (split,))
-    numeric = numeric_recordings(open_recordings(chosen, spec.layout, on_phase), spec.layout)
-    splits, _ = split_recordings(numeric, 0.0 if split == "all" else holdout)
-    return as_played(choose_split(splits, split), spec.layout, spec.classes)
+    entries = find_recordings(data or Path(config.data), spec.layout.static)
+    if split is None:
+        usual = [name for name in ("test", "valid") if any(e.split == name for e in entries)]
+        split = usual[0] if usual else "valid" if data is None else "all"
+    chosen = entries if split == "all" else entries_of(entries, (split,))
+    sources = open_recordings(chosen, spec.layout, on_phase, targets=targets)
+    numeric = _fitting(sources, spec, targets=targets)
+    splits, _ = split_recordings(numeric, 0.0 if split == "all" else config.holdout)
+    recordings = choose_split(splits, split)
+    return split, as_played(recordings, spec.layout, spec.classes) if targets else recordings
+
+
+def open_recording(
+    sources: Sequence[Path | Table],
+    spec: ModelSpec,
+    static: Mapping[str, float] | None = None,
+    on_phase: OnPhase = lambda *_: None,
+) -> Recording:
+    """The inputs in a file, or in several side by side, with the columns of a model, to predict.
+
+    Args:
+        sources: its files, or tables that are open already.
+        spec: of the model.
+        static: the static features of the recording, by name.
+        on_phase: called as a large file is converted.
+
+    Raises:
+        DataError: a column or a static feature is missing, the rate differs, or a file cannot be
+            read.
+    """
+    features, expected = dict(static or {}), spec.layout.static
+    if set(features) != set(expected):
+        flag = ",".join(f"{name}=NUMBER" for name in expected)
+        raise DataError(
+            f"the model was trained on the static features {listed(expected) or 'none'}, got"
+            f" {listed(features) or 'none'}; "
+            + (f"write --static {flag}" if flag else "leave out --static")
+        )
+    with conversion_shown(on_phase):
+        tables = [open_table(s, spec.layout) if isinstance(s, Path) else s for s in sources]
+    name = ";".join(Path(table.path).name for table in tables)
+    entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
+    source = lay_out(entry, tables, spec.layout, targets=False)
+    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec, targets=False)
+    return recording
+
+
+def _fitting(
+    sources: Sequence[SourceRecording], spec: ModelSpec, *, targets: bool
+) -> list[tuple[str, Recording]]:
+    """The split of each recording, and the recording with its values checked as they are read.
+
+    Raises:
+        DataError: another number of input columns than that of the model.
+    """
+    for source in sources:
+        first = source.recording.read(0, 1)
+        width = first.inputs.size + (0 if first.static is None else len(first.static))
+        if width != spec.features:
+            raise DataError(
+                f"{source.recording.name}: has {width} input columns, the model was trained on"
+                f" {spec.features} ({listed(spec.layout.inputs)})"
+            )
+    return numeric_recordings(sources, spec.layout, targets=targets)
 
 
 def as_played(
@@ -164,10 +246,11 @@ def as_played(
 
 
 def numeric_recordings(
-    sources: Sequence[SourceRecording], layout: DataLayout
+    sources: Sequence[SourceRecording], layout: DataLayout, *, targets: bool = True
 ) -> list[tuple[str, Recording]]:
     """The split of each recording, and the recording with its numbers checked as they are read."""
-    return [(s.split, NumericRecording(s.recording, not layout.classify)) for s in sources]
+    check = targets and not layout.classify
+    return [(source.split, NumericRecording(source.recording, check)) for source in sources]
 
 
 def entries_of(entries: Sequence[ManifestEntry], splits: Sequence[str]) -> list[ManifestEntry]:

@@ -426,7 +426,10 @@ def print_error(message: str) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from throughtime.app.flags import as_flags
+    from throughtime.app.cli import all_commands
+    from throughtime.app.flags import as_flags, foreign_options
 
-    text = Text.assemble(("error:", "red"), f" {as_flags(message, sys.argv)}")
+    shown = as_flags(message, sys.argv)
+    shown += foreign_options(shown, next(iter(sys.argv[1:]), ""), all_commands())
+    text = Text.assemble(("error:", "red"), f" {shown}")
     Console(stderr=True, soft_wrap=True).print(text)

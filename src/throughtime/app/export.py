@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from throughtime.app.data_statistics import features
-from throughtime.app.model import ModelSpec, load_model, one_thread
-from throughtime.app.predictions import open_recording
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.dataset import open_recording
+from throughtime.app.load import Run
+from throughtime.app.model import ModelSpec, one_thread
 from throughtime.carry.carried import Carried
 from throughtime.deploy.export import Export, export, format_of
-from throughtime.errors import DataError
+from throughtime.errors import DataError, counted
 from throughtime.nn.affine import Affine
 from throughtime.stream import Recording, Stream
 
@@ -21,7 +21,7 @@ _STEPS = 1_000  # of the example
 
 
 def export_run(
-    folder: RunFolder,
+    run: Run,
     out: Path,
     to: Literal["onnx", "c", "js", "html", "nam", "rtneural"] | None = None,
     check: Path | None = None,
@@ -30,7 +30,7 @@ def export_run(
     """Write the model of a run; see `tt.export`.
 
     Args:
-        folder: of the run.
+        run: its model and settings.
         out: the file to write; its suffix names the format, unless `to` does.
         to: the format.
         check: a recording with the input columns of the run, on which the file is verified and the
@@ -42,7 +42,7 @@ def export_run(
         DataError: a recording that the model does not fit.
     """
     to = format_of(out, to, "--to {}")
-    net, spec = load_model(folder.model)
+    net, spec = run.net, run.spec
     layout = spec.layout
     recording = None if check is None else open_recording([check], spec)
     rate = layout.rate / layout.frame_size if layout.rate is not None else None
@@ -61,7 +61,7 @@ def export_run(
             steps=steps,
             rate=rate,
             classes=spec.classes,
-            stream=None if recording is None else _unbroken(recording, spec, folder),
+            stream=None if recording is None else _unbroken(recording, run),
             details=details,
         )
 
@@ -76,20 +76,20 @@ def _example(net: Carried, spec: ModelSpec) -> Tensor:
     return x * standardise.scale.double() + standardise.shift.double()
 
 
-def _unbroken(recording: Recording, spec: ModelSpec, folder: RunFolder) -> Stream:
+def _unbroken(recording: Recording, run: Run) -> Stream:
     """The inputs of a whole recording with its static features.
 
     Raises:
         DataError: an input is NaN or infinite, and the run was not trained to mask such steps.
     """
     rows = features(recording.read(0, len(recording)))
-    inputs = {"inputs": torch.from_numpy(rows).to(spec.torch_dtype), "name": recording.name}
-    missing = folder.read_config().missing
+    inputs = {"inputs": torch.from_numpy(rows).to(run.spec.torch_dtype), "name": recording.name}
+    missing = run.config.missing
     wrong = np.argwhere(~np.isfinite(rows))
     if missing == "error" and len(wrong):
         step, column = wrong[0].tolist()
         raise DataError(
-            f"--check: recording '{recording.name}' has {len(wrong)} inputs that are NaN or"
+            f"--check: recording '{recording.name}' has {counted(len(wrong), 'input')} NaN or"
             f" infinite, the first at step {step}, column {column}. The file is verified on a"
             " recording without a gap: give another one, or a part of this one"
         )

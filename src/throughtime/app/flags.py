@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from throughtime.app.config import PANELS, Config
-from throughtime.errors import ConfigError
+from throughtime.app.config import PANELS, AuditOptions, Config
+from throughtime.errors import ConfigError, listed
 
-_COLUMNS = ("inputs", "targets", "exclude", "static")  # settings that name columns
 _SYNONYMS = {
     "learning-rate": "lr",
     "batch-size": "lanes",
@@ -38,8 +37,7 @@ def check_options(commands: Any, arguments: Sequence[str]) -> None:
     command = commands.commands.get(next(iter(arguments), ""))
     if command is None or command.name == "doctor":  # arguments may be those of a script
         return
-    flags = {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
-    flags |= {"-h", "--help"}
+    flags = _flags_of(command) | {"-h", "--help"}
     names = {flag.removeprefix("--"): flag for flag in flags}
     names |= {name: f"--{ours}" for name, ours in _SYNONYMS.items() if ours.split()[0] in names}
     for argument in takewhile(lambda word: word != "--", arguments):
@@ -61,15 +59,41 @@ def as_flags(message: str, arguments: Sequence[str]) -> str:
     """
     if any(argument.startswith(("--config", "--resume")) for argument in arguments):
         return message
-    settings = [f.name for f in fields(Config)] + ["horizons", "max_lag", "steps", "tolerance"]
-    names = "|".join(settings)
+    settings = (*fields(Config), *fields(AuditOptions))
+    names = "|".join(dict.fromkeys([*(setting.name for setting in settings), "on_nan"]))
 
     def flag(match: re.Match[str]) -> str:
-        name = match[1] or match[3]
+        name = match[1] or match[4]
         words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
-        return words if match[2] else f"{words} "
+        return words if match[2] else f"{words} {match[3] or ''}"
 
-    return re.sub(rf"\b({names})=(True\b)?|(?<!\()'({names})' (?=is missing)", flag, message)
+    return re.sub(
+        rf"\b({names})=(?:(True\b)|'([\w.:-]+)')?|(?<!\()'({names})' (?=is missing)", flag, message
+    )
+
+
+def foreign_options(message: str, command: str, commands: Any) -> str:
+    """A remark on options in the message that `train` has and this command lacks; or nothing.
+
+    Example:
+        >>> from throughtime.app.cli import all_commands
+        >>> foreign_options("sort it, or write --exclude t", "eval", all_commands())
+        ' (--exclude is an option of train: eval reads data as its run was trained)'
+    """
+    own, train = commands.commands.get(command), commands.commands["train"]
+    if own is None:
+        return ""
+    advised = re.sub(r"throughtime train[^;.]*", "", message)
+    named = dict.fromkeys(re.findall(r"(?<!\w)--[a-z][a-z-]+", advised))
+    other = [flag for flag in named if flag in _flags_of(train) and flag not in _flags_of(own)]
+    if not other:
+        return ""
+    are = "is an option" if len(other) == 1 else "are options"
+    return f" ({listed(other)} {are} of train: {command} reads data as its run was trained)"
+
+
+def _flags_of(command: Any) -> set[str]:
+    return {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
 
 
 def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,12 +109,11 @@ def to_settings(flags: dict[str, Any]) -> dict[str, Any]:
     """Flags as settings: paths as text, words in lower case, column names apart."""
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
     for setting in fields(Config):
-        value = settings.get(setting.name)
+        name, value = setting.name, settings.get(setting.name)
         if isinstance(value, str) and value.lower() in setting.metadata.get("words", ()):
-            settings[setting.name] = value.lower()
-    for name in _COLUMNS:
-        if name in settings:
-            settings[name] = tuple(name.strip() for name in settings[name].split(","))
+            settings[name] = value.lower()
+        if value is not None and setting.type == tuple[str, ...]:
+            settings[name] = tuple(column.strip() for column in value.split(","))
     if "logger" in settings:
         settings["logger"] = [name.lower() for name in settings["logger"]]
     if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
@@ -116,11 +139,6 @@ def parse_argument(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _parameter(name: str, annotation: Any, default: Any, info: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[annotation, info])
-
-
 def _completed(words: Sequence[str]) -> Callable[[str], list[str]]:
     """What a shell completes, of an option that has more values than these words."""
 
@@ -130,16 +148,18 @@ def _completed(words: Sequence[str]) -> Callable[[str], list[str]]:
     return completed
 
 
-def _flag(setting: Field[Any], annotation: Any) -> inspect.Parameter:
-    """A flag of `train`, or its argument, from a field of `Config`."""
-    name, about, default, names = setting.name, setting.metadata, setting.default, list[str]()
+def _flag(setting: Field[Any]) -> inspect.Parameter:
+    """A flag, or the argument `data`, from a field of settings."""
+    name, about, default = setting.name, setting.metadata, setting.default
+    annotation: Any = setting.type
+    names = list[str]()
     if name == "data":
         return _parameter(name, Path | None, None, typer.Argument(help=about["help"]))
     if name == "gradient_args":
         annotation, names = list[str] | None, ["--gradient-arg"]
     elif name == "logger":
-        annotation = list[str]
-    elif name in {*_COLUMNS, "workers"}:
+        annotation = list[str] | None
+    elif "tuple" in str(annotation) or name == "workers":  # text that is parsed later
         annotation = str | None
     if default is MISSING or default == ():
         default, annotation = None, annotation | None
@@ -156,26 +176,31 @@ def _flag(setting: Field[Any], annotation: Any) -> inspect.Parameter:
     return _parameter(name, annotation, default, option)
 
 
-def train_signature() -> inspect.Signature:
-    """The flags of `train`: one for each field of `Config`, and those that name a file."""
-    annotations = get_type_hints(Config)
-    files = {
-        "config": "A TOML file with the same settings as keys; flags win.",
-        "resume": "Go on with the run in this folder, from its last checkpoint.",
-    }
-    settings = sorted(fields(Config), key=lambda s: PANELS.index(s.metadata["panel"]))
-    context = inspect.Parameter(
-        "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-    )
-    return inspect.Signature(
-        [
-            context,
-            *(_flag(setting, annotations[setting.name]) for setting in settings),
-            *(
-                _parameter(
-                    name, Path | None, None, typer.Option(help=text, rich_help_panel=PANELS[-1])
-                )
-                for name, text in files.items()
-            ),
+def _parameter(name: str, annotation: Any, default: Any, info: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=Annotated[annotation, info])
+
+
+def with_flags(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace `**options` of a command by flags: one for each field of a dataclass of settings."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(command).parameters.values()
+        named = [
+            p.replace(kind=p.KEYWORD_ONLY)
+            for p in own
+            if p.kind is not inspect.Parameter.VAR_KEYWORD
         ]
-    )
+        flags = sorted([*named, *map(_flag, fields(settings))], key=_panel)
+        setattr(command, "__signature__", inspect.Signature(flags))  # noqa: B010 (typer reads it)
+        command.__annotations__ = {flag.name: flag.annotation for flag in flags}
+        return command
+
+    return decorate
+
+
+def _panel(flag: inspect.Parameter) -> int:
+    """The place of a flag in the help by its panel; others come first."""
+    (info,) = getattr(flag.annotation, "__metadata__", (None,))
+    panel = getattr(info, "rich_help_panel", None)
+    return PANELS.index(panel) if panel in PANELS else -1

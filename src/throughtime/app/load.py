@@ -13,12 +13,11 @@ from throughtime.app.data_statistics import class_name, read_blocks, sorted_clas
 from throughtime.app.dataset import (
     as_played,
     numeric_recordings,
+    open_recording,
     recordings_for,
     split_recordings,
 )
-from throughtime.app.evaluate import default_split
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.predictions import open_inputs, open_recording
 from throughtime.app.recordings import DataLayout, open_recordings
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.task import task_of
@@ -170,6 +169,11 @@ class Run:
     config: Config
 
     @property
+    def files(self) -> RunFolder:
+        """The files of the run."""
+        return RunFolder(self.folder)
+
+    @property
     def layout(self) -> DataLayout:
         """The columns of inputs and targets, and how files are read."""
         return self.spec.layout
@@ -184,6 +188,16 @@ class Run:
         """The means (`shift`) and deviations (`scale`) with which the net standardises."""
         return statistics_of(self.net)
 
+    @property
+    def remark(self) -> str:
+        """What to say of a model whose run is not finished; empty of one whose run is."""
+        if not self.spec.planned:
+            return ""
+        return (
+            f"the run is not finished: these are the weights of update {self.spec.update:,} of"
+            f" {self.spec.planned:,}; go on with: throughtime train --resume {self.folder}"
+        )
+
     def recordings(
         self,
         data: str | Path | None = None,
@@ -195,17 +209,15 @@ class Run:
 
         Args:
             data: a manifest, a folder or a file; default: the data of the run.
-            split: "train", "valid", "test" or "all"; default: `test` if there are named splits,
-                otherwise what the run held out, or all of other data.
+            split: "train", "valid", "test" or "all"; default: `test`, where there is none `valid`,
+                what the run held out, or all of other data.
             targets: whether the data have targets; without them, to predict.
 
         Raises:
             DataError: no such split, or recordings that the model does not fit.
         """
         path = None if data is None else Path(data)
-        split = split or default_split(self.config, path)
-        read = recordings_for if targets else open_inputs
-        return read(self.spec, path or Path(self.config.data), split, self.config.holdout)
+        return recordings_for(self.spec, self.config, path, split, targets=targets)[1]
 
     def recording(self, source: Any, static: Mapping[str, float] | None = None) -> Recording:
         """The inputs of one recording, to predict: of a file, a frame or another table.
@@ -254,7 +266,7 @@ def load_run(folder: str | Path, *, device: str = "cpu") -> Run:
         torch.Size([1, 2])
     """
     check_device(device)
-    files = RunFolder(Path(folder))
-    config = files.read_config()
-    net, spec = load_model(files.model)
-    return Run(files.path, net.to(device), spec, config)
+    path = Path(folder)
+    config = RunFolder(path).read_config()
+    net, spec = load_model(RunFolder(path).model)
+    return Run(path, net.to(device), spec, config)

@@ -448,36 +448,13 @@ def model_bytes(weights: Mapping[str, Tensor], spec: ModelSpec) -> bytes | bytea
     return _safetensors.to_bytes(_MODEL, asdict(spec), tensors)
 
 
-def unfinished_remark(path: Path) -> str:
-    """What to say of a model file whose run is not finished; empty of one whose run is.
-
-    Raises:
-        RunError: as `load_model`.
-    """
-    values, _ = load_tensors(path, _MODEL, _restore_hint(path))
-    try:
-        spec: ModelSpec = from_plain(ModelSpec, values)
-    except (TypeError, ValueError):  # `load_model` says what is wrong
-        return ""
-    if not spec.planned:
-        return ""
-    return (
-        f"the run is not finished: these are the weights of update {spec.update:,} of"
-        f" {spec.planned:,}; go on with: throughtime train --resume {path.parent}"
-    )
-
-
-def _restore_hint(path: Path) -> str:
-    return f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
-
-
 def load_model(path: Path) -> tuple[Carried, ModelSpec]:
     """The net and its description from a file that holds `model_bytes`.
 
     Raises:
         RunError: no such file, a damaged one, or one that holds no model of throughtime.
     """
-    hint = _restore_hint(path)
+    hint = f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
     values, tensors = load_tensors(path, _MODEL, hint)
     own = None
     try:

@@ -18,37 +18,21 @@ import torch
 
 from throughtime import state as trees
 from throughtime._files import named_errors, write_atomically
-from throughtime.app.checked import NumericRecording
-from throughtime.app.concat_table import concat_tables
-from throughtime.app.dataset import choose_split, entries_of, split_recordings
-from throughtime.app.evaluate import Missing, default_split
-from throughtime.app.model import ModelSpec, load_model, one_thread
+from throughtime.app.dataset import recordings_for
+from throughtime.app.load import Run
+from throughtime.app.model import ModelSpec, one_thread
 from throughtime.app.prediction_table import WRITERS, PredictedSteps, Writer
-from throughtime.app.recordings import (
-    OnPhase,
-    SourceRecording,
-    input_recording,
-    open_table,
-    rate_faults,
-    rates_of,
-    time_faults,
-    time_summary,
-)
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.recordings import OnPhase
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, DataError, RunError, listed
 from throughtime.predict import OnNaN, predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats import SUFFIXES
-from throughtime.stream.formats.table import Array, Table
-from throughtime.stream.manifest import (
-    find_recordings,
-    is_folder,
-    is_manifest,
-    join_faults,
-)
+from throughtime.stream.formats.table import Array
+from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 
+Missing: TypeAlias = Literal["error", "mask"]
 Format: TypeAlias = Literal["npy", "csv", "parquet"]
 LISTING = "predictions.json"
 _CHUNK = 1024
@@ -70,79 +54,6 @@ class _Outputs:
         if self._on_phase is not None:
             total = len(self._table.recording)
             self._on_phase("predicting", min(steps.stop, total), total)
-
-
-def open_recording(
-    sources: Sequence[Path | Table], spec: ModelSpec, static: Mapping[str, float] | None = None
-) -> Recording:
-    """The recording in a file, or in several side by side, with the input columns of the model.
-
-    Args:
-        sources: its files, or tables that are open already.
-        spec: of the model.
-        static: the static features of the recording, by name.
-
-    Raises:
-        DataError: a column or a static feature is missing, the rate differs, or a file cannot be
-            read.
-    """
-    features, expected = dict(static or {}), spec.layout.static
-    if set(features) != set(expected):
-        flag = ",".join(f"{name}=NUMBER" for name in expected)
-        raise DataError(
-            f"the model was trained on the static features {listed(expected) or 'none'}, got"
-            f" {listed(features) or 'none'}; "
-            + (f"write --static {flag}" if flag else "leave out --static")
-        )
-    tables = [open_table(s, spec.layout) if isinstance(s, Path) else s for s in sources]
-    name = ";".join(Path(table.path).name for table in tables)
-    return _inputs(name, tables, tuple(features[feature] for feature in expected), spec)
-
-
-def _inputs(
-    name: str, tables: Sequence[Table], static: tuple[float, ...], spec: ModelSpec
-) -> Recording:
-    """The inputs of a recording as the model takes them."""
-    faults = rate_faults(spec.layout, rates_of(tables))
-    if faults:
-        raise DataError("; ".join(faults))
-    table = concat_tables(name, tables)
-    recording = input_recording(name, table, spec.layout, static)
-    width = recording.read(0, 1).inputs.shape[1] + len(static)
-    if width != spec.features:
-        raise DataError(
-            f"{name}: has {width} input columns, the model was trained on {spec.features}"
-            f" ({listed(spec.layout.inputs)})"
-        )
-    times = time_summary(table, spec.layout)
-    if faults := time_faults([SourceRecording("", recording, times=times)]):
-        raise DataError(faults[0])
-    return NumericRecording(recording, check_targets=False)
-
-
-def open_inputs(
-    spec: ModelSpec, data: Path, split: str, holdout: float, on_phase: OnPhase | None = None
-) -> list[Recording]:
-    """The inputs of the recordings of a split; their targets are not needed.
-
-    Raises:
-        DataError: no such split, or recordings that the model does not fit; all are listed.
-    """
-    entries = find_recordings(data, spec.layout.static)
-    chosen = entries if split == "all" else entries_of(entries, (split,))
-    opened, faults = list[tuple[str, Recording]](), list[str]()
-    for count, entry in enumerate(chosen, start=1):
-        try:
-            tables = [open_table(path, spec.layout) for path in entry.inputs]
-            opened.append((entry.split, _inputs(entry.name, tables, entry.static, spec)))
-        except DataError as error:
-            faults.append(str(error))
-        if on_phase is not None:
-            on_phase("opening recordings", count, len(chosen))
-    if faults:
-        raise DataError(join_faults(faults))
-    splits, _ = split_recordings(opened, 0.0 if split == "all" else holdout)
-    return choose_split(splits, split)
 
 
 def predict_to_file(
@@ -210,7 +121,7 @@ class WrittenFile(NamedTuple):
 
 
 def predict_to_folder(
-    run: RunFolder,
+    run: Run,
     data: Path | None,
     split: str | None,
     folder: Path,
@@ -227,7 +138,7 @@ def predict_to_folder(
     Args:
         run: its model and settings.
         data: recordings; default: those of the run.
-        split: which of them; default: see `default_split`.
+        split: which of them; default: see `recordings_for`.
         folder: where the files go.
         form: their format.
         missing: see `tt.predict`.
@@ -238,12 +149,10 @@ def predict_to_folder(
         RunError: a recording failed; the message says which files are written.
         ConfigError: a file would replace one of the recordings.
     """
-    config = run.read_config()
-    net, spec = load_model(run.model)
-    split, path = split or default_split(config, data), data or Path(config.data)
-    recordings = open_inputs(spec, path, split, config.holdout, on_phase)
+    spec = run.spec
+    _, recordings = recordings_for(spec, run.config, data, split, targets=False, on_phase=on_phase)
     files = file_names([recording.name for recording in recordings], form)
-    entries = find_recordings(path, spec.layout.static)
+    entries = find_recordings(data or Path(run.config.data), spec.layout.static)
     kept = {source.resolve() for entry in entries for source in entry.inputs}
     lost = [file for file in files if (folder / file).resolve() in kept]
     if lost:
@@ -259,7 +168,7 @@ def predict_to_folder(
             try:
                 with one_thread(when=spec.is_small(lanes=1)):
                     _, skipped = predict_to_file(
-                        net,
+                        run.net,
                         spec,
                         recording,
                         folder / file,

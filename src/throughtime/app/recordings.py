@@ -23,6 +23,7 @@ from throughtime.app.config import Config
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
+from throughtime.stream.formats._csv_cache import conversion_shown
 from throughtime.stream.formats.csv_rows import LineNames
 from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.formats.times import TimeSummary, summarize_times
@@ -62,11 +63,11 @@ class Rate(NamedTuple):
 class Targets(NamedTuple):
     """The targets of a recording, their column names and rates, and the intervals that were lost.
 
-    An interval shorter than a frame is lost.
+    An interval shorter than a frame is lost. Without rows, the recording is to be predicted.
     """
 
-    rows: RowSource
-    columns: tuple[str, ...]
+    rows: RowSource | None = None
+    columns: tuple[str, ...] = ()
     rates: tuple[Rate, ...] = ()
     lost: int = 0
 
@@ -232,7 +233,7 @@ def _targets_every(name: str, table: Table, rows: int, count: int, layout: DataL
     labels = LabelRows(ColumnRows(table, names, flat=True), layout.classify)
     at = periodic_labels(name, labels, count, rows, layout.target_at or "last").at
     per_step = PeriodicLabels(labels, count // size, rows // size, at)
-    return Targets(per_step, names, rates_of([table], count))
+    return Targets(per_step, names, _rates_of([table], count))
 
 
 def holds_intervals(table: Table, chosen: tuple[str, ...]) -> bool:
@@ -266,34 +267,52 @@ class SourceRecording:
 
 
 def open_recordings(
-    entries: Sequence[ManifestEntry], layout: DataLayout, on_phase: OnPhase | None = None
+    entries: Sequence[ManifestEntry],
+    layout: DataLayout,
+    on_phase: OnPhase | None = None,
+    *,
+    targets: bool = True,
 ) -> list[SourceRecording]:
     """Open every recording with the columns and targets of the layout, in order.
 
     Args:
         entries: of the manifest.
         layout: of the data.
-        on_phase: called after each recording.
+        on_phase: called after each recording, and as a large file is converted.
+        targets: whether the recordings have targets; without, to predict.
 
     Raises:
         DataError: missing columns, targets of another length, an empty recording, an unreadable
             file, other columns or rates than those of the first recording; all are listed.
     """
     opened, faults = list[SourceRecording](), list[str]()
-    if on_phase is not None:
-        on_phase("opening recordings", 0, len(entries))
-    for count, entry in enumerate(entries, start=1):
-        try:
-            opened.append(_open(entry, layout))
-        except DataError as error:
-            faults.append(str(error))
-        if on_phase is not None:
+    on_phase = on_phase or (lambda *_: None)
+    on_phase("opening recordings", 0, len(entries))
+    with conversion_shown(on_phase):
+        for count, entry in enumerate(entries, start=1):
+            try:
+                tables = [open_table(path, layout) for path in entry.inputs]
+                opened.append(lay_out(entry, tables, layout, targets=targets))
+            except DataError as error:
+                faults.append(str(error))
             on_phase("opening recordings", count, len(entries))
-    faults += rate_faults(layout, [rate for one in opened for rate in one.rates])
-    faults += _column_faults(opened) + _copy_faults(opened)
-    faults += _exclude_faults(opened, layout) + time_faults(opened)
-    if faults:
-        raise DataError(join_faults(faults))
+    faults += _exclude_faults(opened, layout) if targets else []
+    return check_sources(opened, layout, faults)
+
+
+def check_sources(
+    opened: list[SourceRecording], layout: DataLayout, faults: Sequence[str] = ()
+) -> list[SourceRecording]:
+    """Refuse recordings that do not fit each other or the layout, beside the faults so far."""
+    every = [
+        *faults,
+        *rate_faults(layout, [rate for one in opened for rate in one.rates]),
+        *_column_faults(opened),
+        *_copy_faults(opened),
+        *_time_faults(opened),
+    ]
+    if every:
+        raise DataError(join_faults(every))
     return opened
 
 
@@ -328,13 +347,19 @@ def _column_faults(opened: Sequence[SourceRecording]) -> list[str]:
     return faults
 
 
-def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
-    tables = [open_table(path, layout) for path in entry.inputs]
+def lay_out(
+    entry: ManifestEntry, tables: Sequence[Table], layout: DataLayout, *, targets: bool = True
+) -> SourceRecording:
+    """The recording in these tables, with the columns and targets of the layout.
+
+    Raises:
+        DataError: as `open_recordings`.
+    """
     table = concat_tables(entry.name, tables)
-    targets = _targets(entry, table, layout)
+    labels = _targets(entry, table, layout) if targets else Targets()
     separate = entry.targets is not None or entry.label is not None
     # the present value of what is forecast is an input
-    own = () if separate or layout.ahead else targets.columns
+    own = () if separate or layout.ahead else labels.columns
     others = [_listed_name(table, name) for name in (*layout.exclude, *own)]
     inputs = layout.inputs or value_columns(table, others)
     if not inputs:
@@ -347,17 +372,18 @@ def _open(entry: ManifestEntry, layout: DataLayout) -> SourceRecording:
         for path in entry.inputs
     )
     may_copy = one_file and not (layout.allow_target_as_input or layout.ahead)
-    copied = set(map(partial(_listed_name, table), targets.columns)) if may_copy else set[str]()
-    recording = input_recording(entry.name, table, replace(layout, inputs=inputs), entry.static)
+    copied = set(map(partial(_listed_name, table), labels.columns)) if may_copy else set[str]()
+    recording = _input_recording(entry, table, inputs, layout)
+    times = time_rows(table, layout.exclude)
     return SourceRecording(
         entry.split,
-        replace(recording, targets=targets.rows, target_columns=targets.columns),
-        rates_of(tables) + targets.rates,
+        replace(recording, targets=labels.rows, target_columns=labels.columns),
+        _rates_of(tables) + labels.rates,
         len(table) % layout.frame_size,
-        targets.lost,
+        labels.lost,
         tuple(name for name in inputs if _listed_name(table, name) in copied),
         table,
-        time_summary(table, layout),
+        None if times is None else (times.columns[0], summarize_times(times)),
     )
 
 
@@ -377,13 +403,7 @@ def _exclude_faults(opened: Sequence[SourceRecording], layout: DataLayout) -> li
     return [f"--exclude {listed(absent)}: no recording has it; {of}{hint}"]
 
 
-def time_summary(table: Table, layout: DataLayout) -> tuple[str, TimeSummary] | None:
-    """The name of the column of time stamps, and what they show; `None` without one."""
-    rows = time_rows(table, layout.exclude)
-    return None if rows is None else (rows.columns[0], summarize_times(rows))
-
-
-def time_faults(opened: Sequence[SourceRecording]) -> list[str]:
+def _time_faults(opened: Sequence[SourceRecording]) -> list[str]:
     """Rows that are not in the order of time."""
     named = [(one.recording.name, *one.times) for one in opened if one.times is not None]
     return [
@@ -420,16 +440,16 @@ def open_table(path: Path, layout: DataLayout) -> Table:
     )
 
 
-def rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:
+def _rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:
     """The rates of the tables that have one, where a row is for `every` rows of the inputs."""
     return tuple(Rate(str(t.path), t.rate * every) for t in tables if t.rate is not None)
 
 
-def input_recording(
-    name: str, table: Table, layout: DataLayout, static: tuple[float, ...] = ()
+def _input_recording(
+    entry: ManifestEntry, table: Table, chosen: tuple[str, ...], layout: DataLayout
 ) -> TableRecording:
     """The inputs of a recording: columns of a table, in frames, with its static features."""
-    recording = columns(name, table, layout.inputs)
+    recording = columns(entry.name, table, chosen)
     if len(table) < layout.frame_size:
         raise DataError(
             f"{table.path}: has {len(table)} rows, too few for a single frame of"
@@ -439,7 +459,7 @@ def input_recording(
     if layout.frame_size > 1:
         inputs = FrameRows(inputs, layout.frame_size)
         times = times and FrameRows(times, layout.frame_size, last=True)
-    features = np.array(static) if static else None
+    features = np.array(entry.static) if entry.static else None
     return replace(recording, inputs=inputs, times=times, static=features)
 
 
@@ -486,7 +506,7 @@ def _row_targets(
         values = FrameRows(values, layout.frame_size, last=True)
     if not layout.classify:
         values = LabelRows(values, classify=False)
-    return Targets(values, names, rates_of([source]))
+    return Targets(values, names, _rates_of([source]))
 
 
 def _refuse(entry: ManifestEntry, layout: DataLayout, what: str, *settings: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import class_name
 from throughtime.app.dataset import entries_of
-from throughtime.app.recordings import DataLayout, open_recordings
+from throughtime.app.recordings import DataLayout, OnPhase, open_recordings
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.manifest import find_recordings
 
@@ -18,7 +18,7 @@ _MOST_CLASSES = 20  # that are whole numbers; text may have more
 _RECORDINGS, _BLOCKS, _BLOCK = 8, 16, 65_536  # read at most
 
 
-def resolve_task(config: Config) -> Config:
+def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     """The settings with a task: that of the settings, or else the one that fits the targets.
 
     Text is classes, and so are at most 20 different whole numbers, in a single column. Other
@@ -34,7 +34,7 @@ def resolve_task(config: Config) -> Config:
     settings = replace(config, task="classify")
     entries = entries_of(find_recordings(Path(config.data), config.static), ("train",))
     layout = DataLayout.from_config(settings)
-    opened = open_recordings(entries[:_RECORDINGS], layout)
+    opened = open_recordings(entries[:_RECORDINGS], layout, on_phase)
     targets = [one.recording.targets for one in opened]
     return replace(config, task=task_of(rows for rows in targets if rows is not None))
 

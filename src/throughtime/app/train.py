@@ -146,7 +146,7 @@ class Training:
         team = team or Team()
         data = str(Path(config.data).resolve())
         own = replace(config, data=data)
-        resolved = team.on_all(lambda: resolve_task(resolve_model(resolve_gradient(own))))
+        resolved = team.on_all(lambda: resolve_task(resolve_model(resolve_gradient(own)), on_phase))
         team.check_equal(_shared_settings(resolved))
         folder = RunFolder(Path(resolved.out))
         team.on_first(lambda: check_installed(resolved.logger))

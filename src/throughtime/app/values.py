@@ -1,4 +1,4 @@
-"""Values of settings: checked against a type, or read from text and TOML.
+"""Settings: declared with their help and range, checked, and read from text and TOML.
 
 This module imports no torch, as `throughtime.app.config`.
 """
@@ -6,7 +6,8 @@ This module imports no torch, as `throughtime.app.config`.
 import json
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -14,6 +15,44 @@ from typing import Any, Literal, Union, get_args, get_origin
 from throughtime.errors import ConfigError
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
+    """A field of a dataclass of settings: its group in the help, what it sets, its default.
+
+    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, `share=True` for those
+    from 0 to below 1, `unset="..."`, what `None` means, and `words=...`, the values of a text that
+    a shell completes.
+    """
+    return field(default=default, metadata={"panel": panel, "help": help_, **checks})
+
+
+def range_faults(settings: Any) -> list[str]:
+    """The faults of the values of a dataclass of settings that are out of range."""
+    faults: list[str] = []
+    for one in fields(settings):
+        value, checks = getattr(settings, one.name), one.metadata
+        for number in value if isinstance(value, tuple) else (value,):
+            said = f"{one.name}={number}: expected"
+            if number is None:
+                continue
+            if "minimum" in checks and not checks["minimum"] <= number < math.inf:
+                faults.append(f"{said} at least {checks['minimum']}")
+            if checks.get("positive") and not 0 < number < math.inf:
+                faults.append(f"{said} a finite number above 0")
+            if checks.get("share") and not 0 <= number < 1:
+                faults.append(f"{said} a share from 0 to below 1")
+    return faults
+
+
+def check(faults: Sequence[str], source: str = "") -> None:
+    """Refuse settings with faults; all of them are listed.
+
+    Raises:
+        ConfigError: there is a fault.
+    """
+    if faults:
+        raise ConfigError(source + "; ".join(faults))
 
 
 def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:

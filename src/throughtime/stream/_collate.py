@@ -14,7 +14,7 @@ import torch
 
 from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk
-from throughtime.errors import DataError
+from throughtime.errors import DataError, counted
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
@@ -70,6 +70,7 @@ class Collator:
     warm_up: int
     mask_missing: bool
     keep_missing: bool = False  # inputs stay NaN, and their steps count
+    advice: str = "Clean the file, or mask them: missing='mask'"
 
     def __post_init__(self) -> None:
         self._first: tuple[str, StepArrays] | None = None
@@ -228,11 +229,10 @@ class Collator:
         step, column = np.argwhere(values)[0].tolist()
         recording = self.recordings[part.recording]
         raise DataError(
-            f"recording '{recording.name}' has {int(values.sum())} inputs that are NaN or infinite"
+            f"recording '{recording.name}' has"
+            f" {counted(int(values.sum()), 'input that is', 'inputs that are')} NaN or infinite"
             f" between steps {part.position} and {part.position + part.steps}, the first at"
-            f" {location(recording, part.position + step, column)}. Clean the file, or mask them:"
-            " missing='mask' (command line: --missing mask); in predict, on_nan='hold' (--on-nan"
-            " hold) leaves such steps out"
+            f" {location(recording, part.position + step, column)}. {self.advice}"
         )
 
     def _targets(self, reads: Reads, steps: int, mask: Array) -> tuple[Array | None, Counts]:

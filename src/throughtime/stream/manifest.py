@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, counted, listed
 from throughtime.stream.folder import read_folder
 from throughtime.stream.formats._csv_dialect import column_names, header_delimiter
 from throughtime.stream.formats.table import FOLDERS, is_number, other_encoding
@@ -42,14 +42,28 @@ class ManifestEntry:
 def join_faults(faults: Sequence[str]) -> str:
     """Join faults into one message: five at most, and the number of others.
 
+    A sentence that holds for several files, after their names and a colon, is written once.
+
     Example:
         >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
         ('a; b', 'a; b; c; d; e; and 3 more faults')
+        >>> join_faults(["a.csv: it is empty", "b.csv: it is empty", "c.csv: no column 'u'"])
+        "a.csv, b.csv: it is empty; c.csv: no column 'u'"
     """
-    rest = len(faults) - _MAX_FAULTS
-    return "; ".join(faults[:_MAX_FAULTS]) + (
-        f"; and {rest} more fault{'s' if rest > 1 else ''}" if rest > 0 else ""
-    )
+    subjects: dict[tuple[str, str], list[str]] = {}
+    for fault in faults:
+        subject, colon, sentence = fault.partition(": ")
+        key = (colon, sentence) if colon else (colon, fault)
+        subjects.setdefault(key, []).append(subject)
+    texts = [
+        sentence
+        if not colon
+        else (names[0] if len(names) == 1 else listed(names)) + colon + sentence
+        for (colon, sentence), names in subjects.items()
+    ]
+    rest = sum(len(names) for names in [*subjects.values()][_MAX_FAULTS:])
+    more = [f"and {counted(rest, 'more fault')}"] if rest else []
+    return "; ".join([*texts[:_MAX_FAULTS], *more])
 
 
 def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:

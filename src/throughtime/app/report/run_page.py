@@ -11,8 +11,8 @@ from throughtime._files import write_atomically
 from throughtime.app import optimizer
 from throughtime.app.baselines import baseline_table
 from throughtime.app.config import Config
-from throughtime.app.dataset import recordings_for
-from throughtime.app.model import ModelSpec, busiest_excerpt, load_model
+from throughtime.app.load import Run
+from throughtime.app.model import ModelSpec, busiest_excerpt
 from throughtime.app.policy import describe_policy, make_policy
 from throughtime.app.report.charts import Band, Mark, Series, bars, lines, strip
 from throughtime.app.report.page import (
@@ -36,15 +36,15 @@ _MOST_NAMES = 6  # of classes or outputs
 _METRIC_NAMES = {"rmse": "RMSE", "r2": "R²", "esr": "ESR", "macro_f1": "macro-F1"}
 
 
-def write_report(folder: RunFolder) -> Path:
-    """Write `report.html` from the files of the run folder; return its path.
+def write_report(run: Run) -> Path:
+    """Write `report.html` from the files of a run; return its path.
 
     Scores and audit appear once `eval` and `audit` have made them.
 
     Raises:
         RunError: log lines are missing, or a file holds something else.
     """
-    config, (net, spec) = folder.read_config(), load_model(folder.model)
+    folder, config, spec = run.files, run.config, run.spec
     names = tuple(spec.metrics().compute())
     rows = folder.read_metrics(names)
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
@@ -56,13 +56,13 @@ def write_report(folder: RunFolder) -> Path:
     sections = [
         Section(
             "The run",
-            [_facts(config, rows, net, spec), Paragraphs(_in_words(config, spec, rows[0]))],
+            [_facts(config, rows, run.net, spec), Paragraphs(_in_words(config, spec, rows[0]))],
         ),
         Section("Learning", _learning_curves(rows, names, spec.update)),
         *_score_sections(folder, config, rows, names, spec.update),
         *_audit_sections(folder, config, spec.update),
         *_speed_sections(rows),
-        Section("A stretch of signal", [_excerpt(net, spec, config, split)]),
+        Section("A stretch of signal", [_excerpt(run, split)]),
         Section("Settings", [_settings(config)]),
     ]
     how = "unbroken recordings, the state carried"
@@ -381,11 +381,11 @@ def _memory(rows: Sequence[Row]) -> Figure:
     )
 
 
-def _excerpt(net: Carried, spec: ModelSpec, config: Config, split: str) -> Part:
+def _excerpt(run: Run, split: str) -> Part:
     """The busiest part of the first recording of a split, if it can still be read."""
+    spec = run.spec
     try:
-        recording = recordings_for(spec, Path(config.data), split, config.holdout)[0]
-        excerpt = busiest_excerpt(net, spec, recording, config)
+        excerpt = busiest_excerpt(run.net, spec, run.recordings(split=split)[0], run.config)
     except DataError as error:
         return Paragraphs(
             f"Not shown, because the recordings of the run can no longer be read: {error}"

@@ -14,7 +14,8 @@ import warnings
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -26,6 +27,20 @@ from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
 VERSION = 4  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"
 _warned = set[Path]()
+_LARGE = 2**23  # bytes of a file whose conversion is shown
+_MB = 10**6
+_Show = Callable[[str, int, int], None]
+_show: ContextVar[_Show | None] = ContextVar("show", default=None)
+
+
+@contextlib.contextmanager
+def conversion_shown(show: _Show) -> Generator[None]:
+    """Within it, `show` is called with a phase, the MB done and all MB, as a large file is read."""
+    token = _show.set(show)
+    try:
+        yield
+    finally:
+        _show.reset(token)
 
 
 def cache_folder() -> Path:
@@ -65,12 +80,20 @@ class CsvScan(ABC):
     def batches(self) -> Iterator[Any]:
         """The record batches of all blocks, in order."""
         self.offsets.append(self.offset)
+        size, show = self.path.stat().st_size, _show.get()
+        phase, total = f"converting {self.path.name}, MB", -(-size // _MB)
+        if size < _LARGE:
+            show = None
         while data := self._next_block():
             data, batch = self._parse(data, self.starts[-1])
             self.offset += len(data)
             self.offsets.append(self.offset)
             self.starts.append(self.starts[-1] + batch.num_rows)
+            if show is not None:
+                show(phase, self.offset // _MB, total)
             yield batch
+        if show is not None:
+            show(phase, total, total)
 
     def reparse(self, block: int) -> Any:
         """The record batch of a block once more."""

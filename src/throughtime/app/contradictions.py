@@ -1,0 +1,169 @@
+"""Settings that are each in range and do not go together, or that nothing has: what is wrong.
+
+This module imports no torch, as `throughtime.app.config`.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from throughtime.app.user_class import is_reference
+from throughtime.app.values import weights_by_class
+from throughtime.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from throughtime.app.config import Config
+
+MODEL_NAMES = ("lstm", "gru", "rnn")
+POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized", "rtrl")
+# Settings that are short for an argument of a gradient policy, and the policies that have it.
+SHORT = {
+    "stride": {"truncated", "adaptive", "rtrl"},
+    "horizon": {"truncated"},
+    "cut_every": {"exact"},
+}
+
+
+def contradictions(config: "Config") -> list[str]:
+    """Every fault of the settings of a run beyond the range of one of them."""
+    checks = (_of_names, _of_gradient, _of_labels, _of_stream, _of_length, _of_ranks)
+    return [fault for check in checks for fault in check(config)]
+
+
+def _of_names(config: "Config") -> Iterator[str]:
+    """Values that are neither one of the names nor a class in a file."""
+    for setting, names in (("model", MODEL_NAMES), ("gradient", POLICY_NAMES)):
+        value = getattr(config, setting)
+        if not _is_named(value, names):
+            hint = did_you_mean(value.lower(), names)
+            yield f"{setting}={value!r}: expected {', '.join(names)}, or FILE.py:Class{hint}"
+
+
+def _is_named(value: str, names: Sequence[str]) -> bool:
+    return value in names or is_reference(value)
+
+
+def _of_gradient(config: "Config") -> Iterator[str]:
+    """Settings that do not go with the policy."""
+    if not _is_named(config.gradient, POLICY_NAMES):
+        return
+    for name, policies in SHORT.items():
+        value = getattr(config, name)
+        if value is None:
+            continue
+        if name in config.gradient_args:
+            yield f"{name}={value} is given again among the arguments of the gradient"
+        if config.gradient == "exact" and name != "cut_every":
+            yield (
+                f"gradient='exact' and {name}={value} are both given: the exact gradient cuts"
+                f" no credit, so it has no {name}. Leave one of them out; cut_every=N makes an"
+                " update every N steps"
+            )
+        elif not is_reference(config.gradient) and config.gradient not in policies:
+            yield (
+                f"{name}={value} belongs to gradient={' or '.join(sorted(policies))} (such as"
+                f" --gradient {min(policies)}), got gradient={config.gradient!r}: leave one out"
+            )
+    if config.train_on == "windows" and config.gradient != "truncated":
+        yield (
+            f"gradient={config.gradient!r} and train_on='windows' are both given: credit ends"
+            " with a window, and within one the truncated gradient is exact. Leave one of them"
+            " out"
+        )
+    if config.start != "zero" and config.train_on != "windows":
+        yield (
+            f"start={config.start!r} is for windows, and training is on the stream, where the"
+            " state is carried anyway: leave it out, or set train_on='windows'"
+        )
+    if config.start == "carried" and config.strategy == "ddp":
+        yield (
+            "start='carried' and strategy='ddp' are both given: ranks do not exchange the"
+            " states of windows. Take start='noise', or one process"
+        )
+
+
+def _of_labels(config: "Config") -> Iterator[str]:
+    """Contradictions between the settings of targets and class weights."""
+    both = sorted({*config.exclude} & {*config.inputs, *config.targets})
+    if both:
+        yield f"exclude={','.join(both)} is among the inputs or targets, too: leave one out"
+    frame, weights = config.frame_size, config.class_weights
+    for name in ("target_every", "ahead", "season"):
+        rows = getattr(config, name)
+        if rows is not None and frame > 0 and rows % frame:
+            yield (
+                f"{name}={rows} rows are no whole number of frames of {frame}: expected a multiple"
+            )
+    if config.season is not None and not config.ahead:
+        yield f"season={config.season} belongs to forecasts: leave it out, or set ahead=24 or so"
+    for_classes = {"background_class": config.background_class}
+    for_classes["class_weights"] = None if weights == "none" else weights
+    for name, value in for_classes.items() if config.task == "regress" else ():
+        if value is not None:
+            yield f"{name}={value!r} belongs to classes: leave it out, or set task='classify'"
+    if weights not in {"none", "balanced"}:
+        try:
+            weights_by_class(weights)
+        except ConfigError as error:
+            yield str(error)
+
+
+def _of_stream(config: "Config") -> Iterator[str]:
+    if isinstance(config.workers, int) and config.workers < 0:
+        yield f"workers={config.workers}: expected a number of processes, 0 for none, or 'thread'"
+    if config.offset and config.hand_off:
+        yield (
+            f"offset={config.offset} moves the boundaries between parts from epoch to epoch, and"
+            " hand_off=True passes states on at these boundaries: leave one of them out"
+        )
+    for name in ("offset", "hand_off") if config.train_on == "windows" else ():
+        if value := getattr(config, name):
+            yield (
+                f"{name}={value} and train_on='windows' are both given: windows start at the"
+                " same steps in every epoch; start= says from which state"
+            )
+
+
+def _of_length(config: "Config") -> Iterator[str]:
+    """Contradictions between the settings of a run's length."""
+    if config.seed >= 2**63:
+        yield f"seed={config.seed}: expected a number below 2**63"
+    if config.updates is not None and config.epochs is not None:
+        yield (
+            f"updates={config.updates} and epochs={config.epochs} are both given: one of them says"
+            " when to stop"
+        )
+    if config.updates is not None and config.lr_warmup >= config.updates:
+        yield (
+            f"lr_warmup={config.lr_warmup} of updates={config.updates}: expected fewer, the"
+            " learning rate would only rise"
+        )
+    if config.valid_every == 0 and config.patience is not None:
+        yield (
+            f"patience={config.patience} counts validations, and valid_every=0 has none before"
+            " the end: leave one of them out"
+        )
+
+
+def _of_ranks(config: "Config") -> Iterator[str]:
+    """Contradictions between the settings of several processes."""
+    devices, nodes = config.devices, config.nodes
+    if config.strategy == "single":
+        several = {"devices": devices, "nodes": nodes}
+        named = " and ".join(f"{name}={value}" for name, value in several.items() if value > 1)
+        if named:
+            yield f"{named}: several processes need strategy='ddp'"
+        return
+    if config.device not in {"cpu", "cuda"}:
+        yield (
+            f"device={config.device!r} with strategy='ddp': expected 'cpu', or 'cuda' and each"
+            " process takes its own GPU"
+        )
+    ranks = devices * nodes
+    if ranks > 0 and config.lanes % ranks:
+        below = config.lanes // ranks * ranks
+        near = [str(n) for n in (below, below + ranks) if n]
+        yield (
+            f"lanes={config.lanes} are those of all ranks together, and each of {ranks} ranks"
+            f" (devices={devices} on each of nodes={nodes}) plays the same number: expected a"
+            f" multiple of {ranks}, such as {' or '.join(near)}"
+        )
