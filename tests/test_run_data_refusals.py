@@ -216,7 +216,7 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", signal("a"))
     (tmp_path / "a.csv").write_text("start,stop,label\n0,3,x\n40,60,y\n60,80,x\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
-    assert "1 intervals left out: they cover the last row of no frame of 10" in "; ".join(
+    assert "1 interval left out: they cover the last row of no frame of 10" in "; ".join(
         begin_remarks(data, tmp_path, frame_size=10)
     )
     assert not any("intervals" in remark for remark in begin_remarks(data, tmp_path, frame_size=3))

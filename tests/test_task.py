@@ -8,7 +8,7 @@ import pytest
 
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import make_config
-from throughtime.app.task import resolve_task
+from throughtime.app.load import resolve_task
 
 TARGETS: dict[str, tuple[list[Any], str]] = {
     "text": (["rest", "beat"] * 30, "classify"),

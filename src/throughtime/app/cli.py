@@ -159,9 +159,8 @@ def train(
         settings = RunFolder(resume).read_config()
     else:
         merged = merge_settings(read_toml(config) if config is not None else {}, flags)
-        if "data" in merged:
-            merged.setdefault("out", f"runs/{Path(str(merged['data'])).resolve().stem}")
-        settings = make_config(merged, source=str(config or "the command line"))
+        merged.setdefault("out", f"runs/{Path(str(merged.get('data'))).resolve().stem}")
+        settings = make_config(merged, source="" if config is None else f"{config}: ")
     from throughtime.app.console import ProgressDisplay, run_training
     from throughtime.app.distributed import started_team
     from throughtime.app.train import Training

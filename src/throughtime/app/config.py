@@ -330,7 +330,7 @@ class Config:
         return toml_lines(settings) + ("\n[gradient]\n" + toml_lines(arguments)) * bool(arguments)
 
 
-def make_config(settings: Mapping[str, Any], *, source: str = "the settings") -> Config:
+def make_config(settings: Mapping[str, Any], *, source: str = "") -> Config:
     """A checked config from settings by name; `None` means the default.
 
     Raises:
@@ -354,7 +354,7 @@ def make_config(settings: Mapping[str, Any], *, source: str = "the settings") ->
     for key in filter(types.__contains__, present):
         values[key], fault = convert(key, present[key], types[key])
         faults += [fault] if fault else []
-    check(faults, f"{source}: ")
+    check(faults, source)
     return Config(**values)
 
 

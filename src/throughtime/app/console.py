@@ -188,9 +188,9 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
 def _print_start(training: Training) -> None:
     dataset, spec, config = training.dataset, training.dataset.spec, training.config
     out.print(
-        f"{counted(len(dataset.train), 'recording')}, {sum(map(len, dataset.train)):,} frames to"
-        f" train on,"
-        f" {len(dataset.valid)} held out; " + "; ".join(dataset.remarks)
+        f"{counted(len(dataset.train), 'recording')},"
+        f" {counted(sum(map(len, dataset.train)), 'frame')} to train on, {len(dataset.valid)}"
+        " held out; " + "; ".join(dataset.remarks)
     )
     layout, lanes = spec.layout, training.stream.lanes
     inputs = listed((*layout.inputs, *layout.static))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from throughtime.errors import DataError
+from throughtime.errors import DataError, counted
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import StepArrays, StepChecksum, location
@@ -96,8 +96,8 @@ class Statistics:
         infinite = np.isinf(rows).any(axis=1)
         if infinite.any():
             self.bad_targets.append(
-                f"recording '{name}': {int(infinite.sum())} steps have infinite targets,"
-                f" the first is step {start + int(infinite.argmax())}"
+                f"recording '{name}': {counted(int(infinite.sum()), 'step has', 'steps have')}"
+                f" infinite targets, the first is step {start + int(infinite.argmax())}"
             )
         self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
         self.targets.add(rows)
@@ -149,8 +149,9 @@ def collect_statistics(
         statistics.missing += missing
         if missing:
             statistics.faults.append(
-                f"recording '{recording.name}': {missing} steps have inputs that are NaN or"
-                f" infinite, the first at {first}"
+                f"recording '{recording.name}':"
+                f" {counted(missing, 'step has', 'steps have')} inputs that are NaN or infinite,"
+                f" the first at {first}"
             )
     return statistics
 

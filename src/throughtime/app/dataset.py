@@ -280,8 +280,8 @@ def split_recordings(
         whole, cut = everything[0], round(len(everything[0]) * (1 - holdout))
         if not 0 < cut < len(whole):
             raise DataError(
-                f"recording '{whole.name}' has {len(whole)} steps, too few to hold out a share of"
-                f" {holdout}; take --holdout 0"
+                f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
+                f" share of {holdout}; take --holdout 0"
             )
         parts: list[Recording] = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
         remark = f"the last {holdout:.0%} of the recording held out"
@@ -373,8 +373,8 @@ def _classes(statistics: Statistics) -> tuple[str, ...]:
     needs = "" if len(classes) > 1 else "; classification needs two or more"
     names = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
     raise DataError(
-        f"the training split has {len(classes)} class{'' if len(classes) == 1 else 'es'}"
-        f" ({names}){needs}. Is it --task regress?"
+        f"the training split has {counted(len(classes), 'class', 'classes')} ({names}){needs}. Is"
+        " it --task regress?"
     )
 
 
@@ -415,7 +415,8 @@ def _lane_remarks(config: Config, recordings: int) -> list[str]:
         else "from a zero state"
     )
     whole = f"--lanes {recordings} keeps recordings whole"
-    return [f"cut into {config.lanes} parts, one for each lane, each {state} ({whole})"]
+    parts = counted(config.lanes, "part")
+    return [f"cut into {parts}, one for each lane, each {state} ({whole})"]
 
 
 def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
@@ -452,7 +453,7 @@ def _time_remarks(sources: Sequence[SourceRecording]) -> list[str]:
         (longest, row), _, name = max(gaps)
         total = sum(count for _, count, _ in gaps)
         remark += (
-            f"; {total} gap{'s' if total > 1 else ''}, the longest of {time_span(longest)} before"
+            f"; {counted(total, 'gap')}, the longest of {time_span(longest)} before"
             f" row {row} of '{name}'"
         )
     missing = sum(summary.missing for _, _, summary in named)
@@ -472,10 +473,10 @@ def _copy_remarks(train: Statistics, valid: Statistics) -> list[str]:
 def _frame_remarks(sources: Sequence[SourceRecording], frame_size: int) -> list[str]:
     left, lost = sum(one.left_out for one in sources), sum(one.lost for one in sources)
     remarks = (
-        (left, f"rows left out: at the end of their recordings they fill no frame of {frame_size}"),
-        (lost, f"intervals left out: they cover the last row of no frame of {frame_size}"),
+        (left, "row", f"at the end of their recordings they fill no frame of {frame_size}"),
+        (lost, "interval", f"they cover the last row of no frame of {frame_size}"),
     )
-    return [f"{count} {text}" for count, text in remarks if count]
+    return [f"{counted(count, noun)} left out: {why}" for count, noun, why in remarks if count]
 
 
 def idle_remarks(share: float) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Data sets in splits, and finished runs, as the command line reads them, for Python."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,21 +12,25 @@ from throughtime.app.config import Config
 from throughtime.app.data_statistics import class_name, read_blocks, sorted_classes
 from throughtime.app.dataset import (
     as_played,
+    entries_of,
     numeric_recordings,
     open_recording,
     recordings_for,
     split_recordings,
 )
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.recordings import DataLayout, open_recordings
+from throughtime.app.recordings import DataLayout, OnPhase, open_recordings
 from throughtime.app.run_folder import RunFolder
-from throughtime.app.task import task_of
 from throughtime.carry.carried import Carried
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, counted, listed
+from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.labels import At
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import Recording
 from throughtime.stream.tables import as_table, names_of
+
+_MOST_CLASSES = 20  # that are whole numbers; text may have more
+_RECORDINGS, _BLOCKS, _BLOCK = 8, 16, 65_536  # read at most
 
 
 class Splits(dict[str, list[Recording]]):
@@ -46,7 +50,7 @@ class Splits(dict[str, list[Recording]]):
         raise DataError(f"no split '{split}'; there are {listed(self)}")
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{name}: {len(rs)} recordings" for name, rs in self.items())
+        counts = ", ".join(f"{name}: {counted(len(rs), 'recording')}" for name, rs in self.items())
         return f"Splits({counts}; classes {listed(self.classes) or 'none'})"
 
 
@@ -149,6 +153,43 @@ def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
         for value in np.unique(steps.targets)
     }
     return sorted_classes(names - {""})
+
+
+def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
+    """The settings with a task: that of the settings, or else the one that fits the targets.
+
+    Text is classes, and so are at most 20 different whole numbers, in a single column. Other
+    numbers are numbers.
+
+    Raises:
+        DataError: as for `open_dataset`.
+
+    Cost: the targets of up to 8 recordings, a million of each, until one decides.
+    """
+    if config.task is not None:
+        return config
+    settings = replace(config, task="classify")
+    entries = entries_of(find_recordings(Path(config.data), config.static), ("train",))
+    layout = DataLayout.from_config(settings)
+    opened = open_recordings(entries[:_RECORDINGS], layout, on_phase)
+    targets = [one.recording.targets for one in opened]
+    return replace(config, task=task_of(rows for rows in targets if rows is not None))
+
+
+def task_of(sources: Iterable[RowSource]) -> Literal["classify", "regress"]:
+    """Whether the targets of recordings are classes or numbers."""
+    names = set[str]()
+    for targets in sources:
+        for start in range(0, len(targets), _BLOCK)[:_BLOCKS]:
+            block = targets.read(start, min(start + _BLOCK, len(targets)))
+            names |= {class_name(value) for value in np.unique(block)} - {""}
+            if not all(map(is_number, names)):
+                return "classify"
+            several = block.ndim > 1 and block.shape[1] > 1
+            whole = all(float(name).is_integer() for name in names)
+            if several or not whole or len(names) > _MOST_CLASSES:
+                return "regress"
+    return "classify"
 
 
 @dataclass(frozen=True)

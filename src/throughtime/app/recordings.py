@@ -20,7 +20,7 @@ import numpy as np
 
 from throughtime.app.concat_table import concat_tables
 from throughtime.app.config import Config
-from throughtime.errors import DataError, did_you_mean, listed
+from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
 from throughtime.stream.formats._csv_cache import conversion_shown
@@ -452,7 +452,7 @@ def _input_recording(
     recording = columns(entry.name, table, chosen)
     if len(table) < layout.frame_size:
         raise DataError(
-            f"{table.path}: has {len(table)} rows, too few for a single frame of"
+            f"{table.path}: has {counted(len(table), 'row')}, too few for a single frame of"
             f" {layout.frame_size}"
         )
     inputs, times = recording.inputs, time_rows(table, layout.exclude)
@@ -496,9 +496,9 @@ def _row_targets(
     source = table if file is None else file
     if len(source) != len(table):
         raise DataError(
-            f"recording '{entry.name}': {table.path} has {len(table)} steps and {source.path} has"
-            f" {len(source)}; targets need one row per step, or say how many rows each of them is"
-            " for: --target-every N"
+            f"recording '{entry.name}': {table.path} has {counted(len(table), 'step')} and"
+            f" {source.path} has {len(source):,}; targets need one row per step, or say how many"
+            " rows each of them is for: --target-every N"
         )
     names = columns(entry.name, table, value_columns(table), source, chosen).target_columns
     values: RowSource = ColumnRows(source, names, flat=True)

@@ -212,7 +212,7 @@ class RunFolder:
                 f"{self.path}: no run there (no {self.config.name}); give the folder that"
                 " `throughtime train --out` wrote"
             )
-        return make_config(read_toml(self.config), source=str(self.config))
+        return make_config(read_toml(self.config), source=f"{self.config}: ")
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The content of the checkpoint, with tensors on the CPU; `None` before the first one.

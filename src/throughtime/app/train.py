@@ -22,6 +22,7 @@ from throughtime.app.config import Config
 from throughtime.app.dataset import Dataset, idle_remarks, open_dataset, training_stream
 from throughtime.app.distributed import Team
 from throughtime.app.evaluate import evaluate_recordings
+from throughtime.app.load import resolve_task
 from throughtime.app.loggers import Loggers, Status, check_installed
 from throughtime.app.model import (
     build_model,
@@ -45,7 +46,6 @@ from throughtime.app.policy import (
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes
 from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
-from throughtime.app.task import resolve_task
 from throughtime.carry.carried import device_of
 from throughtime.distributed import RankError
 from throughtime.errors import DataError, RunError
