@@ -405,10 +405,10 @@ def remove(monkeypatch: pytest.MonkeyPatch, *laws: str) -> None:
 MUTANTS = [  # a law, a case, and the other laws that notice it too
     ("repeat", "step_counter", ()),
     ("causal", "one_frame_ahead", ("whole", "credit")),
-    ("lanes", "z_score_lstm", ()),
+    ("lanes", "z_score_lstm", ("_author",)),
     ("whole", "causal_conv_no_state", ("credit",)),
     ("credit", "half_detached", ()),
-    ("_credit_of_attributes", "detached_hidden", ()),
+    ("_author", "detached_hidden", ()),
     ("_start", "learned_start", ()),
     ("_last", "mean_over_window", ()),
 ]

@@ -3,7 +3,7 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -15,12 +15,11 @@ from throughtime import state as trees
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import (
     Convention,
-    InternalState,
     Path,
     call_start,
     item_at,
+    key_name,
     set_attribute,
-    state_of,
     tensor_paths,
 )
 from throughtime.carry._laws import (
@@ -63,72 +62,68 @@ class Acceptance:
         subject = self.subject
         subject.reset()
         bound = BoundModule(subject.module, convention, x[:1, :1])
-        training = None
+        by_step = convention.call in ("step", "last")
+        laboratory = Laboratory(bound, subject.module, x, by_step=by_step)
         try:
-            by_step = convention.call in ("step", "last")
-            laboratory = Laboratory(bound, subject.module, x, by_step=by_step)
-            for training in self._training_modes():
-                for law in laboratory.measure(training):
-                    if not law.holds:
-                        subject.note(convention, law)
-                        return False
-            training = laboratory.training = None
-            for law in (
-                self._kept,
-                self._credit_of_attributes,
-                self._last,
-                self._start,
-                self._long,
-            ):
-                broken = law(convention, laboratory)
-                if broken is not None:
-                    subject.note(convention, broken)
+            for law in self._laws(convention, laboratory):
+                if law is not None and not law.holds:
+                    subject.note(convention, law)
                     return False
         except CALL_ERRORS as error:
-            subject.note(convention, None, error, in_training=training is not None)
+            in_training = laboratory.training is not None
+            subject.note(convention, None, error, in_training=in_training)
             return False
         finally:
             bound.release()
         return True
 
-    def _credit_of_attributes(self, convention: Convention, laboratory: Laboratory) -> Law | None:
-        """A state that the module keeps in an attribute itself must be the one that hooks carry.
+    def _laws(self, convention: Convention, laboratory: Laboratory) -> Iterator[Law | None]:
+        for training in self._training_modes():
+            yield from laboratory.measure(training)
+        laboratory.training = None
+        for law in (self._kept, self._author, self._last, self._start, self._long):
+            yield law(convention, laboratory)
 
-        Nor may the module cut its gradient: hooks carry the state with it, and called as its author
-        wrote it, the module gives another gradient.
+    def _author(self, convention: Convention, laboratory: Laboratory) -> Law | None:
+        """Called as its author calls it, a module with its state inside gives the same.
+
+        A state that it keeps in an attribute itself must be the one that hooks carry, with its
+        gradient. A step that keeps nothing between its calls has no memory.
         """
         source, x = convention.source, laboratory.x
-        if not isinstance(source, InternalState) or not source.scratch or convention.context:
-            return None
-        if convention.call == "every":
+        is_step = convention.call == "step" and source.arguments is None and bool(source.ports)
+        if not (source.scratch or is_step) or convention.context or convention.call == "every":
             return None
         chunks = [3, STEPS - 3] if convention.call == "chunk" else [1] * STEPS
-        leaves = [p for p in self.subject.module.parameters() if p.requires_grad]
         own = self._run_plainly(convention, x, chunks)
-        if own is None or not leaves or not own.requires_grad:
+        if own is None:
             return None
         carried, _ = laboratory.run(x, *chunks)
-        deviation, first = difference(own, carried), chunks[0]
-        if deviation > laboratory.tolerance:
+        tolerance, first = laboratory.tolerance, chunks[0]
+        whole = Law("whole", difference(own, carried), tolerance)
+        if not whole.holds:
             alone = self._run_plainly(convention, x[first:], chunks[1:])
-            remembers = alone is not None and difference(alone, own[first:]) > laboratory.tolerance
-            starts_alike = difference(own[:first], carried[:first]) <= laboratory.tolerance
+            remembers = alone is not None and difference(alone, own[first:]) > tolerance
+            starts_alike = difference(own[:first], carried[:first]) <= tolerance
             # the attribute carries the state, and is not what its layer returns
-            is_other = remembers and starts_alike
-            return Law("whole", deviation, laboratory.tolerance) if is_other else None
+            return whole if starts_alike and (remembers or not source.scratch) else None
+        leaves = [p for p in self.subject.module.parameters() if p.requires_grad]
+        if not source.scratch or not leaves or not own.requires_grad:
+            return None
         weights = loss_weights(own)
-        expected, got = (
-            torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
-            for y in (own, carried)
+        pairs = zip(
+            *(
+                torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
+                for y in (own, carried)
+            ),
+            strict=True,
         )
-        largest = max(
-            difference(a, b) / (1 + float(a.abs().max()))
-            for a, b in zip(expected, got, strict=True)
-            if a.numel()
+        deviation = max(
+            difference(a, b) / (1 + float(a.abs().max())) for a, b in pairs if a.numel()
         )
-        names = ", ".join(".".join(filter(None, key)) for key in source.scratch)
-        law = Law("credit", largest, laboratory.tolerance, detached=names)
-        return None if law.holds else law
+        return Law(
+            "credit", deviation, tolerance, detached=", ".join(map(key_name, source.scratch))
+        )
 
     def _kept(self, convention: Convention, laboratory: Laboratory) -> Law | None:
         """What a module keeps in attributes beside its state must not matter.
@@ -136,61 +131,61 @@ class Acceptance:
         Attributes that two calls leave with other values are replaced by noise. Every tensor that
         the module returns is compared, for outputs may be saturated, as spikes are.
         """
-        module, source = self.subject.module, convention.source
+        source, subject = convention.source, self.subject
         if convention.context or convention.call == "every":
             return None
-        state_keys = source.attributes if isinstance(source, InternalState) else ()
         if (
             laboratory.leaves_nothing
-            and not (isinstance(source, InternalState) and source.scratch)
+            and not source.scratch
             and convention.start.kind not in ("method", "function")
         ):
             return None  # what a module does without a state is measured by `start`
-        x = laboratory.x[:1] if convention.call in ("step", "last") else laboratory.x[:3]
+        x = laboratory.x[: 1 if convention.call in ("step", "last") else 3]
+        bound = cast(BoundModule, laboratory.adapter)
+        state = convention.lanes.to_module(bound.initial_state(x.shape[1], None))
+
+        def invoke(part: Tensor) -> Any:
+            return bound.invoke(part, state, None, bound.port_call(part, state, None))[0]
+
         with torch.no_grad():
-            self.subject.reset()
-            left = [self._left_by(convention, part) for part in (x, changed_inputs(x, 0, 0))]
+            subject.reset()
+            first, second = (
+                self._left_by(convention, part, invoke) for part in (x, changed_inputs(x, 0, 0))
+            )
             keys = [
                 key
-                for key in left[1]
-                if key not in state_keys
-                and isinstance(left[0].get(key), Tensor)
-                and difference(left[0][key], left[1][key]) > 0
+                for key in second
+                if key not in source.attributes
+                and isinstance(first.get(key), Tensor)
+                and difference(first[key], second[key]) > 0
             ]
             if not keys:
                 return None
-            bound = cast(BoundModule, laboratory.adapter)
-            state = convention.lanes.to_module(bound.initial_state(x.shape[1], None))
             results: list[list[Tensor]] = []
             for noise in (0.0, 0.3):
-                self.subject.reset()
+                subject.reset()
                 for key in keys:
-                    set_attribute(module, key, left[0][key] * (1 - noise) + noise)
-                result = bound.invoke(x, state, None, bound.port_call(x, state, None))
-                results.append([leaf for _, leaf in tensor_paths(result)])
-            self.subject.reset()
+                    set_attribute(subject.module, key, first[key] * (1 - noise) + noise)
+                results.append([leaf for _, leaf in tensor_paths(invoke(x))])
+            subject.reset()
         deviation = max(difference(a, b) for a, b in zip(*results, strict=True))
-        law = Law("kept", deviation, 10 * laboratory.tolerance)
-        return None if law.holds else law
+        return Law("kept", deviation, 10 * laboratory.tolerance)
 
-    def _left_by(self, convention: Convention, x: Tensor) -> dict[Key, Any]:
-        """The floating attributes that one more call leaves, without hooks."""
-        module = self.subject.module
-        before = attributes(module)
+    def _left_by(
+        self, convention: Convention, x: Tensor, invoke: Callable[[Tensor], Any]
+    ) -> dict[Key, Any]:
+        """The floating attributes that one more call changes, without hooks if it can be made."""
+        before = attributes(self.subject.module)
         try:
             self.subject.forward(convention.inputs.arrange(x), {}, x.shape[1])
         except CALL_ERRORS:
-            bound = BoundModule(module, convention, x[:1, :1])
-            state = convention.lanes.to_module(bound.initial_state(x.shape[1], None))
-            bound.invoke(x, state, None, bound.port_call(x, state, None))
-            bound.release()
-        after = attributes(module)
+            invoke(x)
+        after = attributes(self.subject.module)
+        values = {key: after[key] for key in changed_attributes(before, after)}
         return {
-            key: after[key]
-            for key in changed_attributes(before, after)
-            if isinstance(after[key], Tensor)
-            and after[key].is_floating_point()
-            and after[key].dim()
+            key: value
+            for key, value in values.items()
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
         }
 
     def _run_plainly(self, convention: Convention, x: Tensor, chunks: list[int]) -> Tensor | None:
@@ -221,9 +216,8 @@ class Acceptance:
         for key in self.subject.sizes:
             set_attribute(module, key, x.shape[1])
         state = call_start(module, method, x.shape[1], convention.inputs.arrange(x[:1])[0])
-        keys = source.scratch if isinstance(source, InternalState) else ()
-        if state is not None and len(keys) == 1:
-            set_attribute(module, keys[0], state)
+        if state is not None and len(source.scratch) == 1:
+            set_attribute(module, source.scratch[0], state)
 
     def _start(self, convention: Convention, laboratory: Laboratory) -> Law | None:
         """The initial state must give what the module gives that starts by itself.
@@ -241,18 +235,18 @@ class Acceptance:
             own = convention.outputs.read(result, x.shape[0], x.shape[1])
             deviation = difference(own, y)
             if convention.call != "every":
-                state = convention.lanes.lanes_first(state_of(convention.source, result, after))
+                state = convention.lanes.lanes_first(convention.source.next_state(result, after))
                 deviation = max(deviation, state_difference(state, end))
-            start_law = Law("start", deviation, laboratory.tolerance)
-            if start_law.holds:
-                return None
+            law = Law("start", deviation, laboratory.tolerance)
+            if law.holds:
+                return law
             result, _, _ = self.subject.call(convention, x)
             again = convention.outputs.read(result, x.shape[0], x.shape[1])
         repeat = Law("repeat", difference(own, again), laboratory.tolerance)
-        return start_law if repeat.holds else repeat
+        return law if repeat.holds else repeat
 
     def _last(self, convention: Convention, laboratory: Laboratory) -> Law | None:
-        """Steps one by one must end where one call of the whole sequence ends.
+        """Steps one by one must give what one call of the whole sequence gives: all, or its last.
 
         Otherwise a module that was made for whole sequences would be run on each step alone.
         """
@@ -269,9 +263,10 @@ class Acceptance:
                 y, _ = laboratory.run(x)
                 result, _, _ = self.subject.call(whole, x, training)
             deviations = [
-                difference(item.reshape(y[-1].shape), y[-1])
-                for item in _last_steps(result, convention.outputs.path, x)
-                if item.numel() == y[-1].numel()
+                difference(item.reshape(expected.shape), expected)
+                for item in _outputs_of(result, convention.outputs.path, x)
+                for expected in (y[-1], y)
+                if item.numel() == expected.numel()
             ]
             name = "last" if training is None else "training last"
             law = Law(name, min(deviations, default=float("inf")), 10 * laboratory.tolerance)
@@ -289,8 +284,7 @@ class Acceptance:
         x = trial_inputs(
             self.example, module, laboratory.x.shape[1], steps, standardize=self.standardize
         )
-        law = laboratory.measure_long(x)
-        return None if law.holds else law
+        return laboratory.measure_long(x)
 
     def _training_modes(self) -> list[dict[str, bool] | None]:
         """Evaluation, and the modes of a module that trains."""
@@ -315,20 +309,17 @@ class Acceptance:
         return replace(convention, resets=replace(convention.resets, applied=applied))
 
 
-def _last_steps(result: Any, path: Path, x: Tensor) -> Iterator[Tensor]:
-    """What could be the outputs after the last step, in the result of a call with all steps."""
-    last = item_at(result, path)
-    if not isinstance(last, Tensor):
+def _outputs_of(result: Any, path: Path, x: Tensor) -> Iterator[Tensor]:
+    """The outputs of all steps, or of the last one, as a call with all steps may return them."""
+    item = item_at(result, path)
+    if not isinstance(item, Tensor):
         return
     steps, lanes = x.shape[:2]
-    yield last
-    if last.dim() and last.shape[0] == steps:
-        yield last[-1]
-    if last.dim() > 1 and last.shape[1] == steps:
-        yield last[:, -1]
-    if last.dim() and last.shape[0] == steps * lanes:
-        yield last.unflatten(0, (steps, lanes))[-1]
-        yield last.unflatten(0, (lanes, steps))[:, -1]
     items = item_at(result, path[:-1]) if path else ()
     if isinstance(items, list) and len(items) == steps:  # an output for each step
-        yield items[-1]
+        item = torch.stack(items)
+    yield item
+    if item.dim() > 1 and item.shape[1] == steps:
+        yield item.transpose(0, 1)
+    if item.dim() and item.shape[0] == steps * lanes:
+        yield item.unflatten(0, (lanes, steps)).transpose(0, 1)

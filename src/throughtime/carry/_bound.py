@@ -15,19 +15,18 @@ from throughtime._device import fork_rng
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._convention import (
     MISSING,
-    ArgumentState,
     Convention,
     InputLayout,
-    InternalState,
     MisfitError,
     attribute,
     call_start,
-    item_at,
+    key_name,
     misfit_error,
     set_attribute,
     widen,
 )
-from throughtime.carry._ports import Arguments, Key, PortCall, PortHooks, TorchPort
+from throughtime.carry._names import parameters_of
+from throughtime.carry._ports import Arguments, Key, PortCall, PortHooks, is_torch
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
@@ -47,13 +46,9 @@ class BoundModule(Adapter):
         self.module, self.convention = module, convention
         self.example = example
         source = convention.source
-        is_internal = isinstance(source, InternalState)
-        ports = source.ports if is_internal else convention.start.ports
-        self._hooks = PortHooks(module, ports) if ports else None
+        self._hooks = PortHooks(module, source.ports) if source.ports else None
         self._single = convention.single
-        self._sets_attributes = bool(
-            convention.sizes or (is_internal and (source.attributes or source.scratch))
-        )
+        self._sets_attributes = bool(convention.sizes or source.attributes or source.scratch)
 
     def release(self) -> None:
         """Remove the hooks."""
@@ -76,11 +71,12 @@ class BoundModule(Adapter):
         if c.flags or c.sizes or c.resets or c.context or c.method != "forward" or c.input_name:
             return None
         (arranged,) = c.inputs.arrange(x)
-        if isinstance(c.source, InternalState):
-            own = not c.source.attributes and not c.source.scratch and c.outputs.path == ()
+        source = c.source
+        if source.arguments is None:
+            own = not source.attributes and not source.scratch and c.outputs.path == ()
             return (arranged,) if own else None
-        second = [*inspect.signature(self.module.forward).parameters][1:2] == [*c.source.names]
-        is_pair = (c.outputs.path, c.source.result) == ((0,), (1,))
+        second = [*inspect.signature(self.module.forward).parameters][1:2] == [*source.arguments]
+        is_pair = (c.outputs.path, source.result) == ((0,), (1,))
         return (arranged, state) if second and is_pair else None
 
     def read_outputs(self, result: Any, x: Tensor) -> Tensor:
@@ -95,13 +91,13 @@ class BoundModule(Adapter):
 
     def leaf_names(self, state: State) -> list[str]:
         source = self.convention.source
-        ports = source.ports if isinstance(source, InternalState) else {}
+        ports = source.ports if source.arguments is None else {}
         names: list[str] = []
         for path, _ in trees.leaves(state):
             name, _, leaf = path.rpartition(".")
-            if isinstance(ports.get(path), TorchPort):
+            if is_torch(ports.get(path)):
                 names.append(f"{path}.h")
-            elif isinstance(ports.get(name), TorchPort):
+            elif is_torch(ports.get(name)):
                 names.append(f"{name}.{'hc'[int(leaf)]}")
             else:
                 names.append(path)
@@ -143,13 +139,12 @@ class BoundModule(Adapter):
 
     def _started(self, lanes: int) -> State:
         """The state that the module or the user starts from, in the module's layout."""
-        start = self.convention.start
-        if start.kind == "function" and start.function is not None:
+        start, layout = self.convention.start, self.convention.lanes
+        if start.function is not None:
             return start.function(lanes)
         if start.kind == "tensors":
             tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
             values = iter([tensors[name] for name in start.methods])
-            layout = self.convention.lanes
             return layout.to_module(
                 trees.map_leaves(
                     lambda leaf: next(values).reshape(leaf.shape).expand(lanes, *leaf.shape[1:]),
@@ -157,31 +152,25 @@ class BoundModule(Adapter):
                 )
             )
         inputs = self._inputs(lanes)
-        if start.kind == "captured":
-            state = self.captured(inputs)
-        else:
-            arranged = self.convention.inputs.arrange(inputs)[0]
-            state = self.start_by_methods(lanes, arranged)
+        captured = start.kind == "captured"
+        state = self._captured(inputs) if captured else self._start_by_methods(inputs)
         learned = {id(p) for p in self.module.parameters()}
         state = trees.map_leaves(
             lambda leaf: leaf.detach() if leaf.is_leaf and id(leaf) not in learned else leaf,
             widen(state, lanes),
         )
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
-        return state if weight is None else self.convention.lanes.with_weight(state, weight, lanes)
+        return state if weight is None else layout.with_weight(state, weight, lanes)
 
-    def captured(self, inputs: Tensor) -> State:
+    def _captured(self, inputs: Tensor) -> State:
         """What the module itself starts from: its attributes, and what it passes to its layers."""
-        source = self.convention.source
-        state: dict[str, State] = {}
-        if self._hooks is not None:
-            call = self.port_call(inputs, None, None)
-            with fork_rng(inputs.device):
-                self.invoke(inputs, None, None, call)
-            state |= call.passed if call is not None else {}
-        if isinstance(source, ArgumentState):
-            return next(iter(state.values()))
-        return state | self._attributes()
+        call = self.port_call(inputs, None, None)
+        if call is None:
+            return self._attributes()
+        with fork_rng(inputs.device):
+            self.invoke(inputs, None, None, call)
+        inside = self.convention.source.arguments is None
+        return call.passed | self._attributes() if inside else next(iter(call.passed.values()))
 
     def _attributes(self) -> dict[str, Any]:
         """The attributes that hold the state.
@@ -189,31 +178,78 @@ class BoundModule(Adapter):
         Raises:
             MisfitError: the module has not made one yet.
         """
-        source = self.convention.source
-        keys = source.attributes if isinstance(source, InternalState) else ()
-        values = {_attribute_name(key): attribute(self.module, key) for key in keys}
+        keys = self.convention.source.attributes
+        values = {key_name(key): attribute(self.module, key) for key in keys}
         for name, value in values.items():
             if value is MISSING:
                 raise MisfitError(f"has no attribute {name} before its first call")
         return values
 
-    def start_by_methods(self, lanes: int, arranged: Tensor) -> State:
+    def _start_by_methods(self, inputs: Tensor) -> State:
         """The state that the module's own methods make."""
         methods, source = self.convention.start.methods, self.convention.source
-        keys = source.attributes if isinstance(source, InternalState) else ()
-        values = {key: _copied(attribute(self.module, key)) for key in keys}
+        lanes, arranged = inputs.shape[1], self.convention.inputs.arrange(inputs)[0]
+        values = {key: _copied(attribute(self.module, key)) for key in source.attributes}
         values |= dict.fromkeys(self.convention.sizes, lanes)
         saved = _set_attributes(self.module, values)
         try:
-            if isinstance(source, ArgumentState):
-                states = [call_start(self.module, name, lanes, arranged) for name in methods]
+            states = [call_start(self.module, name, lanes, arranged) for name in methods]
+            if source.arguments is not None:
                 return states[0] if len(states) == 1 else tuple(states)
-            returned = call_start(self.module, methods[0], lanes, arranged)
-            if returned is not None and len(keys) == 1:
-                set_attribute(self.module, keys[0], returned)
+            if states[0] is not None and len(source.attributes) == 1:
+                set_attribute(self.module, source.attributes[0], states[0])
             return self._attributes()
         finally:
             _set_attributes(self.module, saved)
+
+    def first_call(self, x: Tensor) -> tuple[Any, State, bool]:
+        """One call from the start of a recording, before the layout of the state is known.
+
+        Returns:
+            The result, the state after it in the module's layout, and whether each layer ran once,
+            with all steps of all lanes.
+        """
+        context = self.convention.context
+        x = torch.cat([x.new_zeros(context, *x.shape[1:]), x]) if context else x
+        state = self._first_state(x)
+        call = self.port_call(x, state, None)
+        result, after = self.invoke(x, state, None, call)
+        return result, after, call is not None and call.single
+
+    def _first_state(self, x: Tensor) -> State:
+        """The state for a first call; None lets the module start by itself."""
+        start, source, lanes = self.convention.start, self.convention.source, x.shape[1]
+        if start.function is not None:
+            return start.function(lanes)
+        if start.kind == "method":
+            return widen(self._start_by_methods(x[:1]), lanes)
+        if start.template is None:
+            return None
+        if source.arguments is None:
+            return {name: self._zeros(name, lanes) for name in source.ports}
+        if start.template != "scalar":
+            return self._zeros(start.template, lanes)
+        zeros = torch.zeros_like(next(self.module.parameters(), x).flatten()[:1])
+        return zeros if len(source.arguments) == 1 else (zeros,) * len(source.arguments)
+
+    def _zeros(self, template: str, lanes: int) -> State:
+        """Zeros in the shape of a layer's state.
+
+        After `name#rows` of one row for each lane, after `name#lanes` with the lanes first.
+        """
+        name, _, form = template.partition("#")
+        layer = self.module.get_submodule(name)
+        if isinstance(layer, nn.RNNCellBase):
+            sizes, features = (lanes,), layer.hidden_size
+        elif isinstance(layer, nn.RNNBase):
+            rows = layer.num_layers * (1 + layer.bidirectional)
+            sizes = {"rows": (lanes,), "lanes": (lanes, rows)}.get(form, (rows, lanes))
+            features = layer.proj_size or layer.hidden_size
+        else:
+            raise MisfitError(f"'{name}' is no recurrent layer")
+        h = next(layer.parameters()).new_zeros(*sizes, features)
+        has_cells = isinstance(layer, (nn.LSTM, nn.LSTMCell))
+        return (h, h.new_zeros(*sizes, layer.hidden_size)) if has_cells else h
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         convention = self.convention
@@ -246,8 +282,7 @@ class BoundModule(Adapter):
 
     def call(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """One call of the module: outputs, and the state in the module's own layout."""
-        port_call = None if self._hooks is None else self.port_call(x, state, resets)
-        result, after = self.invoke(x, state, resets, port_call)
+        result, after = self.invoke(x, state, resets, self.port_call(x, state, resets))
         context = self.convention.context
         steps, lanes = x.shape[:2]
         if not context:
@@ -258,16 +293,16 @@ class BoundModule(Adapter):
             return self.convention.outputs.read(result, steps - context, lanes), after
 
     def port_call(self, x: Tensor, state: State, resets: Tensor | None) -> PortCall | None:
-        if self._hooks is None:
+        """What hooks do in one call; None without any, and where the state is an argument."""
+        convention, hooks = self.convention, self._hooks
+        if hooks is None or (convention.source.arguments is not None and state is not None):
             return None
-        convention = self.convention
         shape = torch.Size((x.shape[0] - convention.context, x.shape[1]))
-        is_internal = isinstance(convention.source, InternalState)
         before: dict[str, State] = {}
-        if is_internal and state:
-            for name in self._hooks.ports:  # a loop, since Python 3.11 calls a comprehension
+        if state:
+            for name in hooks.ports:  # a loop, since Python 3.11 calls a comprehension
                 before[name] = state[name]
-        return PortCall(self._hooks, before, shape, resets, convention.context, convention.every)
+        return PortCall(hooks, before, shape, resets, convention.context, convention.every)
 
     def invoke(
         self, x: Tensor, state: State, resets: Tensor | None, call: PortCall | None
@@ -276,8 +311,6 @@ class BoundModule(Adapter):
         convention, module, source = self.convention, self.module, self.convention.source
         args, kwargs = self._arguments(x, state, resets)
         forward = module if convention.method == "forward" else getattr(module, convention.method)
-        if isinstance(source, ArgumentState) and state is not None:
-            call = None
         values = self._attribute_values(state, x.shape[1]) if self._sets_attributes else {}
         saved = _set_attributes(module, values) if values else values
         try:
@@ -285,52 +318,44 @@ class BoundModule(Adapter):
                 result = forward(*args, **kwargs)
             else:
                 result = call.hooks.run(call, forward, args, kwargs)
-            if isinstance(source, ArgumentState):
-                return result, item_at(result, source.result)
             after: dict[str, State] = {}
             if call is not None:
                 after = {**call.before, **call.after}
                 self._single = self._single and call.single
             for key in source.attributes:
-                after[_attribute_name(key)] = attribute(module, key)
+                after[key_name(key)] = attribute(module, key)
         finally:
             if saved:
                 _set_attributes(module, saved)
-        return result, after
+        return result, source.next_state(result, after)
 
     def _arguments(self, x: Tensor, state: State, resets: Tensor | None) -> Arguments:
         """The arguments of a call."""
-        convention, source = self.convention, self.convention.source
+        convention, names = self.convention, self.convention.source.arguments
         args = convention.inputs.arrange(x)
         kwargs: dict[str, Any] = dict.fromkeys(convention.flags, True)
         if convention.resets is not None:
             kwargs[convention.resets.name] = convention.resets.value(x, resets, convention.inputs)
         if convention.input_name is not None:
             args, kwargs = (), {**kwargs, convention.input_name: args[0]}
-        if isinstance(source, ArgumentState):
-            if not source.names:
-                args = ((*args, state),)
-            elif len(source.names) == 1:
-                kwargs[source.names[0]] = state
-            else:
-                states = state if state is not None else [None] * len(source.names)
-                kwargs.update(zip(source.names, states, strict=True))
+        if names == ():
+            args = ((*args, state),)
+        elif names and state is None:  # what is optional has a default of its own
+            forward = getattr(self.module, convention.method)
+            required = {p.name for p in parameters_of(forward) if p.default is p.empty}
+            kwargs.update(dict.fromkeys(required.intersection(names)))
+        elif names:
+            kwargs.update(zip(names, (state,) if len(names) == 1 else state, strict=True))
         return args, kwargs
 
     def _attribute_values(self, state: State, lanes: int) -> dict[Key, Any]:
         """The attributes that are set for a call; a state of None is the module's own."""
-        source, values = self.convention.source, dict[Key, Any]()
-        if isinstance(source, InternalState):
-            for key in source.scratch:
-                values[key] = _copied(attribute(self.module, key))
-            for key in source.attributes:
-                own = attribute(self.module, key) if state is None else state[_attribute_name(key)]
-                values[key] = _copied(own)
+        source, module = self.convention.source, self.module
+        values = {key: _copied(attribute(module, key)) for key in source.scratch}
+        for key in source.attributes:
+            own = attribute(module, key) if state is None else state[key_name(key)]
+            values[key] = _copied(own)
         return values | dict.fromkeys(self.convention.sizes, lanes)
-
-
-def _attribute_name(key: tuple[str, str]) -> str:
-    return ".".join(filter(None, key))
 
 
 def _copied(value: Any) -> Any:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._adapter import LaneLayout
-from throughtime.carry._names import INPUT_NAMES, names_lanes, parameters_of
-from throughtime.carry._ports import Port, TorchPort
+from throughtime.carry._names import INPUT_NAMES, names_lanes, names_state, parameters_of
+from throughtime.carry._ports import Key, Port, is_torch
 from throughtime.errors import ModelError
 from throughtime.state import State
 
@@ -57,38 +57,24 @@ class InputLayout:
         if self.transform is not None:
             inputs = self.transform(x[0] if self.order in ("B", "") else x)
             return inputs if isinstance(inputs, tuple) else (inputs,)
-        if self.drop:
-            x = x.squeeze(-1)
-        match self.order:
-            case "TB":
-                arranged = x
-            case "BT":
-                arranged = x.transpose(0, 1)
-            case "BDT":
-                arranged = x.permute(1, 2, 0)
-            case "flat":
-                arranged = x.flatten(0, 1)
-            case "T":
-                arranged = x[:, 0]
-            case "B":
-                arranged = x[0]
-            case _:
-                arranged = x[0, 0]
+        arranged = _INPUTS[self.order][1](x.squeeze(-1) if self.drop else x)
         return (arranged.contiguous() if self.contiguous else arranged,)
 
     def __str__(self) -> str:
         if self.transform is not None:
             return "what inputs= returns"
-        names = {
-            "TB": "(T, B, ...)",
-            "BT": "(B, T, ...)",
-            "BDT": "(B, D, T)",
-            "flat": "(T*B, ...)",
-            "T": "(T, ...), one lane",
-            "B": "(B, ...)",
-            "": "(...), one step of one lane",
-        }
-        return names[self.order] + (" without a feature dimension" if self.drop else "")
+        return _INPUTS[self.order][0] + (" without a feature dimension" if self.drop else "")
+
+
+_INPUTS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "TB": ("(T, B, ...)", lambda x: x),
+    "BT": ("(B, T, ...)", lambda x: x.transpose(0, 1)),
+    "BDT": ("(B, D, T)", lambda x: x.movedim(0, -1)),
+    "flat": ("(T*B, ...)", lambda x: x.flatten(0, 1)),
+    "T": ("(T, ...), one lane", lambda x: x[:, 0]),
+    "B": ("(B, ...)", lambda x: x[0]),
+    "": ("(...), one step of one lane", lambda x: x[0, 0]),
+}
 
 
 def item_at(result: Any, path: Path) -> Any:
@@ -159,29 +145,24 @@ class OutputLayout:
         y = item_at(result, self.path)
         if not isinstance(y, Tensor):
             raise MisfitError(f"returned a {type(y).__name__}, expected one tensor of outputs")
-        if self.order == "BCT":
-            if y.dim() < 3 or (y.shape[0], y.shape[2]) != (lanes, steps):
+        order, features = self.order, self.features
+        lane_major = order in ("BT", "flat BT", "BCT")
+        dims = (lanes, steps) if lane_major else (steps, lanes)
+        leading = _leading_dims(order, dims, steps, lanes)
+        if order == "BCT":
+            if y.dim() < 3 or (y.shape[0], y.shape[2]) != dims:
                 raise self._misfit(y, steps, lanes)
-            return y.movedim(2, 0)
-        is_lane_major = self.order in ("BT", "flat BT")
-        dims = (lanes, steps) if is_lane_major else (steps, lanes)
-        leading = _leading_dims(self.order, steps, lanes)
-        y = self._checked(y, leading, dims)
+            y = y.movedim(2, 1)
+        elif y.shape[: len(leading)] != leading or (
+            features is not None and y.dim() != len(leading) + len(features)
+        ):
+            # squeeze() in a module drops a time or a batch of one
+            if features is None or y.numel() != math.prod((*dims, *features)):
+                raise self._misfit(y, steps, lanes)
+            y = y.reshape(*leading, *features)
         if leading != dims:
             y = y.reshape(*dims, *y.shape[len(leading) :])
-        return y.transpose(0, 1) if is_lane_major else y
-
-    def _checked(self, y: Tensor, leading: tuple[int, ...], dims: tuple[int, int]) -> Tensor:
-        """The item with the leading dimensions of this order."""
-        features = self.features
-        if y.shape[: len(leading)] == leading and (
-            features is None or y.dim() == len(leading) + len(features)
-        ):
-            return y
-        # squeeze() in a module drops a time or a batch of one
-        if features is None or y.numel() != math.prod((*dims, *features)):
-            raise self._misfit(y, *(dims[::-1] if self.order in ("BT", "flat BT") else dims))
-        return y.reshape(*leading, *features)
+        return y.transpose(0, 1) if lane_major else y
 
     def _misfit(self, y: Tensor, steps: int, lanes: int) -> MisfitError:
         return MisfitError(
@@ -191,92 +172,82 @@ class OutputLayout:
         )
 
     def __str__(self) -> str:
-        names = {
-            "TB": "(T, B, C)",
-            "BT": "(B, T, C)",
-            "BCT": "(B, C, T, ...)",
-            "flat TB": "(T*B, C), steps first",
-            "flat BT": "(B*T, C), lanes first",
-            "T": "(T, C), one lane",
-            "B": "(B, C)",
-            "": "(C,), one step of one lane",
-        }
-        return names[self.order]
+        return _OUTPUTS[self.order]
 
 
-def _leading_dims(order: str, steps: int, lanes: int) -> tuple[int, ...]:
+_OUTPUTS = {
+    "TB": "(T, B, C)",
+    "BT": "(B, T, C)",
+    "BCT": "(B, C, T, ...)",
+    "flat TB": "(T*B, C), steps first",
+    "flat BT": "(B*T, C), lanes first",
+    "T": "(T, C), one lane",
+    "B": "(B, C)",
+    "": "(C,), one step of one lane",
+}
+
+
+def _leading_dims(order: str, dims: tuple[int, int], steps: int, lanes: int) -> tuple[int, ...]:
     """The leading dimensions of outputs in an order."""
-    match order:
-        case "TB":
-            return steps, lanes
-        case "BT":
-            return lanes, steps
-        case "flat TB" | "flat BT":
-            return (steps * lanes,)
-        case "T":
-            return (steps,)
-        case "B":
-            return (lanes,)
-        case _:
-            return ()
+    if order in ("TB", "BT", "BCT"):
+        return dims
+    if order.startswith("flat"):
+        return (steps * lanes,)
+    return {"T": (steps,), "B": (lanes,)}.get(order, ())
 
 
 @dataclass(frozen=True)
-class ArgumentState:
-    """A state that the module takes as arguments and returns.
+class Source:
+    """Where the state of a module is.
 
     Attributes:
-        names: the parameters; empty for `forward((x, state))`.
-        result: where the state is in the result.
-    """
-
-    names: tuple[str, ...]
-    result: Path
-
-    def __str__(self) -> str:
-        where = f"argument {', '.join(self.names)}" if self.names else "the argument (x, state)"
-        item = f"item {path_name(self.result)} of the result" if self.result else "the result"
-        return f"{where}; the next state is {item}"
-
-
-@dataclass(frozen=True)
-class InternalState:
-    """A state that the module keeps inside: in its submodules, or in attributes.
-
-    Attributes:
-        ports: recurrent submodules by name.
+        arguments: the parameters that take it, which the module returns; empty for
+            `forward((x, state))`; None for a state inside.
+        result: where the next state is in the result.
+        ports: recurrent submodules by name, which hold the state; or the one that shows what a
+            module passes to it that takes its state as an argument.
         attributes: attributes, or buffers, that hold the state: (module, name).
         scratch: attributes in which the module keeps the same state; restored after every call.
     """
 
-    ports: Mapping[str, Port]
-    attributes: tuple[tuple[str, str], ...] = ()
-    scratch: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[str, ...] | None = None
+    result: Path = ()
+    ports: Mapping[str, Port] = field(default_factory=dict[str, Port])
+    attributes: tuple[Key, ...] = ()
+    scratch: tuple[Key, ...] = ()
 
     def __str__(self) -> str:
+        if self.arguments is not None:
+            names = ", ".join(self.arguments)
+            where = f"argument {names}" if names else "the argument (x, state)"
+            item = f"item {path_name(self.result)} of the result" if self.result else "the result"
+            return f"{where}; the next state is {item}"
         parts = [
-            f"the hidden state of {'layer' if isinstance(port, TorchPort) else 'module'} '{name}',"
-            " set and read by hooks"
+            f"the hidden state of {'layer' if is_torch(port) else 'module'} '{name}', set and read"
+            " by hooks"
             for name, port in self.ports.items()
         ]
-        parts += [f"attribute {'.'.join(filter(None, key))}" for key in self.attributes]
-        return "; ".join(parts)
+        return "; ".join([*parts, *(f"attribute {key_name(key)}" for key in self.attributes)])
+
+    def next_state(self, result: Any, after: State) -> State:
+        """The next state; `after` is that of a state inside."""
+        return after if self.arguments is None else item_at(result, self.result)
+
+
+def key_name(key: Key) -> str:
+    """An attribute as Python writes it, without the module: `memory.cells`."""
+    return ".".join(filter(None, key))
 
 
 MISSING = object()  # the value of an attribute that a module does not have yet
 
 
-def state_of(source: ArgumentState | InternalState, result: Any, after: State) -> State:
-    """The next state; `after` is that of a state inside."""
-    return item_at(result, source.result) if isinstance(source, ArgumentState) else after
-
-
-def attribute(module: nn.Module, key: tuple[str, str]) -> Any:
+def attribute(module: nn.Module, key: Key) -> Any:
     """The value of an attribute or a buffer of a submodule."""
     return getattr(module.get_submodule(key[0]), key[1], MISSING)
 
 
-def set_attribute(module: nn.Module, key: tuple[str, str], value: Any) -> None:
+def set_attribute(module: nn.Module, key: Key, value: Any) -> None:
     """Set an attribute or a buffer, without the checks of `nn.Module.__setattr__`."""
     owner = module.get_submodule(key[0])
     values = owner._buffers if key[1] in owner._buffers else owner.__dict__
@@ -300,28 +271,19 @@ class Start:
         methods: the methods, one for each argument of the state or one for all; or the tensors.
         template: of zeros, what a first call gets in a trial: None, "scalar", or the path of the
             layer whose state has the shape.
-        ports: the layer that shows what a module passes which takes its state as an argument.
         function: the user's.
     """
 
     kind: StartKind
     methods: tuple[str, ...] = ()
     template: str | None = None
-    ports: Mapping[str, Port] = field(default_factory=dict[str, Port])
     function: Callable[[int], State] | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
-        match self.kind:
-            case "zeros":
-                return "zeros"
-            case "method":
-                return " and ".join(f"module.{name}(...)" for name in self.methods)
-            case "tensors":
-                return " and ".join(f"module.{name}" for name in self.methods)
-            case "captured":
-                return "what the module itself starts from"
-            case _:
-                return "start(lanes)"
+        calls = "(...)" if self.kind == "method" else ""
+        own = " and ".join(f"module.{name}{calls}" for name in self.methods)
+        others = {"captured": "what the module itself starts from", "function": "start(lanes)"}
+        return own or others.get(self.kind, self.kind)
 
 
 def call_start(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:
@@ -340,25 +302,22 @@ def call_start(module: nn.Module, name: str, lanes: int, example: Tensor) -> Sta
     """
     method = getattr(module, name)
     weight = next(module.parameters(), example)
-    values: list[Any] = []
-    required = [p for p in parameters_of(method) if p.default is p.empty or names_lanes(p.name)]
+    known = {"device": weight.device, "dtype": weight.dtype} | dict.fromkeys(INPUT_NAMES, example)
+    args: list[Any] = []
     options: dict[str, Any] = {}
+    required = [p for p in parameters_of(method) if p.default is p.empty or names_lanes(p.name)]
     for p in required:
         if names_lanes(p.name) or (len(required) == 1 and p.name not in INPUT_NAMES):
             value: Any = lanes
-        elif p.name == "device":
-            value = weight.device
-        elif p.name == "dtype":
-            value = weight.dtype
-        elif p.name in INPUT_NAMES:
-            value = example
+        elif p.name in known or names_state(p.name):
+            value = known.get(p.name)
         else:
             raise MisfitError(f"{name} needs a value for {p.name}")
-        if p.default is p.empty:
-            values.append(value)
+        if p.default is p.empty and p.kind is not p.KEYWORD_ONLY:
+            args.append(value)
         else:
             options[p.name] = value
-    return method(*values, **options)
+    return method(*args, **options)
 
 
 def widen(state: State, lanes: int) -> State:
@@ -407,7 +366,7 @@ class ResetArgument:
             else resets
         )
         flags = (flags.logical_not() if self.inverted else flags).to(self.dtype)
-        arranged = InputLayout("BT" if layout.order == "BDT" else layout.order).arrange(flags)[0]
+        (arranged,) = InputLayout(layout.order).arrange(flags)
         return arranged.unsqueeze(-1) if self.column else arranged
 
 
@@ -434,12 +393,12 @@ class Convention:
 
     call: Call
     inputs: InputLayout
-    source: ArgumentState | InternalState
+    source: Source
     start: Start
     outputs: OutputLayout
     lanes: LaneLayout
     flags: tuple[str, ...] = ()
-    sizes: tuple[tuple[str, str], ...] = ()
+    sizes: tuple[Key, ...] = ()
     resets: ResetArgument | None = None
     context: int = 0
     every: str | None = None

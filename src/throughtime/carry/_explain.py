@@ -13,12 +13,11 @@ from throughtime import state as trees
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import (
     CALLS,
-    ArgumentState,
     Call,
     Convention,
     InputLayout,
-    InternalState,
     MisfitError,
+    key_name,
     path_name,
 )
 from throughtime.carry._subject import Failure
@@ -67,7 +66,7 @@ def convention_lines(bound: BoundModule) -> list[str]:
 def _options(c: Convention) -> str:
     """What else a call gets."""
     options = [f"{name}=True" for name in c.flags]
-    options += [f"attribute {'.'.join(filter(None, key))} set to B" for key in c.sizes]
+    options += [f"attribute {key_name(key)} set to B" for key in c.sizes]
     options += [f"after {c.context} steps of the past"] if c.context else []
     options += [f"by module.{c.method}"] if c.method != "forward" else []
     options += [f"inputs as {c.input_name}="] if c.input_name else []
@@ -93,7 +92,7 @@ def rejected_lines(failures: Iterable[Failure]) -> list[str]:
     reasons: dict[tuple[Call, InputLayout, bool, str], str] = {}
     for failure in sorted(failures, key=lambda f: f.law is None):  # a law says more than an error
         c = failure.convention
-        if c is None or (isinstance(c.source, ArgumentState) and not c.source.names):
+        if c is None or c.source.arguments == ():
             continue  # few modules take a pair: what they raise says nothing
         key = (c.call, c.inputs, failure.one_lane)
         if failure.law is not None:
@@ -115,10 +114,11 @@ def rejected_lines(failures: Iterable[Failure]) -> list[str]:
 def source_name(convention: Convention) -> str:
     """Where the state is, in a few words."""
     source = convention.source
-    if not isinstance(source, InternalState):
-        return f"argument '{', '.join(source.names)}'" if source.names else "a pair (x, state)"
-    names = [*source.ports, *(".".join(filter(None, key)) for key in source.attributes)]
-    return ", ".join(f"'{name}'" for name in names)
+    if source.arguments is not None:
+        return (
+            f"argument '{', '.join(source.arguments)}'" if source.arguments else "a pair (x, state)"
+        )
+    return ", ".join(f"'{name}'" for name in (*source.ports, *map(key_name, source.attributes)))
 
 
 def _reason(failure: Failure) -> str:

@@ -10,7 +10,8 @@ memory    outputs depend on the state
 credit    gradients flow through the state: chunks give the gradients of one call
 long      the same as `whole`, with chunks as long as those of the stream
 
-Every law is a deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
+Those that compare with the module as its author calls it are in `_acceptance`. Every law is a
+deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
 import random
@@ -35,9 +36,84 @@ from throughtime.carry._trial import (
 from throughtime.state import State
 
 NOT_FINITE = "the outputs are not finite"
-
-
 SINGLE = 1e-6  # the rounding of a computation in float32, relative
+
+
+class Sentences(NamedTuple):
+    """What a module does that breaks a law, and what to change."""
+
+    broken: str
+    advice: str
+
+
+# A wrong call breaks the first, a wrong layout the next two: the later one is, the more it says.
+LAWS: dict[str, Sentences] = {
+    "last": Sentences(
+        "steps one by one do not end where one call of the whole sequence ends",
+        "It was made for whole sequences: attention, pooling or a convolution over all steps"
+        " cannot be carried. Let forward(x, state) return (y, state) for each step",
+    ),
+    "inputs": Sentences(
+        "its outputs do not depend on its inputs",
+        "Check what forward computes from its inputs",
+    ),
+    "lanes": Sentences(
+        "the inputs of one lane change another lane",
+        "Lanes are independent recordings. If the module takes the other order of time and batch,"
+        " write tt.carry(module, batch_first=True) or batch_first=False; if it reshapes time into"
+        " the batch or normalises over the batch, let each lane be computed alone",
+    ),
+    "repeat": Sentences(
+        "two equal calls in evaluation mode give different outputs",
+        "Random numbers: give functional dropout training=self.training. A random initial state:"
+        " tt.carry(module, start=lambda lanes: ...) with one that is fixed. A counter in an"
+        " attribute, or in an object of another class: make it a part of the state",
+    ),
+    "causal": Sentences(
+        "an input changes the outputs of earlier steps",
+        "A stream has no future: attention over all steps, a layer that runs backwards,"
+        " normalisation over time or a convolution that looks ahead cannot be carried. Use what"
+        " has passed only",
+    ),
+    "whole": Sentences(
+        "chunks with the state carried do not give what one call gives",
+        "Something is kept outside the state, or is not kept: past steps of a convolution (write"
+        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or a norm"
+        " over time, a variable of forward. Let forward(x, state) return (y, state) with all that"
+        " it needs",
+    ),
+    "memory": Sentences(
+        "its outputs do not depend on the state that it gets",
+        "Name the parameter, or the attribute, that is the state: tt.carry(module,"
+        " state='hidden'). If there is none, the module has no memory, and nothing is to be"
+        " carried",
+    ),
+    "value": Sentences(
+        "a call changes the state that it gets, in place",
+        "Return a new state instead of writing into the one that came in",
+    ),
+    "credit": Sentences(
+        "no gradient, or a part of it, flows through the state to the chunk before",
+        "The module detaches its state. Remove .detach(), .data or no_grad() from its forward:"
+        " tt.updates cuts the gradient where its policy says, and keeps memory flat",
+    ),
+    "start": Sentences(
+        "it gives other outputs for no state than for a state of zeros",
+        "Its recordings start from something that no layer shows: give the module a method"
+        " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda lanes: ...)",
+    ),
+    "long": Sentences(
+        "long chunks with the state carried do not give what one call gives",
+        "A call reads steps that are further back than its state: keep the past of a convolution,"
+        " tt.carry(module, context=STEPS) with (kernel_size - 1) * dilation, or let forward(x,"
+        " state) return (y, state) with all that it needs",
+    ),
+    "kept": Sentences(
+        "what it returns depends on attributes beside its state, which calls change",
+        "It keeps a part of its state in attributes. Let forward take and return all of it, or"
+        " keep all of it in attributes and write tt.carry(module, state='hidden') for the one",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -224,6 +300,8 @@ class Laboratory:
         if lanes == 1:
             return 0.0
         moved = float(self._moved[:, : lanes - 1].max())
+        if self.training is not None:  # where a mask may be drawn for each row of the batch
+            return moved
         cut = self.bounds[1]
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
         state, together = self._parts.before, self._parts.second
@@ -320,51 +398,53 @@ class Laboratory:
 
     def _credit_in_training(self) -> float:
         """Infinite where a tensor of the state gets a gradient in evaluation, and none here."""
-        carries = self._gradient_flows(self._parts)
+        carries = self._reached(self._parts.state, self._parts.second)
         if all(carries):
             return 0.0
         training, self.training = self.training, None
-        cut = self.bounds[1]
-        first, state = self.run(self.x[:cut])
-        evaluated = self._gradient_flows(
-            _Parts(first, state, state, *self.run(self.x[cut:], state=state))
-        )
+        _, state = self.run(self.x[: self.bounds[1]])
+        evaluated = self._reached(state, self.run(self.x[self.bounds[1] :], state=state)[0])
         self.training = training
         pairs = zip(evaluated, carries, strict=True)
         return float("inf") if any(before and not now for before, now in pairs) else 0.0
 
-    def _gradient_flows(self, parts: "_Parts") -> list[bool]:
-        """Whether each tensor of the state after the first chunk gets a gradient of the others."""
-        y, leaves = parts.second, trees.tensors(parts.state)
+    def _reached(self, state: State, y: Tensor) -> list[bool]:
+        """Whether each tensor of a state gets a gradient of outputs."""
+        leaves = trees.tensors(state)
         entering = [leaf for leaf in leaves if leaf.requires_grad]
         if not entering or not y.requires_grad:
             return [False] * len(leaves)
         loss = (y * loss_weights(y)).sum()
         try:
-            grads = iter(torch.autograd.grad(loss, entering, materialize_grads=True))
+            grads = torch.autograd.grad(loss, entering, retain_graph=True, materialize_grads=True)
         except RuntimeError:  # torch's LSTM in float32 under outputs written in place: not measured
             return [True] * len(leaves)
-        return [leaf.requires_grad and bool(next(grads).any()) for leaf in leaves]
+        rest = iter(grads)
+        return [leaf.requires_grad and bool(next(rest).any()) for leaf in leaves]
 
     def _cuts_credit(self) -> bool:
-        """Whether some tensor of the state changes outputs and gets no gradient from them."""
+        """Whether some tensor of the state changes outputs and gets no gradient from them.
+
+        The first step after it and the later ones are two questions: what a step returns may be cut
+        where what it computes is not.
+        """
         cut = self.bounds[1]
         _, state = self.run(self.x[:cut])
         state = trees.map_leaves(_fresh_leaf, state)
         y, _ = self.run(self.x[cut:], state=state)
-        entering = [leaf for leaf in trees.tensors(state) if leaf.requires_grad]
-        if not entering or not y.requires_grad:
-            return bool(entering)
-        loss = (y * loss_weights(y)).sum()
-        grads = torch.autograd.grad(loss, entering, allow_unused=True, materialize_grads=True)
-        for leaf, grad in zip(entering, grads, strict=True):
-            if bool(grad.any()):
-                continue
-            with torch.no_grad():
-                other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
-                changed, _ = self.run(self.x[cut:], state=other)
-            if difference(changed, y.detach()) > self.tolerance:
-                return True
+        for steps in (slice(1), slice(1, None)):
+            for leaf, reached in zip(
+                trees.tensors(state), self._reached(state, y[steps]), strict=True
+            ):
+                if reached or not leaf.requires_grad:
+                    continue
+                with torch.no_grad():
+                    other = trees.map_leaves(
+                        lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state
+                    )
+                    changed, _ = self.run(self.x[cut:], state=other)
+                if difference(changed[steps], y[steps]) > self.tolerance:
+                    return True
         return False
 
 

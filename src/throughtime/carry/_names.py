@@ -16,7 +16,7 @@ INPUT_NAMES = {"x", "input", "inputs", "obs", "data", "input_tensor", "like", "e
 SIZE_ATTRIBUTES = ("batch_size", "batch_sz", "bsz", "batch")
 STATE_FLAGS = {  # boolean parameters by which a module is asked for its state
     *("return_state", "return_states", "return_hidden", "return_last_state", "ret_state"),
-    *("output_state", "return_next_prev_hidden"),
+    *("output_state", "return_next_prev_hidden", "use_cache", "return_cache"),
 }
 RESTARTS = {  # parameters that mean a restart, and whether 0 does
     **dict.fromkeys(("resets", "reset", "reset_mask", "done", "dones", "is_first", "first"), False),
@@ -48,9 +48,9 @@ def is_method(module: nn.Module, name: str) -> bool:
 
 
 def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The positional parameters of a method, without self."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [p for p in inspect.signature(method).parameters.values() if p.kind in kinds]
+    """The parameters of a method by name, without self; those by keyword alone are the last."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in inspect.signature(method).parameters.values() if p.kind not in variable]
 
 
 def initial_methods(module: nn.Module) -> list[str]:
@@ -63,13 +63,24 @@ def reset_methods(module: nn.Module) -> list[str]:
     return _methods(module, _RESET_VERBS, {"reset"}) + initial_methods(module)
 
 
+def preparing_methods(module: nn.Module) -> list[str]:
+    """Those that may have to be called before the first inputs, whatever they are about."""
+    verbs = (*_RESET_VERBS, *_INITIAL_VERBS)
+    names = _own_methods(module)
+    others = [name for name in names if name.lower().lstrip("_").startswith(verbs)]
+    return list(dict.fromkeys([*reset_methods(module), *others]))
+
+
 def _methods(module: nn.Module, verbs: tuple[str, ...], others: set[str]) -> list[str]:
-    inherited = set(dir(nn.Module))
-    names = [
+    return [
         name
-        for name in dir(type(module))
-        if name not in inherited
-        and (name in others or (name.lower().startswith(verbs) and names_state(name)))
+        for name in _own_methods(module)
+        if name in others or (name.lower().lstrip("_").startswith(verbs) and names_state(name))
     ]
-    names = [name for name in names if is_method(module, name)]
+
+
+def _own_methods(module: nn.Module) -> list[str]:
+    """The methods that torch's modules do not have, by name; `initial_state` first."""
+    own = set(dir(type(module))) - set(dir(nn.Module))
+    names = [name for name in own if is_method(module, name) and not name.startswith("__")]
     return sorted(names, key=lambda name: (name != "initial_state", name))

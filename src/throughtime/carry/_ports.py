@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -60,41 +60,39 @@ class Port(ABC):
 
 
 @dataclass(frozen=True)
-class TorchPort(Port):
-    """A recurrent layer or cell of torch.nn: `layer(input, hx) -> (y, hx)`, `cell(...) -> hx`."""
+class ArgumentPort(Port):
+    """A submodule with the state in one argument: `layer(input, hx) -> (y, hx)`.
 
-    is_layer: bool
-
-    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
-        return args[1] if len(args) > 1 else kwargs.get("hx")
-
-    def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
-        if not kwargs:  # the usual case
-            return (args[0], state), kwargs
-        sequence = args[0] if args else kwargs["input"]
-        return (sequence, state), {k: v for k, v in kwargs.items() if k not in ("input", "hx")}
-
-    def leaving(self, result: Any) -> State:
-        return result[1] if self.is_layer else result
-
-
-@dataclass(frozen=True)
-class ParameterPort(Port):
-    """A submodule of the user's with an optional state: `part(x, state=None) -> (y, state)`."""
+    Attributes:
+        position: of the argument.
+        name: of the argument.
+        kind: "layer" or "cell" of torch.nn, or "part" of the user's.
+    """
 
     position: int
     name: str
+    kind: Literal["layer", "cell", "part"]
 
     def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
         return args[self.position] if len(args) > self.position else kwargs.get(self.name)
 
     def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
-        if len(args) <= self.position:
+        position = self.position
+        if len(args) < position:
             return args, {**kwargs, self.name: state}
-        return (*args[: self.position], state, *args[self.position + 1 :]), kwargs
+        kwargs = {k: v for k, v in kwargs.items() if k != self.name} if kwargs else kwargs
+        return (*args[:position], state, *args[position + 1 :]), kwargs
 
     def leaving(self, result: Any) -> State:
-        return result[1]
+        return result if self.kind == "cell" else result[1]
+
+
+LAYER, CELL = ArgumentPort(1, "hx", "layer"), ArgumentPort(1, "hx", "cell")
+
+
+def is_torch(port: Port | None) -> bool:
+    """Whether a port is a layer or a cell of torch.nn."""
+    return isinstance(port, ArgumentPort) and port.kind != "part"
 
 
 @dataclass(frozen=True)
@@ -220,7 +218,7 @@ class StateHook:
         elif call.resets is not None:
             raise ResetsUnsupportedError
         if name in call.after:
-            if isinstance(port, TorchPort):
+            if is_torch(port):
                 _check_continues(name, port.entering(args, kwargs), call.after[name])
             return (args, kwargs) if call.context else None
         if name not in call.before:
@@ -376,11 +374,11 @@ def torch_ports(
         if isinstance(part, nn.RNNBase):
             ran = calls is None or _runs_over_time(part, calls.get(name, []), steps)
             if ran and not part.bidirectional:
-                ports[name] = TorchPort(is_layer=True)
+                ports[name] = LAYER
         elif isinstance(part, nn.RNNCellBase) and (
             calls is None or len(calls.get(name, [])) == steps
         ):
-            ports[name] = TorchPort(is_layer=False)
+            ports[name] = CELL
     return ports
 
 
@@ -433,7 +431,8 @@ def parameter_ports(module: nn.Module, calls: dict[str, list[PartCall]]) -> dict
             continue
         for position, p in enumerate(parameters_of(part.forward)):
             if position and p.default is None and names_state(p.name):
-                ports[name] = ParameterPort(position, p.name)
+                by_name = p.kind is p.KEYWORD_ONLY  # beyond what a call passes by position
+                ports[name] = ArgumentPort(position + by_name, p.name, "part")
                 break
     return _outermost(ports)
 

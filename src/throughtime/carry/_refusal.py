@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from throughtime.carry._bound import BoundModule
-from throughtime.carry._convention import ArgumentState
 from throughtime.carry._explain import source_name
-from throughtime.carry._laws import NOT_FINITE, Laboratory, Law
+from throughtime.carry._laws import LAWS, NOT_FINITE, Laboratory, Law
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers, observe
 from throughtime.carry._search import Search
@@ -31,71 +30,6 @@ from throughtime.errors import ModelError
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-
-BROKEN = {
-    "last": "steps one by one do not end where one call of the whole sequence ends",
-    "repeat": "two equal calls in evaluation mode give different outputs",
-    "inputs": "its outputs do not depend on its inputs",
-    "causal": "an input changes the outputs of earlier steps",
-    "lanes": "the inputs of one lane change another lane",
-    "whole": "chunks with the state carried do not give what one call gives",
-    "kept": "what it returns depends on attributes beside its state, which calls change",
-    "memory": "its outputs do not depend on the state that it gets",
-    "value": "a call changes the state that it gets, in place",
-    "start": "it gives other outputs for no state than for a state of zeros",
-    "credit": "no gradient, or a part of it, flows through the state to the chunk before",
-    "long": "long chunks with the state carried do not give what one call gives",
-}
-ADVICE = {
-    "last": (
-        "It was made for whole sequences: attention, pooling or a convolution over all steps cannot"
-        " be carried. Let forward(x, state) return (y, state) for each step"
-    ),
-    "repeat": (
-        "Random numbers: give functional dropout training=self.training. A random initial state:"
-        " tt.carry(module, start=lambda lanes: ...) with one that is fixed. A counter in an"
-        " attribute, or in an object of another class: make it a part of the state"
-    ),
-    "inputs": "Check what forward computes from its inputs",
-    "causal": (
-        "A stream has no future: attention over all steps, a layer that runs backwards,"
-        " normalisation over time or a convolution that looks ahead cannot be carried. Use what has"
-        " passed only"
-    ),
-    "lanes": (
-        "Lanes are independent recordings. If the module takes the other order of time and batch,"
-        " write tt.carry(module, batch_first=True) or batch_first=False; if it reshapes time into"
-        " the batch or normalises over the batch, let each lane be computed alone"
-    ),
-    "whole": (
-        "Something is kept outside the state, or is not kept: past steps of a convolution (write"
-        " tt.carry(module, context=STEPS)), attention over the steps of a call, a sum or a norm"
-        " over time, a variable of forward. Let forward(x, state) return (y, state) with all that"
-        " it needs"
-    ),
-    "kept": (
-        "It keeps a part of its state in attributes. Let forward take and return all of it, or keep"
-        " all of it in attributes and write tt.carry(module, state='hidden') for the one"
-    ),
-    "memory": (
-        "Name the parameter, or the attribute, that is the state: tt.carry(module, state='hidden')."
-        " If there is none, the module has no memory, and nothing is to be carried"
-    ),
-    "start": (
-        "Its recordings start from something that no layer shows: give the module a method"
-        " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda lanes: ...)"
-    ),
-    "value": "Return a new state instead of writing into the one that came in",
-    "long": (
-        "A call reads steps that are further back than its state: keep the past of a convolution,"
-        " tt.carry(module, context=STEPS) with (kernel_size - 1) * dilation, or let"
-        " forward(x, state) return (y, state) with all that it needs"
-    ),
-    "credit": (
-        "The module detaches its state. Remove .detach(), .data or no_grad() from its forward:"
-        " tt.updates cuts the gradient where its policy says, and keeps memory flat"
-    ),
-}
 
 
 def refusal(module: nn.Module, search: Search) -> ModelError:
@@ -157,7 +91,7 @@ def broken_error(
     if law.error:
         return ModelError(
             f"{name} cannot be carried: it computes a chunk, and fails where the {plain!r} law is"
-            f" measured, with other lengths, lanes or states ({law.error}). {ADVICE['whole']}."
+            f" measured, with other lengths, lanes or states ({law.error}). {LAWS['whole'].advice}."
         )
     details: list[str] = [] if plain in ("inputs", "memory") else [f"deviation {law.deviation:.2g}"]
     details += [f"with the state in {state}"] if state else []
@@ -171,7 +105,8 @@ def broken_error(
             " memory flat."
         )
     return ModelError(
-        f"{name} cannot be carried: {'in training mode, ' if is_training else ''}{BROKEN[plain]}"
+        f"{name} cannot be carried: {'in training mode, ' if is_training else ''}"
+        f"{LAWS[plain].broken}"
         f"{measured}."
         f" {_advice(plain, part, is_training)}."
     )
@@ -198,7 +133,7 @@ def _telling(module: nn.Module, failures: list[Failure]) -> Failure | None:
 def _unknown_parameters(search: Search) -> str:
     """Parameters without a default beside those of the state, if it has such, in quotes."""
     tried = [f.convention.source for f in search.failures if f.convention is not None]
-    names = max((s.names for s in tried if isinstance(s, ArgumentState)), key=len, default=())
+    names = max((s.arguments or () for s in tried), key=len, default=())
     unknown = [name for name in names if not names_state(name)]
     return ", ".join(map(repr, unknown)) if len(unknown) < len(names) else ""
 
@@ -246,11 +181,11 @@ def _uncallable(module: nn.Module, failure: Failure | None, features: int) -> Mo
             " that its layer was built for, last: (T, B, features)"
         )
     if failure is not None and failure.convention is not None:
-        source = failure.convention.source
-        if isinstance(source, ArgumentState) and any(map(names_state, source.names)):
+        names = failure.convention.source.arguments or ()
+        if any(map(names_state, names)):
             return ModelError(
                 f"{name}.forward failed in every trial ({_first_line(error)}), with the state in"
-                f" argument '{', '.join(source.names)}'. Let it accept None at the start of a"
+                f" argument '{', '.join(names)}'. Let it accept None at the start of a"
                 " recording, give the module a method initial_state(lanes), or write"
                 " tt.carry(module, start=lambda lanes: ...)."
             )
@@ -294,7 +229,7 @@ def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> 
                 "What a step gets is not what the step before returned, such as a state after"
                 " dropout: dropout belongs on outputs, or into the cell that returns the state"
             )
-        return ADVICE[law]
+        return LAWS[law].advice
     name, module = part
     where = f"The first part that breaks it is '{name}' ({type(module).__name__})"
     if isinstance(module, BATCH_NORMS):
@@ -320,7 +255,7 @@ def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> 
         )
     if "Norm" in type(module).__name__:
         return f"{where}: it normalises over time. Normalise the features of each step alone"
-    return f"{where}. {ADVICE[law]}"
+    return f"{where}. {LAWS[law].advice}"
 
 
 def _found_culprit(

@@ -14,25 +14,23 @@ from throughtime import state as trees
 from throughtime.carry._acceptance import Acceptance
 from throughtime.carry._adapter import LaneDim, LaneLayout, is_state
 from throughtime.carry._convention import (
-    ArgumentState,
     Call,
     Convention,
     InputLayout,
-    InternalState,
     MisfitError,
     OutputLayout,
     Path,
+    Source,
     Start,
     item_at,
     path_name,
-    state_of,
     tensor_paths,
 )
 from throughtime.carry._laws import (
     NOT_FINITE,
 )
 from throughtime.carry._names import RESTARTS, names_state
-from throughtime.carry._ports import TorchPort
+from throughtime.carry._ports import LAYER, is_torch
 from throughtime.carry._sources import proposals
 from throughtime.carry._subject import CALL_ERRORS, Failure, Hints, Subject
 from throughtime.carry._trial import (
@@ -227,7 +225,8 @@ class _Trials:
                 if call != "every":
                     yield from self._complete(base, steps)
                     continue
-                for name in reversed(_layers_of(proposal.source)):
+                ports = proposal.source.ports if proposal.source.arguments is None else {}
+                for name in reversed([n for n, port in ports.items() if port == LAYER]):
                     yield from self._complete(replace(base, every=name), steps)
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[list[list[Convention]]]:
@@ -239,7 +238,7 @@ class _Trials:
             return
         for source in _located(base.source, result):
             located = replace(base, source=source, single=single)
-            state = state_of(source, result, after)
+            state = source.next_state(result, after)
             outputs = self._outputs(located, result, state, x)
             if not outputs:
                 self.subject.note(located, None, MisfitError(_no_outputs(result, x)))
@@ -291,13 +290,13 @@ class _Trials:
         if dims is None:
             try:
                 result, after, _ = self.subject.call(convention, x[:, : lanes - 1])
-                other = state_of(source, result, after)
+                other = source.next_state(result, after)
                 shapes = [[leaf.shape for leaf in trees.tensors(s)] for s in (state, other)]
                 if shapes[0] == shapes[1]:
                     raise MisfitError("has a state without a dimension for lanes")
                 dims = LaneLayout.infer({lanes: state, lanes - 1: other}, weight).dims
             except CALL_ERRORS as error:
-                if isinstance(source, ArgumentState) and source.result == ():
+                if source.arguments is not None and source.result == ():
                     error = MisfitError(f"is no state as a whole: {error}")
                 self.subject.note(convention, None, error)
                 if isinstance(error, (MisfitError, ModelError, StateError)):
@@ -310,14 +309,12 @@ class _Trials:
         return layouts
 
 
-def _located(
-    source: ArgumentState | InternalState, result: Any
-) -> Iterator[ArgumentState | InternalState]:
+def _located(source: Source, result: Any) -> Iterator[Source]:
     """The source, with each place of the next state in the result that is possible."""
-    if isinstance(source, InternalState):
+    if source.arguments is None:
         yield source
         return
-    count = len(source.names)
+    count = len(source.arguments)
     for path in _state_paths(result, count):
         state = item_at(result, path)
         fits = count <= 1 or (isinstance(state, (tuple, list)) and len(state) == count)
@@ -341,18 +338,16 @@ def _start_tensors(module: nn.Module, layout: LaneLayout) -> tuple[str, ...]:
     return tuple(names) if len(names) == len(layout.dims) else ()
 
 
-def _torch_lanes(
-    source: ArgumentState | InternalState, state: State, lanes: int
-) -> tuple[LaneDim, ...] | None:
+def _torch_lanes(source: Source, state: State, lanes: int) -> tuple[LaneDim, ...] | None:
     """The dimensions of lanes in the states of torch's layers and cells; None for others."""
-    if not isinstance(source, InternalState) or source.attributes:
+    if source.arguments is not None or source.attributes:
         return None
     dims: list[LaneDim] = []
     for name, port in source.ports.items():
-        if not isinstance(port, TorchPort):
+        if not is_torch(port):
             return None
         for leaf in trees.tensors(state[name]):
-            dim = int(port.is_layer)
+            dim = int(port == LAYER)
             if leaf.dim() <= dim or leaf.shape[dim] % lanes:
                 return None
             dims.append(LaneDim(dim, leaf.shape[dim] // lanes))
@@ -400,12 +395,6 @@ def _state_paths(result: Any, count: int) -> Iterator[Path]:
         yield from ((name,) for name in result.__dataclass_fields__)
     else:
         yield ()
-
-
-def _layers_of(source: ArgumentState | InternalState) -> list[str]:
-    if isinstance(source, ArgumentState):
-        return []
-    return [n for n, p in source.ports.items() if isinstance(p, TorchPort) and p.is_layer]
 
 
 def _no_outputs(result: Any, x: Tensor) -> str:

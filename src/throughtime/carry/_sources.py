@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from throughtime.carry._adapter import is_state
 from throughtime.carry._convention import (
-    ArgumentState,
     Call,
     InputLayout,
-    InternalState,
     ResetArgument,
+    Source,
     Start,
+    call_start,
 )
 from throughtime.carry._names import (
     RESTARTS,
@@ -25,13 +25,16 @@ from throughtime.carry._names import (
     initial_methods,
     is_method,
     names_state,
+    preparing_methods,
     reset_methods,
 )
 from throughtime.carry._ports import (
+    CELL,
+    LAYER,
     RECURRENT,
     Key,
     PartCall,
-    TorchPort,
+    Port,
     attributes,
     changed_attributes,
     flow_ports,
@@ -51,7 +54,7 @@ START_PAIRS = (("init_hidden", "init_cell"), ("init_h", "init_c"), ("init_hidden
 class Proposal:
     """Where the state may be, how a recording may start, and what else is passed."""
 
-    source: ArgumentState | InternalState
+    source: Source
     starts: tuple[Start, ...]
     flags: tuple[str, ...] = ()
     resets: ResetArgument | None = None
@@ -79,20 +82,18 @@ def proposals(subject: Subject, call: Call, layout: InputLayout, x: Tensor) -> I
     is_argument = hint is not None and any(p.name == hint for p in parameters)
     if is_argument and hint is not None:
         arguments = [(hint,)]
+    others = [p.name for p in optional if p.default is None and p.name not in named]
+    unnamed = ([tuple(others)] if len(others) > 1 else []) + [(name,) for name in others]
     for resets in _reset_arguments(subject):
         for names, passed in product(arguments, dict.fromkeys((flags, ()))):
-            yield Proposal(
-                ArgumentState(names, ()), _argument_starts(subject, names), passed, resets
-            )
+            yield from _in_arguments(subject, names, passed, resets)
         if not is_argument and not required:
             yield from _internal(subject, call, layout, x, resets)
         if hint is None and not required:
-            others = [p.name for p in optional if p.default is None and p.name not in named]
-            for name in others:
-                starts = _argument_starts(subject, (name,))
-                yield Proposal(ArgumentState((name,), ()), starts, flags, resets)
+            for names in unnamed:
+                yield from _in_arguments(subject, names, flags, resets)
         if hint is None and not parameters and subject.hints.inputs is None:
-            yield Proposal(ArgumentState((), ()), _argument_starts(subject, ()), (), resets)
+            yield from _in_arguments(subject, (), (), resets)
 
 
 def _reset_arguments(subject: Subject) -> list[ResetArgument | None]:
@@ -111,25 +112,30 @@ def _reset_arguments(subject: Subject) -> list[ResetArgument | None]:
     ]
 
 
-def _argument_starts(subject: Subject, names: tuple[str, ...]) -> tuple[Start, ...]:
-    """Where a state in an argument may start."""
-    starts = [Start("method", (name,)) for name in initial_methods(subject.module)]
+def _in_arguments(
+    subject: Subject, names: tuple[str, ...], flags: tuple[str, ...], resets: ResetArgument | None
+) -> Iterator[Proposal]:
+    """A state in arguments, with each way in which it may start."""
+    module, plain = subject.module, Source(names)
+    starts = [Start("method", (name,)) for name in initial_methods(module)]
     starts += [
         Start("method", pair)
         for pair in START_PAIRS
-        if len(names) == 2 and all(is_method(subject.module, name) for name in pair)
+        if len(names) == 2 and all(is_method(module, name) for name in pair)
     ]
     starts += [Start("zeros"), Start("tensors")]
-    layers = {n: m for n, m in subject.module.named_modules() if n and isinstance(m, RECURRENT)}
-    if len(layers) == 1:
-        ((name, layer),) = layers.items()
+    yield Proposal(plain, tuple(starts), flags, resets)
+    if subject.hints.start is not None:
+        return
+    layers = {n: m for n, m in module.named_modules() if n and isinstance(m, RECURRENT)}
+    forms: list[str] = []
+    for name, layer in layers.items() if len(layers) == 1 else ():
         is_layer = isinstance(layer, nn.RNNBase)
-        starts.append(Start("captured", ports={name: TorchPort(is_layer)}))
-        starts.append(Start("zeros", template=name))
-        if is_layer:
-            starts.append(Start("zeros", template=f"{name}#rows"))
-            starts.append(Start("zeros", template=f"{name}#lanes"))
-    return (*starts, Start("zeros", template="scalar"))
+        shown = Source(names, ports={name: LAYER if is_layer else CELL})
+        yield Proposal(shown, (Start("captured"),), flags, resets)
+        forms = [name, *([f"{name}#rows", f"{name}#lanes"] if is_layer else [])]
+    templates = tuple(Start("zeros", template=form) for form in (*forms, "scalar"))
+    yield Proposal(plain, templates, flags, resets)
 
 
 def _internal(
@@ -137,71 +143,88 @@ def _internal(
 ) -> Iterator[Proposal]:
     """States in submodules and attributes, from what one call of the module does."""
     x = x[:1] if call == "step" else x
-    before, calls, after = _observed(subject, layout, x, resets)
+    steps, module = len(x), subject.module
+    before, calls, after, prepared = _observed(subject, layout, x, resets)
     hint = subject.hints.state
+    methods = dict.fromkeys(reset_methods(module)) | dict.fromkeys(prepared)
+    starts = (*(Start("method", (name,)) for name in methods), Start("zeros"), Start("captured"))
     if hint is not None:
         keys = tuple(key for key in after if hint in (key[1], ".".join(filter(None, key))))
-        yield Proposal(InternalState({}, keys), _attribute_starts(subject), (), resets)
+        yield Proposal(Source(attributes=keys), starts, (), resets)
         return
-    changed = changed_attributes(before, after)
-    held = tuple(key for key in changed if is_state(after[key]))
-    ports = torch_ports(subject.module, calls, len(x))
-    if calls is None:
-        # the module holds a state for other lanes, or needs a reset before its first call
+    if calls is None:  # the module holds a state for other lanes
+        ports = torch_ports(module, calls, steps)
         held = tuple(key for key in before if names_state(key[1].strip("_")))
         if ports:
             start = Start("zeros", template="layers")
-            yield Proposal(InternalState(ports, (), held), (start,), (), resets)
+            yield Proposal(Source(ports=ports, scratch=held), (start,), (), resets)
         held = tuple(key for key in held if before[key] is None or is_state(before[key]))
-    elif ports:
-        source = InternalState(ports, (), mirrors(ports, calls, after))
-        yield Proposal(source, PORT_STARTS, (), resets)
-    for keys in dict.fromkeys((held, *((key,) for key in held))) if held else ():
-        yield Proposal(InternalState({}, keys), _attribute_starts(subject), (), resets)
-    if calls is None:
+        yield from _in_attributes(held, starts, resets)
         return
+    changed = changed_attributes(before, after)
+    held = tuple(k for k in changed if is_state(after[k]) and (k in before or not prepared))
+    ports, *others = _ports_of(module, calls, steps)
+    for i, choice in enumerate((ports, *others)):
+        if choice:
+            source = Source(ports=choice, scratch=mirrors(choice, calls, after))
+            yield Proposal(source, PORT_STARTS, (), resets)
+        if not i:
+            yield from _in_attributes(held, starts, resets)
+    if ports and held:
+        yield Proposal(Source(ports=ports, attributes=held), (Start("captured"),), (), resets)
+
+
+def _in_attributes(
+    held: tuple[Key, ...], starts: tuple[Start, ...], resets: ResetArgument | None
+) -> Iterator[Proposal]:
+    """A state in some attributes together, or in one of them."""
+    for keys in dict.fromkeys((held, *((key,) for key in held))) if held else ():
+        yield Proposal(Source(attributes=keys), starts, (), resets)
+
+
+def _ports_of(
+    module: nn.Module, calls: dict[str, list[PartCall]], steps: int
+) -> Iterator[dict[str, Port]]:
+    """Recurrent submodules: torch's; those and cells of the user's; or parts of the user's."""
+    ports = torch_ports(module, calls, steps)
+    yield ports
     cells = {
         name: port
-        for name, port in flow_ports(calls, len(x)).items()
+        for name, port in flow_ports(calls, steps).items()
         if not any(inside(name, other) or inside(other, name) for other in ports)
     }
     if cells:
-        both = {**ports, **cells}
-        source = InternalState(both, (), mirrors(both, calls, after))
-        yield Proposal(source, PORT_STARTS, (), resets)
-    parts = {n: p for n, p in parameter_ports(subject.module, calls).items() if n not in cells}
+        yield {**ports, **cells}
+    parts = {n: p for n, p in parameter_ports(module, calls).items() if n not in cells}
     if parts:
         outer = {n: p for n, p in ports.items() if not any(inside(n, part) for part in parts)}
-        both = {**outer, **parts}
-        source = InternalState(both, (), mirrors(both, calls, after))
-        yield Proposal(source, PORT_STARTS, (), resets)
-    if ports and held:
-        yield Proposal(InternalState(ports, held), (Start("captured"),), (), resets)
+        yield {**outer, **parts}
 
 
 def _observed(
     subject: Subject, layout: InputLayout, x: Tensor, resets: ResetArgument | None
-) -> tuple[dict[Key, object], dict[str, list[PartCall]] | None, dict[Key, object]]:
-    """Attributes before and after one call of the module, and the calls of its submodules.
+) -> tuple[dict[Key, object], dict[str, list[PartCall]] | None, dict[Key, object], tuple[str, ...]]:
+    """What one call of the module changes, and what its submodules did.
 
-    The calls are None if the module could not be called.
+    Returns:
+        Attributes before and after the call; the calls of submodules, None if the module could not
+        be called; the method that had to be called before, if there is one.
     """
-    subject.reset()
-    before = attributes(subject.module)
     kwargs = {} if resets is None else {resets.name: resets.value(x, None, layout)}
-    calls = None
-    try:
-        with torch.no_grad():
-            calls = observe(
-                subject.module, lambda: subject.forward(layout.arrange(x), kwargs, x.shape[1])
-            )
-    except CALL_ERRORS as error:
-        subject.note(None, None, error)
-    after = attributes(subject.module)
-    subject.reset()
-    return before, calls, after
-
-
-def _attribute_starts(subject: Subject) -> tuple[Start, ...]:
-    methods = dict.fromkeys(reset_methods(subject.module))
-    return (*(Start("method", (name,)) for name in methods), Start("zeros"), Start("captured"))
+    args, lanes = layout.arrange(x), x.shape[1]
+    first = attributes(subject.module)
+    for prepared in ((), *((name,) for name in preparing_methods(subject.module))):
+        subject.reset()
+        try:
+            with torch.no_grad():
+                for name in prepared:
+                    call_start(subject.module, name, lanes, args[0])
+                before = attributes(subject.module)
+                calls = observe(subject.module, lambda: subject.forward(args, kwargs, lanes))
+            return before, calls, attributes(subject.module), prepared
+        except CALL_ERRORS as error:
+            if not prepared:
+                subject.note(None, None, error)
+        finally:
+            subject.reset()
+    return first, None, first, ()

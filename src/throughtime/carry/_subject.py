@@ -12,15 +12,8 @@ from torch import Tensor, nn
 
 from throughtime.carry._adapter import LaneLayout
 from throughtime.carry._bound import BoundModule
-from throughtime.carry._convention import (
-    ArgumentState,
-    Convention,
-    InternalState,
-    MisfitError,
-    set_attribute,
-    widen,
-)
-from throughtime.carry._laws import Law
+from throughtime.carry._convention import Convention, set_attribute
+from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._names import SIZE_ATTRIBUTES, is_method, names_state, parameters_of
 from throughtime.carry._trial import Snapshot, set_modes
 from throughtime.errors import ModelError, StateError
@@ -42,23 +35,6 @@ class Hints:
     batch_first: bool | None = None
 
 
-# How much a broken law says: a wrong call breaks the first, a wrong layout the next two.
-LAW_ORDER = (
-    "last",
-    "inputs",
-    "lanes",
-    "repeat",
-    "causal",
-    "whole",
-    "memory",
-    "value",
-    "credit",
-    "start",
-    "long",
-    "kept",
-)
-
-
 @dataclass(frozen=True)
 class Failure:
     """A way of calling a module that was tried, and why it was not accepted.
@@ -76,17 +52,16 @@ class Failure:
     @property
     def rank(self) -> float:
         """How far the trial came; positive if several lanes were accepted by the module."""
-        source = None if self.convention is None else self.convention.source
         if self.in_training:
             rank = 20.0
         elif self.law is None:
-            if isinstance(source, ArgumentState) and not source.names:
+            if self.convention is not None and self.convention.source.arguments == ():
                 return -3  # few modules take a pair: what they raise says nothing
             rank = 1.0 if isinstance(self.error, (ModelError, StateError)) else 0.0
         elif self.law.name.startswith("training"):
             rank = 20.0
         else:
-            rank = 1.2 if self.law.error else 0.5 + LAW_ORDER.index(self.law.name)
+            rank = 1.2 if self.law.error else 0.5 + [*LAWS].index(self.law.name)
         return rank - 2 * self.one_lane
 
 
@@ -153,75 +128,16 @@ class Subject:
     def call(
         self, convention: Convention, x: Tensor, training: dict[str, bool] | None = None
     ) -> tuple[Any, State, bool]:
-        """One call from the start of a recording, before the layout of the state is known.
-
-        Args:
-            convention: how the module is called.
-            x: inputs `(T, B, ...)`.
-            training: the training mode of every part; None is evaluation.
-
-        Returns:
-            The result, the state after it in the module's layout, and whether each layer ran once,
-            with all steps of all lanes.
-        """
+        """`BoundModule.first_call`, in the training modes of all parts; None is evaluation."""
         self.reset()
         set_modes(self.module, training)
-        lanes = x.shape[1]
-        convention = replace(convention, lanes=LaneLayout((), (), None))
-        if convention.context:
-            x = torch.cat([x.new_zeros(convention.context, *x.shape[1:]), x])
-        bound = BoundModule(self.module, convention, x[:1, :1])
-        with torch.no_grad():
-            try:
-                state = self._first_state(convention, bound, lanes, x)
-                port_call = bound.port_call(x, state, None)
-                result, after = bound.invoke(x, state, None, port_call)
-            finally:
-                bound.release()
-        return result, after, port_call is not None and port_call.single
-
-    def _first_state(
-        self, convention: Convention, bound: BoundModule, lanes: int, x: Tensor
-    ) -> State:
-        """The state for a first call; None lets the module start by itself."""
-        start, source = convention.start, convention.source
-        if start.function is not None:
-            return start.function(lanes)
-        if start.kind == "method":
-            arranged = convention.inputs.arrange(x[:1])[0]
-            return widen(bound.start_by_methods(lanes, arranged), lanes)
-        if start.kind == "captured" and isinstance(source, InternalState) and source.attributes:
-            return {} if source.ports else bound.captured(x[:1])
-        if start.template is None:
-            return None
-        if isinstance(source, InternalState):
-            return {name: self._zeros(name, lanes) for name in source.ports}
-        if start.template == "scalar":
-            zeros = torch.zeros_like(
-                x.flatten()[:1] if self.weight is None else self.weight.flatten()[:1]
-            )
-            return zeros if len(source.names) == 1 else (zeros,) * len(source.names)
-        return self._zeros(start.template, lanes)
-
-    def _zeros(self, template: str, lanes: int) -> State:
-        """Zeros in the shape of a layer's state.
-
-        After `name#rows` of one row for each lane, after `name#lanes` with the lanes first.
-        """
-        name, _, form = template.partition("#")
-        layer = self.module.get_submodule(name)
-        weight = next(layer.parameters())
-        if isinstance(layer, nn.RNNCellBase):
-            h = weight.new_zeros(lanes, layer.hidden_size)
-            return (h, h.clone()) if isinstance(layer, nn.LSTMCell) else h
-        if not isinstance(layer, nn.RNNBase):
-            raise MisfitError(f"'{name}' is no recurrent layer")
-        layers = layer.num_layers * (1 + layer.bidirectional)
-        rows = {"rows": (lanes,), "lanes": (lanes, layers)}.get(form, (layers, lanes))
-        h = weight.new_zeros(*rows, layer.proj_size or layer.hidden_size)
-        if isinstance(layer, nn.LSTM):
-            return h, weight.new_zeros(*rows, layer.hidden_size)
-        return h
+        plain = replace(convention, lanes=LaneLayout((), (), None))
+        bound = BoundModule(self.module, plain, x[:1, :1])
+        try:
+            with torch.no_grad():
+                return bound.first_call(x)
+        finally:
+            bound.release()
 
 
 def _method_name(module: nn.Module, call: str | Callable[..., Any] | None) -> str:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime._device import real_type
-from throughtime.carry._laws import Laboratory, Law, difference
-from throughtime.carry._refusal import ADVICE, BROKEN
+from throughtime.carry._laws import LAWS, Laboratory, Law, difference
 from throughtime.carry._trial import copy_of, guessed_inputs, sample_inputs
 from throughtime.carry.carried import Carried, carry, device_of
 from throughtime.errors import LawError, ModelError
@@ -98,7 +97,7 @@ def _measured(carried: Carried, x: Tensor, chunks: list[int], tolerance: float) 
     laws = [*laboratory.measure(), Law("reset", _check_reset(carried, x), laboratory.tolerance)]
     broken = [law for law in laws if not law.holds]
     if broken:
-        causes = {name: f"{BROKEN[name]}. {ADVICE[name]}" for name in BROKEN}
+        causes = {name: f"{what}. {advice}" for name, (what, advice) in LAWS.items()}
         causes["reset"] = RESET_CAUSE
         raise LawError(
             "; ".join(

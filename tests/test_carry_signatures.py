@@ -1,0 +1,274 @@
+"""How public code passes a state: defaults, keywords, several arguments, methods to call first.
+
+Each module is called by its author's loop and by `tt.carry`. The second half refuses what only
+seems to carry a state. Shapes: `T` steps, `B` lanes, `D` inputs, `C` outputs.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.carry._acceptance import Acceptance
+from throughtime.carry._laws import Laboratory
+from throughtime.errors import ModelError
+
+STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
+EXACT = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+class Cell(nn.Module):
+    """What the modules share: a GRU cell and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)
+
+    def play(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for step in x:
+            h = 0.5 * h + 0.5 * self.cell(step, h)  # not what the cell returns: hooks are wrong
+            outputs.append(self.head(h))
+        return torch.stack(outputs), h
+
+
+EMPTY = torch.zeros(0, 0, 0)
+
+
+class EmptyDefault(nn.Module):
+    """A causal convolution whose cache is empty at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(FEATURES, 2, 3)
+
+    def forward(self, x: Tensor, cache: Tensor = EMPTY) -> tuple[Tensor, Tensor]:
+        x = x.permute(1, 2, 0)
+        padded = nn.functional.pad(x, (2, 0)) if cache.size(2) == 0 else torch.cat([cache, x], 2)
+        return torch.tanh(self.conv(padded)).permute(2, 0, 1), padded[:, :, -2:]
+
+
+class TupleDefault(Cell):
+    """A method takes the state as well, and fills it where it is None."""
+
+    def _init_hidden(self, hx: Any, batch_size: int) -> tuple[Tensor, Tensor]:
+        h, memory = (None, None) if hx is None else hx
+        h = torch.zeros(batch_size, HIDDEN) if h is None else h
+        return h, torch.full((batch_size, 1), 1e-3) if memory is None else memory
+
+    def forward(self, x: Tensor, hx: Any = (None, None)) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, memory = self._init_hidden(hx, x.shape[1])
+        y, h = self.play(x, h)
+        decays = 0.9 ** torch.arange(1.0, len(x) + 1).view(-1, 1, 1)
+        return y + memory * decays, (h, memory * decays[-1])
+
+
+class KeywordOnly(Cell):
+    def forward(
+        self, x: Tensor, *, state: Tensor | None = None, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y, h = self.play(x, x.new_zeros(x.shape[1], HIDDEN) if state is None else state)
+        return y / temperature, h
+
+
+class UnnamedStates(Cell):
+    """Two optional arguments with names that say nothing, returned in a list."""
+
+    def forward(
+        self, x: Tensor, r1: Tensor | None = None, r2: Tensor | None = None
+    ) -> list[Tensor]:
+        y, r1 = self.play(x, x.new_zeros(x.shape[1], HIDDEN) if r1 is None else r1)
+        r2 = x.new_zeros(x.shape[1], 2) if r2 is None else r2
+        sums = torch.cumsum(torch.cat([r2.unsqueeze(0), y]), 0)[1:]
+        return [sums.sum(2), r1, sums[-1]]
+
+
+class OnRequest(Cell):
+    """Returns its state in evaluation, and on request."""
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, use_cache: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        use_cache = not self.training if use_cache is None else use_cache
+        y, h = self.play(x, x.new_zeros(x.shape[1], HIDDEN) if state is None else state)
+        return y, h if use_cache else None
+
+
+class Prepared(Cell):
+    """A sequence begins with a call of a method; a submodule has a part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: Any = nn.Module()
+
+    def init_sequence(self, batch_size: int) -> None:
+        self.memory.cells = torch.full((batch_size, 2), 0.5)
+        self.previous = torch.zeros(batch_size, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.previous = self.play(x.unsqueeze(0), self.previous)
+        self.memory.before = self.memory.cells
+        self.memory.cells = self.memory.before * 0.5 + y[0]
+        return self.memory.cells
+
+
+class Frames(nn.Module):
+    """The last frames in a list, which is empty until a method fills it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.frames = nn.Linear(3 * FEATURES, 2), list[Tensor]()
+
+    def reset(self, batch_size: int = 1) -> None:
+        self.frames = [torch.zeros(batch_size, FEATURES) for _ in range(3)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.frames = [*self.frames[1:], x]
+        return self.head(torch.cat(self.frames, -1))
+
+
+class MaskPerRow(Cell):
+    """Masks of dropout, drawn when it was made, for each row of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("masks", torch.rand(8, FEATURES).round() * 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        masks = self.get_buffer("masks")
+        x = x * masks[: x.shape[1]] if self.training else x
+        return self.play(x, x.new_zeros(x.shape[1], HIDDEN) if h is None else h)
+
+
+def in_one_call(module: Any, x: Tensor) -> Tensor:
+    return module(x)[0]
+
+
+def step_by_step(method: str) -> Callable[[Any, Tensor], Tensor]:
+    def play(module: Any, x: Tensor) -> Tensor:
+        getattr(module, method)(x.shape[1])
+        return torch.stack([module(step) for step in x])
+
+    return play
+
+
+SIGNATURES: list[tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = [
+    (EmptyDefault, in_one_call),
+    (TupleDefault, in_one_call),
+    (KeywordOnly, in_one_call),
+    (UnnamedStates, in_one_call),
+    (OnRequest, in_one_call),
+    (Prepared, step_by_step("init_sequence")),
+    (Frames, step_by_step("reset")),
+    (MaskPerRow, in_one_call),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "author"), SIGNATURES, ids=[getattr(make, "__name__", "") for make, _ in SIGNATURES]
+)
+def test_a_module_is_carried_as_its_author_calls_it(
+    make: Callable[[], nn.Module], author: Callable[[Any, Tensor], Tensor]
+) -> None:
+    module, x = make(), torch.randn(STEPS, LANES, FEATURES)
+    net = tt.carry(module, x)
+    module.eval()
+    ys = []
+    for lengths in ([STEPS], [3, 4], [1] * STEPS):
+        state, outputs = net.initial_state(LANES), list[Tensor]()
+        for part in x.split(lengths):
+            y, state = net(part, state)
+            outputs.append(y.reshape(len(part), LANES, -1))
+        ys.append(torch.cat(outputs))
+    expected = author(module, x).reshape(STEPS, LANES, -1)
+    leaves = list(module.parameters())
+    grads = torch.autograd.grad(expected.square().sum(), leaves, materialize_grads=True)
+    for y in ys:
+        assert torch.allclose(y, expected, rtol=0, atol=EXACT)
+        got = torch.autograd.grad(y.square().sum(), leaves, materialize_grads=True)
+        assert all(
+            torch.allclose(a, b, rtol=EXACT, atol=EXACT) for a, b in zip(got, grads, strict=True)
+        )
+
+
+# ------------------------------------------------------------ what seems to carry a state
+
+
+class LooksAhead(nn.Module):
+    """One output per step, each from two steps more: called with one step, it pads with zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.ahead = nn.GRU(FEATURES, HIDDEN), nn.Conv1d(HIDDEN, HIDDEN, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.gru(x)[0].permute(1, 2, 0)
+        return self.ahead(nn.functional.pad(y, (0, 2))).permute(2, 0, 1)
+
+
+class ForgetsEveryFifth(nn.Module):
+    """A count of its calls decides when it starts anew: hooks on its cell would never do so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.calls = nn.GRUCell(FEATURES, HIDDEN), 0
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if h is None or self.calls % 5 == 0:
+            h = torch.zeros(x.shape[0], HIDDEN)
+        self.calls += 1
+        after = self.cell(x, h)
+        return after * 2, after
+
+
+class WritesWithoutGradient(nn.Module):
+    """What a step computes has a gradient, what it keeps has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.into = nn.Linear(FEATURES + 3, 2), nn.Linear(FEATURES + 3, 3)
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.zeros(x.shape[0], 3) if self.memory is None else self.memory
+        joined = torch.cat([x, memory], 1)
+        with torch.no_grad():
+            self.memory = torch.tanh(self.into(joined))
+        return self.head(joined)
+
+
+FAULTS: list[tuple[Callable[[], nn.Module], str, type, str]] = [
+    (LooksAhead, "changes the outputs of earlier steps", Acceptance, "_last"),
+    (ForgetsEveryFifth, "two equal calls|do not give what one call", Acceptance, "_author"),
+    (WritesWithoutGradient, "no gradient, or a part of it, flows", Laboratory, "_cuts_credit"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "owner", "law"),
+    FAULTS,
+    ids=[getattr(fault[0], "__name__", "") for fault in FAULTS],
+)
+def test_what_seems_to_carry_a_state_is_refused(
+    make: Callable[[], nn.Module],
+    text: str,
+    owner: type,
+    law: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(STEPS, LANES, FEATURES)
+    with pytest.raises(ModelError, match=text):
+        tt.carry(make(), x)
+    monkeypatch.setattr(owner, law, lambda *_: None)
+    tt.carry(make(), x)  # accepted, and wrong: the law is needed
