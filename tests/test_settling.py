@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes.
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,7 @@ def test_an_unbounded_counter_never_settles() -> None:
     assert result.steps == (None,) * 9
     assert result.quantiles == dict.fromkeys((0.5, 0.9, 0.99, 1.0))
     assert (result.median, result.maximum, result.unsettled) == (None, None, 9)
-    assert "9 of them had not settled" in repr(result)
+    assert "9 cold starts, compared for 1,000 steps; 9 had not settled after 1,000" in repr(result)
     assert "maximum not settled" in str(result)
 
 
@@ -141,6 +142,12 @@ def test_some_may_not_have_settled_and_the_quantiles_say_so() -> None:
     net, (long, short) = tt.carry(Leaky(0.9)), signals(2000, 20)
     result = tt.settling_time(net, [long, short], starts=8, span=200, tolerance=1e-3, scale=1.0)
     assert result.unsettled == 4  # those of the short recording
+    assert re.search(
+        r"scale of the outputs, 1; 8 cold starts, .*; 4 had not settled after \d+ to \d+ steps$",
+        str(result),
+    )
+    (one,) = [tt.settling_time(net, long, starts=1, span=1)]
+    assert "; 1 cold start, compared for 1 step" in str(one)
     assert [start.recording for start in result.starts if start.steps is None] == ["1"] * 4
     assert result.median is not None
     assert result.quantiles[0.9] is None

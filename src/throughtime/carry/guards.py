@@ -5,9 +5,12 @@ Guards say whether a module is still what it was: its class, its children, its h
 the names that its forward uses; and whether torch itself observes or changes what modules compute.
 """
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from types import CodeType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
@@ -19,6 +22,7 @@ from torch.nn.modules import module as torch_modules
 from throughtime.kernels.dispatch import active_torch_modes
 
 Guard: TypeAlias = tuple[Mapping[str, Any], str, object]
+_content = attrgetter("co_code", "co_names", "co_varnames", "co_consts")  # of a code object
 
 
 @dataclass
@@ -156,3 +160,24 @@ def _has_class_forward(instance: dict[str, Any]) -> bool:
         and module.__dict__ is instance
         and forward.__func__ is type(module).forward
     )
+
+
+def definition_of(function: FunctionType) -> ast.FunctionDef | None:
+    """The source of a function if it is what the function runs; a file may have changed since."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError, TypeError):
+        return None
+    (definition,) = tree.body
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        return None
+    # calls of what a module imports compile to other instructions
+    imported = [name for name, value in function.__globals__.items() if inspect.ismodule(value)]
+    imports = [ast.Import([ast.alias(name)]) for name in imported]
+    for before in ([], imports):
+        whole = ast.fix_missing_locations(ast.Module([*before, definition], []))
+        constants = compile(whole, "<forward>", "exec", dont_inherit=True).co_consts
+        codes = [value for value in constants if isinstance(value, CodeType)]
+        if _content(function.__code__) in map(_content, codes):
+            return definition
+    return None

@@ -14,12 +14,11 @@ names and the functions themselves. The structure is valid for as long as they a
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import attrgetter, getitem
-from types import CodeType, FunctionType, ModuleType
+from operator import getitem
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from throughtime.carry.carried import Carried
-from throughtime.carry.guards import Guards
+from throughtime.carry.guards import Guards, definition_of
 from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
 from throughtime.nn.layers import GRU, LSTM, RNN
 from throughtime.state import State
@@ -46,11 +45,8 @@ METHODS = {
 SIZES = {"shape", "device", "dtype", "size", "dim"}
 
 
-_content = attrgetter("co_code", "co_names", "co_varnames", "co_consts")  # of a code object
-
-
 class UnknownError(Exception):
-    """A forward does something that this module does not understand."""
+    """A forward does something that this module does not understand; the text names what."""
 
 
 class TensorCall(NamedTuple):
@@ -135,14 +131,31 @@ def structure_of(net: Carried, inputs: Tensor) -> Structure | None:
         net: made by `tt.carry`, and prepared.
         inputs: `(T, B, ...)`, of which a step is looked at.
     """
+    try:
+        return require_structure(net, inputs)
+    except UnknownError:
+        return None
+
+
+def require_structure(net: Carried, inputs: Tensor) -> Structure:
+    """As `structure_of`.
+
+    Raises:
+        UnknownError: the net has none; the text names what is in the way.
+    """
     if isinstance(net.adapter, ChainAdapter):
         return _read_chain(net.adapter)
     if isinstance(net.adapter, LayerAdapter):
         return _structure([TensorCall(net.module)], Guards())
     arguments = net.adapter.forward_arguments(inputs[:1], ())
+    name = type(net.module).__name__
     if arguments is None:
-        return None
-    return read_structure(net.module, takes_state=len(arguments) == 2)
+        raise UnknownError(f"the state of {name}, which is not that of its layers alone,")
+    try:
+        return _read_structure(net.module, takes_state=len(arguments) == 2)
+    except (UnknownError, KeyError, TypeError, ValueError) as error:
+        text = str(error) if isinstance(error, UnknownError) else ""
+        raise UnknownError(text or f"what {name}.forward makes of its arguments") from error
 
 
 def layer_states(net: Carried, structure: Structure, state: State) -> list[State]:
@@ -159,22 +172,24 @@ def layer_states(net: Carried, structure: Structure, state: State) -> list[State
     return [reduce(getitem, path, state) for path in structure.paths]
 
 
-def _read_chain(adapter: ChainAdapter) -> Structure | None:
+def _read_chain(adapter: ChainAdapter) -> Structure:
     """The structure of an `nn.Sequential`."""
     guards, operations = Guards(), list[TensorCall]()
-    for link in adapter.links.values():
+    for name, link in adapter.links.items():
         if isinstance(link, StatelessAdapter):
             if not is_identity(link.module, guards):
                 operations.append(TensorCall(link.module))
         elif isinstance(link, LayerAdapter):
             operations.append(TensorCall(link.module))
         else:
-            return None
+            raise UnknownError(
+                f"'{name}', a {type(link.module).__name__}, with a state of its own,"
+            )
     return _structure(operations, guards)
 
 
-def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
-    """The structure of a module by the source of its forward, or None if that is not certain.
+def _read_structure(module: nn.Module, *, takes_state: bool) -> Structure:
+    """The structure of a module by the source of its forward.
 
     Args:
         module: its forward takes the inputs, and as the second argument the state, if it
@@ -184,32 +199,38 @@ def read_structure(module: nn.Module, *, takes_state: bool) -> Structure | None:
     """
     reader = _Reader()
     arguments = (Flow(), StateArgument()) if takes_state else (Flow(),)
-    try:
-        result: Any = reader.call_forward(module, arguments, {})
-        flow, after = result if takes_state else (result, ())
-        structure = _structure(flow.operations, reader.guards) if isinstance(flow, Flow) else None
-        if structure is None or len(structure.layers) != len(reader.entering):
-            return None  # or a layer whose outputs go elsewhere
-        if not takes_state:
-            return structure
-        leaving = (after,) if len(structure.layers) == 1 else after
-        paths = tuple((i,) if len(leaving) > 1 else () for i in range(len(leaving)))
-        is_own = [reader.entering[layer] for layer in structure.layers] == [*paths] and [
-            _whole_leaving(state) for state in leaving
-        ] == [LayerState(layer) for layer in structure.layers]
-        return structure._replace(paths=paths) if is_own else None
-    except (UnknownError, KeyError, TypeError, ValueError):
-        return None
+    result: Any = reader.call_forward(module, arguments, {})
+    flow, after = result if takes_state else (result, ())
+    if not isinstance(flow, Flow):
+        raise UnknownError
+    structure = _structure(flow.operations, reader.guards)
+    if len(structure.layers) != len(reader.entering):
+        raise UnknownError(f"a layer of {type(module).__name__} whose outputs go elsewhere")
+    if not takes_state:
+        return structure
+    leaving = (after,) if len(structure.layers) == 1 else after
+    paths = tuple((i,) if len(leaving) > 1 else () for i in range(len(leaving)))
+    is_own = [reader.entering[layer] for layer in structure.layers] == [*paths] and [
+        _whole_leaving(state) for state in leaving
+    ] == [LayerState(layer) for layer in structure.layers]
+    if not is_own:
+        raise UnknownError(
+            f"the state of {type(module).__name__}, which is not those of its layers in order,"
+        )
+    return structure._replace(paths=paths)
 
 
-def _structure(operations: Sequence[TensorCall], guards: Guards) -> Structure | None:
+def _structure(operations: Sequence[TensorCall], guards: Guards) -> Structure:
     """The structure of operations, if the layers are different ones that run forward in time."""
     structure = Structure(tuple(operations), (), guards)
     layers = structure.layers
-    if not layers or len(set(layers)) < len(layers):
-        return None
-    if any(type(layer) not in LAYERS or layer.bidirectional for layer in layers):
-        return None
+    if not layers:
+        raise UnknownError("a net without an nn.LSTM, nn.GRU or nn.RNN")
+    for i, layer in enumerate(layers):
+        if layer in layers[:i]:
+            raise UnknownError(f"a {type(layer).__name__} that is called twice")
+        if type(layer) not in LAYERS or layer.bidirectional:
+            raise UnknownError(f"a {type(layer).__name__}")
     return structure
 
 
@@ -248,8 +269,10 @@ class _Reader:
         self.guards.methods[module, name] = function, function.__code__
         names = inspect.signature(function).bind(module, *args, **kwargs)
         names.apply_defaults()
-        body = _source(function).body
-        return _Frame(self, function, dict(names.arguments)).run(body)
+        definition = definition_of(function)
+        if definition is None:
+            raise UnknownError(f"{function.__qualname__}, whose source is not at hand,")
+        return _Frame(self, function, dict(names.arguments)).run(definition.body)
 
     def call_module(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of calling any module."""
@@ -296,24 +319,35 @@ class _Frame:
 
     def _statements(self, body: Sequence[ast.stmt]) -> tuple[bool, Any]:
         for statement in body:
-            match statement:
-                case ast.Expr(value=ast.Constant()) | ast.Pass():
-                    pass
-                case ast.Assign(targets=[target], value=value):
-                    self._assign(target, self._value(value))
-                case ast.Return(value=value) if value is not None:
-                    return True, self._value(value)
-                case ast.If(test=test, body=then, orelse=otherwise):
-                    returned, value = self._statements(then if self._known(test) else otherwise)
-                    if returned:
-                        return True, value
-                case ast.For(target=target, iter=iterated, body=then, orelse=[]):
-                    for child in self._children(self._value(iterated)):
-                        self._assign(target, child)
-                        if self._statements(then)[0]:
-                            raise UnknownError
-                case _:
-                    raise UnknownError
+            try:
+                returned, value = self._statement(statement)
+            except (UnknownError, KeyError, TypeError, ValueError) as error:
+                if isinstance(error, UnknownError) and error.args:
+                    raise
+                line = ast.unparse(statement).splitlines()[0]
+                raise UnknownError(f"`{line}` in {self._function.__qualname__}") from error
+            if returned:
+                return True, value
+        return False, None
+
+    def _statement(self, statement: ast.stmt) -> tuple[bool, Any]:
+        """Whether it returned, and the value."""
+        match statement:
+            case ast.Expr(value=ast.Constant()) | ast.Pass():
+                pass
+            case ast.Assign(targets=[target], value=value):
+                self._assign(target, self._value(value))
+            case ast.Return(value=value) if value is not None:
+                return True, self._value(value)
+            case ast.If(test=test, body=then, orelse=otherwise):
+                return self._statements(then if self._known(test) else otherwise)
+            case ast.For(target=target, iter=iterated, body=then, orelse=[]):
+                for child in self._children(self._value(iterated)):
+                    self._assign(target, child)
+                    if self._statements(then)[0]:
+                        raise UnknownError
+            case _:
+                raise UnknownError
         return False, None
 
     def _assign(self, target: ast.expr, value: Any) -> None:
@@ -464,24 +498,3 @@ def is_identity(module: nn.Module, guards: Guards) -> bool:
 def is_foreign(module: nn.Module) -> bool:
     """Whether a module is none of torch.nn."""
     return not type(module).__module__.startswith("torch.nn.modules.")
-
-
-def _source(function: FunctionType) -> ast.FunctionDef:
-    """The source of a function, if it is what the function runs: a file may have changed since."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError, TypeError) as error:
-        raise UnknownError from error
-    (definition,) = tree.body
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        raise UnknownError
-    # calls of what a module imports compile to other instructions
-    imported = [name for name, value in function.__globals__.items() if inspect.ismodule(value)]
-    imports = [ast.Import([ast.alias(name)]) for name in imported]
-    for before in ([], imports):
-        whole = ast.fix_missing_locations(ast.Module([*before, definition], []))
-        constants = compile(whole, "<forward>", "exec", dont_inherit=True).co_consts
-        codes = [value for value in constants if isinstance(value, CodeType)]
-        if _content(function.__code__) in map(_content, codes):
-            return definition
-    raise UnknownError

@@ -13,7 +13,7 @@ Shapes: `T` steps, `D` input features, `H` hidden, `C` outputs.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,8 +50,9 @@ def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[s
     weights: list[Array] = []
     for layer in cells:
         h, c = layer.leaves
-        weights += [np.concatenate([layer.ih, layer.hh], axis=1), _bias(layer), h.start, c.start]
-    weights += [head.weight, np.zeros(len(head.weight)) if head.bias is None else head.bias]
+        matrix, biases = np.concatenate([layer.ih, layer.hh], axis=1), layer.b_ih + layer.b_hh
+        weights += [matrix, biases, h.start, c.start]
+    weights += head
     config = {
         "input_size": chain.width,
         "hidden_size": cells[0].hidden,
@@ -94,8 +95,8 @@ def write_rtneural(chain: Chain, description: Mapping[str, Any], name: str) -> d
     return {".json": json.dumps(content).encode()}
 
 
-def play_nam(content: bytes, chunks: Sequence[Array]) -> list[Array]:
-    """What a NAM plug-in computes for chunks `(T, D)`, from the state in the file."""
+def play_nam(content: bytes, chunks: Sequence[Array], starts: Array | None = None) -> list[Array]:
+    """What a NAM plug-in computes for chunks `(T, D)`; see `_play`."""
     file = json.loads(content)
     config, weights = file["config"], iter(file["weights"])
     hidden, width = config["hidden_size"], config["input_size"]
@@ -111,35 +112,54 @@ def play_nam(content: bytes, chunks: Sequence[Array]) -> list[Array]:
     head, bias = take(config["out_channels"], hidden), take(config["out_channels"])
     if next(weights, None) is not None:
         raise ModelError("the .nam file has more weights than its layers need")
-    outputs: list[Array] = []
-    for chunk in chunks:
-        rows: list[Array] = []
-        for x in chunk:
-            value = x
-            for cell in cells:
-                matrix, offset, h, c = cell
-                i, f, g, o = np.split(matrix @ np.concatenate([value, h]) + offset, 4)
-                cell[3] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-                value = cell[2] = _sigmoid(o) * np.tanh(cell[3])
-            rows.append(head @ value + bias)
-        outputs.append(np.array(rows))
-    return outputs
+
+    def step(x: Array) -> Array:
+        for matrix, offset, h, c in cells:
+            i, f, g, o = np.split(matrix @ np.concatenate([x, h]) + offset, 4)
+            c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+            h[:] = x = _sigmoid(o) * np.tanh(c)
+        return head @ x + bias
+
+    return _play(step, [leaf for cell in cells for leaf in cell[2:]], chunks, starts)
 
 
-def play_rtneural(content: bytes, chunks: Sequence[Array]) -> list[Array]:
-    """What RTNeural computes for chunks `(T, D)`, from a state of zeros."""
+def play_rtneural(
+    content: bytes, chunks: Sequence[Array], starts: Array | None = None
+) -> list[Array]:
+    """What RTNeural computes for chunks `(T, D)`; see `_play`."""
     layers = json.loads(content)["layers"]
     arrays = [[np.array(values, np.float32) for values in layer["weights"]] for layer in layers]
-    states = [np.zeros((2, layer["shape"][-1]), np.float32) for layer in layers]
+    states = [
+        np.zeros(({"lstm": 2, "gru": 1}.get(layer["type"], 0), layer["shape"][-1]), np.float32)
+        for layer in layers
+    ]
+
+    def step(x: Array) -> Array:
+        for layer, weights, state in zip(layers, arrays, states, strict=True):
+            x = _keras_step(layer, weights, state, x)
+        return x
+
+    return _play(step, [leaf for state in states for leaf in state], chunks, starts)
+
+
+def _play(
+    step: Callable[[Array], Array],
+    leaves: Sequence[Array],
+    chunks: Sequence[Array],
+    starts: Array | None,
+) -> list[Array]:
+    """The outputs of steps, which change the leaves of the state.
+
+    Chunks are played one after another, or each from its row of `starts` `(N, P)`, the leaves one
+    after another.
+    """
+    ends = np.cumsum([len(leaf) for leaf in leaves])
     outputs: list[Array] = []
-    for chunk in chunks:
-        rows: list[Array] = []
-        for x in chunk:
-            value = x
-            for layer, weights, state in zip(layers, arrays, states, strict=True):
-                value = _keras_step(layer, weights, state, value)
-            rows.append(value)
-        outputs.append(np.array(rows))
+    for n, chunk in enumerate(chunks):
+        if starts is not None:
+            for leaf, values in zip(leaves, np.split(starts[n], ends[:-1]), strict=True):
+                leaf[:] = values
+        outputs.append(np.array([step(x) for x in chunk]))
     return outputs
 
 
@@ -147,18 +167,19 @@ def _keras_step(
     layer: Mapping[str, Any], weights: Sequence[Array], state: Array, x: Array
 ) -> Array:
     """The outputs of one layer; its state, `h` and `c`, is changed."""
-    h, c = state
     if layer["type"] == "lstm":
+        h, c = state
         i, f, g, o = np.split(x @ weights[0] + h @ weights[1] + weights[2], 4)
-        state[1] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-        state[0] = _sigmoid(o) * np.tanh(state[1])
-        return state[0].copy()
+        c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+        h[:] = _sigmoid(o) * np.tanh(c)
+        return h.copy()
     if layer["type"] == "gru":
+        (h,) = state
         a = np.split(x @ weights[0] + weights[2][0], 3)
         b = np.split(h @ weights[1] + weights[2][1], 3)
         z, r = _sigmoid(a[0] + b[0]), _sigmoid(a[1] + b[1])
-        state[0] = z * h + (1 - z) * np.tanh(a[2] + r * b[2])
-        return state[0].copy()
+        h[:] = z * h + (1 - z) * np.tanh(a[2] + r * b[2])
+        return h.copy()
     y = x @ weights[0] + weights[1] if layer["type"] == "dense" else x
     functions = {
         "": lambda v: v,
@@ -175,8 +196,7 @@ def _keras_layer(operation: Operation, width: int) -> dict[str, Any]:
     """The layer in the layout of Keras: matrices `(inputs, outputs)`, gates i f g o or z r n."""
     match operation:
         case Dense(weight, bias):
-            offset = np.zeros(len(weight)) if bias is None else bias
-            return _entry("dense", len(weight), [weight.T, offset])
+            return _entry("dense", len(weight), [weight.T, bias])
         case Pointwise(function, parameter):
             if function in _RTNEURAL_FUNCTIONS and parameter in {0.0, 1.0}:
                 return {**_entry("activation", width, []), "activation": function}
@@ -206,9 +226,9 @@ def _keras_weights(layer: Recurrence) -> list[Array]:
         blocks = np.split(values, len(layer.cell.gates))
         return np.concatenate([blocks[k] for k in _KERAS_BLOCKS[layer.cell]])
 
-    rows = len(layer.ih)
-    b_ih, b_hh = (np.zeros(rows) if b is None else b for b in (layer.b_ih, layer.b_hh))
-    biases = np.stack([arranged(b_ih), arranged(b_hh)]) if layer.cell is GRU else b_ih + b_hh
+    biases = np.stack([arranged(layer.b_ih), arranged(layer.b_hh)])
+    if layer.cell is LSTM:
+        biases = biases.sum(axis=0)
     return [arranged(layer.ih).T, arranged(layer.hh).T, biases]
 
 
@@ -236,13 +256,11 @@ def _behind(first: Rescale, operation: Operation) -> Operation:
     factor = first.scale if first.inverse else 1 / first.scale.astype(np.float64)
     offset = first.shift if first.inverse else -first.shift * factor
     if isinstance(operation, Dense):
-        bias = operation.weight @ offset + (0 if operation.bias is None else operation.bias)
-        return Dense(operation.weight * factor, bias)
+        weight, bias = operation
+        return Dense(weight * factor, weight @ offset + bias)
     if isinstance(operation, Recurrence):
-        rows = np.zeros(len(operation.ih))
-        bias = operation.ih @ offset + (rows if operation.b_ih is None else operation.b_ih)
-        other = rows if operation.b_hh is None else operation.b_hh
-        return operation._replace(ih=operation.ih * factor, b_ih=bias, b_hh=other)
+        bias = operation.ih @ offset + operation.b_ih
+        return operation._replace(ih=operation.ih * factor, b_ih=bias)
     raise ModelError(f"standardisation stands before {_name(operation)}, expected a layer")
 
 
@@ -250,14 +268,8 @@ def _before(operation: Operation, last: Rescale) -> Operation:
     """An operation whose outputs are put into units."""
     if not isinstance(operation, Dense) or not last.inverse:
         raise ModelError(f"standardisation stands after {_name(operation)}, expected an nn.Linear")
-    bias = last.shift + (0 if operation.bias is None else operation.bias * last.scale)
+    bias = operation.bias * last.scale + last.shift
     return Dense(operation.weight * last.scale[:, None], bias)
-
-
-def _bias(layer: Recurrence) -> Array:
-    if layer.b_ih is None or layer.b_hh is None:
-        return np.zeros(len(layer.ih))
-    return layer.b_ih + layer.b_hh
 
 
 def _sigmoid(x: Array) -> Array:

@@ -10,16 +10,24 @@ outputs, `L` layers, `V` entries of an embedding.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
-from throughtime.carry.structure import Structure, TensorCall, layer_states, structure_of
+from throughtime.carry.structure import (
+    Structure,
+    TensorCall,
+    UnknownError,
+    layer_states,
+    require_structure,
+)
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import BY_MODE, Cell
 from throughtime.nn.affine import Affine
@@ -51,10 +59,10 @@ class Lookup(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """`weight @ x + bias`, `(C, H)` and `(C,)`."""
+    """`weight @ x + bias`, `(C, H)` and `(C,)`; zeros where the net has none."""
 
     weight: Array
-    bias: Array | None
+    bias: Array
 
 
 class Pointwise(NamedTuple):
@@ -65,13 +73,16 @@ class Pointwise(NamedTuple):
 
 
 class Recurrence(NamedTuple):
-    """A recurrent layer: `(G*H, D)`, `(G*H, P)`, `(G*H,)` twice, `(P, H)`; gates as torch's."""
+    """A recurrent layer: `(G*H, D)`, `(G*H, P)`, `(G*H,)` twice, `(P, H)`; gates as torch's.
+
+    Biases are zeros where the net has none.
+    """
 
     cell: Cell
     ih: Array
     hh: Array
-    b_ih: Array | None
-    b_hh: Array | None
+    b_ih: Array
+    b_hh: Array
     hr: Array | None
     leaves: tuple[Leaf, ...]
 
@@ -154,13 +165,10 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
     """
     with torch.no_grad():
         net.prepare(inputs)
-        structure = structure_of(net, inputs)
-        if structure is None:
-            raise ModelError(
-                f"{type(net.module).__name__} is no chain of operations that this format has:"
-                " an nn.Embedding or standardisation, layers of LSTM, GRU or RNN one on another,"
-                " then nn.Linear and functions of each value"
-            )
+        try:
+            structure = require_structure(net, inputs)
+        except UnknownError as error:
+            raise _refusal(str(error)) from error
         states = net.initial_state(1, like=inputs)
         names = {child: name for name, child in net.module.named_modules()}
         reader = _Translator(names)
@@ -169,7 +177,8 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
         for call in structure.operations:
             operations += layers.get(call.target) or reader.operations(call)
     width = inputs.shape[2] if inputs.is_floating_point() else _entries(operations)
-    return Chain(tuple(operations), width, _columns(operations), own)
+    outputs = reduce(lambda size, operation: columns(operation, size), operations, width)
+    return Chain(tuple(operations), width, outputs, own)
 
 
 def _entries(operations: Sequence[Operation]) -> int:
@@ -179,14 +188,25 @@ def _entries(operations: Sequence[Operation]) -> int:
     return len(first.table)
 
 
-def _columns(operations: Sequence[Operation]) -> int:
-    """The number of outputs of the last operation that has one of its own."""
-    for op in reversed(operations):
-        if isinstance(op, Dense):
-            return len(op.weight)
-        if isinstance(op, Recurrence):
-            return op.features
-    raise ModelError("the net has no recurrent layer")
+def columns(operation: Operation, width: int) -> int:
+    """The numbers that an operation makes of so many."""
+    match operation:
+        case Lookup(table):
+            return table.shape[1]
+        case Dense(weight):
+            return len(weight)
+        case Recurrence():
+            return operation.features
+        case _:
+            return width
+
+
+def _refusal(what: str) -> ModelError:
+    return ModelError(
+        f"{what} stands in the way: this format has nn.Linear, nn.Embedding, standardisation"
+        " (throughtime.nn.affine.Affine), layers of LSTM, GRU or RNN one on another, and"
+        f" {', '.join(POINTWISE)}. An .onnx file takes any net"
+    )
 
 
 class _Translator:
@@ -210,48 +230,42 @@ class _Translator:
             yield self._of_function(call)
 
     def _of_module(self, module: nn.Module) -> Iterator[Operation]:
-        kind = type(module)
+        kind = type_before_parametrizations(module)
         if kind is nn.Sequential:
             for child in module.children():
                 yield from self._of_module(child)
         elif isinstance(module, Affine):
             yield Rescale(self.array(module.shift), self.array(module.scale), module.inverse)
         elif kind is nn.Linear:
-            bias = module._parameters["bias"]
-            yield Dense(
-                self.array(module.weight),  # pyright: ignore[reportArgumentType]
-                None if bias is None else self.array(bias),
-            )
+            weight, bias = (getattr(module, name) for name in ("weight", "bias"))
+            yield Dense(self.array(weight), self.array(weight[:, 0] * 0 if bias is None else bias))
         elif isinstance(module, nn.Embedding) and kind is nn.Embedding and module.max_norm is None:
             yield Lookup(self.array(module.weight))
         elif kind in _MODULES:
             function, setting = _MODULES[kind]
             yield self._pointwise(function, getattr(module, setting) if setting else None, module)
         elif not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):
-            raise self._refusal(module)
+            raise self._in_the_way(module)
 
     def _of_function(self, call: TensorCall) -> Operation:
         target: Any = call.target
         function = target if isinstance(target, str) else target.__name__
         if function not in POINTWISE or not _is_known(target, function):
-            raise self._refusal(function)
+            raise self._in_the_way(function)
         values = [*call.args, *(v for k, v in call.kwargs.items() if k != "inplace")]
         return self._pointwise(function, values[0] if values else _DEFAULTS.get(function), function)
 
     def _pointwise(self, function: str, parameter: Any, source: object) -> Pointwise:
         if function.endswith("softmax"):
             if parameter not in (-1, 2):
-                raise self._refusal(source, f" over dimension {parameter}, expected -1")
+                raise self._in_the_way(source, f" over dimension {parameter} instead of -1")
             return Pointwise(function)
         return Pointwise(function, float(parameter or 0) if function in _DEFAULTS else 0.0)
 
-    def _refusal(self, source: object, why: str = "") -> ModelError:
-        named = isinstance(source, nn.Module)
-        name = f"'{self._names[source]}', a {type(source).__name__}" if named else f"'{source}'"
-        return ModelError(
-            f"{name},{why} stands in the way: this format has nn.Linear, nn.Embedding,"
-            f" standardisation, recurrent layers and {', '.join(POINTWISE)}"
-        )
+    def _in_the_way(self, source: object, why: str = "") -> ModelError:
+        if not isinstance(source, nn.Module):
+            return _refusal(f"'{source}'{why}")
+        return _refusal(f"'{self._names[source]}', a {type(source).__name__}{why},")
 
     def layers(
         self, net: Carried, structure: Structure, start: State
@@ -265,17 +279,21 @@ class _Translator:
             cell = BY_MODE[layer.mode]
             result[layer], tensors = [], trees.tensors(state)
             if any(leaf.dim() != 3 or leaf.shape[1] != layer.num_layers for leaf in tensors):
-                raise self._refusal(layer, " whose state has another shape than (B, L, H),")
+                raise self._in_the_way(layer, " whose state has another shape than (B, L, H)")
             for k, weights in enumerate(layer_weights(layer)):
                 leaves: list[Leaf] = []
                 for tensor in tensors:
                     name = known[id(tensor)] + (f".{k}" if layer.num_layers > 1 else "")
                     leaves.append(Leaf(name, self.array(tensor[0, k])))
                     own[name] = known[id(tensor)], k
-                others = (None if w is None else self.array(w) for w in weights[2:])
-                b_ih, b_hh, hr = others
-                ih, hh = self.array(weights.ih), self.array(weights.hh)
-                result[layer].append(Recurrence(cell, ih, hh, b_ih, b_hh, hr, tuple(leaves)))
+                *others, hr = weights
+                ih, hh, b_ih, b_hh = (
+                    self.array(weights.ih[:, 0] * 0 if w is None else w) for w in others
+                )
+                projection = None if hr is None else self.array(hr)
+                result[layer].append(
+                    Recurrence(cell, ih, hh, b_ih, b_hh, projection, tuple(leaves))
+                )
         return result, own
 
 

@@ -3,10 +3,12 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -17,6 +19,8 @@ from torch.func import functional_call
 
 from throughtime import state as trees
 from throughtime._files import write_together
+from throughtime.carry._explain import whole_numbers_hint
+from throughtime.carry._subject import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import metadata
 from throughtime.deploy.audio import write_nam, write_rtneural
@@ -25,10 +29,16 @@ from throughtime.deploy.onnx import write_onnx
 from throughtime.deploy.page import PageNet, write_page
 from throughtime.deploy.scan import scan_writer
 from throughtime.deploy.source import write_c, write_javascript
-from throughtime.deploy.verify import Verification, random_steps, rounded_otherwise, verify
+from throughtime.deploy.verify import (
+    ReadState,
+    Verification,
+    like_weights,
+    random_steps,
+    rounded_otherwise,
+    verify,
+)
 from throughtime.diagnose import SettlingTime, settling_time
-from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.state import State
+from throughtime.errors import ConfigError, DataError, ModelError, listed
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
@@ -52,6 +62,10 @@ _SUFFIXES: dict[str, Format] = {
     ".nam": "nam",
     ".json": "rtneural",
 }
+_EXPECTED = (
+    "expected an example: numbers (T, D) or (T, B, D), or indices for an nn.Embedding, whole"
+    " numbers (T,) or (T, B)"
+)
 _LAST = {"softmax": "probabilities", "log_softmax": "log-probabilities", "sigmoid": "probabilities"}
 
 
@@ -139,47 +153,41 @@ def export(
     kind = format_of(path, to)
     if steps < 0:
         raise ConfigError(f"steps={steps}: expected a number of random steps, or 0 for none")
-    example = _example(inputs)
     _check_weights(net)
-    if example.is_floating_point() and (w := next(net.parameters(), None)) is not None:
-        example = example.to(w)
-        _check_finite(example)  # in the type of the weights, too
-    chain: Chain | None = None
+    example = like_weights(net, _example(inputs))
+    _check_finite(example)
     with running(net):
-        try:
-            chain = read_chain(net, example)
-            _check_supported(chain, kind)
-        except ModelError:
-            if kind != "onnx":
-                raise
-            chain = None
-        ports = _chain_ports(chain, net) if chain is not None else _net_ports(net, example)
+        _check_call(net, example)
+        chain, ports = _ports(net, kind, example)
         description = _describe(net, ports, example, rate, classes, details or {})
-    signal, settling = None, None
+    signal, settling = example, None
     if stream is not None:
         played = stream if isinstance(stream, Stream) else whole_stream(stream)
-        signal, settling = _longest(played), settling_time(net, played)
+        signal = _longest(played, example)
+        settling = settling_time(net, played)
         description["settling_time"] = _settling_facts(settling)
     if chain is None:
         write = scan_writer(net, example, description, path.stem)
     else:
-        write = _chain_writer(chain, kind, path.stem, example if signal is None else signal)
-    files, random = _named(path, write(description)), random_steps(description, steps)
-    verification = _verify(net, kind, files, description, random) if steps else None
-    recorded = None
-    if signal is not None:
-        x = signal[:, 0].numpy().astype(random.dtype)
-        recorded = _verify(net, kind, files, description, x)
+        write = _chain_writer(chain, kind, path.stem, signal)
+    random, recorded = random_steps(description, steps), None
+    check = partial(_verify, net, kind, _named(path, write(description)), description, ports)
+    verification = check(random) if steps else None
+    if stream is not None:
+        recorded = check(signal[:, 0].numpy().astype(random.dtype))
         if recorded is not None:
             played_steps, error, *_ = recorded
             run = {"steps": played_steps, "error": error, "longest_run": played_steps}
             description["verified"] = run
-    named = _named(path, write(description))
-    write_together(named)
-    asked = bool(steps) or signal is not None
-    remarks = [*_unverified(kind, verification or recorded, asked, description)]
-    remarks += _folding(chain, kind)
-    return Export(tuple(named), kind, verification, recorded, settling, tuple(remarks))
+    files = _named(path, write(description))
+    write_together(files)
+    remarks = _folding(chain, kind)
+    if not steps and stream is None:
+        remarks.append("not verified: no steps were asked for. Leave out steps, or give stream=")
+    elif verification is None and recorded is None:
+        needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
+        remarks.append(f"not verified: {needs} is not at hand")
+    return Export(tuple(files), kind, verification, recorded, settling, tuple(remarks))
 
 
 def format_of(path: Path, to: Format | None, option: str = "to={!r}") -> Format:
@@ -220,14 +228,36 @@ def _chain_writer(
 
 def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
     """The contents by path, the first one as the user named it."""
-    return {path if i == 0 else path.with_suffix(s): files[s] for i, s in enumerate(files)}
+    return {path.with_suffix(s) if i else path: files[s] for i, s in enumerate(files)}
 
 
-def _longest(stream: Stream) -> Tensor:
+def _verify(
+    net: Carried,
+    kind: str,
+    files: Mapping[Path, bytes],
+    description: Mapping[str, Any],
+    ports: "_Ports",
+    x: Array,
+) -> Verification | None:
+    """Verify the files in a folder of their own, before they are where the user wants them."""
+    with tempfile.TemporaryDirectory() as folder:
+        trial = [Path(folder) / path.name for path in files]
+        for temporary, content in zip(trial, files.values(), strict=True):
+            temporary.write_bytes(content)
+        return verify(net, kind, trial[0], description, ports.read_state, x)
+
+
+def _longest(stream: Stream, example: Tensor) -> Tensor:
     """The inputs of the longest recording, `(T, 1, D)` or `(T, 1)`."""
     longest = max(stream.recordings, key=len)
     single = Stream([longest], 1, len(longest), seed=None, missing=stream.missing, rank=0, ranks=1)
-    return single.read(0, len(longest)).inputs
+    x = single.read(0, len(longest)).inputs
+    if x.shape[2:] != example.shape[2:]:
+        raise DataError(
+            f"stream: a step of its recordings has shape {tuple(x.shape[2:])}, one of the example"
+            f" inputs {tuple(example.shape[2:])}"
+        )
+    return x
 
 
 def _settling_facts(settling: SettlingTime) -> dict[str, Any]:
@@ -243,24 +273,18 @@ def _settling_facts(settling: SettlingTime) -> dict[str, Any]:
 
 
 def _check_weights(net: Carried) -> None:
-    """Refuse weights that are NaN or infinite."""
+    """Refuse weights that are NaN or infinite, or of a type that files do not have."""
     for name, weight in net.module.named_parameters():
         if not bool(weight.isfinite().all()):
             raise ModelError(
                 f"the weight '{name}' is not finite: the training diverged. Take weights from"
                 " before that"
             )
-
-
-def _verify(
-    net: Carried, kind: str, files: Mapping[Path, bytes], description: Mapping[str, Any], x: Array
-) -> Verification | None:
-    """Verify the files in a folder of their own, before they are where the user wants them."""
-    with tempfile.TemporaryDirectory() as folder:
-        trial = [Path(folder) / path.name for path in files]
-        for temporary, content in zip(trial, files.values(), strict=True):
-            temporary.write_bytes(content)
-        return verify(net, kind, trial[0], description, x)
+        if weight.dtype in {torch.float16, torch.bfloat16}:
+            raise ModelError(
+                f"the weight '{name}' is {weight.dtype}, and files have float32 or float64: export"
+                " tt.carry(copy.deepcopy(module).float())"
+            )
 
 
 def export_page(
@@ -295,15 +319,36 @@ def export_page(
 
 def _example(inputs: Any) -> Tensor:
     """The example as `(T, B, D)`, or with more dimensions for D, or `(T, B)` indices."""
-    x = torch.as_tensor(inputs).detach().cpu()
-    x = x.unsqueeze(1) if x.dim() == (2 if x.is_floating_point() else 1) else x
-    if (x.dim() < 3 if x.is_floating_point() else x.dim() != 2) or not x.numel():
-        raise DataError(
-            f"inputs have shape {tuple(x.shape)}, expected an example (T, D) or (T, B, D), or"
-            " indices (T,) or (T, B)"
-        )
+    try:
+        x = torch.as_tensor(inputs).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"inputs is a {type(inputs).__name__}, {_EXPECTED}") from error
+    numbers = x.is_floating_point()
+    x = x.unsqueeze(1) if x.dim() == (2 if numbers else 1) else x
+    known = numbers or not (x.is_complex() or x.dtype is torch.bool)
+    if not known or not x.numel() or (x.dim() < 3 if numbers else x.dim() != 2):
+        raise DataError(f"inputs have shape {tuple(x.shape)} and type {x.dtype}, {_EXPECTED}")
     _check_finite(x)
     return x
+
+
+def _check_call(net: Carried, example: Tensor) -> None:
+    """Refuse an example that the net does not take."""
+    x, kind = example[:1], f"{tuple(example.shape)} {example.dtype}"
+    if not x.is_floating_point():
+        x = torch.stack(example.aminmax()).unsqueeze(1)
+        kind += f" from {int(x[0])} to {int(x[1])}"
+    try:
+        net(x, net.initial_state(x.shape[1], like=example))
+    except ModelError:
+        raise
+    except CALL_ERRORS as error:
+        text = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise DataError(
+            f"inputs: the net does not take the example, {kind}: {text}"
+            f"{whole_numbers_hint(net.module, example)}. Give inputs like those that it was trained"
+            " on"
+        ) from error
 
 
 def _check_finite(x: Tensor) -> None:
@@ -323,36 +368,45 @@ def _check_finite(x: Tensor) -> None:
 class _Ports(NamedTuple):
     """What goes in and out of a file, and how to find the leaves of its state in the net's."""
 
-    shape: tuple[int, ...]  # of a step of a lane; () for indices
-    width: int  # the numbers in it, or the entries of an embedding
-    indexed: bool
-    dtype: str
-    outputs: tuple[int, ...]
-    meaning: str | None
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
     leaves: list[dict[str, Any]]
-    read_state: Callable[[State], Mapping[str, Tensor]]
+    read_state: ReadState
+
+
+def _ports(net: Carried, kind: str, example: Tensor) -> tuple[Chain | None, _Ports]:
+    """The chain of a net, None for one that ONNX gets step by step, and what goes in and out."""
+    try:
+        chain = read_chain(net, example)
+    except ModelError:
+        if kind != "onnx":
+            raise
+        return None, _net_ports(net, example)
+    if kind == "onnx" and any(layer.hr is not None for layer in chain.layers):
+        return None, _net_ports(net, example)  # ONNX has no LSTM with a projection
+    return chain, _chain_ports(chain, net)
+
+
+def _inputs(shape: Sequence[int], width: int, dtype: str, *, indexed: bool) -> dict[str, Any]:
+    return {"shape": [*shape], "width": width, "indexed": indexed, "dtype": dtype}
+
+
+def _leaf(name: str, shape: Sequence[int | str], start: Array) -> dict[str, Any]:
+    numbers = metadata.plain_numbers(start)
+    return {"name": name, "shape": [*shape], "dtype": start.dtype.name, "start": numbers}
 
 
 def _chain_ports(chain: Chain, net: Carried) -> _Ports:
-    real = chain.layers[0].ih.dtype.name
-    last = chain.operations[-1]
-    leaves = [
-        {
-            "name": leaf.name,
-            "shape": [1, "B", len(leaf.start)],
-            "dtype": real,
-            "start": metadata.plain_numbers(leaf.start),
-        }
-        for leaf in chain.leaves
-    ]
+    real, last = chain.layers[0].ih.dtype.name, chain.operations[-1]
     return _Ports(
-        () if chain.is_indexed else (chain.width,),
-        chain.width,
-        chain.is_indexed,
-        real,
-        (chain.outputs,),
-        _LAST.get(last.function) if isinstance(last, Pointwise) else None,
-        leaves,
+        _inputs(
+            () if chain.is_indexed else (chain.width,), chain.width, real, indexed=chain.is_indexed
+        ),
+        {
+            "shape": [chain.outputs],
+            "meaning": _LAST.get(last.function) if isinstance(last, Pointwise) else None,
+        },
+        [_leaf(leaf.name, (1, "B", len(leaf.start)), leaf.start) for leaf in chain.leaves],
         lambda state: chain.state_of(state, net.leaf_names(state)),
     )
 
@@ -362,34 +416,20 @@ def _net_ports(net: Carried, example: Tensor) -> _Ports:
     state = net.initial_state(1, like=example)
     y, _ = net(example[:1, :1], state)
     names = [name.replace("/", ".") for name in net.leaf_names(state)]
-    leaves = [
-        {
-            "name": name,
-            "shape": ["B", *leaf.shape[1:]],
-            "dtype": str(leaf.dtype).removeprefix("torch."),
-            "start": metadata.plain_numbers(leaf.detach().cpu().numpy()),
-        }
-        for name, leaf in zip(names, trees.tensors(state), strict=True)
-    ]
-    indexed = not example.is_floating_point()
+    indexed, shape = not example.is_floating_point(), example.shape[2:]
     tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
     entries = tables[0] if len(tables) == 1 else int(example.max()) + 1
+    width = entries if indexed else math.prod(shape)
+    leaves = [
+        _leaf(name, ("B", *leaf.shape[1:]), leaf.detach().cpu().numpy())
+        for name, leaf in zip(names, trees.tensors(state), strict=True)
+    ]
     return _Ports(
-        example.shape[2:],
-        entries if indexed else math.prod(example.shape[2:]),
-        indexed,
-        str(y.dtype).removeprefix("torch."),
-        y.shape[2:],
-        None,
+        _inputs(shape, width, str(y.dtype).removeprefix("torch."), indexed=indexed),
+        {"shape": [*y.shape[2:]], "meaning": None},
         leaves,
         lambda state: dict(zip(names, trees.tensors(state), strict=True)),
     )
-
-
-def _check_supported(chain: Chain, kind: str) -> None:
-    """Refuse what a single format lacks."""
-    if kind == "onnx" and any(layer.hr is not None for layer in chain.layers):
-        raise ModelError("ONNX has no LSTM with a projection")
 
 
 def _describe(
@@ -401,38 +441,39 @@ def _describe(
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The description, with the conformance vector that the net computes."""
-    outputs = math.prod(ports.outputs)
-    if classes and len(classes) != outputs:
-        raise ConfigError(f"{len(classes)} classes are named and the net has {outputs} outputs")
-    inputs: dict[str, Any] = {
-        "shape": [*ports.shape],
-        "width": ports.width,
-        "indexed": ports.indexed,
-        "dtype": ports.dtype,
-    }
-    if not ports.indexed:
+    width = math.prod(ports.outputs["shape"])
+    if isinstance(classes, str) or any(type(name) is not str for name in classes):
+        raise ConfigError(f"classes={classes!r}: expected names, such as ('none', 'beat')")
+    if classes and len(classes) != width:
+        raise ConfigError(f"{len(classes)} classes are named and the net has {width} outputs")
+    if rate is not None and not 0 < rate < math.inf:
+        raise ConfigError(f"rate={rate}: expected steps per second, above 0")
+    inputs = ports.inputs
+    if not inputs["indexed"]:
         flat = example.flatten(0, 1).flatten(1).to(torch.float64)
         deviation = flat.std(0, correction=0)
         # numbers with which each runtime computes the same inputs of the conformance vector, to the
         # bit and with any contraction: where a mean is 1e4 deviations, rounding it otherwise counts
-        inputs["shift"] = flat.mean(0).to(getattr(torch, ports.dtype)).tolist()
+        inputs["shift"] = flat.mean(0).to(getattr(torch, inputs["dtype"])).tolist()
         power = deviation.where(deviation > 0, 1.0).log2().round()
         inputs["scale"] = power.exp2().tolist()
+    meaning = ports.outputs["meaning"] or ("logits" if classes else "values")
     description: dict[str, Any] = {
         "format": metadata.FORMAT,
         "inputs": inputs,
-        "outputs": {
-            "shape": [*ports.outputs],
-            "width": outputs,
-            "meaning": ports.meaning or ("logits" if classes else "values"),
-            "classes": list(classes),
-        },
+        "outputs": {**ports.outputs, "width": width, "meaning": meaning, "classes": [*classes]},
         "rate": rate,
         "state": ports.leaves,
         "settling_time": None,
         "verified": None,
-        **details,
     }
+    if clash := details.keys() & {*description, "conformance", "sha256"}:
+        raise ConfigError(f"details: {listed(clash)} belongs to every file; take another name")
+    try:
+        json.dumps(details, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"details: {error}; expected what JSON has") from error
+    description |= details
     description["conformance"] = _conformance(net, ports, description)
     return description
 
@@ -443,12 +484,11 @@ def _conformance(net: Carried, ports: _Ports, description: Mapping[str, Any]) ->
     A chaotic net doubles a difference in a few steps: after 64 no two runtimes agree, and after the
     first ones all that compute the same function do.
     """
-    weight, steps = next(net.parameters()), metadata.STEPS
+    steps, rounded = metadata.STEPS, rounded_otherwise(net)
     while True:
-        x = torch.from_numpy(metadata.vector_inputs(description, steps))
-        x = x.to(weight.device, weight.dtype if x.is_floating_point() else None)
+        x = like_weights(net, torch.from_numpy(metadata.vector_inputs(description, steps)))
         y, after = net(x, net.initial_state(1, like=x))
-        z, other = functional_call(net, rounded_otherwise(net), (x, net.initial_state(1, like=x)))
+        z, other = functional_call(net, rounded, (x, net.initial_state(1, like=x)))
         pairs = zip([y[-1], *trees.tensors(after)], [z[-1], *trees.tensors(other)], strict=True)
         limit = metadata.TOLERANCE / 100
         if steps == 1 or all(torch.allclose(a, b, rtol=limit, atol=limit) for a, b in pairs):
@@ -470,21 +510,3 @@ def _folding(chain: Chain | None, kind: str) -> list[str]:
     ratio = float(np.abs(first.shift / first.scale).max())
     cost = f"{6e-8 * ratio:.1g} of a standardised input"
     return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]
-
-
-def _unverified(
-    kind: str, verification: Verification | None, asked: bool, description: Mapping[str, Any]
-) -> list[str]:
-    """Says what was not verified."""
-    if not asked:
-        return ["not verified: no steps were asked for. Leave out steps, or give a recording"]
-    if verification is None:
-        needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
-        return [f"not verified: {needs} is not at hand"]
-    if description["conformance"]["steps"] == 1:  # from the initial state, which may be zero
-        said = (
-            "the net amplifies rounding so much that its second step agrees on no two runtimes; the"
-            " recurrent weights in the file are not verified. Are the weights of the net too large?"
-        )
-        return [said]
-    return []

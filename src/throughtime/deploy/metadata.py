@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from throughtime.errors import ModelError
+from throughtime.errors import ModelError, counted
 
 KEY, FORMAT = "throughtime", "throughtime.export/1"
 STEPS = 64  # of the conformance vector, at most
@@ -68,8 +68,8 @@ def check_vector(
         if not (error <= TOLERANCE).all():
             raise ModelError(
                 f"{source}: this runtime computes other {name} than the net that was exported, by"
-                f" {float(np.nanmax(error)):.2g} after {vector['steps']} steps; expected at most"
-                f" {TOLERANCE:g}. Try another version of the runtime, or export again"
+                f" {float(np.nanmax(error)):.2g} after {counted(vector['steps'], 'step')}; expected"
+                f" at most {TOLERANCE:g}. Try another version of the runtime, or export again"
             )
 
 
@@ -97,17 +97,18 @@ def check_seal(description: Mapping[str, Any], body: bytes, source: str) -> None
         )
 
 
-def leaf_shape(leaf: Mapping[str, Any], lanes: int) -> tuple[int, ...]:
-    """The shape of a leaf for so many lanes."""
-    return tuple(lanes if size == "B" else int(size) for size in leaf["shape"])
-
-
-def start_of(leaf: Mapping[str, Any], lanes: int) -> Array:
-    """A leaf before the first step, for so many lanes."""
-    shape = leaf_shape(leaf, lanes)
-    return np.ascontiguousarray(
-        np.broadcast_to(np.array(leaf["start"], dtype=leaf["dtype"]), shape)
-    )
+def initial_state(description: Mapping[str, Any], lanes: int) -> dict[str, Array]:
+    """The leaves of the state before the first step, for so many lanes; new arrays."""
+    return {
+        leaf["name"]: np.array(
+            np.broadcast_to(
+                np.array(leaf["start"], dtype=leaf["dtype"]),
+                [lanes if size == "B" else size for size in leaf["shape"]],
+            ),
+            order="C",
+        )
+        for leaf in description["state"]
+    }
 
 
 def plain_numbers(values: Array) -> Any:

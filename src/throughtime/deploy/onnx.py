@@ -10,7 +10,7 @@ Buffers, Encoding.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -119,10 +119,8 @@ class _Graph:
             case Lookup(table):
                 self._node("Gather", [self._constant(f"{name}.table", table), x], [y])
             case Dense(weight, bias):
-                product = y if bias is None else f"{name}.p"
-                self._node("MatMul", [x, self._constant(f"{name}.weight", weight.T)], [product])
-                if bias is not None:
-                    self._node("Add", [product, self._constant(f"{name}.bias", bias)], [y])
+                self._node("MatMul", [x, self._constant(f"{name}.weight", weight.T)], [f"{name}.p"])
+                self._node("Add", [f"{name}.p", self._constant(f"{name}.bias", bias)], [y])
             case Pointwise("silu"):
                 self._node("Sigmoid", [x], [f"{name}.s"])
                 self._node("Mul", [x, f"{name}.s"], [y])
@@ -144,17 +142,15 @@ class _Graph:
             blocks = np.split(values, len(rows))
             return np.concatenate([blocks[row] for row in rows])[None]
 
+        biases = np.concatenate([arranged(layer.b_ih), arranged(layer.b_hh)], axis=1)
         inputs = [
             x,
             self._constant(f"{name}.W", arranged(layer.ih)),
             self._constant(f"{name}.R", arranged(layer.hh)),
-            "",
-            "",
+            self._constant(f"{name}.B", biases),
+            "",  # all sequences have the same length
             *(f"state.{leaf.name}" for leaf in layer.leaves),
         ]
-        if layer.b_ih is not None and layer.b_hh is not None:
-            biases = np.concatenate([arranged(layer.b_ih), arranged(layer.b_hh)], axis=1)
-            inputs[3] = self._constant(f"{name}.B", biases)
         operator = "RNN" if layer.cell in (RNN_TANH, RNN_RELU) else layer.cell.mode
         attributes: dict[str, Any] = {"hidden_size": layer.hidden}
         if layer.cell is GRU:
@@ -182,17 +178,13 @@ def _tensor(name: str, values: Array) -> bytes:
 
 def _attribute(name: str, value: int | float | Sequence[str]) -> bytes:
     """The message AttributeProto: an integer, a float or strings."""
-    return field(1, name) + b"".join(_attribute_fields(value))
-
-
-def _attribute_fields(value: int | float | Sequence[str]) -> Iterator[bytes]:
     if isinstance(value, int):
-        yield field(3, value) + field(20, 2)
+        kind, content = 2, field(3, value)
     elif isinstance(value, float):
-        yield field(2, value) + field(20, 1)
+        kind, content = 1, field(2, value)
     else:
-        yield from (field(9, text) for text in value)
-        yield field(20, 8)
+        kind, content = 8, b"".join(field(9, text) for text in value)
+    return field(1, name) + content + field(20, kind)
 
 
 def _value_info(name: str, dtype: str, dims: Dims) -> bytes:

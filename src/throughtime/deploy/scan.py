@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, running
 from throughtime.deploy._protobuf import metadata_entry
 from throughtime.deploy.metadata import KEY, seal
 from throughtime.errors import MissingExtraError, ModelError
@@ -88,10 +89,10 @@ def _export_step(net: Carried, example: Tensor, names: Sequence[str]) -> Any:
     state = trees.map_leaves(Tensor.clone, trees.detach(net.initial_state(lanes, like=x)))
     batch = torch.export.Dim("B", min=1, max=_MOST_LANES)
     shapes = ({1: batch}, tuple({0: batch} for _ in names))
-    with _quiet(), _plain_layers(net):
+    with _quiet(), _plain_layers(net), running(step := _Step(net, state)):
         try:
             program = torch.onnx.export(
-                _Step(net, state).eval(),
+                step,
                 (x, *trees.tensors(state)),
                 dynamo=True,
                 dynamic_shapes=shapes,
@@ -102,7 +103,7 @@ def _export_step(net: Carried, example: Tensor, names: Sequence[str]) -> Any:
         except Exception as error:  # of the exporter, whose exceptions have no common class
             raise ModelError(
                 f"torch cannot export a step of {type(net.module).__name__} to ONNX:"
-                f" {_first_line(error)}"
+                f" {_cause(error)}"
             ) from error
     if program is None:
         raise ModelError(f"torch exported nothing of {type(net.module).__name__}")
@@ -207,5 +208,9 @@ def _quiet() -> Generator[None]:
         logging.disable(disabled)
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+def _cause(error: BaseException) -> str:
+    """The first line of the error that began it, without colours."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
+    return next(iter(text.splitlines()), type(error).__name__)[:300]

@@ -6,8 +6,10 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal, TypeAlias
 from zipfile import BadZipFile
 
@@ -16,7 +18,14 @@ import numpy as np
 from throughtime._files import write_atomically
 from throughtime.deploy import metadata
 from throughtime.deploy._protobuf import split_metadata
-from throughtime.errors import ConfigError, DataError, MissingExtraError, ModelError, StateError
+from throughtime.errors import (
+    ConfigError,
+    DataError,
+    MissingExtraError,
+    ModelError,
+    RunError,
+    StateError,
+)
 
 Array: TypeAlias = np.ndarray[Any, Any]
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
@@ -28,7 +37,8 @@ class Session:
     """An exported net on a live stream: takes one step or any number at a time, keeps the state.
 
     Needs numpy and onnxruntime alone (`pip install "throughtime[onnx]"`). The file is checked when
-    it is loaded: its digest, then what the runtime computes.
+    it is loaded: its digest, then what the runtime computes. Each thread needs a session of its
+    own; a copy, by `copy` or `pickle`, reads the file again and goes on from the same state.
 
     Args:
         path: of a file that `tt.export` wrote.
@@ -41,11 +51,12 @@ class Session:
 
     Attributes:
         description: what the file says of itself: inputs, outputs, classes, rate, state.
+        skipped: steps left out so far, over all lanes.
 
     Raises:
         MissingExtraError: onnxruntime is not installed.
-        ModelError: no file of `tt.export`, one that was changed, or a runtime that computes
-            something else.
+        ModelError: no file of `tt.export`, one that was changed, another one than that of `like`,
+            or a runtime that computes something else.
 
     Example:
         >>> import tempfile, torch, throughtime as tt
@@ -68,22 +79,36 @@ class Session:
     ) -> None:
         if on_nan not in ("raise", "hold", "reset"):
             raise ConfigError(f"on_nan={on_nan!r}: expected 'raise', 'hold', 'reset'")
-        if lanes < 1:
-            raise ConfigError(f"lanes={lanes}: expected at least 1")
-        self.path, self.lanes, self.on_nan = Path(path), lanes, on_nan
+        for name, value in (("lanes", lanes), ("threads", threads)):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name}={value!r}: expected a whole number, at least 1")
+        if type(like) not in (type(None), Session):
+            raise ConfigError(f"like={like!r}: expected a session of the same file")
+        self.path, self.lanes, self.on_nan, self.threads = Path(path), lanes, on_nan, threads
+        self.skipped, self._alone = 0, Lock()
+        content, self.description = _load(self.path)
         if like is None:
-            self._runtime, self.description = _load(self.path, threads)
+            self._runtime = _runtime(self.path, content, threads)
+        elif like.description["sha256"] == self.description["sha256"]:
+            self._runtime = like._runtime
         else:
-            self._runtime, self.description = like._runtime, like.description
-        self._leaves: Sequence[Mapping[str, Any]] = self.description["state"]
-        self._width: int = self.description["inputs"]["width"]
-        self._shape: tuple[int, ...] = (*self.description["inputs"]["shape"],)
-        self._indexed: bool = self.description["inputs"]["indexed"]
-        self._dtype = np.dtype("int64" if self._indexed else self.description["inputs"]["dtype"])
+            raise ModelError(
+                f"{path}: another file than {like.path}, which the session of like= has loaded;"
+                " leave out like="
+            )
+        inputs = self.description["inputs"]
+        self._width: int = inputs["width"]
+        self._shape: tuple[int, ...] = (*inputs["shape"],)
+        self._indexed: bool = inputs["indexed"]
+        self._dtype = np.dtype("int64" if self._indexed else inputs["dtype"])
         self._single = _SingleStep(self._runtime, self.description, lanes)
-        self.reset()
         if like is None:
             self._check_vector()
+
+    def __reduce__(self) -> tuple[Callable[..., "Session"], tuple[Any, ...]]:
+        """A copy reads the file, which must not have changed, and gets the state."""
+        settings = self.path, self.lanes, self.on_nan, self.threads
+        return _copy, (*settings, self.description["sha256"], self.state, self.skipped)
 
     def __call__(self, inputs: Any) -> Array:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`; of a single lane also `(T, D)` to `(T, C)`.
@@ -97,40 +122,46 @@ class Session:
         if x.ndim == 1 + len(self._shape) and self.lanes == 1:
             return self(x[:, None])[:, 0]
         x = self._checked(x)
-        if self._indexed:
-            return self._run(x)
-        finite = np.asarray(np.isfinite(x).all(axis=tuple(range(2, x.ndim))))
-        if finite.all():
-            return self._run(x)
-        if self.on_nan == "raise":
+        finite = np.asarray(np.isfinite(x).reshape(*x.shape[:2], -1).all(axis=2))
+        if not finite.all() and self.on_nan == "raise":
             step, lane = np.argwhere(~finite)[0].tolist()
             raise DataError(
                 f"an input is NaN or infinite at step {step} of the call, lane {lane}; the state is"
                 " as it was. Session(path, on_nan='hold') leaves such steps out"
             )
-        return self._run_around(x, finite)
+        with self._one_thread():
+            return self._run(x) if finite.all() else self._run_around(x, finite)
 
     def step(self, inputs: Any) -> Array:
         """Outputs `(B, C)` for the inputs `(B, D)` of one step."""
-        y = self._single.step(inputs) if type(inputs) is np.ndarray else None
-        return self(np.asarray(inputs)[None])[0] if y is None else y
+        if type(inputs) is np.ndarray and self._alone.acquire(blocking=False):
+            try:  # a context manager takes half a microsecond
+                y = self._single.step(inputs)
+            finally:
+                self._alone.release()
+            if y is not None:
+                return y
+        x = np.asarray(inputs)
+        if x.shape != (self.lanes, *self._shape) and (self.lanes > 1 or x.shape != self._shape):
+            raise self._misfit(x, "")
+        return self(x[None])[0]
 
     def reset(self, lanes: int | Sequence[int] | None = None) -> None:
-        """Start some lanes anew, by number; all of them by default."""
-        start = {leaf["name"]: metadata.start_of(leaf, self.lanes) for leaf in self._leaves}
+        """Start some lanes anew, by number; all of them by default.
+
+        Raises:
+            StateError: no such lane.
+        """
+        start = metadata.initial_state(self.description, self.lanes)
         if lanes is None:
             self._single.set_state(start)
             return
-        rows = [lanes] if isinstance(lanes, int) else list(lanes)
-        if wrong := [row for row in rows if not 0 <= row < self.lanes]:
-            raise StateError(
-                f"lane {wrong[0]} asked for, the session has lanes 0 to {self.lanes - 1}"
-            )
-        state = self.state
-        for leaf in self._leaves:
-            part = _lanes_of(leaf, rows)
-            state[leaf["name"]][part] = start[leaf["name"]][part]
-        self._single.set_state(state)
+        rows = np.atleast_1d(np.array(lanes))
+        if rows.size and (
+            rows.dtype.kind not in "iu" or not 0 <= rows.min() <= rows.max() < self.lanes
+        ):
+            raise StateError(f"lanes={lanes!r}: the session has lanes 0 to {self.lanes - 1}")
+        self._put(start, rows.astype(int))
 
     @property
     def state(self) -> dict[str, Array]:
@@ -139,11 +170,10 @@ class Session:
 
     @state.setter
     def state(self, values: Mapping[str, Array]) -> None:
-        expected = {
-            leaf["name"]: (metadata.leaf_shape(leaf, self.lanes), leaf["dtype"])
-            for leaf in self._leaves
-        }
-        got = {name: (value.shape, value.dtype.name) for name, value in values.items()}
+        got, expected = (
+            {name: (value.shape, value.dtype.name) for name, value in leaves.items()}
+            for leaves in (values, self._single.state)
+        )
         if got != expected:
             raise StateError(
                 f"the state has the leaves {got}, a session of {self.path} with {self.lanes} lanes"
@@ -180,19 +210,36 @@ class Session:
             raise StateError(f"{path}: the state of another net than {self.path}")
         self.state = {name.removeprefix("leaf."): value for name, value in values.items()}
 
+    @contextmanager
+    def _one_thread(self) -> Generator[None]:
+        """Refuse a call while another thread has one: both would change the state."""
+        if not self._alone.acquire(blocking=False):
+            raise RunError(
+                "another thread is calling this session; each thread needs one of its own:"
+                " Session(path, like=session)"
+            )
+        try:
+            yield
+        finally:
+            self._alone.release()
+
+    def _misfit(self, x: Array, steps: str) -> DataError:
+        shape = ", ".join(map(str, (self.lanes, *self._shape)))
+        return DataError(
+            f"the inputs have shape {x.shape} and type {x.dtype}, expected ({steps}{shape})"
+            f" {self._dtype}; a session of more lanes is Session(path, lanes=B)"
+        )
+
     def _checked(self, x: Array) -> Array:
         kinds = "iu" if self._indexed else "fiu"
-        if x.shape[1:] == (self.lanes, *self._shape) and not len(x):
-            raise DataError(f"the inputs have shape {x.shape}: a call takes at least one step")
         if x.shape[1:] != (self.lanes, *self._shape) or x.dtype.kind not in kinds:
-            raise DataError(
-                f"the inputs have shape {x.shape} and type {x.dtype}, expected"
-                f" {('T', self.lanes, *self._shape)} {self._dtype}; a session of more lanes is"
-                " Session(path, lanes=B)"
-            )
+            raise self._misfit(x, "T, ")
+        if not len(x):
+            raise DataError(f"the inputs have shape {x.shape}: a call takes at least one step")
         if self._indexed and (x.min() < 0 or x.max() >= self._width):
             raise DataError(f"an index is {x.min()} or {x.max()}, expected 0 to {self._width - 1}")
-        return np.ascontiguousarray(x, dtype=self._dtype)
+        with np.errstate(over="ignore"):  # infinite in the type of the net: the caller's to handle
+            return np.ascontiguousarray(x, dtype=self._dtype)
 
     def _run(self, x: Array) -> Array:
         if len(x) == 1:
@@ -202,33 +249,32 @@ class Session:
         return y
 
     def _run_around(self, x: Array, finite: Array) -> Array:
-        """Runs lanes with missing steps alone, without these; others as if there were none."""
-        before = self.state
-        y = self._run(np.where(finite.reshape(*finite.shape, *[1] * len(self._shape)), x, 0))
-        after = self.state
-        for lane in np.flatnonzero(~finite.all(axis=0)).tolist():
-            state = {
-                leaf["name"]: before[leaf["name"]][_lanes_of(leaf, [lane])] for leaf in self._leaves
-            }
-            start = {leaf["name"]: metadata.start_of(leaf, 1) for leaf in self._leaves}
-            y[:, lane] = math.nan
-            for first, stop in _spans(finite[:, lane], split=self.on_nan == "reset"):
-                rows = np.flatnonzero(finite[first:stop, lane]) + first
-                if len(rows):
-                    part, state = _run(self._runtime, x[rows, lane][:, None], state)
-                    y[rows, lane] = part[:, 0]
-                if self.on_nan == "reset" and not finite[stop - 1, lane]:
-                    state = start
-            for leaf in self._leaves:
-                after[leaf["name"]][_lanes_of(leaf, [lane])] = state[leaf["name"]]
-        self._single.set_state(after)
-        return y
+        """As `_run`; lanes leave out their steps that are not `finite` `(T, B)`."""
+        self.skipped += int((~finite).sum())
+        cuts = np.flatnonzero(~finite.all(axis=1))
+        outputs: list[Array] = []
+        for rows in np.split(np.arange(len(x)), np.union1d(cuts, cuts + 1)):
+            if not len(rows):
+                continue
+            state = self.state
+            missing = ~finite[rows].all(axis=0)
+            outputs.append(self._run(np.nan_to_num(x[rows], posinf=0, neginf=0)))
+            if missing.any():
+                outputs[-1][:, missing] = math.nan
+                if self.on_nan == "reset":
+                    state = metadata.initial_state(self.description, self.lanes)
+                self._put(state, np.flatnonzero(missing))
+        return np.concatenate(outputs)
+
+    def _put(self, values: Mapping[str, Array], rows: Array) -> None:
+        """Some lanes of a state."""
+        for leaf in self.description["state"]:
+            part = (*[slice(None)] * leaf["shape"].index("B"), rows)
+            self._single.state[leaf["name"]][part] = values[leaf["name"]][part]
 
     def _check_vector(self) -> None:
-        start = {leaf["name"]: metadata.start_of(leaf, 1) for leaf in self._leaves}
-        steps = self.description["conformance"]["steps"]
-        x = metadata.vector_inputs(self.description, steps)
-        y, after = _run(self._runtime, x, start)
+        x = metadata.vector_inputs(self.description, self.description["conformance"]["steps"])
+        y, after = _run(self._runtime, x, metadata.initial_state(self.description, 1))
         metadata.check_vector(self.description, y[-1], after, str(self.path))
 
 
@@ -236,7 +282,7 @@ class _SingleStep:
     """One step at a time through bound buffers: two states, which change places."""
 
     def __init__(self, runtime: Any, description: Mapping[str, Any], lanes: int) -> None:
-        inputs, leaves = description["inputs"], description["state"]
+        inputs = description["inputs"]
         kind = "int64" if inputs["indexed"] else inputs["dtype"]
         self._x = np.zeros((1, lanes, *inputs["shape"]), kind)
         self._row, self._flat = self._x[0], self._x.ravel()
@@ -244,10 +290,7 @@ class _SingleStep:
         self._shape, self._dtype = () if inputs["indexed"] else self._row.shape, self._row.dtype
         self._y = np.zeros((1, lanes, *description["outputs"]["shape"]), inputs["dtype"])
         self._outputs = self._y[0]
-        self._states = [
-            {leaf["name"]: metadata.start_of(leaf, lanes).copy() for leaf in leaves}
-            for _ in range(2)
-        ]
+        self._states = [metadata.initial_state(description, lanes) for _ in range(2)]
         self._runtime = runtime
         self._bindings = [self._binding(*self._states), self._binding(*reversed(self._states))]
 
@@ -294,20 +337,6 @@ class _SingleStep:
         return binding
 
 
-def _spans(finite: Array, *, split: bool) -> list[tuple[int, int]]:
-    """The steps up to and with each missing one, if they are `split` there; else all of them."""
-    if not split:
-        return [(0, len(finite))]
-    stops = [*(np.flatnonzero(~finite) + 1).tolist(), len(finite)]
-    return [(a, b) for a, b in zip([0, *stops], stops, strict=False) if a < b]
-
-
-def _lanes_of(leaf: Mapping[str, Any], lanes: Sequence[int]) -> tuple[Any, ...]:
-    """The index of some lanes in a leaf."""
-    axis = leaf["shape"].index("B")
-    return (*[slice(None)] * axis, list(lanes))
-
-
 def _run(runtime: Any, x: Array, state: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Outputs and the state after the last step."""
     inputs = {"x": x, **{f"state.{name}": value for name, value in state.items()}}
@@ -316,31 +345,39 @@ def _run(runtime: Any, x: Array, state: Mapping[str, Array]) -> tuple[Array, dic
     return y, dict(zip(state, after, strict=True))
 
 
-def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
-    """The runtime with the file, and the description in it."""
+def _copy(
+    path: Path, lanes: int, on_nan: OnNaN, threads: int, digest: str, *attributes: Any
+) -> Session:
+    """A session of the file with a digest, in a state."""
+    session = Session(path, lanes, on_nan=on_nan, threads=threads)
+    if session.description["sha256"] != digest:
+        raise ModelError(f"{path}: the file was replaced after the session was copied")
+    session.state, session.skipped = attributes
+    return session
+
+
+def _runtime(path: Path, content: bytes, threads: int) -> Any:
+    """The runtime with a file."""
     try:
         import onnxruntime
     except ImportError as error:
         raise MissingExtraError(
             'tt.deploy.Session needs onnxruntime: pip install "throughtime[onnx]"'
         ) from error
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    description = _description(path, content)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = threads
     try:
-        return onnxruntime.InferenceSession(
-            content, options, providers=["CPUExecutionProvider"]
-        ), description
+        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own exceptions have no common class
         raise ModelError(f"{path}: onnxruntime cannot load it ({error})") from error
 
 
-def _description(path: Path, content: bytes) -> dict[str, Any]:
-    """The description at the end of the file, checked against the rest of it."""
+def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """A file, and the description at its end, checked against the rest of it."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     try:
         body, text = split_metadata(content, metadata.KEY)
         description = json.loads(text)
@@ -350,4 +387,4 @@ def _description(path: Path, content: bytes) -> dict[str, Any]:
             " or export it again"
         ) from error
     metadata.check_seal(description, body, str(path))
-    return description
+    return content, description

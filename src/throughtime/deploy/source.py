@@ -23,17 +23,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from throughtime.deploy import metadata
-from throughtime.deploy.chain import (
-    Array,
-    Chain,
-    Dense,
-    Lookup,
-    Operation,
-    Pointwise,
-    Recurrence,
-    Rescale,
-)
-from throughtime.kernels.cells import GRU, LSTM, RNN_RELU
+from throughtime.deploy.chain import Array, Chain, Operation, Pointwise, Recurrence, columns
+from throughtime.kernels.cells import GRU
 
 _KEYWORDS = frozenset(
     [
@@ -101,7 +92,6 @@ def _template_values(
     own = identifier(name)
     fields = _fields(chain)
     arrays = dict(_arrays(chain, description, fields))
-    operations, last = _operations(chain, fields, expressions)
     return {
         "name": own,
         "NAME": own.upper(),
@@ -120,9 +110,8 @@ def _template_values(
             for leaf in chain.leaves
         ],
         "arrays": arrays,
-        "operations": operations,
-        "last": last,
-        "uses": _uses(chain),
+        "operations": [*_operations(chain, fields, expressions)],
+        "last": f"v{len(chain.operations) - 1}",
         "steps": description["conformance"]["steps"],
         "tolerance": metadata.TOLERANCE,
     }
@@ -209,89 +198,32 @@ def _arrays(
 
 
 def _constants(operation: Operation) -> Iterator[tuple[str, Array]]:
-    match operation:
-        case Rescale(shift, scale):
-            yield from (("shift", shift), ("scale", scale))
-        case Lookup(table):
-            yield "table", table
-        case Dense(weight, bias):
-            yield "weight", weight.T
-            if bias is not None:
-                yield "bias", bias
-        case Pointwise():
-            pass
-        case _:
-            yield from _layer_constants(operation)
-
-
-def _layer_constants(layer: Recurrence) -> Iterator[tuple[str, Array]]:
-    yield "ih", layer.ih.T
-    yield "hh", layer.hh.T
-    if layer.hr is not None:
-        yield "hr", layer.hr.T
-    if layer.b_ih is not None and layer.b_hh is not None:
-        recurrent = layer.b_hh.copy()
-        if layer.cell is GRU:  # the reset gate scales the bias of the candidate as well
-            recurrent[2 * layer.hidden :] = 0
-            yield "candidate", layer.b_hh[2 * layer.hidden :]
-        yield "bias", layer.b_ih + recurrent
+    arrays = operation._asdict()
+    if isinstance(operation, Recurrence):
+        b_ih, b_hh = arrays.pop("b_ih"), arrays.pop("b_hh").copy()
+        if operation.cell is GRU:  # the reset gate scales the bias of the candidate as well
+            arrays["candidate"] = b_hh[2 * operation.hidden :].copy()
+            b_hh[2 * operation.hidden :] = 0
+        arrays["bias"] = b_ih + b_hh
+    for name, value in arrays.items():
+        if isinstance(value, np.ndarray):
+            yield name, value if name == "table" else value.T
 
 
 def _operations(
     chain: Chain, fields: Mapping[str, str], expressions: Mapping[str, str]
-) -> tuple[list[dict[str, Any]], str]:
-    """What the template needs of each operation, and the name of the last values."""
-    result: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
+    """The operations with the names of their inputs `x`, outputs and constants."""
     x, width = "x", chain.width
     for index, operation in enumerate(chain.operations):
-        values = _operation(operation, width, fields, expressions)
-        values |= {"id": f"op{index}", "x": x, "out": f"v{index}", "columns": width}
-        result.append(values)
-        x, width = values["out"], values["rows"]
-    return result, x
-
-
-def _operation(
-    operation: Operation, width: int, fields: Mapping[str, str], expressions: Mapping[str, str]
-) -> dict[str, Any]:
-    match operation:
-        case Rescale(_, _, inverse):
-            return {"kind": "scale", "rows": width, "inverse": inverse}
-        case Lookup(table):
-            return {"kind": "lookup", "rows": table.shape[1]}
-        case Dense(weight, bias):
-            return {"kind": "dense", "rows": len(weight), "bias": bias is not None}
-        case Pointwise(function, parameter):
-            expression = expressions.get(function, "").replace("{}", repr(parameter))
-            own = {"function": function, "expression": expression}
-            return {"kind": "pointwise", "rows": width, **own}
-        case _:
+        rows, out = columns(operation, width), f"v{index}"
+        own = {"id": f"op{index}", "x": x, "out": out, "columns": width, "rows": rows}
+        own |= {"kind": type(operation).__name__, "of": operation}
+        if isinstance(operation, Recurrence):
             leaves = [fields[leaf.name] for leaf in operation.leaves]
-            return {
-                "kind": "layer",
-                "cell": operation.cell.name,
-                "rows": operation.features,
-                "hidden": operation.hidden,
-                "gates": len(operation.cell.gates),
-                "bias": operation.b_ih is not None,
-                "projected": operation.hr is not None,
-                "h": leaves[0],
-                "c": leaves[-1],
-            }
-
-
-def _uses(chain: Chain) -> dict[str, bool]:
-    """Which helpers are called: a compiler warns of others."""
-    functions = {op.function for op in chain.operations if isinstance(op, Pointwise)}
-    cells = {layer.cell for layer in chain.layers}
-    sigmoid = bool(cells & {LSTM, GRU} or functions & {"sigmoid", "silu"})
-    tangent = bool(cells - {RNN_RELU} or "tanh" in functions)
-    decay = bool(functions & {"softmax", "log_softmax"})
-    return {
-        "sigmoid": sigmoid,
-        "tangent": tangent,
-        "decay": decay,
-        "decay_less_1": "elu" in functions,
-        "exponential": bool(sigmoid or tangent or decay or "elu" in functions),
-        "logarithm": "log_softmax" in functions,
-    }
+            own |= {"gates": len(operation.cell.gates), "h": leaves[0], "c": leaves[-1]}
+        elif isinstance(operation, Pointwise):
+            text = expressions.get(operation.function, "")
+            own["expression"] = text.replace("{}", repr(operation.parameter))
+        yield own
+        x, width = out, rows

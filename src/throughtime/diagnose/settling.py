@@ -31,7 +31,7 @@ from torch import Tensor
 from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried, running
 from throughtime.chunk import Chunk, Placement
 from throughtime.diagnose._slice import json_safe
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient._memory import preserve_rng_and_buffers
 from throughtime.gradient._segments import run_chunk
 from throughtime.gradient.schedule import check_whole
@@ -105,14 +105,13 @@ class SettlingTime:
             f"{labels.get(share, f'{share:.0%}')} {'not settled' if n is None else f'{n:,}'}"
             for share, n in self.quantiles.items()
         )
-        least, most = (f([start.compared for start in self.starts]) for f in (min, max))
-        span = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-        count, open_ = len(self.starts), self.unsettled
-        rest = f"; {open_} of them had not settled by then" if open_ else ""
+        open_ = [start for start in self.starts if start.steps is None]
+        rest = f"; {len(open_):,} had not settled after {_lengths(open_)}" if open_ else ""
         return (
             f"steps until a cold start agrees with the carried state: {quantiles}. Within"
-            f" {self.tolerance:g} of the deviation of the outputs, {self.scale:.3g}; {count} cold"
-            f" start{'s' * (count > 1)}, each compared for {span} steps{rest}"
+            f" {self.tolerance:g} of the scale of the outputs, {self.scale:.3g};"
+            f" {counted(len(self.starts), 'cold start')}, compared for"
+            f" {_lengths(self.starts)}{rest}"
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,6 +124,12 @@ class SettlingTime:
 
     def __str__(self) -> str:
         return self.summary()
+
+
+def _lengths(starts: Sequence[ColdStart]) -> str:
+    """For how many steps cold starts are compared."""
+    least, most = (f(start.compared for start in starts) for f in (min, max))
+    return counted(most, "step") if least == most else f"{least:,} to {most:,} steps"
 
 
 def settling_time(
