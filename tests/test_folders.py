@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import throughtime as tt
 from throughtime.app.config import make_config
-from throughtime.app.dataset import open_dataset
+from throughtime.app.dataset import open_dataset, open_recording
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.folder import read_folder
 from throughtime.stream.manifest import find_recordings
@@ -182,3 +183,40 @@ def test_a_line_named_from_the_last_is_no_input_when_it_is_the_target(tmp_path: 
     assert data.spec.layout.inputs == ("0", "1")
     with pytest.raises(DataError, match="are inputs and targets of the same step"):
         dataset(tmp_path / "r.csv", csv="rows", targets=["-1"], inputs=["0", "2"])
+
+
+def hourly(folder: Path, minutes: dict[str, int], rows: int = 60) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, step in minutes.items():
+        times = np.datetime64("2020-03-28T00:00") + np.arange(rows) * np.timedelta64(step, "m")
+        lines = [f"{str(t)[:10]},{str(t)[11:]},{i / 7:.3f},{i % 2}" for i, t in enumerate(times)]
+        (folder / f"{name}.csv").write_text("\n".join(["date,time,u,anomaly", *lines]))
+    return folder
+
+
+def test_evenly_spaced_time_stamps_are_the_rate_of_a_run(tmp_path: Path) -> None:
+    """Mutants: a rate of the dates without the times, one that `--rate` does not replace."""
+    data = dataset(hourly(tmp_path / "a", {"x": 30, "y": 30}))
+    assert data.spec.layout.inputs == ("u",)
+    assert data.spec.layout.rate == pytest.approx(1 / 1800)
+    assert "time stamps in 'date', every 30 min: no input" in data.remarks
+    mixed = hourly(tmp_path / "b", {"x": 30, "y": 60})
+    with pytest.raises(DataError, match=r"y.csv has 0.00027\S* rows per second, .* --rate N"):
+        dataset(mixed)
+    spec = dataset(mixed, rate=2.0).spec
+    assert (spec.layout.rate, spec.layout.rate_set) == (2.0, True)
+    with pytest.raises(DataError, match=r"what the model was trained on has 0.00055"):
+        open_recording([mixed / "y.csv"], data.spec, None)
+    assert len(open_recording([mixed / "y.csv"], spec, None)) == 60
+    assert tt.recordings(mixed, targets="anomaly", rate=2.0)["train"]
+
+
+def test_unevenly_spaced_time_stamps_are_remarked(tmp_path: Path) -> None:
+    folder = hourly(tmp_path / "a", {"x": 30, "y": 30})
+    lines = (folder / "y.csv").read_text().splitlines()
+    (folder / "y.csv").write_text("\n".join(lines[:20] + lines[22:]))
+    (remark,) = [text for text in dataset(folder).remarks if "time stamps" in text]
+    assert "; not evenly spaced in y.csv: no rate (--rate sets rows per second); 1 gap" in remark
+    assert "evenly" not in "".join(dataset(folder, rate=1.0).remarks)
+    with pytest.raises(ConfigError, match=r"rate=0.0: expected a finite number above 0"):
+        dataset(folder, rate=0.0)

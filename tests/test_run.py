@@ -20,13 +20,13 @@ import torch
 from processes import elsewhere
 from throughtime import state as trees
 from throughtime.app.config import Config, make_config
-from throughtime.app.data_statistics import class_name
 from throughtime.app.dataset import open_dataset, split_recordings, training_stream
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import DataError, RunError
+from throughtime.stream.classes import class_name
 from throughtime.stream.sources import as_recording
 
 

@@ -10,6 +10,7 @@ import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pytest
+import scipy.io
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +139,62 @@ def test_an_input_may_be_the_target_where_it_is_meant() -> None:
         assert len(tt.recording(frame(), **choice, **allowed)) == T
     with pytest.raises(DataError, match=r"\['b'\] are inputs and targets of the same step"):
         tt.from_frame(frame(), **choice)
+
+
+def test_classes_are_indices_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """Mutants: sorted names, and 0 for a target without a name."""
+    names = np.array(["V", "N", "", "S"] * 77)[:T]
+    expected = np.array([1, 2, -100, 0] * 77)[:T]
+    data = frame().assign(beat=names)
+    data.to_csv(tmp_path / "x.csv", index=False)
+    options: dict[str, Any] = {"inputs": ["a"], "targets": "beat", "classes": ["S", "V", "N"]}
+    for source in (data, pl.from_pandas(data), tmp_path / "x.csv"):
+        assert np.array_equal(target_values(tt.recording(source, **options)), expected)
+        part = tt.recording(source, **options, start=2, stop=7, target_shift=1)
+        assert np.array_equal(target_values(part), [*expected[3:7], -100])
+    own: dict[str, Any] = {**options, "targets": names}
+    assert np.array_equal(target_values(tt.recording(frame(), **own)), expected)
+    (group,) = tt.from_frame(data, **options)
+    assert np.array_equal(target_values(group), expected)
+    chunk = next(iter(tt.Stream(tt.recording(data, **options), lanes=1, chunk=4)))
+    assert chunk.mask.flatten().tolist() == [True, True, False, True]
+
+
+def target_values(recording: Any) -> Any:
+    return recording.read(0, len(recording)).targets
+
+
+def test_whole_numbers_are_names_of_classes_too() -> None:
+    data = frame().assign(code=np.tile([300, 7], T)[:T].astype(float))
+    recording = tt.recording(data, inputs=["a"], targets="code", classes=[7, 300])
+    assert target_values(recording)[:3].tolist() == [1, 0, 1]
+
+
+def test_text_without_classes_is_refused_with_the_classes_to_write() -> None:
+    data = frame().assign(beat=np.array(["V", "N"] * T)[:T])
+    with pytest.raises(DataError, match=r"order of their indices: classes=\['N', 'V'\]"):
+        tt.recording(data, inputs=["a"], targets="beat")
+    recording = tt.recording(data, inputs=["a"], targets="beat", classes=["N"])
+    with pytest.raises(DataError, match="unknown class 'V' at step 0; the classes are N"):
+        recording.read(0, 5)
+    for classes in (["N", "N"], [], "NV", [" ", "N"]):
+        with pytest.raises(DataError, match=r"expected distinct names in the order of their ind"):
+            tt.recording(data, inputs=["a"], targets="beat", classes=classes)
+
+
+def test_columns_of_pandas_may_be_named_by_numbers() -> None:
+    recording = tt.recording(pd.DataFrame(values()), inputs=[0, 2], targets=1)
+    assert np.array_equal(recording.read(0, T).inputs, values()[:, [0, 2]])
+    assert np.array_equal(target_values(recording), values()[:, 1])
+
+
+def test_a_mapping_of_matlab_has_entries_that_are_no_arrays(tmp_path: Path) -> None:
+    scipy.io.savemat(tmp_path / "x.mat", {"x": values(), "y": values()[:, :1]})
+    loaded = scipy.io.loadmat(tmp_path / "x.mat")
+    recording = tt.recording(loaded, inputs="x", targets="y")
+    assert np.array_equal(recording.read(0, T).inputs, values())
+    with pytest.raises(DataError, match=r"tt\.recording\(scipy\.io\.loadmat\(path\)"):
+        tt.recording(tmp_path / "x.mat")
 
 
 @pytest.mark.parametrize("role", ["inputs", "targets"])

@@ -2,8 +2,10 @@
 
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -175,3 +177,31 @@ def test_the_first_row_that_goes_back_is_named_and_empty_ones_are_counted() -> N
 def test_a_span_has_the_unit_that_suits_it() -> None:
     spans = [time_span(s * 1e9) for s in (86_400, 3_600, 900, 1, 0.04, 0.000_125, 0)]
     assert spans == ["1 d", "1 h", "15 min", "1 s", "40 ms", "125 us", "0 us"]
+
+
+RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
+    "hours": (np.arange(50) * 3.6e12, 1 / 3600),
+    "256 Hz in milliseconds": (np.round(np.arange(2000) * 1e3 / 256) * 1e6, 256.0),
+    "a clock that jitters": (np.arange(500) * 1e7 + np.arange(500) % 7 * 2e4, 100.0),
+    "a gap": (np.append(np.arange(50), 52) * 1e9, None),
+    "one row missing of many": (np.delete(np.arange(500), 77) * 1e9, None),
+    "months": (np.cumsum([31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] * 2) * 8.64e13, None),
+    "the same time twice": (np.array([0, *range(50)]) * 1e9, None),
+    "backward": (np.array([*range(50), 3]) * 1e9, None),
+    "an empty one": (np.append(np.arange(50) * 1e9, np.nan), None),
+    "too few to tell": (np.arange(5) * 1e9, None),
+    "one": (np.zeros(1), None),
+}
+
+
+@pytest.mark.parametrize("kind", list(RATES))
+@pytest.mark.parametrize("cut", [1, 13, 4000])
+def test_evenly_spaced_stamps_have_a_rate(kind: str, cut: int) -> None:
+    """Mutants: without `unit` rounded stamps have none; without `gaps` those with a gap do."""
+    values, rate = RATES[kind]
+    known = np.where(np.isnan(values), 0, values).astype(np.int64).view("M8[ns]")
+    times = np.where(np.isnan(values), np.datetime64("NaT"), known)
+    summary = TimeSummary()
+    for start in range(0, len(times), cut):
+        summary.add(times[start : start + cut])
+    assert summary.rate == (None if rate is None else pytest.approx(rate, rel=1e-3))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from throughtime._files import write_atomically
-from throughtime.app.checked import ClassRecording
 from throughtime.app.config import AuditOptions, Config
 from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import recordings_for
@@ -28,6 +27,7 @@ from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.audit import NOISE, SHORTER_STRIDE, UNEQUAL_DATA, Truncation
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.stream import Recording, Stream
+from throughtime.stream.classes import ClassRecording
 from throughtime.stream.shift import ForecastRecording
 
 HORIZONS = (50, 200, 800)

@@ -1,17 +1,12 @@
-"""Recordings whose values are checked as they are read: numbers, and classes by name."""
+"""Recordings whose values are checked as they are read: they are numbers."""
 
 from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-import numpy as np
-
-from throughtime.app.data_statistics import class_name
 from throughtime.app.recordings import RowsView
 from throughtime.errors import DataError, listed
-from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array, RowSource, is_number
-from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import RecordingView, StepArrays, TableRecording
 from throughtime.stream.row_sources import ColumnRows
 
@@ -74,41 +69,3 @@ def _text_columns_fault(role: str, rows: ColumnRows, fields: Array, start: int) 
         + f". The other columns are {listed(others)}"
         * bool(others)
     )
-
-
-@dataclass(frozen=True)
-class ClassRecording(RecordingView[Recording]):
-    """A recording whose targets are class names, read as indices; -100 where there is none."""
-
-    whole: Recording
-    classes: tuple[str, ...]
-
-    def read(self, start: int, stop: int) -> StepArrays:
-        steps = self.whole.read(start, stop)
-        if steps.targets is None:
-            return steps
-        return steps._replace(targets=self._indices(steps.targets, start))
-
-    def _indices(self, targets: Array, start: int) -> Array:
-        if targets.ndim > 1:
-            raise DataError(
-                f"recording '{self.name}': classification needs one column of targets, got"
-                f" {targets.shape[1]}; choose it with --targets"
-            )
-        values, inverse = np.unique(targets, return_inverse=True)
-        index = {name: i for i, name in enumerate(self.classes)}
-        codes = np.array(
-            [
-                IGNORE_INDEX if name == "" else index.get(name, -1)
-                for name in map(class_name, values)
-            ],
-            dtype=np.int64,
-        )
-        if (codes == -1).any():
-            wrong = values[codes == -1][0]
-            step = start + int(np.argmax(targets == wrong))
-            raise DataError(
-                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step}; the"
-                f" training split has {listed(self.classes)}"
-            )
-        return codes[inverse]

@@ -84,6 +84,13 @@ class Config:
     frame_size: int = setting(
         "Data", "Consecutive rows of a file that form one step.", 1, minimum=1
     )
+    rate: float | None = setting(
+        "Data",
+        "Rows per second, whatever the files say.",
+        None,
+        positive=True,
+        unset="that of the files, which must agree, or of evenly spaced time stamps",
+    )
     target_every: int | None = setting(
         "Data", "Rows of the inputs for each row of the targets file.", None, minimum=1
     )

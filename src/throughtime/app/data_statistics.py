@@ -6,15 +6,15 @@ loses no digits. Cost: one read of every recording, memory for one block.
 Shapes: `D` input features.
 """
 
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from throughtime.errors import DataError, counted
 from throughtime.stream import Recording
+from throughtime.stream.classes import class_name
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import StepArrays, StepChecksum, location
 
@@ -170,29 +170,3 @@ def features(steps: StepArrays) -> Array:
         return inputs
     static = np.broadcast_to(steps.static, (len(inputs), len(steps.static)))
     return np.concatenate([inputs, static], axis=1)
-
-
-def class_name(value: object) -> str:
-    """The name of a class: integers without a decimal point, empty for a missing value."""
-    text = str(value).strip()
-    if re.fullmatch(r"-?[0-9]+", text):
-        return str(int(text))
-    try:
-        number = float(text)
-    except ValueError:
-        return text
-    if np.isnan(number):
-        return ""
-    return str(int(number)) if number.is_integer() else text
-
-
-def sorted_classes(classes: Iterable[str]) -> tuple[str, ...]:
-    """Class names in a fixed order: numbers by value, then text."""
-
-    def key(name: str) -> tuple[int, float, str]:
-        try:
-            return 0, float(name), name
-        except ValueError:
-            return 1, 0.0, name
-
-    return tuple(sorted(classes, key=key))

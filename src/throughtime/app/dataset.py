@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from throughtime.app.checked import ClassRecording, NumericRecording
+from throughtime.app.checked import NumericRecording
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import (
     Statistics,
     collect_statistics,
     read_blocks,
-    sorted_classes,
 )
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
@@ -32,6 +31,7 @@ from throughtime.app.recordings import (
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
+from throughtime.stream.classes import ClassRecording, sorted_classes
 from throughtime.stream.folder import read_folder
 from throughtime.stream.formats import Table
 from throughtime.stream.formats._csv_cache import conversion_shown
@@ -47,6 +47,7 @@ from throughtime.stream.manifest import (
 from throughtime.stream.recording import Part
 from throughtime.stream.shift import shift_targets
 
+_OWNER = "the training split has"  # the classes
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
 _MAX_COPIES = 3  # named in the remarks
@@ -124,7 +125,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         classes = _classes(statistics)
         if set(held_out.classes) - set(statistics.classes):
             for recording in valid:  # reading names the step of the unknown class
-                for _ in read_blocks(ClassRecording(recording, classes)):
+                for _ in read_blocks(ClassRecording(recording, classes, _OWNER)):
                     pass
     elif not statistics.targets.count.all():
         raise DataError(
@@ -137,7 +138,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         *_folder_remarks(Path(config.data)),
         *_lane_remarks(config, len(train)),
         *_statistics_remarks(statistics, spec),
-        *_time_remarks(sources),
+        *_time_remarks(sources, layout),
         *_copy_remarks(statistics, held_out),
         *_frame_remarks(sources, config.frame_size),
     )
@@ -241,7 +242,7 @@ def as_played(
     recordings: Sequence[Recording], layout: DataLayout, classes: tuple[str, ...]
 ) -> list[Recording]:
     """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
-    indexed = [ClassRecording(r, classes) for r in recordings] if classes else recordings
+    indexed = [ClassRecording(r, classes, _OWNER) for r in recordings] if classes else recordings
     return [shift_targets(recording, layout.steps_ahead) for recording in indexed]
 
 
@@ -436,7 +437,7 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     return remarks
 
 
-def _time_remarks(sources: Sequence[SourceRecording]) -> list[str]:
+def _time_remarks(sources: Sequence[SourceRecording], layout: DataLayout) -> list[str]:
     """The column of time stamps, which is no input: its spacing, and where it has gaps."""
     named = [(s.recording.name, *s.times) for s in sources if s.times is not None]
     if not named:
@@ -444,6 +445,10 @@ def _time_remarks(sources: Sequence[SourceRecording]) -> list[str]:
     spacing = Counter(summary.spacing for _, _, summary in named)
     usual = spacing.most_common(1)[0][0]
     remark = f"time stamps in '{named[0][1]}', every {time_span(usual)}: no input"
+    uneven = [s.recording.name for s in sources if s.times and not (s.rates or s.times[1].is_even)]
+    if uneven and not layout.rate_set:
+        whose = f" in {listed(uneven)}" if len(uneven) < len(named) else ""
+        remark += f"; not evenly spaced{whose}: no rate (--rate sets rows per second)"
     others = [(name, s.spacing) for name, _, s in named if s.spacing != usual]
     if others:
         some = listed(f"'{name}' every {time_span(step)}" for name, step in others[:_MAX_COPIES])

@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.data_statistics import class_name, read_blocks, sorted_classes
+from throughtime.app.data_statistics import read_blocks
 from throughtime.app.dataset import (
     as_played,
     entries_of,
@@ -23,6 +22,7 @@ from throughtime.app.recordings import DataLayout, OnPhase, open_recordings
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, counted, listed
+from throughtime.stream.classes import class_names
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.labels import At
 from throughtime.stream.manifest import find_recordings
@@ -65,6 +65,7 @@ def recordings(
     frame_size: int = 1,
     sep: str | None = None,
     decimal: Literal[".", ","] | None = None,
+    rate: float | None = None,
     target_every: int | None = None,
     target_at: At | None = None,
     background_class: str | None = None,
@@ -87,6 +88,7 @@ def recordings(
         frame_size: rows that form one step.
         sep: the character between the fields of CSV files; default: detected.
         decimal: the decimal mark of CSV files; default: detected.
+        rate: rows per second, whatever the files say; default: theirs, which must agree.
         target_every: rows of the inputs for each row of a targets file.
         target_at: which steps of such a span carry its label, "all" or the "last".
         background_class: the class between intervals.
@@ -124,6 +126,8 @@ def recordings(
         "frame_size": frame_size,
         "delimiter": sep,
         "decimal": decimal,
+        "rate": rate,
+        "rate_set": rate is not None,
         "target_every": target_every,
         "target_at": target_at,
         "background_class": background_class,
@@ -145,14 +149,8 @@ def recordings(
 
 def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
     """The classes of the training split; one pass over it."""
-    names = {
-        class_name(value)
-        for recording in recordings
-        for _, steps in read_blocks(recording)
-        if steps.targets is not None
-        for value in np.unique(steps.targets)
-    }
-    return sorted_classes(names - {""})
+    blocks = (steps.targets for r in recordings for _, steps in read_blocks(r))
+    return class_names(targets for targets in blocks if targets is not None)
 
 
 def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
@@ -182,7 +180,7 @@ def task_of(sources: Iterable[RowSource]) -> Literal["classify", "regress"]:
     for targets in sources:
         for start in range(0, len(targets), _BLOCK)[:_BLOCKS]:
             block = targets.read(start, min(start + _BLOCK, len(targets)))
-            names |= {class_name(value) for value in np.unique(block)} - {""}
+            names |= set(class_names([block]))
             if not all(map(is_number, names)):
                 return "classify"
             several = block.ndim > 1 and block.shape[1] > 1

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from throughtime import _safetensors
 from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
-from throughtime.app.data_statistics import Statistics, class_name, sorted_classes
+from throughtime.app.data_statistics import Statistics
 from throughtime.app.recordings import DataLayout, SourceRecording
 from throughtime.app.run_folder import from_plain, load_tensors
 from throughtime.app.user_class import (
@@ -46,6 +46,7 @@ from throughtime.nn.affine import Affine
 from throughtime.predict import predict
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
+from throughtime.stream.classes import class_name, sorted_classes
 from throughtime.stream.formats.table import Array
 from throughtime.stream.manifest import join_faults
 from throughtime.stream.recording import Part
@@ -96,11 +97,13 @@ class ModelSpec:
     ) -> "ModelSpec":
         """The model that the settings describe, in the shape of the data."""
         first = sources[0].recording
+        layout = DataLayout.from_config(config)
+        rates = [rate.value for source in sources for rate in source.rates]
         layout = replace(
-            DataLayout.from_config(config),
+            layout,
             inputs=first.input_columns,
             targets=first.target_columns,
-            rate=next((rate.value for source in sources for rate in source.rates), None),
+            rate=layout.rate if layout.rate_set else next(iter(rates), None),
         )
         classes = sorted_classes(statistics.classes) if layout.classify else ()
         own = own_class(config)

@@ -44,7 +44,8 @@ from throughtime.stream.row_sources import ArrayRows, ColumnRows, time_rows, val
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]
 """Called with a phase of the work, what is done of it, and all of it; 0 if that is unknown."""
-_CLOSE = 1e-6  # relative: a rate computed from time stamps is not exact
+_CLOSE = 1e-6  # relative: a rate computed from a duration is not exact
+_MEASURED = 0.02  # relative: time stamps are rounded, and clocks drift
 _BELONGS = {
     "target_every": "a targets file with fewer rows",
     "target_at": "labels for more than one step",
@@ -54,10 +55,11 @@ LABEL = ("label",)
 
 
 class Rate(NamedTuple):
-    """Rows per second, and the file or model that says so."""
+    """Rows per second, the file or model that says so, and by how much (relative) it may be off."""
 
     source: str
     value: float
+    tolerance: float = _CLOSE
 
 
 class Targets(NamedTuple):
@@ -91,7 +93,8 @@ class DataLayout:
         target_at: which steps of a span carry its label.
         ahead: rows from a row to that of its target.
         background_class: the class between intervals.
-        rate: rows per second that files must agree with; `None`: not known.
+        rate: rows per second; `None`: not known.
+        rate_set: whether that is a setting; otherwise the files must agree with it.
     """
 
     task: Literal["classify", "regress"]
@@ -109,12 +112,14 @@ class DataLayout:
     ahead: int = 0
     background_class: str | None = None
     rate: float | None = None
+    rate_set: bool = False
 
     @classmethod
     def from_config(cls, config: Config) -> "DataLayout":
         """The layout that the settings of a run describe."""
-        names = [f.name for f in fields(cls) if f.name != "rate"]
-        return cls(**{name: getattr(config, name) for name in names})
+        names = [f.name for f in fields(cls) if f.name != "rate_set"]
+        values = {name: getattr(config, name) for name in names}
+        return cls(**values, rate_set=config.rate is not None)
 
     @property
     def steps_ahead(self) -> int:
@@ -319,17 +324,21 @@ def check_sources(
 def rate_faults(layout: DataLayout, rates: Iterable[Rate]) -> list[str]:
     """A fault for each rate other than the first, which is that of the layout if it has one.
 
+    There is none where the rate is a setting.
+
     Example:
         >>> rate_faults(DataLayout("regress", rate=8e3), [Rate("b.wav", 16e3)])[0][:30]
         'b.wav has 16000 rows per secon'
     """
     known = [] if layout.rate is None else [Rate("what the model was trained on", layout.rate)]
-    all_rates = [*known, *rates]
+    all_rates = [] if layout.rate_set else [*known, *rates]
+    hint = "" if known else ", or write --rate N if all have the same"
     return [
-        f"{other.source} has {other.value:.12g} rows per second, {all_rates[0].source} has"
-        f" {all_rates[0].value:.12g}; resample one of them"
+        f"{other.source} has {other.value:.12g} rows per second, {first.source} has"
+        f" {first.value:.12g}; resample one of them{hint}"
+        for first in all_rates[:1]
         for other in all_rates[1:]
-        if not math.isclose(all_rates[0].value, other.value, rel_tol=_CLOSE)
+        if abs(first.value / other.value - 1) > max(first.tolerance, other.tolerance)
     ]
 
 
@@ -374,16 +383,18 @@ def lay_out(
     may_copy = one_file and not (layout.allow_target_as_input or layout.ahead)
     copied = set(map(partial(_listed_name, table), labels.columns)) if may_copy else set[str]()
     recording = _input_recording(entry, table, inputs, layout)
-    times = time_rows(table, layout.exclude)
+    times, rates = _time_summary(table, layout), _rates_of(tables)
+    if times is not None and times[1].rate is not None and not rates:
+        rates = (Rate(f"column '{times[0]}' of {table.path}", times[1].rate, _MEASURED),)
     return SourceRecording(
         entry.split,
         replace(recording, targets=labels.rows, target_columns=labels.columns),
-        _rates_of(tables) + labels.rates,
+        rates + labels.rates,
         len(table) % layout.frame_size,
         labels.lost,
         tuple(name for name in inputs if _listed_name(table, name) in copied),
         table,
-        None if times is None else (times.columns[0], summarize_times(times)),
+        times,
     )
 
 
@@ -443,6 +454,12 @@ def open_table(path: Path, layout: DataLayout) -> Table:
 def _rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:
     """The rates of the tables that have one, where a row is for `every` rows of the inputs."""
     return tuple(Rate(str(t.path), t.rate * every) for t in tables if t.rate is not None)
+
+
+def _time_summary(table: Table, layout: DataLayout) -> tuple[str, TimeSummary] | None:
+    """The name of the column of time stamps, and what they show; `None` without one."""
+    rows = time_rows(table, layout.exclude)
+    return None if rows is None else (rows.columns[0], summarize_times(rows))
 
 
 def _input_recording(

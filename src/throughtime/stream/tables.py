@@ -12,6 +12,7 @@ import numpy as np
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
+from throughtime.stream.classes import class_names, with_classes
 from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, longest_arrays
 from throughtime.stream.formats.objects import (
     ArrowColumns,
@@ -25,6 +26,7 @@ from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Part, Recording, TableRecording
 from throughtime.stream.recording import columns as of_columns
 from throughtime.stream.row_sources import (
+    ArrayRows,
     ColumnRows,
     as_rows,
     check_columns,
@@ -40,7 +42,7 @@ _BLOCK = 65_536  # rows
 def recording(
     source: Any,
     *,
-    inputs: str | Sequence[str] | None = None,
+    inputs: str | Sequence[str | int] | None = None,
     targets: Any = None,
     static: Any = None,
     start: int = 0,
@@ -49,6 +51,7 @@ def recording(
     sep: str | None = None,
     decimal: str | None = None,
     columns: Sequence[str] | None = None,
+    classes: Sequence[Any] | None = None,
     target_shift: int = 0,
     allow_target_as_input: bool = False,
 ) -> Recording:
@@ -71,6 +74,9 @@ def recording(
         sep: the character between the fields of a CSV file; default: detected.
         decimal: the decimal mark of a CSV file; default: detected.
         columns: names for all columns of a source, where it has none.
+        classes: the names of the classes in the order of their indices, where the targets are
+            names. A target without a name is -100; one that is no class is an error when it is
+            read.
         target_shift: the target of a step is that of so many steps later, within `start` and
             `stop`; the last steps have none.
         allow_target_as_input: whether an input may be the target of the same step.
@@ -80,7 +86,8 @@ def recording(
 
     Raises:
         DataError: a column that does not exist, is named twice, holds no numbers, or is an input
-            and the target of the same step; a start and stop that leave no step.
+            and the target of the same step; a class that is named twice; a start and stop that
+            leave no step.
 
     Cost: the header of a file and one row; static columns are read whole.
 
@@ -95,6 +102,7 @@ def recording(
     if columns is not None:
         table = _renamed(table, columns)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
+    targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
     separate = targets is not None and not _is_names(targets)
     numbers = static is not None and not _is_names(static)
     choice = ColumnChoice.of(
@@ -104,14 +112,17 @@ def recording(
         None if numbers else static,
         shifted=target_shift != 0,
     )
-    result = choice.recording(title, table, copies=allow_target_as_input or target_shift != 0)
+    copies = allow_target_as_input or target_shift != 0
+    result = choice.recording(title, table, copies=copies, named=classes is not None)
     if numbers:
         result = replace(result, static=as_static(static, title))
     if separate:
-        rows = as_rows(targets, title, "targets")
+        by_name = classes is not None and is_array(targets)
+        rows = ArrayRows("targets", targets) if by_name else as_rows(targets, title, "targets")
         check_steps(title, len(table), len(rows))
         result = replace(result, targets=rows)
-    return shift_targets(_part(result, start, stop), target_shift)
+    part = _part(with_classes(result, classes), start, stop)
+    return shift_targets(part, target_shift)
 
 
 def from_frame(
@@ -122,6 +133,7 @@ def from_frame(
     inputs: str | Sequence[str] | None = None,
     targets: str | Sequence[str] | None = None,
     static: str | Sequence[str] | None = None,
+    classes: Sequence[Any] | None = None,
     target_shift: int = 0,
     allow_target_as_input: bool = False,
 ) -> list[Recording]:
@@ -134,6 +146,7 @@ def from_frame(
         inputs: columns; default: all that are not named otherwise, nor time stamps.
         targets: columns.
         static: columns with one value for each group.
+        classes: as for `tt.recording`.
         target_shift: as for `tt.recording`.
         allow_target_as_input: as for `tt.recording`.
 
@@ -175,7 +188,8 @@ def from_frame(
         group = "/".join(str(first.column(column)[0].as_py()) for column in groups) or "0"
         part = opened(f"group '{group}'", whole.take(rows))
         copies = allow_target_as_input or target_shift != 0
-        recordings.append(shift_targets(choice.recording(group, part, copies=copies), target_shift))
+        result = choice.recording(group, part, copies=copies, named=classes is not None)
+        recordings.append(shift_targets(with_classes(result, classes), target_shift))
     return recordings
 
 
@@ -217,8 +231,17 @@ class ColumnChoice:
             )
         return cls(names, target_names, static_names)
 
-    def recording(self, name: str, table: formats.Table, *, copies: bool) -> TableRecording:
-        """The recording of these columns; `copies` allows an input that is the target."""
+    def recording(
+        self, name: str, table: formats.Table, *, copies: bool, named: bool
+    ) -> TableRecording:
+        """The recording of these columns.
+
+        Args:
+            name: of the recording.
+            table: has the columns.
+            copies: allows an input that is the target.
+            named: allows targets of text, which are names of classes.
+        """
         copied = [column for column in self.inputs if column in self.targets]
         if copied and not copies:
             raise DataError(
@@ -228,8 +251,9 @@ class ColumnChoice:
             )
         labels = table if self.targets else None
         result = of_columns(name, table, self.inputs, labels, self.targets)
-        for role, rows in (("inputs", result.inputs), ("targets", result.targets)):
-            _check_numbers(table, rows, role)
+        _check_numbers(table, result.inputs, "inputs")
+        if not named:
+            _check_numbers(table, result.targets, "targets")
         if not self.static:
             return result
         return replace(result, static=_constants(table, self.static))
@@ -263,8 +287,11 @@ def as_table(source: Any, sep: str | None = None, decimal: str | None = None) ->
     path = Path(f"the {type(source).__name__}")
     if is_array(source) and len(source.shape) == 2:
         return opened(str(path), MatrixColumns(as_file_array(source)))
-    if isinstance(source, Mapping) and source and all(map(is_array, source.values())):
-        arrays = {str(key): as_file_array(value) for key, value in source.items()}
+    # scipy.io.loadmat adds '__header__' and the like
+    items = source.items() if isinstance(source, Mapping) else ()
+    arrays = {str(key): value for key, value in items if not str(key).startswith("__")}
+    if arrays and all(map(is_array, arrays.values())):
+        arrays = {key: as_file_array(value) for key, value in arrays.items()}
         return opened(str(path), ArraysFile(path, longest_arrays(path, arrays)))
     raise DataError(
         f"tt.recording got a {type(source).__name__}, expected a path, a frame, a table or group of"
@@ -320,8 +347,9 @@ def _check_numbers(table: formats.Table, rows: Any, role: str) -> None:
         return
     example = table.read(0, 1, texts[:1])[0, 0]
     others = [name for name in rows.columns if name not in texts]
+    names = class_names([table.read(0, min(_BLOCK, len(table)), texts[:1])])
     hint = (
-        "map it to integers: np.unique(labels, return_inverse=True)[1]"
+        f"name its classes in the order of their indices: classes={listed(names, quoted=True)}"
         if role == "targets"
         else f"leave it out: {role}={listed(others, quoted=True)}"
     )
@@ -346,7 +374,7 @@ def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
     return as_static(first, str(table.path))
 
 
-def _part(recording: TableRecording, start: int, stop: int | None) -> Recording:
+def _part(recording: Recording, start: int, stop: int | None) -> Recording:
     end = len(recording) if stop is None else stop
     if not 0 <= start < end <= len(recording):
         raise DataError(

@@ -228,6 +228,10 @@ _FORMATS = {
     ".wav": _Format("audio", "AudioFile"),
     ".zarr": _Format("arrays", "open_zarr", "zarr_files", folder=True),
 }
+_HINTS = {
+    ".txt": "; text is read as tokens: throughtime.stream.text(path)",
+    ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
+}
 _CSV_ROWS = _Format("csv_rows", "CsvRowsFile")
 SUFFIXES = tuple(_FORMATS)
 FOLDERS = tuple(suffix for suffix, form in _FORMATS.items() if form.folder)
@@ -291,11 +295,7 @@ def open_table(
     if path.is_dir() and not (form is not None and form.folder):
         raise DataError(f"{path}: is a folder, expected one file")
     if form is None:
-        hint = (
-            "; text is read as tokens: throughtime.stream.text(path)"
-            if path.suffix.lower() == ".txt"
-            else ""
-        )
+        hint = _HINTS.get(path.suffix.lower(), "")
         raise DataError(
             f"{path}: the format '{path.suffix}' is unknown, expected one of"
             f" {', '.join(SUFFIXES)}{hint}"

@@ -38,6 +38,7 @@ CLOCK = "+clock"  # the form of times of day
 _NAT, _LONGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _EPOCH = np.datetime64(0, "ns")
 _BLOCK = 65_536  # rows read at once
+_FEW = 10  # steps: fewer may be evenly spaced by chance
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -212,12 +213,17 @@ class TimeSummary:
         missing: how many are empty.
         backward: the first row that is earlier than the one before it, and the two times.
         longest: the longest step in nanoseconds, and the row after it.
+        shortest: the shortest step.
+        unit: the largest time of which all steps are multiples.
     """
 
     rows: int = 0
     missing: int = 0
     backward: tuple[int, str, str] | None = None
     longest: tuple[int, int] = (0, 0)
+    shortest: int = _LONGEST
+    unit: int = 0
+    _span: int = 0
     _steps: Counter[int] = field(default_factory=Counter[int])  # in nanoseconds, three digits
     _last: Array = field(default_factory=lambda: np.empty(0, "M8[ns]"))
 
@@ -236,6 +242,9 @@ class TimeSummary:
             index = int((steps < 0).argmax())
             before, after = time_texts(times[index : index + 2])
             self.backward = (int(rows[index]), before, after)
+        self.shortest = min(self.shortest, int(steps.min()))
+        self.unit = int(np.gcd.reduce(steps, initial=self.unit))
+        self._span += int(steps.sum())
         longest = int(steps.argmax())
         if steps[longest] > self.longest[0]:
             self.longest = (int(steps[longest]), int(rows[longest]))
@@ -253,6 +262,23 @@ class TimeSummary:
             if total >= half:
                 return step
         return 0
+
+    @property
+    def is_even(self) -> bool:
+        """Whether rows are evenly spaced.
+
+        Stamps may be rounded: their steps differ by at most the unit in which they are written, or
+        by a fiftieth.
+        """
+        jitter = self.longest[0] - self.shortest
+        close = jitter <= max(self.unit, self._span / 50 / max(1, self.rows - 1))
+        return close and self.shortest > 0 and not self.missing and not self.gaps
+
+    @property
+    def rate(self) -> float | None:
+        """Rows per second; `None` where rows are not evenly spaced, or too few to tell."""
+        count = self.rows - 1
+        return 1e9 * count / self._span if count >= _FEW and self.is_even else None
 
     @property
     def gaps(self) -> int:
