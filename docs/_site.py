@@ -97,7 +97,7 @@ class InlinePictures(SphinxPostTransform):
 
 
 class EnglishSearch(SearchEnglish):
-    """Questions as people type them: a page must have every word, apart from these."""
+    """Questions as people type them: these words rank no page (`search_ranking.js`)."""
 
     stopwords = ENGLISH_STOPWORDS | _QUESTION_WORDS
 
@@ -105,8 +105,7 @@ class EnglishSearch(SearchEnglish):
 class ChineseSearch(SearchLanguage):
     """Pairs of neighbouring characters, so that a query of any length finds the phrase.
 
-    Sphinx's own splits by a dictionary of 20 MB, the index only: a query stays one word. A query
-    loses the pairs that no page has, so that a whole question can be typed.
+    Sphinx's own splits by a dictionary of 20 MB, the index only: a query stays one word.
     """
 
     lang = "zh"
@@ -124,15 +123,11 @@ class ChineseSearch(SearchLanguage):
     }
     js_splitter_code = """
 function splitQuery(query) {
-  const known = (word) =>
-    Object.hasOwn(Search._index.terms, word) || Object.hasOwn(Search._index.titleterms, word);
   return query.split(/[^\\p{Letter}\\p{Number}_]+/gu).flatMap((word) =>
-    (word.match(/[\\u4e00-\\u9fff]+|[^\\u4e00-\\u9fff]+/g) || []).flatMap((part) => {
-      if (!/[\\u4e00-\\u9fff]{2}/.test(part)) return [part];
-      const pairs = Array.from({ length: part.length - 1 }, (_, i) => part.slice(i, i + 2));
-      const indexed = pairs.filter(known);
-      return indexed.length ? indexed : pairs;
-    }));
+    (word.match(/[\\u4e00-\\u9fff]+|[^\\u4e00-\\u9fff]+/g) || []).flatMap((part) =>
+      /[\\u4e00-\\u9fff]{2}/.test(part)
+        ? Array.from({ length: part.length - 1 }, (_, i) => part.slice(i, i + 2))
+        : [part]));
 }
 """
 

@@ -70,6 +70,7 @@ gettext_uuid = False
 
 html_theme = "furo"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
@@ -84,7 +85,7 @@ html_sidebars = {
     ]
 }
 pygments_dark_style = "github-dark"
-html_search_scorer = str(HERE / "_templates" / "search_scorer.js")
+html_search_scorer = str(HERE / "_templates" / "search_ranking.js")
 copybutton_prompt_text = ">>> |... |$ "
 copybutton_prompt_is_regexp = False
 html_theme_options = {

@@ -158,3 +158,15 @@ def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
         "help",
     }
     assert flags == set(Config.__dataclass_fields__)
+
+
+def test_the_pages_that_the_package_names_exist() -> None:
+    """Messages and docstrings name pages by their paths."""
+    sources = (ROOT / "src").rglob("*.py")
+    named = {
+        page
+        for source in sources
+        for page in re.findall(r"\bdocs/[\w./-]+\.md", source.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not [page for page in named if not (ROOT / page).is_file()]

@@ -5,8 +5,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import throughtime as tt
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -50,34 +48,3 @@ def test_the_page_of_the_flags_is_made_from_the_command_line() -> None:
     assert written.PAGE.read_text(encoding="utf-8") == written.page(), (
         "run python docs/write_flags.py"
     )
-
-
-# As people ask in forums. In the browser each page is among the first two results.
-QUESTIONS = {
-    "Trying to backward through the graph a second time": "errors/backward-twice",
-    "do I need retain_graph=True LSTM": "errors/retain-graph",
-    "modified by an inplace operation hidden state": "errors/inplace-operation",
-    "memory increases every iteration": "errors/memory-grows",
-    "LSTM hidden state last batch size": "errors/last-batch",
-    "difference between detach and detach_": "errors/detach",
-    "register_backward_hook LSTMCell grad_input": "errors/backward-hook",
-    "two losses backward": "errors/two-losses",
-    "truncated BPTT pytorch k1 k2": "errors/k1-k2",
-    "difference between k1 and k2": "explanation/truncation",
-    "how to implement stateful LSTM": "how-to/migrating/keras",
-    "carry hidden state between batches shuffle": "reference/doctor/TT207",
-    "LSTM learns on windows but fails on long sequences": "explanation/windows",
-    "truncated_bptt_steps": "how-to/migrating/lightning-1.9",
-    "export LSTM with hidden state to ONNX": "how-to/deploy",
-}
-
-
-@pytest.mark.parametrize("question", QUESTIONS)
-def test_the_search_finds_the_page_that_answers_a_question(question: str) -> None:
-    """The search of the site shows the pages that have every word of the query."""
-    language = site_module("_site").EnglishSearch({})
-    text = (DOCS / f"{QUESTIONS[question]}.md").read_text(encoding="utf-8")
-    words = {language.stem(word) for word in language.split(text)}
-    asked = [w for w in language.split(question) if w.lower() not in language.stopwords]
-    assert {language.stem(word) for word in asked} <= words
-    assert len(asked) > 0

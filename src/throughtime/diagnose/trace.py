@@ -92,7 +92,7 @@ def trace(
         ConfigError: a number out of range, or the net is traced already.
 
     Cost: a traced pass runs each layer forward once more, step by step, and the backward pass step
-        by step (docs/trace.md). A pass that is not traced costs a check.
+        by step (docs/how-to/trace.md). A pass that is not traced costs a check.
 
     Example:
         >>> import torch, throughtime as tt

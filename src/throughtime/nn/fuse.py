@@ -100,7 +100,7 @@ def advise(module: nn.Module, lanes: int) -> None:
         _log.warning(
             "layer '%s' is a %s of torch.nn, which runs step by step on a CPU. net ="
             " tt.carry(module, fused=True) made such updates about %.0f times as fast in our"
-            " measurements, with the same results to rounding (docs/layers.md)",
+            " measurements, with the same results to rounding (docs/how-to/layers.md)",
             name,
             type(module.get_submodule(name)).__name__,
             ratios[name],

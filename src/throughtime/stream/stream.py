@@ -74,11 +74,11 @@ class Stream:
     of a long one), balanced by length. An epoch has the same number of steps on all ranks.
 
     Args:
-        recordings: one or several, see `throughtime.stream.sources.as_recordings`: arrays `(T, D)`,
-            also of h5py, Zarr or xarray; tuples `(inputs, targets)`; mappings with `inputs`,
-            `targets`, labels at a lower rate, static features; frames, Arrow tables, paths; objects
-            with `name`, `__len__` and `read(start, stop)`; a list of these; a folder, a glob
-            pattern, a `TensorDataset`. What is lazy is read as it is played.
+        recordings: one or several: arrays `(T, D)`, also of h5py, Zarr or xarray; tuples `(inputs,
+            targets)`; mappings with `inputs`, `targets`, labels at a lower rate, static features;
+            frames, Arrow tables, paths; objects with `name`, `__len__` and `read(start, stop)`; a
+            list of these; a folder, a glob pattern, a `TensorDataset`. What is lazy is read as it
+            is played.
         lanes: B, of this rank, at most the number of steps of all recordings.
         chunk: steps per chunk; it changes memory and speed, never a gradient.
         seed: draws the order of the recordings; `None` keeps the order of the sequence.
