@@ -51,6 +51,7 @@ def test_pages_that_notebooks_link_exist() -> None:
                 assert (FOLDER / target).is_file(), f"{notebook.name}: {target}"
 
 
+@pytest.mark.parametrize("kernel", ["docs/tutorial", "."])  # the folder that it starts in
 @pytest.mark.parametrize(
     ("wheel", "in_clone", "built", "expected"),
     [
@@ -65,6 +66,7 @@ def test_the_first_cell_installs_the_wheel_of_ci_or_the_clone_or_the_package(
     in_clone: bool,
     built: bool,
     expected: str,
+    kernel: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -76,7 +78,7 @@ def test_the_first_cell_installs_the_wheel_of_ci_or_the_clone_or_the_package(
         (tmp_path / "dist").mkdir()
         (tmp_path / "dist" / "throughtime-0.1.0-py3-none-any.whl").touch()
     calls: list[list[str]] = []
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(tmp_path / kernel)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
     monkeypatch.delenv("THROUGHTIME_WHEEL", raising=False)
