@@ -67,6 +67,57 @@ def test_questions_are_recognised(line: str) -> None:
     assert list(questions(line))
 
 
+# functions that make tensors on the device of `torch.set_default_device`
+FACTORIES = {
+    *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "eye"),
+    *("linspace", "logspace", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),
+    *("tril_indices", "triu_indices", "hann_window", "hamming_window", "sparse_coo_tensor"),
+}
+
+
+def undecided(source: str) -> Iterator[str]:
+    """The calls of functions that make tensors, without a device; names of them but in `is`."""
+    tree = ast.parse(source)
+    decided: set[int] = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call() if any(keyword.arg == "device" for keyword in node.keywords):
+                decided.add(id(node.func))
+            case ast.Compare(ops=[ast.Is()], comparators=[compared]):
+                decided.add(id(compared))
+            case _:
+                pass
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in FACTORIES:
+                if id(node) not in decided:
+                    yield f"{node.lineno}: {ast.unparse(node)}"
+            case _:
+                pass
+
+
+def test_every_tensor_is_made_on_a_device_that_the_code_names() -> None:
+    """Or `torch.set_default_device` would move what belongs to the host.
+
+    The parameters and buffers of layers follow it, as those of `torch.nn` do.
+    """
+    calls = {
+        str(path.relative_to(SOURCES)): lines
+        for path in sorted(SOURCES.rglob("*.py"))
+        if path.parent != SOURCES / "nn"
+        and (lines := list(undecided(path.read_text(encoding="utf-8"))))
+    }
+    assert not calls, calls
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.zeros(3)", "torch.as_tensor(x).cpu()", "f = torch.empty if c else torch.ones"]
+)
+def test_tensors_without_a_device_are_recognised(line: str) -> None:
+    assert list(undecided(line))
+    assert not list(undecided("torch.zeros(3, device=x.device) if f is torch.zeros else x"))
+
+
 @pytest.fixture
 def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with GPUs that no test may touch."""

@@ -64,7 +64,9 @@ def _pins_memory(kind: str) -> bool:
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device: from the host in one transfer, not waited for where that is safe."""
     if tensor.is_cpu and pins_memory(device):
-        return tensor.pin_memory().to(device, non_blocking=True)
+        if not tensor.is_pinned():  # pin_memory() takes no tensor that repeats its memory
+            tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        return tensor.to(device, non_blocking=True)
     return tensor.to(device)
 
 
@@ -76,6 +78,33 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
         part.view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, tensors, strict=True)
     ]
+
+
+class HostCopies:
+    """Tensors of one device on their way to the host: waited for when they are read.
+
+    What the device computes after them is not waited for. Tensors of the CPU are not copied, and
+    a device for which the host pins no memory is waited for at once.
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._arrival, device = None, tensors[0].device
+        if not pins_memory(device):
+            self._copies = [tensor.cpu() for tensor in tensors]
+            return
+        self._copies = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            for tensor in tensors
+        ]
+        for copy, tensor in zip(self._copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        self._arrival = torch.accelerator.current_stream(device).record_event()
+
+    def read(self) -> list[Tensor]:
+        """The copies, in order."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._copies
 
 
 class SideStream:

@@ -354,14 +354,12 @@ class Chunk:
                 targets = targets.to(placement.dtype)
             elif placement.targets == "numbers" and not targets.is_floating_point():
                 targets = targets.to(placement.dtype or torch.get_default_dtype())
-        device = placement.device
-        if inputs.device == device:
-            if inputs is self.inputs and targets is self.targets:
-                return self
-            return Chunk(inputs, targets, self.metadata, self.start, self.stop)
-        labels = None if targets is None else send(targets, device)
-        sent = _sent(targets, labels) if targets is not None and targets.is_cpu else None
-        rows = send(inputs, device)
+        rows = send(inputs, placement.device)
+        labels = None if targets is None else send(targets, placement.device)
+        if rows is self.inputs and labels is self.targets:
+            return self
+        host = targets if targets is not labels and targets is not None and targets.is_cpu else None
+        sent = _sent(host, labels)
         return Chunk(rows, labels, self.metadata, self.start, self.stop, sent=sent)
 
     def _as_classes(self, targets: Tensor) -> Tensor:

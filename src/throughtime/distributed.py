@@ -276,7 +276,7 @@ class _Message:
         head = [0] * self._counts + [grad is not None for grad in grads]
         start = self._rank * _PIECES
         head[start : start + _PIECES] = _BITS.unpack(_FLOATS.pack(*counts))
-        self._sum.mine[: self._head].copy_(torch.tensor(head))
+        self._sum.mine[: self._head].copy_(torch.tensor(head, device="cpu"))
         for part, grad in zip(self._grads, grads, strict=True):
             if grad is None:
                 part.zero_()

@@ -295,7 +295,9 @@ class Evaluator(Generic[L]):
             total, weight, steps = ranks.total([total, weight, steps])
             if metric is not None:
                 metric, by_recording = _merged(ranks.gather((metric, by_recording)))
-        mean = torch.tensor(total / weight if weight else math.nan, dtype=torch.float64)
+        mean = torch.tensor(
+            total / weight if weight else math.nan, dtype=torch.float64, device="cpu"
+        )
         loss = cast("L", None if self._objective is None else mean)
         names = Counter(recording.name for recording in stream.recordings)
         by_name = {

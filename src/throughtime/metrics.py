@@ -151,7 +151,7 @@ class TorchMetricAdapter:
         named = result if isinstance(result, Mapping) else {type(self.metric).__name__: result}
         values: Metrics = {}
         for name, value in named.items():
-            numbers = torch.as_tensor(value)
+            numbers = torch.as_tensor(value, device="cpu")
             if numbers.dim() == 0:
                 values[name] = numbers.item()
             else:
@@ -207,6 +207,8 @@ class Classification:
 
     Raises:
         ConfigError: neither, or no class.
+        DataError: a target is no class, or an output is NaN. The host does not wait for a device:
+            of its targets and outputs this is known when results are read.
 
     Example:
         >>> import torch
@@ -219,7 +221,7 @@ class Classification:
 
     classes: Sequence[str] | int
     names: tuple[str, ...] = field(init=False)
-    confusion: Tensor = field(init=False)  # (true, predicted) counts
+    _counts: Tensor = field(init=False)  # (true, predicted), on the device of the outputs
     # on a device, until they are read: the largest negated target, target and whether any is NaN
     _extremes: Tensor | None = field(default=None, init=False, repr=False)
 
@@ -233,7 +235,14 @@ class Classification:
                 " tt.metrics.Classification(2) or tt.metrics.Classification(['rest', 'beat'])"
             )
         self.names = tuple(classes)
-        self.confusion = torch.zeros(len(classes), len(classes), dtype=torch.long)
+        self._counts = torch.zeros(len(classes), len(classes), dtype=torch.long, device="cpu")
+
+    @property
+    def confusion(self) -> Tensor:
+        if self._extremes is not None:
+            least, largest, nan = self._extremes.tolist()
+            self._check(-least, largest, nan=bool(nan))
+        return self._counts.cpu()
 
     def new(self) -> "Classification":
         """An empty one with the same classes."""
@@ -255,11 +264,11 @@ class Classification:
         if is_accelerator(outputs):
             self._add_extremes(torch.stack([-least, largest, nan.long()]))
             true = true.clamp(0, n - 1)
-            self.confusion = send(self.confusion, outputs.device)
+            self._counts = send(self._counts, outputs.device)
         else:
             self._check(int(least), int(largest), nan=bool(nan))
         pairs = (true * n + outputs.argmax(dim=-1)).flatten()
-        self.confusion.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
+        self._counts.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
 
     def _add_extremes(self, extremes: Tensor | None) -> None:
         if extremes is not None and self._extremes is not None:
@@ -281,15 +290,12 @@ class Classification:
 
     def merge(self, other: "Classification") -> None:
         """Add the counts of another, as of another rank."""
-        self.confusion = self.confusion + other.confusion.to(self.confusion.device)
+        self._counts = self._counts + other._counts.to(self._counts.device)
         self._add_extremes(other._extremes)
 
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1" and "f1[NAME]" for each class."""
-        if self._extremes is not None:
-            least, largest, nan = self._extremes.tolist()
-            self._check(-least, largest, nan=bool(nan))
-        confusion = self.confusion.cpu()
+        confusion = self.confusion
         right = confusion.diagonal().double()
         occurs, predicted = confusion.sum(1).double(), confusion.sum(0).double()
         f1 = (2 * right / (occurs + predicted)).tolist()
@@ -328,7 +334,7 @@ class Regression:
     squared_error: Tensor | float = 0.0
     squared_target: Tensor | float = 0.0
     spread: Tensor | float = 0.0  # sum of squared deviations of the targets from their mean
-    mean: Tensor = field(default_factory=lambda: torch.zeros(0))
+    mean: Tensor = field(default_factory=lambda: torch.zeros(0, device="cpu"))
 
     def new(self) -> "Regression":
         """An empty one."""

@@ -4,9 +4,11 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import tee
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime._device import send
+from throughtime._device import HostCopies, send
 from throughtime.carry._explain import shapes_in_words, whole_numbers_hint
 from throughtime.carry.carried import (
     Carried,
@@ -140,8 +142,11 @@ def predict(
     stream._collator.advice += "; on_nan='hold' leaves such steps out"
     predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
     start = 0
-    for part in stream:
-        outputs = predictor(send(part.inputs, predictor.device)).squeeze(1).cpu()
+    ahead, calls = tee(predictor._begin(part) for part in stream)
+    next(ahead, None)
+    for read in calls:
+        next(ahead, None)  # begins the next call, which a device computes while this one is read
+        outputs = read().squeeze(1)
         if out is None:
             out = outputs.new_empty(stream.steps, *outputs.shape[1:])
         span = slice(start, start + len(outputs))
@@ -193,17 +198,25 @@ class Predictor:
         self.net, self.lanes, self.on_nan = net, lanes, on_nan
         self.skipped = 0
         self._state, self._single, self._prepared = state, None, 0
-        self.device, self._dtype = device_of(net), dtype_of(net)
+        self._dtype = dtype_of(net)
         self._alone = _OneThread()
         shards = self._shards = shards_of(net)
         self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
 
     @property
+    def device(self) -> torch.device:
+        """Where the net is; it may be moved between two calls."""
+        return device_of(self.net)
+
+    @property
     def state(self) -> State:
-        """The state after the last step; `None` before the first."""
+        """The state after the last step, where the net is; `None` before the first."""
         if self._single is not None and self._single.is_loaded:
             with self._alone:
                 self._unload()
+        state, device = self._state, self.device
+        if state is not None and any(leaf.device != device for leaf in trees.tensors(state)):
+            self._state = trees.map_leaves(lambda leaf: leaf.to(device), state)
         return self._state
 
     @state.setter
@@ -244,37 +257,70 @@ class Predictor:
             )
         with self._alone:
             self._unload()
-            return self._checked(x, resets)
+            answer = self._play(x, self._find_nonfinite(x), resets)
+            self._refuse_nan(answer, answer.nan)
+            self.state = answer.after
+            return answer.outputs
 
     def _as_tensor(self, inputs: Tensor | Array) -> Tensor:
-        """Floating inputs in the type of the weights; NumPy's are moved to their device."""
+        """Floating inputs in the type of the weights; those of the host where the weights are."""
         if isinstance(inputs, Tensor):
-            floating = inputs.is_floating_point() and self._dtype is not None
-            return inputs.to(self._dtype) if floating else inputs
+            if inputs.is_floating_point() and self._dtype is not None:
+                inputs = inputs.to(self._dtype)
+            return send(inputs, self.device) if inputs.is_cpu else inputs
         array = np.ascontiguousarray(inputs)  # torch takes no negative strides
         if array.dtype.kind in "biu":
             return torch.from_numpy(array.astype(np.int64)).to(self.device)
         weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())
         return torch.tensor(array, dtype=next(weights, None), device=self.device)
 
-    def _checked(self, x: Tensor, resets: Tensor | None) -> Tensor:
-        """The outputs; the state is set if all went well."""
+    def _begin(self, chunk: Chunk) -> Callable[[], Tensor]:
+        """Begin a call with a chunk of the host: what is returned reads and checks its outputs."""
+        finite = self._find_nonfinite(chunk.inputs)
+        answer = self._play(send(chunk.inputs, self.device), finite, None)
+        copies = HostCopies(answer.outputs, answer.nan)
+        self.state = answer.after
+
+        def read() -> Tensor:
+            outputs, nan = copies.read()
+            self._refuse_nan(answer, nan)
+            return outputs
+
+        return read
+
+    def _find_nonfinite(self, x: Tensor) -> Tensor | None:
+        """Which inputs are finite, unless all of them are.
+
+        Raises:
+            DataError: one of them is not, and none may be left out.
+        """
         finite = x.isfinite() if x.is_floating_point() else None
-        if finite is not None and bool(finite.all()):
-            finite = None
-        if finite is not None and self.on_nan == "raise":
+        if finite is None or bool(finite.all()):
+            return None
+        if self.on_nan == "raise":
             raise DataError(_nan_message(finite))
+        return finite.cpu()
+
+    def _play(self, x: Tensor, finite: Tensor | None, resets: Tensor | None) -> "_Answer":
+        """Run the net on inputs, of which those that are not finite are left out."""
+        before = self.state
         try:
             if finite is None:
-                outputs, after = self._run(x, self.state, resets)
+                outputs, after = self._run(x, before, resets)
+                nan = outputs.isnan()
             else:
-                outputs, after = self._run_around(x, finite, resets)
+                missing = ~finite.flatten(2).all(2)
+                outputs, after = self._run_around(x, missing, resets)
+                answered = send(~missing, x.device)
+                nan = outputs.isnan().flatten(2).any(2) & answered
         except ValueError:  # of the trials at the first inputs
             self._refuse_weights("the net cannot be tried")
             raise
-        self._refuse_nan(outputs if finite is None else outputs[finite.flatten(2).all(2)], after)
-        self.state = after
-        return outputs
+        # a state without leaves has no names
+        leaves = [*trees.leaves(after)] if trees.tensors(after) else []
+        flags = torch.stack([nan.any(), *(leaf.isnan().any() for _, leaf in leaves)])
+        names = ["the outputs are NaN", *(f"state leaf '{name}' is NaN" for name, _ in leaves)]
+        return _Answer(outputs, before, after, flags, names)
 
     def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         with self._whole(), running(self.net), shapes_in_words(self.net.module, x):
@@ -282,23 +328,26 @@ class Predictor:
                 state = self.net.initial_state(x.shape[1], like=x)
             return self.net(x, state, resets)
 
-    def _run_around(self, x: Tensor, finite: Tensor, resets: Tensor | None) -> tuple[Tensor, State]:
+    def _run_around(
+        self, x: Tensor, missing: Tensor, resets: Tensor | None
+    ) -> tuple[Tensor, State]:
         """Outputs and state where lanes with inputs that are not finite run alone, without them.
 
-        The lanes run together first: what one of them gets changes no bit of another.
+        The lanes run together first: what one of them gets changes no bit of another. The steps
+        that are `missing`, `(T, B)`, and those of resets are read on the host.
         """
-        missing = ~finite.flatten(2).all(2)
         self.skipped += int(missing.sum())
+        starts = None if resets is None else resets.cpu()
         with running(self.net):
             start = self.net.initial_state(self.lanes, like=x)
         before = start if self.state is None else self.state
-        outputs, after = self._run(x.masked_fill(~finite, 0), before, resets)
+        outputs, after = self._run(x.nan_to_num(0, 0, 0), before, resets)
         outputs = outputs.clone()
         for lane in missing.any(0).nonzero().flatten().tolist():
             rows, state = missing[:, lane], trees.select(before, [lane])
             marks, restart = list[bool](), False
             for step, left_out in enumerate(rows.tolist()):
-                restart = restart or (resets is not None and bool(resets[step, lane]))
+                restart = restart or (starts is not None and bool(starts[step, lane]))
                 if left_out:
                     restart = restart or self.on_nan == "reset"
                 else:
@@ -311,7 +360,7 @@ class Predictor:
                 outputs[~rows, lane] = y.squeeze(1)
             if restart:
                 state = trees.select(start, [lane])
-            index = torch.tensor([lane])
+            index = torch.tensor([lane], device="cpu")
             after = trees.map_leaves(
                 lambda leaf, row, at=index: leaf.index_copy(0, at.to(leaf.device), row.to(leaf)),
                 after,
@@ -319,16 +368,14 @@ class Predictor:
             )
         return outputs, after
 
-    def _refuse_nan(self, outputs: Tensor, after: State) -> None:
-        """Refuse NaN that finite inputs led to; the state stays as it was."""
-        leaves = [("outputs", outputs), *(trees.leaves(after) if trees.tensors(after) else ())]
-        nan = torch.stack([leaf.isnan().any() for _, leaf in leaves])
+    def _refuse_nan(self, answer: "_Answer", nan: Tensor) -> None:
+        """Refuse NaN that finite inputs led to; `nan` are the flags, on the host or not."""
         if not bool(nan.any()):
             return
-        name = leaves[nan.tolist().index(True)][0]
-        if self.state is not None and any(leaf.isnan().any() for leaf in trees.tensors(self.state)):
+        before = answer.before
+        if before is not None and any(leaf.isnan().any() for leaf in trees.tensors(before)):
             raise RunError("the state of the predictor is NaN; start anew: predictor.reset()")
-        what = "the outputs are NaN" if name == "outputs" else f"state leaf '{name}' is NaN"
+        what = answer.names[nan.tolist().index(True)]
         self._refuse_weights(what)
         raise RunError(
             f"{what} though the inputs are finite; the net is unstable on them: are they scaled as"
@@ -399,7 +446,7 @@ class Predictor:
         if lanes is None or self.state is None:
             self.state = None
             return
-        where = torch.zeros(self.lanes, dtype=torch.bool)
+        where = torch.zeros(self.lanes, dtype=torch.bool, device="cpu")
         numbers = [lanes] if isinstance(lanes, int) else list(lanes)
         wrong = [lane for lane in numbers if not 0 <= lane < self.lanes]
         if wrong:
@@ -435,6 +482,25 @@ class Predictor:
             StateError: the file holds no state of this net and lane count.
         """
         self.state = trees.load(path, trees.detach(self.net.initial_state(self.lanes, like=like)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Answer:
+    """What a call of the net computed.
+
+    Attributes:
+        outputs: `(T, B, C)`.
+        before: the state that entered.
+        after: the state after it.
+        nan: whether the outputs are NaN, then each leaf of the state; on the device.
+        names: a sentence for each of these.
+    """
+
+    outputs: Tensor
+    before: State
+    after: State
+    nan: Tensor
+    names: list[str]
 
 
 class _OneThread:

@@ -239,7 +239,8 @@ def reset(state: State, initial: State, where: Tensor) -> State:
     Args:
         state: the state to reset, every leaf `(B, ...)`.
         initial: a state of the same structure, usually `net.initial_state(lanes)`.
-        where: `(B,)` bool, true for each lane that starts a new recording.
+        where: `(B,)` bool, true for each lane that starts a new recording; on the host or where the
+            state is.
 
     Returns:
         A new state; `state` and `initial` stay as they are.
@@ -261,7 +262,8 @@ def reset(state: State, initial: State, where: Tensor) -> State:
         )
 
     def pick(leaf: Tensor, start: Tensor) -> Tensor:
-        return torch.where(where.view(-1, *(1,) * (leaf.dim() - 1)), start, leaf)
+        marked = where.to(leaf.device).view(-1, *(1,) * (leaf.dim() - 1))
+        return torch.where(marked, start, leaf)
 
     return map_leaves(pick, state, initial)
 

@@ -36,6 +36,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdlib>
@@ -57,10 +58,10 @@ thread_local DeviceIndex current_device = 0;
 
 // ---- counts ---------------------------------------------------------------------------------
 
-enum Kind { TO_DEVICE, FROM_DEVICE, BLOCKING, HOST_READS, NONZERO, OPERATORS, KINDS };
+enum Kind { TO_DEVICE, FROM_DEVICE, BLOCKING, HOST_READS, NONZERO, OPERATORS, EVENTS, KINDS };
 const char* const KIND_NAMES[KINDS] = {
     "copy to the device",    "copy from the device",  "copy that the host waits for",
-    "value read by the host", "shape read by the host", "operator"};
+    "value read by the host", "shape read by the host", "operator", "event that the host waits for"};
 std::array<std::atomic<int64_t>, KINDS> counts{};
 std::array<std::atomic<bool>, KINDS> refused{};
 std::mutex names_lock;
@@ -168,16 +169,21 @@ struct PendingCopy {
   Tensor host;    // the tensor of the host: the source, or what the host will read
   Tensor values;  // as they were when the copy was called
   bool to_device;
+  int64_t number;  // in the order of the calls
 };
 std::mutex pending_lock;
 std::vector<PendingCopy> pending;
+int64_t copies = 0;  // that were pending so far
 
-// The host has waited for the device: what it may now read is there.
-void synchronize() {
+// The host has waited for the device, up to a copy: what it may now read is there.
+void synchronize(int64_t last = INT64_MAX) {
   std::vector<PendingCopy> finished;
   {
     std::lock_guard<std::mutex> guard(pending_lock);
-    finished.swap(pending);
+    auto later = std::find_if(pending.begin(), pending.end(),
+                              [last](const PendingCopy& copy) { return copy.number > last; });
+    finished.assign(pending.begin(), later);
+    pending.erase(pending.begin(), later);
   }
   bool changed = false;
   for (auto& copy : finished) {
@@ -189,6 +195,24 @@ void synchronize() {
     }
   }
   TORCH_CHECK(!changed, "pinned memory was overwritten before its copy to the device was waited for");
+}
+
+// What a tensor of the host holds once the copies called so far are done, as the device reads it.
+Tensor host_values(const Tensor& tensor) {
+  auto values = tensor.clone(at::MemoryFormat::Contiguous);
+  auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  std::lock_guard<std::mutex> guard(pending_lock);
+  for (auto& copy : pending) {
+    if (copy.to_device) continue;
+    auto* other = static_cast<const char*>(copy.host.const_data_ptr());
+    auto* first = std::max(begin, other);
+    auto* last = std::min(begin + tensor.nbytes(), other + copy.host.nbytes());
+    if (first >= last) continue;
+    std::memcpy(static_cast<char*>(values.mutable_data_ptr()) + (first - begin),
+                static_cast<const char*>(copy.values.const_data_ptr()) + (first - other),
+                last - first);
+  }
+  return values;
 }
 
 Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
@@ -209,14 +233,14 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     to.copy_(from);
     return target;
   }
-  auto values = from.clone(at::MemoryFormat::Contiguous);
+  auto values = to_device ? host_values(from) : from.clone(at::MemoryFormat::Contiguous);
   if (to_device) {
-    to.copy_(from);
+    to.copy_(values);
   } else {
     std::memset(host.mutable_data_ptr(), 0xFF, host.nbytes());
   }
   std::lock_guard<std::mutex> guard(pending_lock);
-  pending.push_back({host, values, to_device});
+  pending.push_back({host, values, to_device, ++copies});
   return target;
 }
 
@@ -577,6 +601,11 @@ Three convolution_backward(const Tensor& grad, const Tensor& input, const Tensor
 
 // ---- registration ---------------------------------------------------------------------------
 
+void wait(int64_t last) {
+  count(EVENTS, "synchronize");
+  synchronize(last);
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return MOCK; }
   Device getDevice() const override { return {MOCK, current_device}; }
@@ -603,16 +632,22 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return DEVICES; }
   void record(void** event, const c10::Stream&, const DeviceIndex,
               const c10::EventFlag) const override {
-    *event = &current_device;
+    std::lock_guard<std::mutex> guard(pending_lock);
+    if (!*event) *event = new int64_t;
+    *static_cast<int64_t*>(*event) = copies;
   }
   void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return synchronize(), true; }
+  bool queryEvent(void* event) const override {
+    return synchronize(*static_cast<int64_t*>(event)), true;
+  }
   bool queryStream(const c10::Stream&) const override { return synchronize(), true; }
-  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete static_cast<int64_t*>(event);
+  }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
-  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
-  void synchronizeEvent(void*) const override { synchronize(); }
-  void synchronizeDevice(const DeviceIndex) const override { synchronize(); }
+  void synchronizeStream(const c10::Stream&) const override { wait(INT64_MAX); }
+  void synchronizeEvent(void* event) const override { wait(*static_cast<int64_t*>(event)); }
+  void synchronizeDevice(const DeviceIndex) const override { wait(INT64_MAX); }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -699,7 +734,7 @@ TORCH_LIBRARY(mock, library) {
     for (const auto& [name, number] : names) lines += name + " " + std::to_string(number) + "\n";
     return lines;
   });
-  library.def("synchronize() -> ()", [] { synchronize(); });
+  library.def("synchronize() -> ()", [] { wait(INT64_MAX); });
   library.def("current_device() -> int", [] { return int64_t(current_device); });
   library.def("set_device(int index) -> ()",
               [](int64_t index) { Guard().setDevice({MOCK, DeviceIndex(index)}); });

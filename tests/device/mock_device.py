@@ -133,7 +133,7 @@ def _device_module() -> types.ModuleType:
     return module
 
 
-KINDS = ("to_device", "from_device", "blocking", "host_reads", "nonzero", "operators")
+KINDS = ("to_device", "from_device", "blocking", "host_reads", "nonzero", "operators", "events")
 
 
 @dataclass
@@ -148,6 +148,7 @@ class Counts:
         host_reads: values that Python reads: `item()`, `bool(tensor)`, `torch.equal`.
         nonzero: shapes that depend on values: `nonzero`, `x[mask]`, `unique`.
         operators: kernels that were started, copies on the device included.
+        events: waits for an event, a queue or the whole device.
         names: how often each operator was started.
     """
 
@@ -157,7 +158,13 @@ class Counts:
     host_reads: int = 0
     nonzero: int = 0
     operators: int = 0
+    events: int = 0
     names: Counter[str] = field(default_factory=Counter[str], repr=False)
+
+    @property
+    def waits(self) -> int:
+        """How often the host waited for the device."""
+        return self.host_reads + self.nonzero + self.events + self.blocking
 
 
 @contextmanager

@@ -4,8 +4,10 @@ The device computes while the host goes on. Every value that the host reads stop
 device has caught up, so a steady update reads one flag of the update before, and nothing else.
 """
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import carried
+from throughtime.gradient import _memory
+from throughtime.gradient._memory import BoundaryStates, RngSnapshots
 from throughtime.gradient.objective import Objective
 
 CPU = torch.device("cpu")
@@ -160,6 +164,25 @@ def reads_the_resets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carried, "reset_positions", read)
 
 
+def reads_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tt.Predictor._run
+
+    def run(self: tt.Predictor, x: Tensor, *rest: Any) -> Any:
+        x.sum().item()
+        return plain(self, x, *rest)
+
+    monkeypatch.setattr(tt.Predictor, "_run", run)
+
+
+def waits_for_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = tt.Predictor._refuse_nan
+
+    def refuse_nan(self: tt.Predictor, answer: Any, _: Tensor) -> None:
+        plain(self, answer, answer.nan)
+
+    monkeypatch.setattr(tt.Predictor, "_refuse_nan", refuse_nan)
+
+
 @pytest.mark.parametrize(
     "mutant", [reads_the_loss, selects_by_the_mask, sends_the_mask_again, reads_the_resets]
 )
@@ -173,13 +196,13 @@ def test_a_read_or_a_copy_too_many_breaks_the_budget(
         check_budget(loop, costs)
 
 
-def reads_of(function: Callable[[int], object], lengths: tuple[int, int]) -> list[tuple[int, ...]]:
-    """Everything that the host waits for, for a short and a long stream."""
-    results: list[tuple[int, ...]] = []
+def waits_of(function: Callable[[int], object], lengths: tuple[int, int]) -> list[int]:
+    """How often the host waits, for a short and a long stream."""
+    results: list[int] = []
     for n in lengths:
         with counted() as counts:
             function(n)
-        results.append((counts.host_reads, counts.from_device, counts.nonzero))
+        results.append(counts.waits)
     return results
 
 
@@ -187,24 +210,148 @@ def recordings(n: int) -> list[dict[str, Tensor]]:
     return Loop(lengths=(n, n - 30, n // 2), masked=True).recordings()
 
 
-@pytest.mark.parametrize("weight", [None, torch.tensor([1.0, 3.0], device="cpu")])
-@pytest.mark.parametrize("make", [tt.Exact, tt.Randomized])
-def test_an_exact_gradient_reads_a_fixed_number_for_each_recording(
-    make: Any, weight: Tensor | None
+class Shift(nn.Module):
+    """A buffer that changes in training, as a running mean does, and one that never does."""
+
+    shift: Tensor
+    level: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(3))
+        self.register_buffer("level", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.level.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        return x - self.shift
+
+
+def exact_update(
+    n: int, policy: Any, device: torch.device = DEVICE, weight: Tensor | None = None
+) -> tuple[tt.Carried, tt.Update]:
+    """The first update of a recording of `n` steps in chunks of 100."""
+    torch.manual_seed(3)
+    layers = nn.Sequential(Shift(), nn.LSTM(3, 4), nn.Linear(4, 2))
+    net = tt.carry(layers).to(device)
+    stream = tt.Stream(recordings(n)[:2], lanes=2, chunk=100)
+    loss_fn = nn.CrossEntropyLoss(weight).to(device)
+    return net, next(tt.updates(net, stream, loss_fn, gradient=policy))
+
+
+OFFLOADS: list[Any] = [None, "cpu", Path(tempfile.gettempdir())]
+
+
+@pytest.mark.parametrize(
+    ("policy", "weight"),
+    [
+        *((tt.Exact(chunk=100, offload=offload), None) for offload in OFFLOADS[:2]),
+        (tt.Exact(chunk=100), torch.tensor([1.0, 3.0], device="cpu")),
+        (tt.Randomized(mean_horizon=1000), None),
+        (tt.Randomized(mean_horizon=1000), torch.tensor([1.0, 3.0], device="cpu")),
+    ],
+    ids=["Exact", "offload", "weighted", "Randomized", "Randomized, weighted"],
+)
+def test_an_exact_gradient_waits_a_fixed_number_of_times_for_each_recording(
+    policy: Any, weight: Tensor | None
 ) -> None:
-    net = make_net(DEVICE)
-    loss_fn = nn.CrossEntropyLoss(weight).to(DEVICE)
-
-    def one_update(n: int) -> None:
-        torch.manual_seed(3)
-        policy = make(chunk=100) if make is tt.Exact else make(mean_horizon=1000)
-        stream = tt.Stream(recordings(n)[:2], lanes=2, chunk=100)
-        next(tt.updates(net, stream, loss_fn, gradient=policy))
-
-    one_update(200)  # the trials of the net
-    first, second = reads_of(one_update, (400, 1600))
+    first, second = waits_of(lambda n: exact_update(n, policy, weight=weight), (400, 1600))
     assert first == second
-    assert sum(first) <= 4  # the gradient, the comparison with the forward pass, a random draw
+    # the gradient, the comparison with the forward pass, a random draw, and the trials of the net
+    assert first - exact_trials() <= 4
+
+
+def exact_trials() -> int:
+    """Waits for the first call of a new net, which is tried."""
+    with counted() as counts:
+        torch.manual_seed(3)
+        net = tt.carry(nn.Sequential(Shift(), nn.LSTM(3, 4), nn.Linear(4, 2))).to(DEVICE)
+        x = torch.zeros(8, 2, 3, device=DEVICE)
+        net(x, net.initial_state(2, like=x))
+    return counts.waits
+
+
+def test_states_in_a_file_wait_once_a_chunk_and_when_the_next_one_is_computed() -> None:
+    policy = tt.Exact(chunk=100, offload=OFFLOADS[2])
+    first, second = waits_of(lambda n: exact_update(n, policy), (400, 1600))
+    assert second - first == 12
+
+
+@pytest.mark.parametrize("offload", OFFLOADS, ids=["device", "cpu", "folder"])
+def test_states_that_are_stored_elsewhere_give_the_gradient_of_the_cpu(offload: Any) -> None:
+    policy, grads = tt.Exact(chunk=100, offload=offload, verify="all"), list[list[Tensor]]()
+    for device in (CPU, DEVICE):
+        net, update = exact_update(900, policy, device)
+        assert update.loss.isfinite()
+        grads.append([w.grad.cpu() for w in net.parameters() if w.grad is not None])
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
+
+
+def compares_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = RngSnapshots.restore
+
+    def restore(self: RngSnapshots, index: int) -> None:
+        for name, buffer in self.net.named_buffers():
+            torch.equal(buffer, self.snapshots[index].buffers[name])
+        plain(self, index)
+
+    monkeypatch.setattr(RngSnapshots, "restore", restore)
+
+
+def reads_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = BoundaryStates.put
+
+    def put(self: BoundaryStates, index: int, state: Any) -> None:
+        tt.state.tensors(state)[0].sum().item()
+        plain(self, index, state)
+
+    monkeypatch.setattr(BoundaryStates, "put", put)
+
+
+def copies_from_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_memory, "pins_memory", lambda _: False)
+
+
+@pytest.mark.parametrize(
+    "mutant", [compares_buffers, reads_the_state, copies_from_pageable_memory, reads_the_loss]
+)
+def test_a_read_a_chunk_breaks_the_budget_of_an_exact_gradient(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    policy = tt.Exact(chunk=100, offload="cpu")
+    first, second = waits_of(lambda n: exact_update(n, policy), (400, 1600))
+    assert second > first
+
+
+def predicted(n: int, on_nan: Any = "raise", net: tt.Carried | None = None) -> Tensor:
+    net = make_net(DEVICE) if net is None else net
+    y, _ = tt.predict(net, recordings(n)[0]["inputs"], chunk=100, on_nan=on_nan)
+    return y
+
+
+@pytest.mark.parametrize("on_nan", ["raise", "hold"])
+def test_a_prediction_waits_once_for_each_chunk(on_nan: Any) -> None:
+    first, second = waits_of(lambda n: predicted(n, on_nan), (400, 1600))
+    assert second - first == 12
+
+
+@pytest.mark.parametrize("mutant", [reads_the_input, waits_for_the_outputs])
+def test_a_read_too_many_breaks_the_budget_of_a_prediction(
+    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant(monkeypatch)
+    first, second = waits_of(predicted, (400, 1600))
+    assert second - first > 12
+
+
+def test_outputs_are_read_when_the_next_chunk_is_computed() -> None:
+    """Two chunks have been sent when the host waits first."""
+    net = make_net(DEVICE)
+    predicted(200, net=net)
+    with pytest.raises(RuntimeError, match="event"), counted(refuse=("events",)) as counts:
+        predicted(1000, net=net)
+    assert counts.to_device == 2
 
 
 @pytest.mark.parametrize(
@@ -218,10 +365,10 @@ def test_an_evaluation_reads_a_fixed_number_for_each_recording(metrics: Any) -> 
         tt.evaluate(net, stream, nn.CrossEntropyLoss(), metrics=metrics)
 
     whole(100)  # the trials of the net
-    first, second = reads_of(whole, (300, 1500))
+    first, second = waits_of(whole, (300, 1500))
     assert first == second
     # one for the loss, and two for the metrics of all recordings and of each of three
-    assert sum(first) <= 1 + (0 if metrics is None else 4 * 2)
+    assert first <= 1 + (0 if metrics is None else 4 * 2)
 
 
 class Squares(nn.Module):

@@ -69,7 +69,7 @@ def export_run(
 def _example(net: Carried, spec: ModelSpec) -> Tensor:
     """Inputs with the means and deviations of the training split."""
     random = torch.Generator().manual_seed(0)  # the same bytes each time
-    x = torch.randn(_STEPS, spec.features, dtype=torch.float64, generator=random)
+    x = torch.randn(_STEPS, spec.features, dtype=torch.float64, device="cpu", generator=random)
     standardise: Any = next((m for m in net.modules() if isinstance(m, Affine)), None)
     if standardise is None:
         return x

@@ -217,7 +217,9 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     """
     statistics = statistics_of(net)
     shift, scale = statistics["standardise.shift"], statistics["standardise.scale"]
-    rows = torch.linspace(-1.0, 1.0, 5 * spec.features).view(5, 1, spec.features).sin()
+    rows = (
+        torch.linspace(-1.0, 1.0, 5 * spec.features, device="cpu").view(5, 1, spec.features).sin()
+    )
     x = shift + scale * rows.to(scale)
     try:
         net.prepare(x)
@@ -342,7 +344,9 @@ def class_weights(
     if setting == "none":
         return None
     if setting == "balanced":
-        frequencies = torch.tensor([counts[name] for name in classes], dtype=torch.float64)
+        frequencies = torch.tensor(
+            [counts[name] for name in classes], dtype=torch.float64, device="cpu"
+        )
         return frequencies.sum() / (len(frequencies) * frequencies)
     weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
     unknown = [name for name in weights if name not in classes]
@@ -351,7 +355,9 @@ def class_weights(
             f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split has"
             f" {listed(classes)}"
         )
-    return torch.tensor([weights.get(name, 1.0) for name in classes], dtype=torch.float64)
+    return torch.tensor(
+        [weights.get(name, 1.0) for name in classes], dtype=torch.float64, device="cpu"
+    )
 
 
 def check_device(device: str) -> None:

@@ -60,7 +60,7 @@ class Setting(NamedTuple):
     def recordings(self) -> list[dict[str, Tensor]]:
         """Recordings on the CPU, of different lengths: there are resets within chunks."""
         draw = torch.Generator().manual_seed(SEED)
-        inputs = [torch.randn(steps, FEATURES, generator=draw) for steps in STEPS]
+        inputs = [torch.randn(steps, FEATURES, device="cpu", generator=draw) for steps in STEPS]
         # a target is a sum over the last steps; every fifth one is missing
         targets = [x.cumsum(0)[:, :2].sin() for x in inputs]
         for target in targets:
@@ -205,7 +205,7 @@ def _predict(setting: Setting) -> Numbers:
     whole, _ = predict(net, recording["inputs"], chunk=16)
     predictor = Predictor(net)
     steps = [predictor.step(x.unsqueeze(0).to(setting.device)) for x in recording["inputs"]]
-    return [torch.as_tensor(whole), torch.cat(steps)]
+    return [whole, torch.cat(steps)]
 
 
 def _audit(setting: Setting) -> Numbers:
@@ -365,7 +365,7 @@ def _numbers(name: str, setting: Setting, *, plain: bool = False) -> list[Tensor
     seed_generators(SEED, setting.device)
     with _full_precision(), _PlainTorch() if plain else nullcontext():
         values = [*LAWS[name](setting)]
-    return [torch.as_tensor(value).detach().cpu().to(torch.float64) for value in values]
+    return [torch.as_tensor(value, device="cpu").detach().to(torch.float64) for value in values]
 
 
 @contextmanager

@@ -35,12 +35,8 @@ ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDe
 def refusal(module: nn.Module, search: Search) -> ModelError:
     """The error for a module of which no way of calling obeys every law."""
     name = type(module).__name__
-    weight = next(module.parameters(), search.x)
-    if weight.device != search.x.device:
-        return ModelError(
-            f"the inputs are on {search.x.device}, the weights of {name} on {weight.device}: move"
-            f" the inputs, x.to({str(weight.device)!r}), or the net"
-        )
+    if fault := device_error(module, search.x):
+        return fault
     bidirectional = _bidirectional(module)
     if bidirectional:
         return bidirectional_error(bidirectional)
@@ -143,6 +139,17 @@ def _bidirectional(module: nn.Module) -> str | None:
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return name or type(part).__name__
     return None
+
+
+def device_error(module: nn.Module, x: Tensor) -> ModelError | None:
+    """The error for inputs that are on another device than the weights."""
+    weight = next(module.parameters(), x)
+    if weight.device == x.device:
+        return None
+    return ModelError(
+        f"the inputs are on {x.device}, the weights of {type(module).__name__} on {weight.device}:"
+        f" move the inputs, x.to({str(weight.device)!r}), or the net"
+    )
 
 
 def bidirectional_error(name: str) -> ModelError:

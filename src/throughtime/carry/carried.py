@@ -25,7 +25,7 @@ from throughtime._metadata import reset_positions
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers
-from throughtime.carry._refusal import bidirectional_error
+from throughtime.carry._refusal import bidirectional_error, device_error
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
 from throughtime.carry._subject import Hints
 from throughtime.carry.layers import ChainAdapter, Link, StatelessAdapter, layer_adapter
@@ -135,6 +135,8 @@ class Carried(nn.Module):
                 raise
             self.adapter = whole
         except MISFIT_ERRORS as error:
+            if fault := device_error(self.module, x):
+                raise fault from error
             self._note_types(error, x)
             raise
 
@@ -234,10 +236,13 @@ class Carried(nn.Module):
         """Add what explains an error of the module: another state structure or another dtype.
 
         Raises:
+            ModelError: the inputs are on another device than the weights.
             StateError: the state has other leaves than this net's.
         """
         if isinstance(error, ThroughtimeError):
             return
+        if fault := device_error(self.module, x):
+            raise fault from error
         expected = _leaf_shapes(self.initial_state(x.shape[1], like=x))
         got = _leaf_shapes(state)
         if expected != got:

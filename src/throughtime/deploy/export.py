@@ -320,7 +320,7 @@ def export_page(
 def _example(inputs: Any) -> Tensor:
     """The example as `(T, B, D)`, or with more dimensions for D, or `(T, B)` indices."""
     try:
-        x = torch.as_tensor(inputs).detach().cpu()
+        x = torch.as_tensor(inputs, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"inputs is a {type(inputs).__name__}, {_EXPECTED}") from error
     numbers = x.is_floating_point()

@@ -202,7 +202,11 @@ def rounded_otherwise(net: Carried) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     return {
         name: p.detach()
-        * (1 + torch.finfo(p.dtype).eps * torch.randint(-1, 2, p.shape, generator=random).to(p))
+        * (
+            1
+            + torch.finfo(p.dtype).eps
+            * torch.randint(-1, 2, p.shape, device="cpu", generator=random).to(p)
+        )
         for name, p in net.named_parameters()
         if p.is_floating_point()
     }

@@ -155,7 +155,10 @@ class AnchorSet:
         for lane in range(whole.lanes):
             valid = whole.mask[begin:, lane].nonzero().flatten().tolist()
             if valid:
-                step = begin + valid[int(torch.randint(len(valid), (), generator=generator))]
+                step = (
+                    begin
+                    + valid[int(torch.randint(len(valid), (), device="cpu", generator=generator))]
+                )
                 starts = whole.resets[: step + 1, lane].nonzero().flatten().tolist()
                 mask[step, lane] = True
                 anchors.append(Anchor(lane, step, starts[-1] + 1 if starts else 0))

@@ -35,9 +35,9 @@ class PackedLayout:
 
     def __init__(self, inputs: PackedSequence) -> None:
         self.sizes, self.order = inputs.batch_sizes, inputs.unsorted_indices
-        lanes = torch.arange(int(self.sizes[0]))
+        lanes = torch.arange(int(self.sizes[0]), device="cpu")
         active = lanes < self.sizes.unsqueeze(1)
-        steps = active.sum(0) - 1 - torch.arange(len(active)).unsqueeze(1)
+        steps = active.sum(0) - 1 - torch.arange(len(active), device="cpu").unsqueeze(1)
         self.active = active.to(inputs.data.device)
         self.reverse = steps % len(active), lanes
 

@@ -278,8 +278,8 @@ class ReachProfile:
         self.loss = 0.0
         self.contexts: dict[int, float] = {}
         self.names: list[str] = []
-        self.sums = torch.zeros(0)  # by lag, of the state, then of each leaf
-        self.counts = torch.zeros(len(lags), dtype=torch.float64)
+        self.sums = torch.zeros(0, device="cpu")  # by lag, of the state, then of each leaf
+        self.counts = torch.zeros(len(lags), dtype=torch.float64, device="cpu")
         self.growth: list[Tensor] = []
 
     def add_window(self, window: StreamSlice, entering: State, generator: torch.Generator) -> None:
@@ -291,7 +291,9 @@ class ReachProfile:
             return
         if not self.names:
             self.names = self.net.leaf_names(entering)
-            self.sums = torch.zeros(1 + len(self.names), len(self.lags), dtype=torch.float64)
+            self.sums = torch.zeros(
+                1 + len(self.names), len(self.lags), dtype=torch.float64, device="cpu"
+            )
         self._add_norms(self._credit(drawn, entering, generator), drawn.anchors)
         self._add_contexts(drawn, whole.steps - spread)
         self.anchors += len(drawn.anchors)
@@ -299,7 +301,9 @@ class ReachProfile:
     def _credit(self, drawn: AnchorSet, entering: State, generator: torch.Generator) -> Tensor:
         """The norm of the adjoint of each leaf, `(T, leaves, B)`; adds to loss and growth."""
         chunk, count = drawn.chunk, len(drawn.anchors)
-        norms = torch.zeros(chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64)
+        norms = torch.zeros(
+            chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64, device="cpu"
+        )
         active = True
 
         def record(rows: Tensor, adjoint: Cotangents) -> None:
@@ -352,7 +356,9 @@ class ReachProfile:
         leaves = trees.tensors(segment.after)
         random = [
             (
-                torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype).to(leaf.device)
+                torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu").to(
+                    leaf.device
+                )
                 if leaf.requires_grad
                 else None
             )
@@ -375,7 +381,7 @@ class ReachProfile:
 
     def _add_norms(self, norms: Tensor, anchors: Sequence[Anchor]) -> None:
         """Add norms by step of the window to the sums by lag."""
-        lags = torch.tensor(self.lags)
+        lags = torch.tensor(self.lags, device="cpu")
         for lane, step, oldest in anchors:
             steps = step + 1 - lags
             inside = steps >= oldest
@@ -406,7 +412,7 @@ class ReachProfile:
             )
         means = (self.sums[:, :count] / self.counts[:count]).tolist()
         lags = tuple(self.lags[:count])
-        growth = torch.cat(self.growth) if self.growth else torch.zeros(0)
+        growth = torch.cat(self.growth) if self.growth else torch.zeros(0, device="cpu")
         contexts = {steps: loss / self.anchors for steps, loss in sorted(self.contexts.items())}
         loss, short = self.loss / self.anchors, contexts[1]
         return Reach(

@@ -396,7 +396,7 @@ def _reaches_a_state(record: BackwardRecord, gate: str, vanished: float) -> Tens
     """
     layer = gate.rpartition(".")[0]
     names = [n for n in record.names if n.rpartition(".")[0] == layer and record.edges(n)]
-    alive = torch.zeros(len(record.norms(gate)), dtype=torch.bool)
+    alive = torch.zeros(len(record.norms(gate)), dtype=torch.bool, device="cpu")
     for norms in (_finite_or_inf(record, name) for name in names):
         alive |= (norms >= vanished * norms.max()) & (norms > 0)
     return alive
@@ -406,7 +406,7 @@ def _explosion(norms: Tensor, factor: float) -> int | None:
     """The latest step at which the norm is larger than the losses after it could add up to."""
     late = norms[-max(1, len(norms) // 10) :]
     size = late[late.isfinite()].max().item() if late.isfinite().any() else math.inf
-    lags = torch.arange(len(norms), 0, -1, dtype=norms.dtype)
+    lags = torch.arange(len(norms), 0, -1, dtype=norms.dtype, device="cpu")
     beyond = ((norms > factor * lags * size) | norms.isinf()).nonzero()
     return int(beyond[-1]) if len(beyond) else None
 
@@ -495,7 +495,7 @@ class TraceSummary:
             norms = norms[norms.isfinite() & (norms > NEGLIGIBLE * row.largest)]
             values |= {f"{row.name}/log10_norm": norms.log10()} if len(norms) else {}
         for scale in self.timescales:
-            taus = torch.tensor(scale.taus, dtype=torch.float64)
+            taus = torch.tensor(scale.taus, dtype=torch.float64, device="cpu")
             values |= {f"{scale.name}/tau": taus[taus.isfinite()]} if taus.isfinite().any() else {}
         return values
 

@@ -150,7 +150,7 @@ def selection(op: Operation, source: Tensor, dim: int) -> tuple[list[int], int |
     """
     shape = [1] * source.dim()
     shape[dim] = -1
-    numbers = torch.arange(source.shape[dim]).view(shape).expand(source.shape)
+    numbers = torch.arange(source.shape[dim], device="cpu").view(shape).expand(source.shape)
     taken = op.func(numbers, *op.args[1:], **op.kwargs)
     if not taken.numel():
         return [], None

@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes.
 
 import os
 import tempfile
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime._device import fork_rng, generators, is_accelerator, pins_memory, set_generators
+from throughtime._device import (
+    HostCopies,
+    fork_rng,
+    generators,
+    is_accelerator,
+    pins_memory,
+    send,
+    set_generators,
+)
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, StateError, listed
@@ -208,6 +216,7 @@ class BoundaryStates:
         self._count, self._offload = count, offload
         self._rows: list[Tensor] = []
         self._like: State = None
+        self._late: tuple[int, HostCopies] | None = None  # on its way to the file
 
     def put(self, index: int, state: State) -> None:
         """Copy a state in."""
@@ -230,21 +239,40 @@ class BoundaryStates:
                     " states side by side, so they must not grow or change type; give the leaf its"
                     " full size from the first step on"
                 )
-            rows[index].copy_(leaf.detach())
+        tensors = [leaf.detach() for _, leaf in leaves]
+        if self._offload in (None, "cpu") or not pins_memory(tensors[0]):
+            for rows, leaf in zip(self._rows, tensors, strict=True):
+                # pinned rows are written once, and read by the device alone: nobody waits
+                rows[index].copy_(leaf, non_blocking=pins_memory(leaf))
+        else:
+            self._finish()
+            self._late = index, HostCopies(*tensors)
 
     def get(self, index: int) -> State:
         """A copy of a state, on the device it came from."""
+        self._finish()
         rows = iter(self._rows)
-        return trees.map_leaves(
-            lambda leaf: next(rows)[index].to(leaf.device, copy=True), self._like
-        )
+
+        def copied(leaf: Tensor) -> Tensor:
+            row = next(rows)[index]
+            return row.clone() if row.device == leaf.device else send(row, leaf.device)
+
+        return trees.map_leaves(copied, self._like)
+
+    def _finish(self) -> None:
+        """Write the state that was last copied from the device, which has computed since."""
+        if self._late is not None:
+            index, copies = self._late
+            for rows, leaf in zip(self._rows, copies.read(), strict=True):
+                rows[index].copy_(leaf)
+            self._late = None
 
     def _allocate(self, leaf: Tensor) -> Tensor:
         shape = (self._count, *leaf.shape)
         if self._offload is None:
             return leaf.new_empty(shape)
         if self._offload == "cpu":
-            return torch.empty(shape, dtype=leaf.dtype, pin_memory=pins_memory(leaf))
+            return torch.empty(shape, dtype=leaf.dtype, device="cpu", pin_memory=pins_memory(leaf))
         return _map_file(Path(self._offload), shape, leaf.dtype)
 
 
@@ -277,8 +305,10 @@ class RngSnapshots:
     net: nn.Module
     device: torch.device
     snapshots: list[_Snapshot] = field(default_factory=list[_Snapshot])
-    # each buffer when it was last copied, and torch's count of its changes in place
-    _copied: dict[str, tuple[Tensor, int]] = field(default_factory=dict[str, tuple[Tensor, int]])
+    # each buffer when it was last copied or written, torch's count of its changes, and its values
+    _known: dict[str, tuple[Tensor, int, Tensor]] = field(
+        default_factory=dict[str, tuple[Tensor, int, Tensor]]
+    )
 
     def take(self) -> None:
         """Append a snapshot."""
@@ -286,7 +316,7 @@ class RngSnapshots:
         random = generators(self.device)
         if last.random and all(torch.equal(last.random[k], state) for k, state in random.items()):
             random = last.random
-        self.snapshots.append(_Snapshot(random, self._buffers(last.buffers)))
+        self.snapshots.append(_Snapshot(random, dict(self._buffers())))
 
     def growth(self) -> int:
         """Bytes that the last snapshot added, and every later one will."""
@@ -296,33 +326,49 @@ class RngSnapshots:
         )
         return BOUNDARY_BYTES + sum(size for key, size in last.items() if key not in before)
 
-    def _buffers(self, last: dict[str, Tensor]) -> dict[str, Tensor]:
-        now: dict[str, Tensor] = {}
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the buffers; of one that has not changed the last copy."""
         for name, buffer in self.net.named_buffers():
-            copied, version = self._copied.get(name, (None, 0))
-            unchanged = copied is buffer and version == buffer._version
-            now[name] = last[name] if unchanged else buffer.detach().clone()
-            self._copied[name] = buffer, buffer._version
-        return now
+            values = self._unchanged(name, buffer)
+            if values is None:
+                values = buffer.detach().clone()
+                self._known[name] = buffer, buffer._version, values
+            yield name, values
+
+    def _unchanged(self, name: str, buffer: Tensor) -> Tensor | None:
+        known, version, values = self._known.get(name, (None, 0, None))
+        return values if known is buffer and version == buffer._version else None
 
     def restore(self, index: int) -> None:
-        """Return to snapshot `index`."""
+        """Return to snapshot `index`; buffers that are known to be as they were are not written."""
         snapshot = self.snapshots[index]
         set_generators(snapshot.random, self.device)
-        _set_buffers(self.net, snapshot.buffers)
+        changed: dict[str, Tensor] = {}
+        for name, buffer in self.net.named_buffers():
+            values = snapshot.buffers.get(name)
+            if values is not None and values is not self._unchanged(name, buffer):
+                changed[name] = values
+                self._known[name] = buffer, buffer._version, values
+        _set_buffers(self.net, changed)
 
 
 def _set_buffers(net: nn.Module, values: dict[str, Tensor]) -> None:
-    """Restore buffers in place."""
-    with torch.no_grad():
-        for name, buffer in net.named_buffers():
-            if name in values and not torch.equal(buffer, values[name]):
-                buffer.copy_(values[name])
+    """Restore buffers in place.
+
+    Without a comparison, for which the host would wait, and without counting a change, which would
+    make graphs that have saved a buffer useless.
+    """
+    for name, buffer in net.named_buffers():
+        if name in values:
+            buffer.data.copy_(values[name])
 
 
 @contextmanager
 def preserve_rng_and_buffers(net: nn.Module, device: torch.device) -> Generator[None]:
-    """Restore random generators and buffers at the end of the block."""
+    """Restore random generators and buffers at the end of the block.
+
+    All of them: the kernels of BatchNorm write running statistics, and torch counts no change.
+    """
     buffers = {name: buffer.detach().clone() for name, buffer in net.named_buffers()}
     try:
         with fork_rng(device):

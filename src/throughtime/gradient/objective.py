@@ -8,6 +8,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Literal, Protocol, TypeAlias
 
 import torch
@@ -114,8 +115,8 @@ class Objective:
     reducer: Reducer | None = None
     late: LateChecks | None = field(default=None, compare=False)
     _checked: bool = field(default=False, init=False, repr=False, compare=False)
-    # the weights of classes on a device, torch's count of their changes, and a copy on the host
-    _class_weight: tuple[Tensor, int, Tensor] | None = field(
+    # the weights of classes on a device, an alias, torch's count of changes, a copy on the host
+    _class_weight: tuple[Tensor, Tensor, int, Tensor] | None = field(
         default=None, init=False, repr=False, compare=False
     )
 
@@ -141,11 +142,16 @@ class Objective:
                 rows: it broadcasts `(N,)` against `(N, 1)`.
         """
         rows, targets = chunk.valid_pairs(outputs)
-        if self._checked or len(rows) < 2:
-            loss = self.loss_fn(rows, targets)
-        else:
-            loss = check_rows(self.loss_fn, rows, targets, "loss_fn")
-            object.__setattr__(self, "_checked", True)
+        try:
+            if self._checked or len(rows) < 2:
+                loss = self.loss_fn(rows, targets)
+            else:
+                loss = check_rows(self.loss_fn, rows, targets, "loss_fn")
+                object.__setattr__(self, "_checked", True)
+        except RuntimeError as error:
+            if fault := self._device_fault(outputs.device):
+                raise ModelError(fault) from error
+            raise
         # a user's loss_fn may return anything
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ModelError(
@@ -158,6 +164,17 @@ class Objective:
                 f" mean over its {len(rows)} rows. Is it made with reduction='none'?"
             )
         return loss
+
+    def _device_fault(self, device: torch.device) -> str | None:
+        """Name the first tensor of the loss module that is not where the outputs are."""
+        if isinstance(self.loss_fn, nn.Module):
+            for name, own in chain(self.loss_fn.named_parameters(), self.loss_fn.named_buffers()):
+                if own.device != device:
+                    return (
+                        f"'{name}' of loss_fn is on {own.device}, the outputs of the net on"
+                        f" {device}: write loss_fn = loss_fn.to({str(device)!r})"
+                    )
+        return None
 
     def loss_weight(self, chunk: Chunk) -> float:
         """The weight of this chunk's mean loss in that of several: its valid steps.
@@ -178,14 +195,22 @@ class Objective:
         )
 
     def _host_weight(self, weight: Tensor) -> Tensor:
-        """The class weights on the host: read from a device once."""
+        """The class weights on the host: read from a device once.
+
+        The alias keeps the memory of weights whose `.data` is replaced, so no others get it.
+        """
         if weight.is_cpu:
             return weight
         known, version = self._class_weight, 0 if weight.is_inference() else weight._version
-        if known is None or known[0] is not weight or known[1] != version:
-            known = weight, version, weight.cpu()
+        if (
+            known is None
+            or known[0] is not weight
+            or known[1].data_ptr() != weight.data_ptr()
+            or known[2] != version
+        ):
+            known = weight, weight.detach(), version, weight.cpu()
             object.__setattr__(self, "_class_weight", known)
-        return known[2]
+        return known[3]
 
     def counts(self, chunk: Chunk) -> bool:
         """Whether any step of the chunk counts in the loss."""

@@ -81,7 +81,7 @@ class Survival:
 
     def draw(self) -> int:
         """A length, from torch's generator."""
-        chance = 1 - torch.rand((), dtype=torch.float64).item()  # in (0, 1]
+        chance = 1 - torch.rand((), dtype=torch.float64, device="cpu").item()  # in (0, 1]
         return self.grain * (1 + int(self.scale * (chance ** (-1 / self.alpha) - 1) / self.grain))
 
 

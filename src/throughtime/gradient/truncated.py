@@ -203,7 +203,7 @@ class Truncated:
         """The update of the next stride with a valid step; others only carry the state on."""
         stride = self.stride
         if self.jitter and not source.position:
-            stride = objective.same_on_ranks(int(torch.randint(1, stride + 1, ())))
+            stride = objective.same_on_ranks(int(torch.randint(1, stride + 1, (), device="cpu")))
         while (chunk := source.take(stride)) is not None:
             stride = self.stride
             since = None

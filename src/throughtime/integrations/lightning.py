@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import throughtime as tt
+from throughtime._device import HostCopies
 from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
 from throughtime.gradient import LossFn, Policy, generators, set_generators
 from throughtime.integrations.loader import Loader, StreamBatch, as_stream_batch
@@ -170,8 +171,9 @@ class StreamModule(AttachedModule):
         if as_stream_batch(batch).index == 0:
             self._predictors[dataloader_idx] = tt.Predictor(self.net, batch.stream.lanes)
         predictor = self._predictors[dataloader_idx]
-        outputs = [predictor._run_chunk(chunk).cpu() for chunk in batch.chunks()]
-        return torch.cat(outputs) if outputs else torch.empty(0, batch.stream.lanes)
+        copies = [HostCopies(predictor._run_chunk(chunk)) for chunk in batch.chunks()]
+        outputs = [rows for copy in copies for rows in copy.read()]
+        return torch.cat(outputs) if outputs else torch.empty(0, batch.stream.lanes, device="cpu")
 
     def _next_update(self) -> tt.Update | None:
         update = None if self._updates is None else next(self._updates, None)

@@ -81,7 +81,7 @@ class SharedSum:
             return None
         try:
             file = _attach(path[0], rank, _bytes(ranks, size, dtype)) if library() else None
-            everywhere = torch.tensor(file is not None, dtype=torch.int64)
+            everywhere = torch.tensor(file is not None, dtype=torch.int64, device="cpu")
             distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
         finally:
             if rank == 0:

@@ -279,8 +279,9 @@ def _assemble(
     """
     played = sum(part.steps for part, _ in parts)
     covered = played == shape[0] * shape[1] and len(statics) in (0, len(parts))
-    allocate = torch.empty if covered else torch.zeros
-    result: Array = allocate(shape, dtype=getattr(torch, dtype.name)).numpy()
+    result: Array = torch.empty(shape, dtype=getattr(torch, dtype.name), device="cpu").numpy()
+    if not covered:
+        result.fill(0)
     columns = result[..., : -len(statics[0][1])] if statics else result
     for part, values in parts:
         columns[part.start : part.stop, part.lane] = values

@@ -129,8 +129,8 @@ class EpochExcerpt:
         if steps < 1:
             raise DataError(f"steps={steps}: expected at least 1 step to look at")
         lanes: list[list[int]] = [[] for _ in range(stream.lanes)]
-        count, total, squares = 0, torch.zeros(()), torch.zeros(())
-        tokens = torch.zeros(0, dtype=torch.long)
+        count, total, squares = 0, *torch.zeros(2, device="cpu")
+        tokens = torch.zeros(0, dtype=torch.long, device="cpu")
         for _, chunk in _read_chunks(stream, steps):
             for lane, column in zip(lanes, chunk.recording.T, strict=True):
                 for i in column.unique_consecutive().tolist():
@@ -175,7 +175,9 @@ class EpochExcerpt:
     def replacements(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Other inputs of the same shape and kind."""
         if inputs.is_floating_point():
-            noise = torch.randn(inputs.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(
+                inputs.shape, generator=generator, dtype=torch.float64, device="cpu"
+            )
             return (self.mean + self.spread * noise).to(inputs.dtype)
         count = len(self.tokens)
         if count < 2:
@@ -184,7 +186,7 @@ class EpochExcerpt:
                 " place; use more steps"
             )
         index = torch.searchsorted(self.tokens, inputs.contiguous()).clamp(max=count - 1)
-        shift = torch.randint(1, count, inputs.shape, generator=generator)
+        shift = torch.randint(1, count, inputs.shape, generator=generator, device="cpu")
         return self.tokens[(index + shift) % count]
 
 

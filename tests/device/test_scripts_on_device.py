@@ -1,0 +1,313 @@
+"""Loops as users write them for a GPU: the numbers of the CPU, or a message with the line to write.
+
+Every script takes the device and returns numbers; it runs on both.
+"""
+
+import copy
+import io
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mock_device import DEVICE
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import throughtime as tt
+from throughtime.errors import DataError, ModelError
+from throughtime.gradient.objective import Objective
+
+CPU = torch.device("cpu")
+LENGTHS = (130, 70, 100)
+MSE, TRUNCATED = nn.MSELoss(), tt.Truncated(20, horizon=45)
+
+
+def recordings(classes: int = 0, *, masked: bool = False) -> list[dict[str, Tensor]]:
+    drawn = torch.Generator("cpu").manual_seed(0)
+    result: list[dict[str, Tensor]] = []
+    for n in LENGTHS:
+        x = torch.randn(n, 3, generator=drawn, device="cpu")
+        y = torch.randn(n, generator=drawn, device="cpu")
+        if masked:
+            y[torch.rand(n, generator=drawn, device="cpu") > 0.7] = torch.nan
+        if classes:
+            y = torch.randint(classes, (n,), generator=drawn, device="cpu")
+        result.append({"inputs": x, "targets": y})
+    return result
+
+
+def stream_of(data: Any = None, lanes: int = 2, **options: Any) -> tt.Stream:
+    return tt.Stream(recordings() if data is None else data, lanes=lanes, chunk=20, **options)
+
+
+def module_of(outputs: int = 1, device: torch.device = CPU) -> nn.Sequential:
+    torch.default_generator.manual_seed(0)
+    with CPU:
+        module = nn.Sequential(nn.LSTM(3, 6), nn.Linear(6, outputs))
+    return module.to(device)
+
+
+def train(
+    net: tt.Carried, stream: Any = None, loss_fn: Any = MSE, gradient: Any = TRUNCATED
+) -> list[Tensor]:
+    """The weights after an epoch."""
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    stream = stream_of() if stream is None else stream
+    for _ in tt.updates(net, stream, loss_fn, gradient=gradient):
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*net.parameters()]
+
+
+def masked_targets(device: torch.device) -> list[Any]:
+    net = tt.carry(module_of(device=device))
+    values = list[Any]()
+    for update in tt.updates(net, stream_of(recordings(masked=True)), MSE, gradient=TRUNCATED):
+        y, targets = update.chunk.valid_pairs(update.outputs)
+        values += [(y - targets).abs().mean(), update.chunk.mask.sum(), update.chunk.resets.sum()]
+    return values
+
+
+def a_scheduler_and_momentum(device: torch.device) -> list[Any]:
+    net = tt.carry(module_of(device=device))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
+    losses = list[Any]()
+    for update in tt.updates(net, stream_of(), nn.L1Loss(), gradient=TRUNCATED):
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(update.loss.item())
+    return losses
+
+
+def a_gradient_scaler(device: torch.device) -> list[Any]:
+    net = tt.carry(module_of(device=device))
+    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+    scaler = torch.amp.GradScaler(device.type)
+    for _ in tt.updates(net, stream_of(), MSE, gradient=TRUNCATED, scaler=scaler):
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [*net.parameters()]
+
+
+def checkpoints_between_devices(device: torch.device) -> list[Any]:
+    """Saved on the device, resumed on the CPU, and back."""
+    saved: Any = None
+    for place in (device, CPU, device):
+        net = tt.carry(module_of(device=place))
+        optimizer = torch.optim.Adam(net.parameters(), 1e-2)
+        updates = tt.updates(net, stream_of(), MSE, gradient=TRUNCATED)
+        if saved is not None:
+            saved.seek(0)
+            values = torch.load(saved, map_location=place)
+            net.load_state_dict(values["net"])
+            optimizer.load_state_dict(values["optimizer"])
+            updates.load_state_dict(values["updates"])
+        for _ in range(3):
+            next(updates)
+            optimizer.step()
+            optimizer.zero_grad()
+        parts = {"net": net, "optimizer": optimizer, "updates": updates}
+        saved = io.BytesIO()
+        torch.save({name: part.state_dict() for name, part in parts.items()}, saved)
+    return [*net.parameters()]
+
+
+def evaluations_between_epochs(device: torch.device) -> list[Any]:
+    net, data = tt.carry(module_of(3, device)), recordings(3)
+    loss_fn = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], device=device))
+    values = list[Any]()
+    for _ in range(2):
+        train(net, stream_of(data, lanes=3), loss_fn)
+        scores = tt.evaluate(net, data, loss_fn, metrics=tt.metrics.Classification(3))
+        values += [scores.loss, *scores.metrics.values()]
+    return values
+
+
+def copies_of_a_net(device: torch.device) -> list[Any]:
+    net = tt.carry(module_of(device=device))
+    average: Any = torch.optim.swa_utils.AveragedModel(net)
+    train(net)
+    average.update_parameters(net)
+    best = copy.deepcopy(net)
+    train(net)
+    average.update_parameters(net)
+    return [tt.evaluate(n, recordings(), MSE).loss for n in (best, average.module)]
+
+
+def a_data_loader(device: torch.device) -> list[Any]:
+    inputs, targets = (torch.stack([r[k][:60] for r in recordings()]) for k in recordings()[0])
+    net = tt.carry(module_of(device=device))
+    for x, y in DataLoader(TensorDataset(inputs, targets), batch_size=1):
+        state = net.initial_state(1)
+        for start in range(0, 60, 20):
+            part = slice(start, start + 20)
+            outputs, state = net(x[:, part].transpose(0, 1).to(device), tt.state.detach(state))
+            MSE(outputs[:, 0, 0], y[0, part].to(device)).backward()
+    return [weight.grad for weight in net.parameters()]
+
+
+def targets_left_on_the_cpu(device: torch.device) -> list[Any]:
+    chunks = [tt.Chunk.from_tensors(c.inputs.to(device), c.targets) for c in stream_of(seed=None)]
+    return train(tt.carry(module_of(device=device)), chunks[:1])
+
+
+def recordings_on_the_device(device: torch.device) -> list[Any]:
+    data = [{k: v.to(device) for k, v in row.items()} for row in recordings(masked=True)]
+    return train(tt.carry(module_of(device=device)), stream_of(data))
+
+
+def a_compiled_part(device: torch.device) -> list[Any]:
+    module = module_of(device=device)
+    compiled: Any = torch.compile(module[1], backend="eager")
+    module[1] = compiled
+    return train(tt.carry(module))
+
+
+def a_predictor_whose_net_moves(device: torch.device) -> list[Any]:
+    net, x = tt.carry(module_of(device=device)), recordings()[0]["inputs"].unsqueeze(1)
+    predictor = tt.Predictor(net)
+    values = [predictor(x[:20]), predictor(x[20:40].numpy())]
+    net.to(CPU)
+    values += [predictor(x[40:60]), predictor.step(x[60])]
+    predictor.reset([0])
+    net.to(device)
+    return [*values, predictor(x[:20]), predictor.step(x[20].to(device)), predictor.step(x[21])]
+
+
+def a_state_from_the_cpu(device: torch.device) -> list[Any]:
+    data = recordings()[0]["inputs"]
+    _, state = tt.predict(tt.carry(module_of()), data[:50])
+    outputs, _ = tt.predict(tt.carry(module_of(device=device)), data[50:].numpy(), state=state)
+    return [outputs]
+
+
+def resets_on_the_host(device: torch.device) -> list[Any]:
+    net, x = tt.carry(module_of(device=device)), recordings()[0]["inputs"].unsqueeze(1)
+    resets = torch.zeros(len(x), 1, dtype=torch.bool, device="cpu")
+    resets[30] = True
+    return [net(x.to(device), net.initial_state(1), resets)[0]]
+
+
+SCRIPTS: list[Callable[[torch.device], list[Any]]] = [
+    *(masked_targets, a_scheduler_and_momentum, a_gradient_scaler, checkpoints_between_devices),
+    *(evaluations_between_epochs, copies_of_a_net, a_data_loader, targets_left_on_the_cpu),
+    *(recordings_on_the_device, a_compiled_part, a_predictor_whose_net_moves),
+    *(a_state_from_the_cpu, resets_on_the_host),
+]
+
+
+def assert_equal_on_both(script: Callable[[torch.device], list[Any]]) -> None:
+    on_cpu, on_device = (
+        [torch.as_tensor(np.nan if v is None else v, device="cpu").detach() for v in script(device)]
+        for device in (CPU, DEVICE)
+    )
+    torch.testing.assert_close(on_device, on_cpu, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_computes_on_the_device_what_it_computes_on_the_cpu(script: Any) -> None:
+    assert_equal_on_both(script)
+
+
+@contextmanager
+def default_device(device: torch.device) -> Generator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+POLICIES: list[Any] = [
+    *(tt.Truncated(20, jitter=True, warm_up=3), tt.Exact(), tt.Exact(chunk=15, offload="cpu")),
+    *(tt.Randomized(40), tt.RTRL(20), tt.Adaptive(tolerance=0.1, min=20, max=40)),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_updates_are_the_same_with_a_default_device(policy: Any) -> None:
+    def script(device: torch.device) -> list[Any]:
+        torch.default_generator.manual_seed(1)
+        with default_device(device):
+            return train(tt.carry(module_of(device=device)), stream_of(lanes=1), gradient=policy)
+
+    assert_equal_on_both(script)
+
+
+def test_measurements_are_the_same_with_a_default_device() -> None:
+    def script(device: torch.device) -> list[Any]:
+        data, net = recordings(), tt.carry(module_of(device=device))
+        with default_device(device):
+            audit = tt.audit(net, stream_of(data, lanes=1), MSE, horizons=(5, 20))
+            reach = tt.reach(net, stream_of(data, lanes=1), MSE, max_lag=10, anchors=4)
+            scores = tt.evaluate(net, data, MSE, metrics=tt.metrics.Regression())
+            outputs, _ = tt.predict(net, data[0], chunk=30)
+            predictor = tt.Predictor(net, on_nan="hold")
+            x = data[0]["inputs"][:30].unsqueeze(1).clone()
+            x[3] = torch.nan
+            held, step = predictor(x), predictor.step(x[0])
+            laws = tt.testing.check_carry(net, torch.randn(28, 2, 3))
+            tt.testing.check_no_leak(stream_of(data), net)
+            start = tt.settling_time(net, data[0]["inputs"], span=20).scale
+        assert laws
+        biases = [row.bias for row in audit.rows]
+        return [
+            *biases,
+            reach.loss,
+            scores.loss,
+            *scores.metrics.values(),
+            outputs,
+            held,
+            step,
+            start,
+        ]
+
+    assert_equal_on_both(script)
+
+
+def test_a_loss_with_weights_elsewhere_is_refused_with_the_line_to_write() -> None:
+    loss_fn = nn.CrossEntropyLoss(torch.ones(3))
+    with pytest.raises(
+        ModelError, match=r"'weight' of loss_fn is on cpu, .* loss_fn\.to\('mock:0'\)"
+    ):
+        train(tt.carry(module_of(3, DEVICE)), stream_of(recordings(3)), loss_fn)
+
+
+def test_inputs_elsewhere_are_refused_with_the_line_to_write() -> None:
+    net, x = tt.carry(module_of(device=DEVICE)), recordings()[0]["inputs"].unsqueeze(1)
+    for _ in range(2):  # before the net has been tried, and after
+        with pytest.raises(ModelError, match=r"the inputs are on cpu, .* x\.to\('mock:0'\)"):
+            net(x, net.initial_state(1))
+        net(x.to(DEVICE), net.initial_state(1))
+
+
+def test_counts_of_classes_are_checked_before_they_are_read() -> None:
+    """The confusion matrix is on the host; targets that are no class are in none of its rows."""
+    outputs, score = torch.eye(3, device=DEVICE), tt.metrics.Classification(3)
+    score.update(outputs, torch.tensor([0, 1, 1], device=DEVICE))
+    assert score.confusion.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
+    score.update(outputs, torch.tensor([0, 1, 7], device=DEVICE))
+    with pytest.raises(DataError, match="targets run from 0 to 7"):
+        print(score.confusion)
+
+
+def test_class_weights_that_are_replaced_count_as_they_are() -> None:
+    chunk = next(iter(stream_of(recordings(2), seed=None))).to(DEVICE)
+    loss_fn = nn.CrossEntropyLoss(torch.ones(2)).to(DEVICE)
+    assert loss_fn.weight is not None
+    objective = Objective(loss_fn)
+    assert objective.loss_weight(chunk) == chunk.valid_steps
+    for factor in (2.0, 3.0, 2.0):
+        loss_fn.weight.data = torch.full((2,), factor, device=DEVICE)
+        assert objective.loss_weight(chunk) == factor * chunk.valid_steps
+    loss_fn.weight.mul_(2)
+    assert objective.loss_weight(chunk) == 4 * chunk.valid_steps
