@@ -1,5 +1,6 @@
 """Files of unusual form: the columns are those that each format's own library reads."""
 
+import pickle
 import struct
 import warnings
 from collections.abc import Callable
@@ -301,6 +302,41 @@ def test_lines_before_the_header_that_say_nothing_are_left_out(before: str, tmp_
     path.write_text(f"{before}u;v\n" + "1,5;x\n" * 9 + "oops;x\n")
     with pytest.raises(DataError, match=f"line {11 + before.count(chr(10))}, column 'u'"):
         open_table(path).read(0, 1, ("u",))
+    path.write_text(before + "1,5;2\n" * 9)
+    table = open_table(path)
+    assert (table.columns, len(table)) == (("0", "1"), 9)
+
+
+def test_large_files_have_the_times_of_small_ones(tmp_path: Path) -> None:
+    """Of a cache file: dates, times of day, and words for missing values."""
+    count = 20_000
+    times = np.datetime64("2019-12-30") + np.arange(count) * np.timedelta64(61, "s")
+    lines = [
+        f"{t[8:10]}.{t[5:7]}.{t[2:4]};{t[11:]};{i},5;{i if i % 7 else 'NA'}"
+        for i, t in enumerate(map(str, times))
+    ]
+    path = tmp_path / "r.csv"
+    path.write_text("\n".join(["date;time;u;v", *lines]))
+    assert path.stat().st_size > 2**18
+    for _ in range(2):  # written, then opened
+        recording: Any = pickle.loads(pickle.dumps(tt.recording(path)))
+        np.testing.assert_array_equal(recording.times.read(15_000, count), times[15_000:])
+        steps = recording.read(14, 16).inputs
+        np.testing.assert_array_equal(steps, [[14.5, np.nan], [15.5, 15]])
+
+
+def test_fields_and_packed_values_of_an_open_group_are_read_by_workers(tmp_path: Path) -> None:
+    stored = np.arange(STEPS, dtype="i2")
+    with h5py.File(tmp_path / "r.h5", "w") as file:
+        file["pair"] = PAIRS
+        file["t"] = stored
+        file["t"].attrs["scale_factor"] = 0.5
+    with h5py.File(tmp_path / "r.h5") as group:
+        recording = tt.recording(group, inputs=["pair/b", "t"])
+    for workers in (0, 1):
+        chunks = tt.Stream(recording, lanes=1, chunk=STEPS, workers=workers)
+        values = next(iter(chunks)).inputs[:, 0].numpy()
+        np.testing.assert_array_equal(values, np.stack([PAIRS["b"], stored / 2], axis=1))
 
 
 def test_the_index_column_of_pandas_is_named(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
     assert table.columns == ("a", "b")
     assert np.isnan(table.read(1, 2, ["a"])).all()
     with pytest.raises(
-        DataError, match=r"'r\.csv' has 1 inputs that are NaN .* first at step 1, column 0"
+        DataError, match=r"'r\.csv' has 1 input that is NaN .* first at step 1, column 0"
     ):
         list(tt.Stream(path, lanes=1, chunk=4))
     masked = tt.Stream(path, lanes=1, chunk=4, missing="mask").take(4)

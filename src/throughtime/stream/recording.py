@@ -279,6 +279,10 @@ def text_hint(recording: object, role: str) -> str:
     example = rows.table.read(start, start + 1, texts[:1])[0, 0]
     others = [name for name in rows.columns if name not in texts]
     hint = f": tt.recording(..., {role}={listed(others, quoted=True)})" if others else ""
+    if role == "targets":
+        hint = (
+            ", or name its classes in the order of their indices: tt.recording(..., classes=[...])"
+        )
     return (
         f". Column '{texts[0]}' of {rows.source} holds text, such as '{example}'; leave it out of"
         f" the {role}{hint}"

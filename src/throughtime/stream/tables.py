@@ -22,7 +22,7 @@ from throughtime.stream.formats.objects import (
     open_object,
     opened,
 )
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, FileTable
 from throughtime.stream.recording import Part, Recording, TableRecording
 from throughtime.stream.recording import columns as of_columns
 from throughtime.stream.row_sources import (
@@ -273,7 +273,7 @@ def names_of(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def as_table(source: Any, sep: str | None = None, decimal: str | None = None) -> formats.Table:
+def as_table(source: Any, sep: str | None = None, decimal: str | None = None) -> FileTable:
     """The table of anything with named columns, see `tt.recording`."""
     if isinstance(source, (str, Path)):
         return formats.open_table(Path(source), delimiter=sep, decimal=decimal)
@@ -299,37 +299,7 @@ def as_table(source: Any, sep: str | None = None, decimal: str | None = None) ->
     )
 
 
-@dataclass(frozen=True)
-class RenamedTable:
-    """A table with other names for its columns; `names` maps them to those that it has."""
-
-    table: formats.Table
-    names: dict[str, str]
-
-    @property
-    def path(self) -> Path | str:
-        return self.table.path
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.names)
-
-    @property
-    def times(self) -> tuple[str, ...]:
-        return tuple(new for new, old in self.names.items() if old in self.table.times)
-
-    @property
-    def rate(self) -> float | None:
-        return self.table.rate
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        return self.table.read(start, stop, [self.names[name] for name in columns])
-
-
-def _renamed(table: formats.Table, names: Sequence[str]) -> RenamedTable:
+def _renamed(table: FileTable, names: Sequence[str]) -> FileTable:
     named = dict(zip(map(str, names), table.columns, strict=False))
     if len(names) != len(table.columns) or len(named) < len(names):
         raise DataError(
@@ -337,7 +307,8 @@ def _renamed(table: formats.Table, names: Sequence[str]) -> RenamedTable:
             f" distinct one for each of its {len(table.columns)} columns,"
             f" {listed(table.columns, quoted=True)}"
         )
-    return RenamedTable(table, named)
+    times = tuple(new for new, old in named.items() if old in table.times)
+    return replace(table, columns=tuple(named), times=times, names=named)
 
 
 def _check_numbers(table: formats.Table, rows: Any, role: str) -> None:

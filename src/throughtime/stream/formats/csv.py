@@ -294,12 +294,18 @@ class _Scan(CsvScan):
         """The first record as the names of the columns, unless it is all numbers."""
         feed = _LineFeed(self._next_line(), self._next_line, self.dialect)
         reader = self._reader(feed)
+        fields, before = list[str](), (0, 0)
         try:
-            fields = next(filter(_is_record, reader), [])
+            while not fields and (record := next(reader, None)) is not None:
+                if _is_record(record):
+                    fields = record
+                else:
+                    before = feed.consumed, reader.line_num
         except csv.Error as error:
             self._refuse(error, reader.line_num)
         self.named = not fields or not all(map(self.dialect.is_number, fields))
         if not self.named:
+            self.offset, self.line = self.offset + before[0], before[1]
             return [*map(str, range(len(fields)))]
         columns = column_names(self.path, fields)
         self.offset += feed.consumed

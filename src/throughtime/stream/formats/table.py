@@ -13,8 +13,8 @@ import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -158,7 +158,10 @@ class OpenObject:
 
 @dataclass(frozen=True)
 class FileTable:
-    """A table of one file, which every read compares with the file that was opened."""
+    """A table of one file, which every read compares with the file that was opened.
+
+    `names` are those that the file has for the columns, where they have others here.
+    """
 
     handle: "Handle[TableFile] | OpenObject"
     stamps: tuple[FileStamp, ...]
@@ -166,6 +169,7 @@ class FileTable:
     length: int
     times: tuple[str, ...]
     rate: float | None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @classmethod
     def open(
@@ -194,11 +198,12 @@ class FileTable:
         for stamp in self.stamps:
             stamp.check()
         start, stop = rows_between(start, stop, self.length)
+        if not self.length:
+            return np.empty((0, len(columns)))
+        columns = [self.names.get(name, name) for name in columns] if self.names else columns
         if start < stop:
             return self.handle.get().read(start, stop, columns)
-        if self.length:  # one row has the columns and the type of none
-            return self.handle.get().read(0, 1, columns)[:0]
-        return np.empty((0, len(columns)))
+        return self.handle.get().read(0, 1, columns)[:0]  # one row has the type of none
 
 
 class _Format(NamedTuple):

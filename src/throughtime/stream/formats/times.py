@@ -115,32 +115,28 @@ def parse_times(texts: Any, form: str) -> Array:
     parts = compute.call_function("extract_regex", [texts], options)
     names = [f.name for f in parts.type]
     columns = dict(zip(names, parts.flatten(), strict=True))
-    valid: Array = parts.is_valid().to_numpy(zero_copy_only=False)
+    valid: Array = parts.is_valid().to_numpy(zero_copy_only=False).copy()
+    if order == "dby":
+        months = importlib.import_module("pyarrow").array(_MONTHS)
+        index = compute.index_in(compute.utf8_lower(columns["month"]), months)
+        columns["month"] = compute.add(index, 1).cast("string")
+    if "fraction" in columns:
+        columns["fraction"] = compute.utf8_rpad(columns["fraction"], 9, "0")
 
-    def number(name: str, default: int = 0, digits: Any = None) -> Array:
+    def number(name: str, default: int = 0) -> Array:
         if name not in columns:
             return np.full(len(valid), default)
-        digits = columns[name] if digits is None else digits
-        digits = compute.if_else(compute.equal(digits, ""), "0", digits)
+        digits = compute.if_else(compute.equal(columns[name], ""), "0", columns[name])
         return digits.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
 
-    if order == "dby":
-        index = compute.index_in(
-            compute.utf8_lower(columns["month"]), importlib.import_module("pyarrow").array(_MONTHS)
-        )
-        columns["month"] = compute.add(index, 1).cast("string")
     year, month, day = number("year", 1970), number("month", 1), number("day", 1)
-    if "year" in columns:
-        short = (
-            compute.utf8_length(columns["year"]).fill_null(0).to_numpy(zero_copy_only=False) == 2
-        )
-        year = np.where(short, year + np.where(year < 69, 2000, 1900), year)  # as POSIX has it
-    hour, minute, second = number("hour"), number("minute"), number("second")
+    if order != "ymd":  # as POSIX has it
+        year = np.where(year < 100, year + np.where(year < 69, 2000, 1900), year)
+    hour, minute, second = map(number, ("hour", "minute", "second"))
     if "half" in columns:
         half = compute.utf8_lower(columns["half"]).fill_null("").to_numpy(zero_copy_only=False)
-        clock12 = half != ""
-        valid = valid & (~clock12 | ((hour >= 1) & (hour <= 12)))
-        hour = np.where(clock12, hour % 12 + 12 * (half == "pm"), hour)
+        valid &= (half == "") | ((hour >= 1) & (hour <= 12))
+        hour = np.where(half == "", hour, hour % 12 + 12 * (half == "pm"))
     valid &= (year > 1677) & (year < 2262) & (month >= 1) & (month <= 12) & (day >= 1)
     valid &= (hour < 24) | ((hour == 24) & (minute + second == 0))
     valid &= (minute < 60) & (second < 60)
@@ -149,13 +145,9 @@ def parse_times(texts: Any, form: str) -> Array:
     days = begin.astype("M8[D]") + np.where(valid, day, 1) - 1
     valid &= days.astype("M8[M]") == begin
     seconds = ((days.astype(np.int64) * 24 + hour) * 60 + minute) * 60 + second
-    if "fraction" in columns:
-        fraction = number("fraction", 0, compute.utf8_rpad(columns["fraction"], 9, "0"))
-    else:
-        fraction = 0
     if rest == "zone":
         seconds = seconds - _zone_seconds(columns["zone"])
-    result = np.where(valid, seconds * 10**9 + fraction, _NAT)
+    result = np.where(valid, seconds * 10**9 + number("fraction"), _NAT)
     return (
         result.view("m8[ns]")
         if form == CLOCK
