@@ -29,21 +29,21 @@ Search._performSearch = (query, words, excluded, _highlighted, names) => {
   const weighText = (text) =>
     weigh([...new Set(splitQuery(text.toLowerCase()).map((word) => stemmer.stemWord(word)))]);
 
-  const sections = index.docnames.map(() => ({ anchor: "", weight: 0 }));
+  const sections = index.docnames.map(() => ({ heading: "", anchor: "", weight: 0 }));
   for (const [heading, places] of Object.entries(index.alltitles)) {
     const weight = weighText(heading);
     for (const [page, anchor] of places)
       if (anchor !== null && weight > sections[page].weight)
-        sections[page] = { anchor: "#" + anchor, weight };
+        sections[page] = { heading: ` > ${heading}`, anchor: "#" + anchor, weight };
   }
 
   const results = index.docnames.map((name, page) => {
-    const title = index.titles[page], { anchor, weight } = sections[page];
+    const title = index.titles[page], { heading, anchor, weight } = sections[page];
     const text = weigh([...words].filter((word) => having.get(word).has(page)));
     const length = Math.max(1, (1 + lengths[page] / average) / 2);
     const unwanted = [...excluded].some((word) => lookUp(word, index.terms).includes(page));
     const score = unwanted ? 0 : text / length + TITLE * weighText(title) + HEADING * weight;
-    return [name, title, anchor, null, score, index.filenames[page], "text"];
+    return [name, title + heading, anchor, null, score, index.filenames[page], "text"];
   });
   const best = Math.max(...results.map((result) => result[4]));
   const objects = [...names].flatMap((name) => Search.performObjectSearch(name, names));
