@@ -177,7 +177,7 @@ def error_of(source: Any, workers: Any, kind: type[Exception] = DataError) -> tu
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (with_nan, "recording 'r1' has 1 inputs that are NaN"),
+        (with_nan, "recording 'r1' has 1 input that is NaN"),
         (lambda: Shrunk(90), "gave 10 of the 20 steps asked for at step 40"),
     ],
     ids=["NaN", "shrunk"],

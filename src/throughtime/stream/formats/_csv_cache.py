@@ -14,15 +14,21 @@ import warnings
 from abc import ABC, abstractmethod
 from array import array
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from throughtime._files import exclusive
 from throughtime.errors import DataError
-from throughtime.stream.formats._csv_dialect import Dialect
-from throughtime.stream.formats.table import BLOCK_CACHE, FileStamp, MappedFile
+from throughtime.stream.formats._csv_dialect import Dialect, detect_dialect
+from throughtime.stream.formats.table import (
+    BLOCK_CACHE,
+    FileStamp,
+    MappedFile,
+    TableFile,
+    block_slices,
+)
 
 VERSION = 4  # of what is stored: older cache files are ignored and replaced
 _METADATA = b"throughtime"
@@ -119,30 +125,32 @@ class CsvScan(ABC):
         """The bytes of a block, which may end later than `data`, and its batch from row `start`."""
 
 
-class CsvBlocks:
-    """The record batches of a CSV file: of its cache file, or parsed again where they are read.
+class CsvTable(TableFile):
+    """A CSV file: record batches of its cache file, or parsed again where they are read.
 
     Args:
         path: the file.
         layout: see `open_cached`.
-        detect: the dialect of an open file.
         scan: begins a pass.
         small: bytes of a file that is not cached.
+        delimiter: see `detect_dialect`.
+        decimal: see `detect_dialect`.
     """
 
     def __init__(
         self,
         path: Path,
         layout: str,
-        detect: Callable[[Path, BinaryIO], Dialect],
         scan: Callable[[Path, BinaryIO, Dialect], CsvScan],
         small: int,
+        delimiter: str | None,
+        decimal: str | None,
     ) -> None:
-        stamp, self._key, self._cache = FileStamp.of(path), object(), None
+        self.path, stamp, self._key, self._cache = path, FileStamp.of(path), object(), None
         try:
             with path.open("rb") as file:
                 skip_mark(file)
-                dialect = detect(path, file)
+                dialect = detect_dialect(path, file, delimiter, decimal)
 
             def begin(path: Path, file: BinaryIO) -> CsvScan:
                 return scan(path, file, dialect)
@@ -158,8 +166,24 @@ class CsvBlocks:
                 self.metadata = self._cache.metadata
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        self._starts: list[int] = self.metadata["starts"]
+        self._faults: dict[str, str] = self.metadata["faults"]  # why a column cannot be read
 
-    def __getitem__(self, block: int) -> Any:
+    def batches(
+        self, columns: Iterable[str], start: int, stop: int
+    ) -> Iterator[tuple[Any, int, int]]:
+        """The batches that hold rows, and the first and last row within each.
+
+        Raises:
+            DataError: one of the columns has a fault.
+        """
+        for name in columns if self._faults else ():
+            if name in self._faults:
+                raise DataError(f"{self.path}: {self._faults[name]}")
+        for block, first, end in block_slices(self._starts, start, stop):
+            yield self._batch(block), first, end
+
+    def _batch(self, block: int) -> Any:
         if self._cache is None:
             return BLOCK_CACHE.get(
                 (self._key, block), lambda: self._scan.reparse(block), lambda batch: batch.nbytes

@@ -72,10 +72,27 @@ class MatrixColumns(TableFile):
 
 
 @dataclass(frozen=True)
-class FieldArray:
-    """A field of a structured array."""
+class ArrayView:
+    """An array whose slices are computed from those of another; of its shape and type."""
 
     array: FileArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.array.dtype
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        return self.array[rows]
+
+
+@dataclass(frozen=True)
+class FieldArray(ArrayView):
+    """A field of a structured array."""
+
     field: str
 
     @property
@@ -290,15 +307,10 @@ def unpacked(array: FileArray, attributes: Mapping[str, Any]) -> FileArray:
 
 
 @dataclass(frozen=True)
-class PackedArray:
+class PackedArray(ArrayView):
     """An array of packed numbers, or with marks for missing ones, that unpacks its slices."""
 
-    array: FileArray
     numbers: Mapping[str, Array]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -315,24 +327,18 @@ class PackedArray:
 
 
 @dataclass(frozen=True)
-class NetcdfVariable:
+class NetcdfVariable(ArrayView):
     """A variable that unpacks its slices, always to the same type."""
-
-    variable: Any
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.variable.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Floating if values are packed or may be missing."""
-        stored = np.dtype(self.variable.dtype)
-        marked = set(_PACKING) & set(self.variable.ncattrs())
+        stored = np.dtype(self.array.dtype)
+        marked = set(_PACKING) & set(self.array.ncattrs())
         return np.dtype(np.float64) if marked and stored.kind in "biu" else stored
 
     def __getitem__(self, rows: slice, /) -> Array:
-        values = self.variable[rows]
+        values = self.array[rows]
         if self.dtype.kind == "f":
             return np.ma.filled(values.astype(self.dtype), np.nan)
         return np.ma.getdata(values)

@@ -128,27 +128,25 @@ def stack_columns(path: Path, rows: Any, columns: Sequence[str], nullable: froze
 def _values(path: Path, name: str, column: Any, *, nullable: bool) -> Array:
     import pyarrow as pa
 
-    if pa.types.is_dictionary(column.type):
+    kinds: Any = pa.types
+    if kinds.is_dictionary(column.type):
         column = column.dictionary_decode()
-    if pa.types.is_boolean(column.type):
-        column = column.cast(pa.int8())
-    if pa.types.is_decimal(column.type):
-        column = column.cast(pa.float64())
     if str(column.type) in _TEXT:
         return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
-    if pa.types.is_time(column.type):
+    for holds, plain in (
+        (kinds.is_boolean, pa.int8()),
+        (kinds.is_decimal, pa.float64()),
+        (kinds.is_null, pa.float64()),
+        (kinds.is_date, pa.date32()),
+    ):
+        column = column.cast(plain) if holds(column.type) else column
+    usable = (kinds.is_integer, kinds.is_floating, kinds.is_timestamp, kinds.is_date)
+    if kinds.is_time(column.type):
         column = column.cast(pa.time64("ns")).cast(pa.int64()).cast(pa.duration("ns"))
-        return column.to_numpy(zero_copy_only=False)
-    if pa.types.is_date(column.type):
-        return column.cast(pa.date32()).to_numpy(zero_copy_only=False)
-    if pa.types.is_timestamp(column.type):
-        return column.to_numpy(zero_copy_only=False)
-    if pa.types.is_null(column.type):
-        return np.full(len(column), np.nan)
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+    elif not any(holds(column.type) for holds in usable):
         raise DataError(
             f"{path}: column '{name}' has the type {column.type}, expected numbers or text; leave"
             " it out of the inputs"
         )
     values = column.to_numpy(zero_copy_only=False)
-    return values.astype(np.float64) if nullable and values.dtype.kind != "f" else values
+    return values.astype(np.float64) if nullable and values.dtype.kind in "iu" else values

@@ -11,7 +11,6 @@ import io
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -19,17 +18,14 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
+from throughtime.stream.formats._csv_cache import CsvScan, CsvTable
 from throughtime.stream.formats._csv_dialect import (
     MISSING,
     Dialect,
     column_names,
-    detect_dialect,
 )
 from throughtime.stream.formats.table import (
     Array,
-    TableFile,
-    block_slices,
     concat_blocks,
     other_encoding,
 )
@@ -51,7 +47,7 @@ WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,0
 NUMBER, TEXT = "number", "text"  # kinds of columns; any other is a form of times
 
 
-class CsvFile(TableFile):
+class CsvFile(CsvTable):
     r"""A CSV file; every line is checked.
 
     A column whose first filled field is text is text, even where other fields look like numbers;
@@ -79,25 +75,16 @@ class CsvFile(TableFile):
     def __init__(
         self, path: Path, delimiter: str | None = None, decimal: str | None = None
     ) -> None:
-        self.path = path
-        detect = partial(detect_dialect, delimiter=delimiter, decimal=decimal)
-        self._blocks = CsvBlocks(path, "columns", detect, _Scan, BLOCK)
-        metadata = self._blocks.metadata
+        super().__init__(path, "columns", _Scan, BLOCK, delimiter, decimal)
         # by column: its index in the matrix of numbers, or -1, -2, ... for a column of its own
-        self._slots: dict[str, int] = metadata["slots"]
-        self._starts: list[int] = metadata["starts"]
-        self._faults: dict[str, str] = metadata["faults"]  # by column: why it cannot be read
+        self._slots: dict[str, int] = self.metadata["slots"]
         self.columns, self.length = tuple(self._slots), self._starts[-1]
-        self.times = tuple(metadata["times"])
+        self.times = tuple(self.metadata["times"])
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        if self._faults and (names := [name for name in columns if name in self._faults]):
-            raise DataError(f"{self.path}: {self._faults[names[0]]}")
         slots = [self._slots[name] for name in columns]
-        slices = block_slices(self._starts, start, stop)
-        return concat_blocks(
-            [_select(self._blocks[block], first, end, slots) for block, first, end in slices]
-        )
+        batches = self.batches(columns, start, stop)
+        return concat_blocks([_select(batch, first, end, slots) for batch, first, end in batches])
 
 
 def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:

@@ -1,7 +1,6 @@
 """CSV on its side: each line is a signal, and time runs along the line."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -9,12 +8,10 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import csv
-from throughtime.stream.formats._csv_cache import CsvBlocks, CsvScan
-from throughtime.stream.formats._csv_dialect import MISSING, Dialect, detect_dialect
+from throughtime.stream.formats._csv_cache import CsvScan, CsvTable
+from throughtime.stream.formats._csv_dialect import MISSING, Dialect
 from throughtime.stream.formats.table import (
     Array,
-    TableFile,
-    block_slices,
     concat_blocks,
     is_number,
 )
@@ -23,7 +20,7 @@ BLOCK = 2**16  # bytes of a block, at most, unless a single field has more
 LINES = 65_536  # at most: a file of more has its signals in columns
 
 
-class CsvRowsFile(TableFile):
+class CsvRowsFile(CsvTable):
     """A file whose lines are signals of equal length, all numbers, without a header.
 
     The columns are called `0`, `1`, ... from the first line; `-1`, `-2`, ... count from the last
@@ -41,27 +38,17 @@ class CsvRowsFile(TableFile):
     def __init__(
         self, path: Path, delimiter: str | None = None, decimal: str | None = None
     ) -> None:
-        self.path = path
-        detect = partial(detect_dialect, delimiter=delimiter, decimal=decimal)
-        self._blocks = CsvBlocks(path, "rows", detect, _RowScan, csv.BLOCK)
-        metadata = self._blocks.metadata
-        self._lines = LineNames(map(str, range(metadata["lines"])))
-        self._starts: list[int] = metadata["starts"]
-        self._faults: dict[str, str] = metadata["faults"]  # by line: why it cannot be read
-        self.columns, self.length = self._lines, metadata["length"]
+        super().__init__(path, "rows", _RowScan, csv.BLOCK, delimiter, decimal)
+        self._lines = LineNames(map(str, range(self.metadata["lines"])))
+        self.columns, self.length = self._lines, self.metadata["length"]
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         signals: list[Array] = []
         for name in map(self._lines.forward, columns):
-            if name in self._faults:
-                raise DataError(f"{self.path}: {self._faults[name]}")
             line = self._lines.index(name) * self.length
-            slices = block_slices(self._starts, line + start, line + stop)
-            signals.append(
-                concat_blocks(
-                    [self._blocks[i].column(0).to_numpy()[first:end] for i, first, end in slices]
-                )
-            )
+            batches = self.batches((name,), line + start, line + stop)
+            parts = [batch.column(0).to_numpy()[first:end] for batch, first, end in batches]
+            signals.append(concat_blocks(parts))
         return np.stack(signals, axis=1)
 
 

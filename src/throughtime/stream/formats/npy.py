@@ -10,12 +10,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, with_fields
+from throughtime.stream.formats.arrays import ArraysFile, ArrayView, MatrixColumns, with_fields
 from throughtime.stream.formats.table import Array, FileArray, MappedFile, TableFile, unreadable
 
 _UNREADABLE = (
@@ -31,19 +31,10 @@ _UNREADABLE = (
 
 
 @dataclass(frozen=True)
-class MappedArray:
+class MappedArray(ArrayView):
     """An array in a memory-mapped file; pages that were read return to the system."""
 
-    array: Array
     file: MappedFile
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.array.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.array.dtype
 
     def __getitem__(self, rows: slice, /) -> Array:
         values = self.array[rows]

@@ -260,7 +260,7 @@ def as_file_array(value: Any) -> FileArray:
     if has(value, "ncattrs"):
         value = NetcdfVariable(value)
     if isinstance(value, NetcdfVariable):
-        group = value.variable.group()
-        name = f"{group.path.rstrip('/')}/{value.variable.name}"
+        group = value.array.group()
+        name = f"{group.path.rstrip('/')}/{value.array.name}"
         return ReopenedArray(value, Path(group.filepath()), name, _netcdf_array)
     return value
