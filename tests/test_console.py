@@ -17,7 +17,7 @@ from throughtime.app.cli import app
 from throughtime.app.config import PANELS, make_config
 from throughtime.app.console import ProgressDisplay, progress_line
 from throughtime.app.dataset import open_dataset
-from throughtime.app.distributed import print_error
+from throughtime.app.flags import print_error
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training, TrainProgress
 from throughtime.stream.formats import _csv_cache

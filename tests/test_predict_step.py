@@ -464,3 +464,21 @@ def test_inputs_of_another_width_or_type_are_named_with_what_the_net_expects(
         with pytest.raises(DataError, match=r"whole numbers \(torch.int64\).*astype"):
             predictor.step(np.zeros(shape, int))
     assert predictor.step(np.zeros(1)).shape == (4,)
+
+
+def test_a_net_of_text_takes_tokens_and_says_so() -> None:
+    embed = nn.Sequential(nn.Embedding(256, 4), nn.LSTM(4, 4), nn.Linear(4, 256))
+    predictor = tt.Predictor(tt.carry(embed))
+    for token in (7, [7], torch.tensor(7), torch.tensor([7]), np.array([7], dtype=np.uint8)):
+        assert predictor.step(token).shape == (1, 256)  # pyright: ignore[reportArgumentType]
+    assert predictor(torch.tensor(list(b"text"))).shape == (4, 256)
+    for wrong, said in (
+        ("a", r"the inputs are 'a', expected numbers: .* such as list\(b'text'\)"),
+        (torch.tensor([7.0]), r"takes whole numbers, not torch.float32: write inputs.long\(\)"),
+        (torch.tensor([256]), "they hold the tokens 256 to 256, the embedding has 0 to 255"),
+        (torch.tensor([[7]]), r"of shape \(T, B\), those of a single step \(B,\)"),
+    ):
+        for _ in range(2):  # prepared or not
+            with pytest.raises(tt.errors.DataError, match=said):
+                predictor.step(wrong)  # pyright: ignore[reportArgumentType]
+            predictor.step(torch.tensor([7]))

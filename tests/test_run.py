@@ -23,7 +23,7 @@ from throughtime.app.config import Config, make_config
 from throughtime.app.dataset import open_dataset, split_recordings, training_stream
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
-from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
+from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import DataError, RunError
 from throughtime.stream.classes import class_name
@@ -90,7 +90,7 @@ def test_a_checkpoint_gives_back_what_was_put_in(tmp_path: Path) -> None:
         3: {"nested": shared, "same": shared, "strided": torch.arange(12).view(3, 4).t()},
         "state": {"a": (torch.zeros(2, 1), torch.ones(2))},
     }
-    save_checkpoint(tmp_path / "c.safetensors", content)
+    (tmp_path / "c.safetensors").write_bytes(checkpoint_bytes(content))
     found: dict[Any, Any] = load_checkpoint(tmp_path / "c.safetensors")
     assert found["tuple"] == (1, (), None)
     assert found["list"] == [True, 2.5e-320, "text"]
@@ -101,7 +101,7 @@ def test_a_checkpoint_gives_back_what_was_put_in(tmp_path: Path) -> None:
 
 def test_a_checkpoint_refuses_what_it_could_not_give_back(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="cannot hold a set"):
-        save_checkpoint(tmp_path / "c.safetensors", {"a": {1, 2}})
+        (tmp_path / "c.safetensors").write_bytes(checkpoint_bytes({"a": {1, 2}}))
     assert not list(tmp_path.iterdir())
 
 

@@ -24,7 +24,7 @@ from throughtime import state as trees
 from throughtime.app.config import make_config
 from throughtime.app.distributed import LostRankError, Team, TeamError, _lost_rank_errors
 from throughtime.app.model import load_model
-from throughtime.app.run_folder import RunFolder, load_checkpoint, save_checkpoint
+from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError, RunError
 
@@ -252,7 +252,7 @@ def forget_the_state_of_the_second(folder: RunFolder) -> None:
     for state in ("carried", "edge"):
         for tensor in trees.tensors(policy_state[state]):
             tensor.zero_()
-    save_checkpoint(folder.checkpoint, saved)
+    folder.checkpoint.write_bytes(checkpoint_bytes(saved))
 
 
 @dataclass(frozen=True)

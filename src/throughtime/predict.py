@@ -265,10 +265,17 @@ class Predictor:
     def _as_tensor(self, inputs: Tensor | Array) -> Tensor:
         """Floating inputs in the type of the weights; those of the host where the weights are."""
         if isinstance(inputs, Tensor):
+            inputs = inputs.reshape(1) if inputs.dim() == 0 else inputs
             if inputs.is_floating_point() and self._dtype is not None:
                 inputs = inputs.to(self._dtype)
             return send(inputs, self.device) if inputs.is_cpu else inputs
         array = np.ascontiguousarray(inputs)  # torch takes no negative strides
+        if array.dtype.kind in "SUO":
+            raise DataError(
+                f"the inputs are {str(array.flat[0])!r:.40}, expected numbers: a net of text takes"
+                " the index of each symbol, such as list(b'text') for bytes, or"
+                " recording.symbols.index('t') for the characters of throughtime.stream.text"
+            )
         if array.dtype.kind in "biu":
             return torch.from_numpy(array.astype(np.int64)).to(self.device)
         weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any
 
-from throughtime.app.recordings import RowsView
+from throughtime.app.views import RowsView
 from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.recording import RecordingView, StepArrays, TableRecording

@@ -3,11 +3,9 @@
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
 
-import re
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from errno import ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,9 +13,15 @@ import typer
 
 from throughtime import __version__
 from throughtime.app.config import AuditOptions, Config, make_config
-from throughtime.app.flags import check_options, merge_settings, to_settings, with_flags
+from throughtime.app.flags import (
+    check_options,
+    failures_printed,
+    merge_settings,
+    to_settings,
+    with_flags,
+)
 from throughtime.app.values import named_numbers, read_toml
-from throughtime.errors import ConfigError, RunError, ThroughtimeError, counted
+from throughtime.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from throughtime.app.load import Run
@@ -31,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 _SPLIT = "Which split: train, valid, ..., all."
+_STATIC = "a finite number for each feature, such as age=63,weight=71.5"
 _MISSING = "How to treat inputs that are NaN or infinite."
 
 
@@ -55,33 +60,15 @@ _Json = Annotated[
         panel="Output",
     ),
 ]
-_NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 
 
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
-    try:
+    with failures_printed():
         commands = all_commands()
         check_options(commands, sys.argv[1:])
         commands(prog_name="throughtime")
-    except (ThroughtimeError, OSError) as error:
-        from throughtime.app.distributed import print_start_error
-
-        if isinstance(error, OSError) and error.errno == ENOSPC and error.filename is None:
-            error.filename = "standard output"  # writes to files name them
-        print_start_error(error)
-        sys.exit(2)
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not _NO_MEMORY.search(str(error)):
-            raise
-        from throughtime.app.distributed import print_start_error
-
-        reason = str(error).splitlines()[0] if str(error) else "no memory"
-        print_start_error(
-            RunError(f"out of memory ({reason[:200]}); take fewer --lanes, or smaller --hidden")
-        )
-        sys.exit(2)
 
 
 def _raise_file_limit() -> None:
@@ -106,22 +93,12 @@ def all_commands() -> Any:
     return commands
 
 
-def _print_version(requested: bool) -> None:
-    if requested:
+@app.callback(help=_HELP, invoke_without_command=True)
+def root(version: Annotated[bool, _option("Print the version.", flag="--version")] = False) -> None:
+    """Options of all commands."""
+    if version:
         print(f"throughtime {__version__}")
         raise typer.Exit
-
-
-@app.callback(help=_HELP)
-def root(
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
-    """Options of all commands."""
 
 
 @app.command()
@@ -146,16 +123,17 @@ def train(
             if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
         }
     )
-    other = sorted(flags.keys() - {"updates", "epochs"})
-    if resume is not None and (other or config is not None):
-        raise ConfigError(
-            f"--resume goes on with the settings of {resume}; leave out"
-            f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
-            " on to another end."
-        )
     if resume is not None:
         from throughtime.app.run_folder import RunFolder
 
+        other = sorted(flags.keys() - {"updates", "epochs"})
+        named = ["DATA" if n == "data" else f"--{n.replace('_', '-')}" for n in other]
+        if other or config is not None:
+            raise ConfigError(
+                f"--resume goes on with the settings of {resume}; leave out"
+                f" {', '.join(named) or '--config'}. Only --updates or --epochs may be given, to"
+                " train on to another end."
+            )
         settings = RunFolder(resume).read_config()
     else:
         merged = merge_settings(read_toml(config) if config is not None else {}, flags)
@@ -268,23 +246,22 @@ def predict(
     )
 
     trained = _open_run(run)
-    paths = [] if data is None else [Path(data)] if Path(data).exists() else _split_paths(data)
+    names = [] if data is None else [data] if Path(data).exists() else data.split(";")
+    paths = [Path(name.strip()) for name in names]
     target = output_file(paths, split, to, form) if data is not None else None
     with ProgressDisplay() as display:
         how: dict[str, Any] = {"missing": missing, "on_nan": on_nan, "on_phase": display.phase}
         if target is None:
             single = {"static": static, "state-in": state_in, "state-out": state_out}
             if named := [f"--{name}" for name, value in single.items() if value is not None]:
-                raise ConfigError(
-                    f"{', '.join(named)} belong to a single recording; leave them out"
-                )
+                raise ConfigError(f"leave out {', '.join(named)}: for a single recording alone")
             target, other = to or Path("predictions"), paths[0] if paths else None
             files = predict_to_folder(trained, other, split, target, form or "csv", **how)
             steps, skipped = (sum(count) for count in zip(*(f[2:] for f in files), strict=True))
             source = f"of {counted(len(files), 'recording')}"
         else:
             net, spec = trained.net, trained.spec
-            features = None if static is None else _static_features(static)
+            features = None if static is None else named_numbers("static", static, _STATIC)
             recording = open_recording(paths, spec, features, display.phase)
             state = trees.load(state_in, initial_state(net)) if state_in is not None else None
             with one_thread(when=spec.is_small(lanes=1)):
@@ -317,10 +294,6 @@ def _open_run(folder: Path, device: str | None = None) -> "Run":
 def _treating(run: "Run", missing: Literal["error", "mask"] | None) -> "Run":
     """The run with another treatment of inputs that are NaN or infinite, if one is named."""
     return replace(run, config=replace(run.config, missing=missing or run.config.missing))
-
-
-def _split_paths(text: str) -> list[Path]:
-    return [Path(part.strip()) for part in text.split(";")]
 
 
 @app.command()
@@ -367,16 +340,6 @@ def export(
         console.print(str(written.settling))
     for remark in written.remarks:
         console.print(remark)
-
-
-def _static_features(text: str) -> dict[str, float]:
-    try:
-        return named_numbers(text)
-    except ValueError as error:
-        raise ConfigError(
-            f"--static {text!r}: expected a finite number for each feature, such as"
-            " age=63,weight=71.5"
-        ) from error
 
 
 @app.command()

@@ -119,7 +119,7 @@ def _of_stream(config: "Config") -> Iterator[str]:
         if value := getattr(config, name):
             yield (
                 f"{name}={value} and train_on='windows' are both given: windows start at the"
-                " same steps in every epoch; start= says from which state"
+                " same steps in every epoch. Leave one of them out; --start says from which state"
             )
 
 

@@ -8,8 +8,6 @@ rank that fails while the others send something else is noticed all the same. Co
 import os
 import re
 import socket
-import sys
-import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +22,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from throughtime._device import device_count, is_accelerator
 from throughtime.app.config import Config
+from throughtime.app.flags import in_words, print_error
 from throughtime.app.run_folder import to_cpu
 from throughtime.distributed import differing_keys
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
@@ -31,7 +30,6 @@ from throughtime.stream.manifest import join_faults
 
 T = TypeVar("T")
 _PATIENCE = 30.0  # seconds in which a rank started here must end once the process group is gone
-_PRINTED = 10.0  # seconds after which an error has surely been printed
 _NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
@@ -190,7 +188,7 @@ def _is_expected(error: Exception) -> bool:
 
 
 def _message(error: Exception) -> str:
-    return str(error) if _is_expected(error) else f"{type(error).__name__}: {error}"
+    return in_words(error) if _is_expected(error) else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -233,7 +231,7 @@ def started_team(config: Config) -> Generator[Team]:
             team.barrier()
             raise SystemExit(2) from error
         except (ThroughtimeError, OSError) as error:
-            print_error(f"rank {team.rank}: {error}")
+            print_error(f"rank {team.rank}: {in_words(error)}")
             raise SystemExit(2) from error
         team.barrier()
 
@@ -405,31 +403,3 @@ def _join_group(config: Config, variables: dict[str, str]) -> torch.device:
         world_size=int(variables["WORLD_SIZE"]),
     )
     return device
-
-
-def print_start_error(error: BaseException) -> None:
-    """Print the error of a process that has not joined the others yet.
-
-    If torchrun has started several, the first of each node prints it. The others, which fail
-    alike, wait for torchrun to end them: it ends all as soon as one has ended, and must not cut
-    the message off.
-    """
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    if local_rank == "0":
-        print_error(str(error))
-    elif distributed.is_torchelastic_launched():
-        time.sleep(_PRINTED)
-
-
-def print_error(message: str) -> None:
-    """Print one message to standard error, its settings written as flags; in red on a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from throughtime.app.cli import all_commands
-    from throughtime.app.flags import as_flags, foreign_options
-
-    shown = as_flags(message, sys.argv)
-    shown += foreign_options(shown, next(iter(sys.argv[1:]), ""), all_commands())
-    text = Text.assemble(("error:", "red"), f" {shown}")
-    Console(stderr=True, soft_wrap=True).print(text)

@@ -1,14 +1,19 @@
-"""The flags of the command line: made from the settings of `train`, checked, and read as settings.
+"""The flags of the command line: made from settings, checked, read, and named in its messages.
 
 This module imports no torch, as `throughtime.app.config`.
 """
 
 import difflib
 import inspect
+import os
 import re
+import sys
+import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
+from errno import EACCES, ENOENT, ENOSPC, EROFS
 from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from throughtime.app.config import PANELS, AuditOptions, Config
-from throughtime.errors import ConfigError, listed
+from throughtime.errors import ConfigError, ThroughtimeError, listed
 
 _SYNONYMS = {
     "learning-rate": "lr",
@@ -30,6 +35,8 @@ _SYNONYMS = {
     "exact": "gradient exact",
 }
 """Names of other libraries, each with ours."""
+_NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
+_PRINTED = 10.0  # seconds after which an error has surely been printed
 
 
 def check_options(commands: Any, arguments: Sequence[str]) -> None:
@@ -204,3 +211,53 @@ def _panel(flag: inspect.Parameter) -> int:
     (info,) = getattr(flag.annotation, "__metadata__", (None,))
     panel = getattr(info, "rich_help_panel", None)
     return PANELS.index(panel) if panel in PANELS else -1
+
+
+@contextmanager
+def failures_printed() -> Generator[None]:
+    """Print an expected error, and one of no memory, as one message, and exit with code 2."""
+    try:
+        yield
+    except (ThroughtimeError, OSError) as error:
+        message = in_words(error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
+            raise
+        reason = (str(error).splitlines() or ["no memory"])[0][:200]
+        message = f"out of memory ({reason}); take fewer --lanes, or smaller --hidden"
+    else:
+        return
+    # Of several processes that torchrun has started, the first of each node prints it. The others,
+    # which fail alike, wait for torchrun to end them: it ends all as soon as one has ended, and
+    # must not cut the message off.
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print_error(message)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_PRINTED)
+    sys.exit(2)
+
+
+def in_words(error: BaseException) -> str:
+    """The message of an error; of one of the system with what to do."""
+    if not isinstance(error, OSError) or isinstance(error, ThroughtimeError) or not error.strerror:
+        return str(error)
+    advice = {
+        ENOSPC: "make room, or write to another disk",
+        EACCES: "change its permissions, or name another path",
+        EROFS: "name a path that can be written",
+        ENOENT: "its folder does not exist and cannot be made; name another path",
+    }.get(error.errno or 0)
+    return f"{error.filename or 'standard output'}: {error.strerror}{f'; {advice}' * bool(advice)}"
+
+
+def print_error(message: str) -> None:
+    """Print one message to standard error, its settings written as flags; in red on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from throughtime.app.cli import all_commands
+
+    shown = as_flags(message, sys.argv)
+    shown += foreign_options(shown, next(iter(sys.argv[1:]), ""), all_commands())
+    text = Text.assemble(("error:", "red"), f" {shown}")
+    Console(stderr=True, soft_wrap=True).print(text)

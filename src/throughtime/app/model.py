@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -43,20 +42,15 @@ from throughtime.errors import (
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine
-from throughtime.predict import predict
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import class_name, sorted_classes
-from throughtime.stream.formats.table import Array
 from throughtime.stream.manifest import join_faults
-from throughtime.stream.recording import Part
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
 # about 10 in which the threads wait for each other.
 _WORTH_THREADS = 2e6
-_SEARCHED = 20_000  # steps predicted to find the busiest, from the start of the recording
-_SHOWN = 1_500  # steps of an excerpt
 
 
 @dataclass(frozen=True)
@@ -410,45 +404,6 @@ def unbroken_stream(
         rank=0,
         ranks=1,
     )
-
-
-@dataclass(frozen=True)
-class SignalExcerpt:
-    """Consecutive steps of a recording: its first input column, first target and predictions."""
-
-    recording: str
-    start: int
-    signal: Array
-    targets: Array
-    predicted: Array
-
-
-def busiest_excerpt(
-    net: Carried, spec: ModelSpec, recording: Recording, config: Config
-) -> SignalExcerpt:
-    """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
-    steps = min(len(recording), _SEARCHED)
-    part = Part(recording, 0, steps)
-    outputs, _ = predict(net, part, dtype=spec.torch_dtype, missing=config.missing)
-    inputs, targets, _ = part.read(0, steps)
-    first = np.zeros(steps) if targets is None else targets.reshape(steps, -1)[:, 0]
-    if spec.classes:
-        start, predicted = _busiest(first), outputs.argmax(dim=1)
-    else:
-        start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
-    shown = slice(start, start + _SHOWN)
-    signal = inputs.reshape(steps, -1)[:, 0]
-    return SignalExcerpt(
-        recording.name, start, signal[shown], first[shown], predicted[shown].numpy()
-    )
-
-
-def _busiest(targets: Array) -> int:
-    """The start of the excerpt with most classes, then most changes of class."""
-    starts = range(0, max(1, len(targets) - _SHOWN + 1), _SHOWN // 3)
-    excerpts = [targets[start : start + _SHOWN] for start in starts]
-    activity = [(len(np.unique(e)), np.count_nonzero(np.diff(e))) for e in excerpts]
-    return starts[activity.index(max(activity))]
 
 
 def model_bytes(weights: Mapping[str, Tensor], spec: ModelSpec) -> bytes | bytearray:

@@ -211,6 +211,8 @@ def output_file(
     suffix = "" if out is None or out.is_dir() else out.suffix.lower()
     if many and suffix:
         raise ConfigError(f"--out {out}: many recordings need a folder; got the suffix '{suffix}'")
+    if out is not None and not suffix and out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {out}: is neither a folder nor a file of predictions")
     if many or (out is not None and not suffix):
         return None
     if out is None:

@@ -9,7 +9,6 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,14 +17,14 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from throughtime.app.concat_table import concat_tables
 from throughtime.app.config import Config
+from throughtime.app.views import FrameRows, LabelRows, concat_tables, with_missing_value
 from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
 from throughtime.stream.formats._csv_cache import conversion_shown
 from throughtime.stream.formats.csv_rows import LineNames
-from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.formats.times import TimeSummary, summarize_times
 from throughtime.stream.labels import (
     At,
@@ -132,58 +131,6 @@ class DataLayout:
         return self.task == "classify"
 
 
-class RowsView(ABC):
-    """Rows computed from the rows of a file."""
-
-    rows: RowSource
-
-    @property
-    def source(self) -> str:
-        return self.rows.source
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Array:
-        """The rows `start` to before `stop`."""
-
-
-@dataclass(frozen=True)
-class FrameRows(RowsView):
-    """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row."""
-
-    rows: RowSource
-    frame_size: int
-    last: bool = False
-
-    def __len__(self) -> int:
-        return len(self.rows) // self.frame_size
-
-    def read(self, start: int, stop: int) -> Array:
-        size = self.frame_size
-        rows = self.rows.read(start * size, min(stop, len(self)) * size)
-        return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
-
-
-@dataclass(frozen=True)
-class LabelRows(RowsView):
-    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
-
-    rows: RowSource
-    classify: bool
-
-    def read(self, start: int, stop: int) -> Array:
-        return _with_missing_value(self.rows.read(start, stop), classify=self.classify)
-
-
-def _with_missing_value(labels: Array, *, classify: bool) -> Array:
-    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
-    if labels.dtype.kind not in "biu":
-        return labels
-    return labels.astype(np.str_ if classify else np.float64)
-
-
 def _label_of_recording(entry: ManifestEntry, steps: int, layout: DataLayout) -> Targets:
     """The label that the manifest gives to the whole recording.
 
@@ -207,7 +154,7 @@ def _labels_of_intervals(name: str, table: Table, rows: int, layout: DataLayout)
             wrong type.
     """
     starts, stops, labels = interval_columns(table)
-    labels = _with_missing_value(labels, classify=layout.classify)
+    labels = with_missing_value(labels, classify=layout.classify)
     if labels.dtype.kind == "U":
         labels = np.char.strip(labels)
         if not layout.classify and len(labels):

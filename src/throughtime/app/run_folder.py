@@ -392,13 +392,8 @@ def checkpoint_bytes(content: Mapping[str, Any]) -> bytes | bytearray:
     return _safetensors.to_bytes(_CHECKPOINT, description, tensors)
 
 
-def save_checkpoint(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the content to a temporary file, sync it, rename it over the previous checkpoint."""
-    write_atomically(path, checkpoint_bytes(content))
-
-
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """The content that `save_checkpoint` wrote, with tensors on the CPU.
+    """The content of a file of `checkpoint_bytes`, with tensors on the CPU.
 
     Raises:
         RunError: no such file, or one that is no checkpoint.

@@ -16,11 +16,12 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.model import ModelSpec, busiest_excerpt, unbroken_stream
+from throughtime.app.model import ModelSpec, unbroken_stream
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import Timescale, TraceSummary, trace
@@ -28,6 +29,7 @@ from throughtime.gradient import LossFn, Truncated, schedule
 from throughtime.predict import predict
 from throughtime.state import State
 from throughtime.stream import Recording, windows
+from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Part
 from throughtime.updates import updates
 
@@ -35,6 +37,47 @@ FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
 LONGEST_STRIDE = 1_000  # no update ends among the shown steps of a longer one
 MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
 VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/how-to/trace.md
+_SEARCHED = 20_000  # steps predicted to find the busiest, from the start of the recording
+_SHOWN = 1_500  # steps of an excerpt
+
+
+@dataclass(frozen=True)
+class SignalExcerpt:
+    """Consecutive steps of a recording: its first input column, first target and predictions."""
+
+    recording: str
+    start: int
+    signal: Array
+    targets: Array
+    predicted: Array
+
+
+def busiest_excerpt(
+    net: Carried, spec: ModelSpec, recording: Recording, config: Config
+) -> SignalExcerpt:
+    """The 1,500 of the first 20,000 steps with most classes, or the last ones for regression."""
+    steps = min(len(recording), _SEARCHED)
+    part = Part(recording, 0, steps)
+    outputs, _ = predict(net, part, dtype=spec.torch_dtype, missing=config.missing)
+    inputs, targets, _ = part.read(0, steps)
+    first = np.zeros(steps) if targets is None else targets.reshape(steps, -1)[:, 0]
+    if spec.classes:
+        start, predicted = _busiest(first), outputs.argmax(dim=1)
+    else:
+        start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
+    shown = slice(start, start + _SHOWN)
+    signal = inputs.reshape(steps, -1)[:, 0]
+    return SignalExcerpt(
+        recording.name, start, signal[shown], first[shown], predicted[shown].numpy()
+    )
+
+
+def _busiest(targets: Array) -> int:
+    """The start of the excerpt with most classes, then most changes of class."""
+    starts = range(0, max(1, len(targets) - _SHOWN + 1), _SHOWN // 3)
+    excerpts = [targets[start : start + _SHOWN] for start in starts]
+    activity = [(len(np.unique(e)), np.count_nonzero(np.diff(e))) for e in excerpts]
+    return starts[activity.index(max(activity))]
 
 
 @dataclass(frozen=True)

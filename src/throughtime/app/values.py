@@ -98,22 +98,29 @@ def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
     return isinstance(value, option), value, [_TYPES[option]]
 
 
-def named_numbers(text: str) -> dict[str, float]:
-    """The finite number of each name in text.
+def named_numbers(
+    setting: str, text: str, expected: str, *, above: float = -math.inf
+) -> dict[str, float]:
+    """The finite number of each name in the text of a setting.
 
     Raises:
-        ValueError: something else, or a name that occurs twice.
+        ConfigError: something else, a number that is not greater than `above`, or a name that
+            occurs twice; the message says what was `expected`.
 
     Example:
-        >>> named_numbers("age=63,weight=71.5")
+        >>> named_numbers("static", "age=63,weight=71.5", "numbers such as age=63")
         {'age': 63.0, 'weight': 71.5}
     """
     numbers: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.rpartition("="))
-        if not name or name in numbers or "_" in value or not math.isfinite(float(value)):
-            raise ValueError(text)
-        numbers[name] = float(value)
+        try:
+            number = math.nan if "_" in value or name in numbers else float(value)
+        except ValueError:
+            number = math.nan
+        if not name or not above < number < math.inf:
+            raise ConfigError(f"{setting}={text!r}: expected {expected}")
+        numbers[name] = number
     return numbers
 
 
@@ -127,16 +134,8 @@ def weights_by_class(text: str) -> dict[str, float]:
         >>> weights_by_class("pvc=5,beat=2")
         {'pvc': 5.0, 'beat': 2.0}
     """
-    try:
-        weights = named_numbers(text)
-    except ValueError:
-        weights = {}
-    if not weights or min(weights.values()) <= 0:
-        raise ConfigError(
-            f"class_weights={text!r}: expected none, balanced, or a number above 0 for some"
-            " classes, such as pvc=5,beat=2"
-        )
-    return weights
+    expected = "none, balanced, or a number above 0 for some classes, such as pvc=5,beat=2"
+    return named_numbers("class_weights", text, expected, above=0.0)
 
 
 def toml_lines(settings: Mapping[str, Any]) -> str:

@@ -139,10 +139,10 @@ def shapes_in_words(module: nn.Module, x: Tensor) -> Generator[None]:
     """Say of inputs that the net refuses which ones it expects."""
     try:
         yield
-    except (ModelError, RuntimeError, ValueError) as error:
+    except (ModelError, RuntimeError, ValueError, IndexError) as error:
         if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
             raise
-        if hint := whole_numbers_hint(module, x):
+        if hint := whole_numbers_hint(module, x) or _tokens_hint(module, x):
             raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
         for match in (pattern.search(str(error)) for pattern in _WIDTHS):
             if match is not None and int(match["width"]) == x.shape[-1]:
@@ -152,6 +152,22 @@ def shapes_in_words(module: nn.Module, x: Tensor) -> Generator[None]:
                     f" (..., {match['expected']})"
                 ) from error
         raise
+
+
+def _tokens_hint(module: nn.Module, x: Tensor) -> str:
+    """What is wrong with the inputs of a net that embeds tokens; empty of other nets."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if not embeddings or x.is_complex():
+        return ""
+    if x.is_floating_point():
+        return f": an embedding takes whole numbers, not {x.dtype}: write inputs.long()"
+    most = min(m.num_embeddings for m in embeddings)
+    if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
+        return (
+            f": they hold the tokens {int(x.min())} to {int(x.max())}, the embedding has 0 to"
+            f" {most - 1}"
+        )
+    return ": tokens are whole numbers of shape (T, B), those of a single step (B,)"
 
 
 def whole_numbers_hint(module: nn.Module, x: Tensor) -> str:

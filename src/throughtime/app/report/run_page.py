@@ -12,7 +12,7 @@ from throughtime.app import optimizer
 from throughtime.app.baselines import baseline_table
 from throughtime.app.config import Config
 from throughtime.app.load import Run
-from throughtime.app.model import ModelSpec, busiest_excerpt
+from throughtime.app.model import ModelSpec
 from throughtime.app.policy import describe_policy, make_policy
 from throughtime.app.report.charts import Band, Mark, Series, bars, lines, strip
 from throughtime.app.report.page import (
@@ -26,6 +26,7 @@ from throughtime.app.report.page import (
     render,
 )
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.trace import busiest_excerpt
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, RunError, counted
 

@@ -1,5 +1,9 @@
-"""Several files of one recording as one table, their columns side by side."""
+"""Views of the files of a recording: several as one table, rows as frames, labels with a gap.
 
+Shapes: `N` rows per frame, `D` input features.
+"""
+
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +14,7 @@ import numpy as np
 
 from throughtime.errors import DataError
 from throughtime.stream.formats import Table
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.row_sources import check_lengths
 
 
@@ -77,3 +81,55 @@ def concat_tables(name: str, tables: Sequence[Table]) -> Table:
             " this name; rename one"
         )
     return ConcatTable(tuple(tables), dict(sources))
+
+
+class RowsView(ABC):
+    """Rows computed from the rows of a file."""
+
+    rows: RowSource
+
+    @property
+    def source(self) -> str:
+        return self.rows.source
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Array:
+        """The rows `start` to before `stop`."""
+
+
+@dataclass(frozen=True)
+class FrameRows(RowsView):
+    """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row."""
+
+    rows: RowSource
+    frame_size: int
+    last: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.frame_size
+
+    def read(self, start: int, stop: int) -> Array:
+        size = self.frame_size
+        rows = self.rows.read(start * size, min(stop, len(self)) * size)
+        return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
+
+
+@dataclass(frozen=True)
+class LabelRows(RowsView):
+    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
+
+    rows: RowSource
+    classify: bool
+
+    def read(self, start: int, stop: int) -> Array:
+        return with_missing_value(self.rows.read(start, stop), classify=self.classify)
+
+
+def with_missing_value(labels: Array, *, classify: bool) -> Array:
+    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
+    if labels.dtype.kind not in "biu":
+        return labels
+    return labels.astype(np.str_ if classify else np.float64)
