@@ -214,9 +214,7 @@ def _read_structure(module: nn.Module, *, takes_state: bool) -> Structure:
         _whole_leaving(state) for state in leaving
     ] == [LayerState(layer) for layer in structure.layers]
     if not is_own:
-        raise UnknownError(
-            f"the state of {type(module).__name__}, which is not those of its layers in order,"
-        )
+        raise UnknownError(f"the state of {type(module).__name__}, not its layers' in order,")
     return structure._replace(paths=paths)
 
 
@@ -325,7 +323,8 @@ class _Frame:
                 if isinstance(error, UnknownError) and error.args:
                     raise
                 line = ast.unparse(statement).splitlines()[0]
-                raise UnknownError(f"`{line}` in {self._function.__qualname__}") from error
+                name = self._function.__qualname__.rpartition("<locals>.")[2]
+                raise UnknownError(f"`{line}` in {name}") from error
             if returned:
                 return True, value
         return False, None

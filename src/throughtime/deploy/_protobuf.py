@@ -3,13 +3,11 @@
 References: Protocol Buffers, Encoding.
 """
 
-from collections.abc import Iterator
-from operator import itemgetter
-
 import numpy as np
 
 _VARINT, _LENGTH, _FLOAT = 0, 2, 5  # wire types
 _METADATA = 14  # ModelProto.metadata_props
+_DIGITS = 6  # of a varint below 2**35
 
 
 def varint(number: int) -> bytes:
@@ -47,43 +45,15 @@ def split_metadata(content: bytes, key: str) -> tuple[bytes, str]:
     """What stands before the last field of a model, and the text of this field, a property.
 
     Raises:
-        ValueError: the file is no message, or its last field is another one.
+        ValueError: the last field is another one, or cut short.
     """
-    number, start, value = max(_fields(content), key=itemgetter(1))
-    entry = {n: content[value:][v:] for n, _, v in _fields(content[value:])}
-    text = entry.get(2, b"").decode()
-    if number != _METADATA or content[start:] != metadata_entry(key, text):
-        raise ValueError(f"its last field is no property '{key}'")
-    return content[:start], text
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int, int]]:
-    """The number of each field of a message, where it starts and where its value starts."""
-    at = 0
-    while at < len(message):
-        start = at
-        tag, at = _read_varint(message, at)
-        if tag & 7 == _VARINT:
-            value, (_, at) = at, _read_varint(message, at)
-        elif tag & 7 == _FLOAT:
-            value, at = at, at + 4
-        elif tag & 7 == _LENGTH:
-            size, value = _read_varint(message, at)
-            at = value + size
-        else:
-            raise ValueError(f"wire type {tag & 7} at byte {start}")
-        if at > len(message):
-            raise ValueError(f"{at - len(message)} bytes are missing at the end")
-        yield tag >> 3, start, value
-
-
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number, and where the next byte is."""
-    number = shift = 0
-    while at < len(message) and shift < 64:
-        byte = message[at]
-        number |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return number, at
-    raise ValueError("a number is cut short")
+    before_text = field(1, key) + varint(2 << 3 | _LENGTH)
+    at = content.rfind(before_text)
+    body = content[
+        : max(0, at - len(varint(_METADATA << 3 | _LENGTH)) - len(varint(len(content) - at)))
+    ]
+    for digits in range(1, _DIGITS):  # of the length of the text
+        text = content[at + len(before_text) + digits :].decode(errors="replace")
+        if at >= 0 and body + metadata_entry(key, text) == content:
+            return body, text
+    raise ValueError(f"its last field is no property '{key}'")

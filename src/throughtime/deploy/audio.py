@@ -115,9 +115,7 @@ def play_nam(content: bytes, chunks: Sequence[Array], starts: Array | None = Non
 
     def step(x: Array) -> Array:
         for matrix, offset, h, c in cells:
-            i, f, g, o = np.split(matrix @ np.concatenate([x, h]) + offset, 4)
-            c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-            h[:] = x = _sigmoid(o) * np.tanh(c)
+            x = _lstm_step(matrix @ np.concatenate([x, h]) + offset, h, c)
         return head @ x + bias
 
     return _play(step, [leaf for cell in cells for leaf in cell[2:]], chunks, starts)
@@ -163,16 +161,20 @@ def _play(
     return outputs
 
 
+def _lstm_step(gates: Array, h: Array, c: Array) -> Array:
+    """The outputs of a step; the state is changed."""
+    i, f, g, o = np.split(gates, 4)
+    c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
+    h[:] = _sigmoid(o) * np.tanh(c)
+    return h.copy()
+
+
 def _keras_step(
     layer: Mapping[str, Any], weights: Sequence[Array], state: Array, x: Array
 ) -> Array:
     """The outputs of one layer; its state, `h` and `c`, is changed."""
     if layer["type"] == "lstm":
-        h, c = state
-        i, f, g, o = np.split(x @ weights[0] + h @ weights[1] + weights[2], 4)
-        c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-        h[:] = _sigmoid(o) * np.tanh(c)
-        return h.copy()
+        return _lstm_step(x @ weights[0] + state[0] @ weights[1] + weights[2], *state)
     if layer["type"] == "gru":
         (h,) = state
         a = np.split(x @ weights[0] + weights[2][0], 3)

@@ -107,8 +107,8 @@ _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     nn.LeakyReLU: ("leaky_relu", "negative_slope"),
     nn.ELU: ("elu", "alpha"),
     nn.SiLU: ("silu", ""),
-    nn.Softmax: ("softmax", "dim"),
-    nn.LogSoftmax: ("log_softmax", "dim"),
+    nn.Softmax: ("softmax", ""),  # of each step: over lanes or time it could not be carried
+    nn.LogSoftmax: ("log_softmax", ""),
 }
 _DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0}
 # methods that only arrange steps and lanes: a chain computes a step of a lane at a time
@@ -209,15 +209,16 @@ def _refusal(what: str) -> ModelError:
     )
 
 
+def _array(values: Tensor) -> Array:
+    """A copy in float32."""
+    return values.detach().cpu().to(torch.float32, copy=True).numpy()
+
+
 class _Translator:
     """Translates calls of a structure into operations."""
 
     def __init__(self, names: dict[nn.Module, str]) -> None:
         self._names = names
-
-    def array(self, values: Tensor) -> Array:
-        """A copy in float32."""
-        return values.detach().cpu().to(torch.float32, copy=True).numpy()
 
     def operations(self, call: TensorCall) -> Iterator[Operation]:
         """Those of a call on a tensor, none for one that only arranges steps and lanes."""
@@ -235,15 +236,15 @@ class _Translator:
             for child in module.children():
                 yield from self._of_module(child)
         elif isinstance(module, Affine):
-            yield Rescale(self.array(module.shift), self.array(module.scale), module.inverse)
+            yield Rescale(_array(module.shift), _array(module.scale), module.inverse)
         elif kind is nn.Linear:
             weight, bias = (getattr(module, name) for name in ("weight", "bias"))
-            yield Dense(self.array(weight), self.array(weight[:, 0] * 0 if bias is None else bias))
+            yield Dense(_array(weight), _array(weight[:, 0] * 0 if bias is None else bias))
         elif isinstance(module, nn.Embedding) and kind is nn.Embedding and module.max_norm is None:
-            yield Lookup(self.array(module.weight))
+            yield Lookup(_array(module.weight))
         elif kind in _MODULES:
             function, setting = _MODULES[kind]
-            yield self._pointwise(function, getattr(module, setting) if setting else None, module)
+            yield Pointwise(function, float(getattr(module, setting)) if setting else 0.0)
         elif not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):
             raise self._in_the_way(module)
 
@@ -253,18 +254,12 @@ class _Translator:
         if function not in POINTWISE or not _is_known(target, function):
             raise self._in_the_way(function)
         values = [*call.args, *(v for k, v in call.kwargs.items() if k != "inplace")]
-        return self._pointwise(function, values[0] if values else _DEFAULTS.get(function), function)
-
-    def _pointwise(self, function: str, parameter: Any, source: object) -> Pointwise:
-        if function.endswith("softmax"):
-            if parameter not in (-1, 2):
-                raise self._in_the_way(source, f" over dimension {parameter} instead of -1")
-            return Pointwise(function)
-        return Pointwise(function, float(parameter or 0) if function in _DEFAULTS else 0.0)
+        default = _DEFAULTS.get(function, 0.0)
+        return Pointwise(function, float(values[0]) if values and default else default)
 
     def _in_the_way(self, source: object, why: str = "") -> ModelError:
         if not isinstance(source, nn.Module):
-            return _refusal(f"'{source}'{why}")
+            return _refusal(f"'{source}'")
         return _refusal(f"'{self._names[source]}', a {type(source).__name__}{why},")
 
     def layers(
@@ -284,13 +279,13 @@ class _Translator:
                 leaves: list[Leaf] = []
                 for tensor in tensors:
                     name = known[id(tensor)] + (f".{k}" if layer.num_layers > 1 else "")
-                    leaves.append(Leaf(name, self.array(tensor[0, k])))
+                    leaves.append(Leaf(name, _array(tensor[0, k])))
                     own[name] = known[id(tensor)], k
                 *others, hr = weights
                 ih, hh, b_ih, b_hh = (
-                    self.array(weights.ih[:, 0] * 0 if w is None else w) for w in others
+                    _array(weights.ih[:, 0] * 0 if w is None else w) for w in others
                 )
-                projection = None if hr is None else self.array(hr)
+                projection = None if hr is None else _array(hr)
                 result[layer].append(
                     Recurrence(cell, ih, hh, b_ih, b_hh, projection, tuple(leaves))
                 )

@@ -38,7 +38,8 @@ from throughtime.deploy.verify import (
     verify,
 )
 from throughtime.diagnose import SettlingTime, settling_time
-from throughtime.errors import ConfigError, DataError, ModelError, listed
+from throughtime.errors import ConfigError, DataError, ModelError, counted, listed
+from throughtime.gradient.schedule import check_whole
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
@@ -151,8 +152,7 @@ def export(
     """
     net, path = require_carried(net), Path(path)
     kind = format_of(path, to)
-    if steps < 0:
-        raise ConfigError(f"steps={steps}: expected a number of random steps, or 0 for none")
+    check_whole("steps", steps, 0)
     _check_weights(net)
     example = like_weights(net, _example(inputs))
     _check_finite(example)
@@ -358,7 +358,7 @@ def _check_finite(x: Tensor) -> None:
         step, lane, column = missing.nonzero()[0].tolist()
         where = f"step {step}, lane {lane}" if x.shape[1] > 1 else f"step {step}"
         raise DataError(
-            f"inputs: the example has {int(missing.sum())} values that are NaN or infinite in"
+            f"inputs: the example has {counted(int(missing.sum()), 'value')} NaN or infinite in"
             f" {x.dtype}, the first at {where}, column {column}. Means and deviations are taken"
             " from it: give one without, such as inputs=torch.nan_to_num(x, posinf=0.0,"
             " neginf=0.0), or a part of the signal without them"

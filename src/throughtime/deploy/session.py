@@ -96,11 +96,6 @@ class Session:
                 f"{path}: another file than {like.path}, which the session of like= has loaded;"
                 " leave out like="
             )
-        inputs = self.description["inputs"]
-        self._width: int = inputs["width"]
-        self._shape: tuple[int, ...] = (*inputs["shape"],)
-        self._indexed: bool = inputs["indexed"]
-        self._dtype = np.dtype("int64" if self._indexed else inputs["dtype"])
         self._single = _SingleStep(self._runtime, self.description, lanes)
         if like is None:
             self._check_vector()
@@ -119,7 +114,7 @@ class Session:
             DataError: inputs of another shape or type, or NaN where `on_nan` is "raise".
         """
         x = np.asarray(inputs)
-        if x.ndim == 1 + len(self._shape) and self.lanes == 1:
+        if x.ndim == self._single.row.ndim and self.lanes == 1:
             return self(x[:, None])[:, 0]
         x = self._checked(x)
         finite = np.asarray(np.isfinite(x).reshape(*x.shape[:2], -1).all(axis=2))
@@ -142,7 +137,8 @@ class Session:
             if y is not None:
                 return y
         x = np.asarray(inputs)
-        if x.shape != (self.lanes, *self._shape) and (self.lanes > 1 or x.shape != self._shape):
+        shape = self._single.row.shape
+        if x.shape != shape and (self.lanes > 1 or x.shape != shape[1:]):
             raise self._misfit(x, "")
         return self(x[None])[0]
 
@@ -224,22 +220,26 @@ class Session:
             self._alone.release()
 
     def _misfit(self, x: Array, steps: str) -> DataError:
-        shape = ", ".join(map(str, (self.lanes, *self._shape)))
+        row = self._single.row
+        shape = ", ".join(map(str, row.shape))
         return DataError(
             f"the inputs have shape {x.shape} and type {x.dtype}, expected ({steps}{shape})"
-            f" {self._dtype}; a session of more lanes is Session(path, lanes=B)"
+            f" {row.dtype}; a session of more lanes is Session(path, lanes=B)"
         )
 
     def _checked(self, x: Array) -> Array:
-        kinds = "iu" if self._indexed else "fiu"
-        if x.shape[1:] != (self.lanes, *self._shape) or x.dtype.kind not in kinds:
+        inputs, row = self.description["inputs"], self._single.row
+        kinds = "iu" if inputs["indexed"] else "fiu"
+        if x.shape[1:] != row.shape or x.dtype.kind not in kinds:
             raise self._misfit(x, "T, ")
         if not len(x):
             raise DataError(f"the inputs have shape {x.shape}: a call takes at least one step")
-        if self._indexed and (x.min() < 0 or x.max() >= self._width):
-            raise DataError(f"an index is {x.min()} or {x.max()}, expected 0 to {self._width - 1}")
+        if inputs["indexed"] and not 0 <= x.min() <= x.max() < inputs["width"]:
+            raise DataError(
+                f"the indices are from {x.min()} to {x.max()}, expected 0 to {inputs['width'] - 1}"
+            )
         with np.errstate(over="ignore"):  # infinite in the type of the net: the caller's to handle
-            return np.ascontiguousarray(x, dtype=self._dtype)
+            return np.ascontiguousarray(x, dtype=row.dtype)
 
     def _run(self, x: Array) -> Array:
         if len(x) == 1:
@@ -279,15 +279,19 @@ class Session:
 
 
 class _SingleStep:
-    """One step at a time through bound buffers: two states, which change places."""
+    """One step at a time through bound buffers: two states, which change places.
+
+    Attributes:
+        row: the inputs of the step, `(B, D)` or `(B,)` indices.
+    """
 
     def __init__(self, runtime: Any, description: Mapping[str, Any], lanes: int) -> None:
         inputs = description["inputs"]
         kind = "int64" if inputs["indexed"] else inputs["dtype"]
         self._x = np.zeros((1, lanes, *inputs["shape"]), kind)
-        self._row, self._flat = self._x[0], self._x.ravel()
+        self.row, self._flat = self._x[0], self._x.ravel()
         self._zeros = np.zeros_like(self._flat)
-        self._shape, self._dtype = () if inputs["indexed"] else self._row.shape, self._row.dtype
+        self._shape, self._dtype = () if inputs["indexed"] else self.row.shape, self.row.dtype
         self._y = np.zeros((1, lanes, *description["outputs"]["shape"]), inputs["dtype"])
         self._outputs = self._y[0]
         self._states = [metadata.initial_state(description, lanes) for _ in range(2)]
@@ -308,7 +312,7 @@ class _SingleStep:
         """As `run`; None for inputs of another shape or type, indices, and what is not finite."""
         if x.shape != self._shape or x.dtype is not self._dtype:
             return None
-        self._row[...] = x
+        self.row[...] = x
         flat = self._flat
         # half a microsecond for any size; the sum of a few numbers takes a quarter of that
         finite = math.isfinite(
@@ -318,7 +322,7 @@ class _SingleStep:
 
     def run(self, x: Array) -> Array:
         """The outputs `(B, C)` of one step `(B, D)`, or of `(B,)` indices."""
-        self._row[...] = x
+        self.row[...] = x
         return self._run()
 
     def _run(self) -> Array:
