@@ -1,6 +1,7 @@
 """Wrong shapes never reach the fused kernel, which checks none: torch raises its own error."""
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +57,21 @@ def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(
     setattr(next(net.module.children()), name, value)
     with contextlib.suppress(RuntimeError, ValueError, IndexError):
         epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("child", [0, 1])
+def test_a_child_that_was_replaced_is_refused_and_not_the_one_before_trained(
+    child: int, calls: list[int]
+) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    net.module[child] = copy.deepcopy(net.module[child])
+    with pytest.raises(ModelError, match="was replaced after"):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    with pytest.raises(ModelError, match="was replaced after"):
+        tt.predict(net, torch.randn(5, 5, dtype=torch.float64))
     assert len(calls) == before
 
 

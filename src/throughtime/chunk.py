@@ -223,8 +223,9 @@ class Chunk:
     @property
     def host_targets(self) -> Tensor | None:
         """The targets on the host; those that were sent to a device are not read back."""
-        host = self._sent_targets()
-        return self.targets.cpu() if host is None and self.targets is not None else host
+        if self._sent is None or (host := self._sent_targets()) is None:
+            return None if self.targets is None else self.targets.cpu()
+        return host
 
     def _sent_targets(self) -> Tensor | None:
         """The targets before they were sent to a device; None if these are others since."""

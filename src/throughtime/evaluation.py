@@ -32,6 +32,7 @@ from throughtime.metrics import (
     is_mergeable,
 )
 from throughtime.predict import Predictor
+from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
@@ -131,8 +132,9 @@ def evaluate(
     placement = stream._placement
     stream._place(evaluator._placement)  # a block is sent to a device once, not chunk by chunk
     try:
-        for chunk in stream:
-            evaluator.add(chunk)
+        with evaluator._predictor._ready():
+            for chunk in stream:
+                evaluator._add(chunk)
     finally:
         stream._place(placement)
     return evaluator.result(stream)
@@ -213,6 +215,7 @@ class Evaluator(Generic[L]):
         self._by_recording: dict[int, Metric] = {}
         self._loss: Tensor | float = 0.0
         self._weight = self._steps = 0.0
+        self._state: State = None
         self._checked: Stream | None = None
 
     def check(self, stream: Stream) -> None:
@@ -243,19 +246,23 @@ class Evaluator(Generic[L]):
         Raises:
             DataError: the chunk has no targets.
         """
+        with self._predictor._ready():
+            return self._add(chunk.convert(self._placement))
+
+    def _add(self, chunk: Chunk) -> Tensor:
+        """As `add`, for a chunk where the net needs it, when the net is ready."""
         if chunk.targets is None:
             raise DataError(
                 "the recordings of this stream have no targets; to run the net without scoring it"
                 " use tt.predict"
             )
-        chunk = chunk.convert(self._placement)
-        self._predictor.lanes = chunk.lanes
-        outputs = self._predictor._run_chunk(chunk)
+        resets = chunk.resets if chunk.any_reset else None
+        outputs, self._state = self._predictor._run(chunk.inputs, self._state, resets)
         if not chunk.valid_steps:
             return outputs
         self._steps += chunk.valid_steps
         if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
-            loss = self._objective.loss(outputs, chunk).detach()
+            loss = self._objective.loss(outputs, chunk)
             # the host need not wait for a device
             self._loss += loss.item() * weight if loss.is_cpu else loss.to(real_type(loss)) * weight
             self._weight += weight
@@ -271,18 +278,22 @@ class Evaluator(Generic[L]):
     def _update_recordings(self, kind: Metric, rows: Tensor, targets: Tensor, chunk: Chunk) -> None:
         """Add the rows of each recording to a metric of its own."""
         metadata, span = chunk.metadata, chunk.span
-        owners = metadata.recording[span][metadata.mask[span]]
+        owners = metadata.recording[span]
+        if len(rows) < owners.numel():
+            owners = owners[metadata.mask[span]]
         indices, counts = owners.unique(return_counts=True)
         if len(indices) > 1:
             if not rows.is_cpu:  # the host's order would have to be sent
                 owners = chunk.recording.flatten().index_select(0, chunk.valid)
-            order = owners.argsort(stable=True)
+            order = owners.flatten().argsort(stable=True)
             rows, targets = rows.index_select(0, order), targets.index_select(0, order)
-        parts = (tensor.split(counts.tolist()) for tensor in (rows, targets))
-        for index, *own in zip(indices.tolist(), *parts, strict=True):
+        start = 0
+        for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
             if index not in self._by_recording:
                 self._by_recording[index] = kind.new()
-            self._by_recording[index].update(*own)
+            own = slice(start, start + count)
+            self._by_recording[index].update(rows[own], targets[own])
+            start += count
 
     def result(self, stream: Stream) -> Evaluation[L]:
         """The result over all chunks, those of other ranks included: all ranks must call it."""

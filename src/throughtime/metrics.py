@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from throughtime._device import is_accelerator, real_type, send
+from throughtime._device import real_type, send
 from throughtime.errors import ConfigError, DataError, listed
 
 __all__ = ["Classification", "MergeableMetric", "Metric", "Regression"]
@@ -261,12 +261,12 @@ class Classification:
         true = targets.long()
         least, largest = true.aminmax()
         nan = outputs.isnan().any()
-        if is_accelerator(outputs):
+        if outputs.is_cpu:
+            self._check(int(least), int(largest), nan=bool(nan))
+        else:
             self._add_extremes(torch.stack([-least, largest, nan.long()]))
             true = true.clamp(0, n - 1)
             self._counts = send(self._counts, outputs.device)
-        else:
-            self._check(int(least), int(largest), nan=bool(nan))
         pairs = (true * n + outputs.argmax(dim=-1)).flatten()
         self._counts.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
 

@@ -4,8 +4,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import tee
@@ -18,19 +18,18 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime._device import HostCopies, send
-from throughtime.carry._explain import shapes_in_words, whole_numbers_hint
+from throughtime.carry._explain import refuse_shapes, whole_numbers_hint
 from throughtime.carry.carried import (
     Carried,
     device_of,
     dtype_of,
-    evaluating,
     require_carried,
     running,
 )
 from throughtime.carry.single_step import SingleStep
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import shards_of, unsharded_weights
-from throughtime.errors import ConfigError, DataError, RunError, StateError
+from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
@@ -312,14 +311,15 @@ class Predictor:
         """Run the net on inputs, of which those that are not finite are left out."""
         before = self.state
         try:
-            if finite is None:
-                outputs, after = self._run(x, before, resets)
-                nan = outputs.isnan()
-            else:
-                missing = ~finite.flatten(2).all(2)
-                outputs, after = self._run_around(x, missing, resets)
-                answered = send(~missing, x.device)
-                nan = outputs.isnan().flatten(2).any(2) & answered
+            with self._ready():
+                if finite is None:
+                    outputs, after = self._run(x, before, resets)
+                    nan = outputs.isnan()
+                else:
+                    missing = ~finite.flatten(2).all(2)
+                    outputs, after = self._run_around(x, missing, resets)
+                    answered = send(~missing, x.device)
+                    nan = outputs.isnan().flatten(2).any(2) & answered
         except ValueError:  # of the trials at the first inputs
             self._refuse_weights("the net cannot be tried")
             raise
@@ -329,11 +329,21 @@ class Predictor:
         names = ["the outputs are NaN", *(f"state leaf '{name}' is NaN" for name, _ in leaves)]
         return _Answer(outputs, before, after, flags, names)
 
+    @contextmanager
+    def _ready(self) -> Generator[None]:
+        """Within it the net may run: in evaluation mode, without a graph, all weights whole."""
+        with self._whole(), running(self.net):
+            yield
+
     def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        with self._whole(), running(self.net), shapes_in_words(self.net.module, x):
+        """The outputs, and the state after them; within `_ready`."""
+        try:
             if state is None:
                 state = self.net.initial_state(x.shape[1], like=x)
             return self.net(x, state, resets)
+        except (ModelError, RuntimeError, ValueError, IndexError) as error:
+            refuse_shapes(error, self.net.module, x)
+            raise
 
     def _run_around(
         self, x: Tensor, missing: Tensor, resets: Tensor | None
@@ -345,8 +355,7 @@ class Predictor:
         """
         self.skipped += int(missing.sum())
         starts = None if resets is None else resets.cpu()
-        with running(self.net):
-            start = self.net.initial_state(self.lanes, like=x)
+        start = self.net.initial_state(self.lanes, like=x)
         before = start if self.state is None else self.state
         outputs, after = self._run(x.nan_to_num(0, 0, 0), before, resets)
         outputs = outputs.clone()
@@ -402,7 +411,8 @@ class Predictor:
         """Outputs `(T, B, C)` of a chunk on the device of the net; its stream checks inputs."""
         chunk = chunk.convert(Placement(self.device, self._dtype))
         resets = chunk.resets if chunk.any_reset else None
-        outputs, self.state = self._run(chunk.inputs, self.state, resets)
+        with self._ready():
+            outputs, self.state = self._run(chunk.inputs, self.state, resets)
         return outputs
 
     def step(self, inputs: Tensor | Array) -> Tensor:
@@ -428,7 +438,7 @@ class Predictor:
 
     def _step_prepared(self, single: SingleStep, inputs: Tensor | Array) -> Tensor | None:
         """The outputs of a prepared step; None if an ordinary call has to run."""
-        with self._alone, evaluating(single.modules):
+        with self._alone, single.mode:
             if not single.holds(self.net):
                 self._unload()
                 self._single = None

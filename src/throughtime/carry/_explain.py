@@ -4,8 +4,7 @@ Shapes: `T` steps, `B` lanes.
 """
 
 import re
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -134,24 +133,22 @@ _WIDTHS = (  # in messages of torch
 )
 
 
-@contextmanager
-def shapes_in_words(module: nn.Module, x: Tensor) -> Generator[None]:
-    """Say of inputs that the net refuses which ones it expects."""
-    try:
-        yield
-    except (ModelError, RuntimeError, ValueError, IndexError) as error:
-        if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
-            raise
-        if hint := whole_numbers_hint(module, x) or _tokens_hint(module, x):
-            raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
-        for match in (pattern.search(str(error)) for pattern in _WIDTHS):
-            if match is not None and int(match["width"]) == x.shape[-1]:
-                raise DataError(
-                    f"the inputs have {counted(x.shape[-1], 'feature')} in each step, the net"
-                    f" expects {match['expected']}: write inputs of shape"
-                    f" (..., {match['expected']})"
-                ) from error
-        raise
+def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:
+    """Say of inputs that the net refused with an error which ones it expects.
+
+    Raises:
+        DataError: the error is of torch or of the trials of a net, and says that.
+    """
+    if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
+        return
+    if hint := whole_numbers_hint(module, x) or _tokens_hint(module, x):
+        raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
+    for match in (pattern.search(str(error)) for pattern in _WIDTHS):
+        if match is not None and int(match["width"]) == x.shape[-1]:
+            raise DataError(
+                f"the inputs have {counted(x.shape[-1], 'feature')} in each step, the net"
+                f" expects {match['expected']}: write inputs of shape (..., {match['expected']})"
+            ) from error
 
 
 def _tokens_hint(module: nn.Module, x: Tensor) -> str:

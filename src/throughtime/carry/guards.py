@@ -87,50 +87,58 @@ class ModuleGuards:
 
     Args:
         module: of a carried net. The net itself is not kept: it may own these guards.
+        source: of what was read from the source of its forward.
 
     Attributes:
         modules: the module and those in it.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, source: Guards | None = None) -> None:
         self.modules = (*module.modules(),)
-        self._containers = [module._modules for module in self.modules]
-        self._children = [[*children.values()] for children in self._containers]
+        self._source = source if source is not None and (source.entries or source.methods) else None
+        self._children = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
         self._traits = [
             (m, m.__dict__, type(m), type(m).forward, _own_hooks(m)) for m in self.modules
         ]
-        self._layers = [m.__dict__ for m in self.modules if isinstance(m, nn.RNNBase)]
-        self._settings = [_settings(own) for own in self._layers]
+        self._layers = [
+            (m.__dict__, _settings(m.__dict__)) for m in self.modules if isinstance(m, nn.RNNBase)
+        ]
 
-    def hold(self) -> bool:
-        """Whether no module was replaced."""
-        return [[*now.values()] for now in self._containers] == self._children
-
-    def unobserved(self, net: nn.Module) -> bool:
-        """Whether nothing observes a call: no mode of torch, no hook, no other forward or class.
+    def hold(self, net: nn.Module) -> bool:
+        """Whether all is as it was, and nothing observes a call: no mode of torch, no hook.
 
         Args:
             net: that carries the module.
         """
         if torch_observes() or modified(net.__dict__):
             return False
+        # as `modified` and `is_same`, each of which would be a call in every update
         for module, own, kind, forward, hooks in self._traits:
             if type(module) is not kind or kind.forward is not forward:
                 return False
-            now = _hooks(own)  # as `modified`, which is a call for each module in every update
+            now = _hooks(own)
             if any(now) if hooks is NO_HOOKS else _values(now) != hooks:
                 return False
             if "forward" in own and not _has_class_forward(own):
                 return False
-        return [_settings(own) for own in self._layers] == self._settings
+        for children, before in self._children:
+            if [*children.values()] != before:
+                return False
+        for own, settings in self._layers:
+            if _settings(own) != settings:
+                return False
+        return self._source is None or self._source.hold()
+
+    def is_same(self) -> bool:
+        """Whether no module was replaced, and the source would be read as it was."""
+        return all([*children.values()] == before for children, before in self._children) and (
+            self._source is None or self._source.hold()
+        )
 
 
-def modified(instance: dict[str, Any], own_hooks: Hooks = NO_HOOKS) -> bool:
+def modified(instance: dict[str, Any]) -> bool:
     """Whether a module, by its `__dict__`, has hooks or another forward than that of its class."""
-    hooks = _hooks(instance)
-    if any(hooks) if own_hooks is NO_HOOKS else _values(hooks) != own_hooks:
-        return True
-    return "forward" in instance and not _has_class_forward(instance)
+    return any(_hooks(instance)) or ("forward" in instance and not _has_class_forward(instance))
 
 
 def _values(hooks: Sequence[dict[int, object]]) -> Hooks:

@@ -10,7 +10,6 @@ Shapes: `B` lanes, `D` input features, `P` the features of a leaf of the state, 
 layers.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry.carried import MISFIT_ERRORS, Carried
+from throughtime.carry.carried import MISFIT_ERRORS, Carried, EvaluationMode
 from throughtime.carry.guards import ModuleGuards
 from throughtime.carry.layers import ChainAdapter, LayerAdapter
 from throughtime.carry.structure import (
@@ -48,15 +47,17 @@ class SingleStep:
     it. It is called by one thread at a time, in evaluation mode and without a graph.
 
     Attributes:
-        modules: of the net.
+        mode: in which it runs, that of the net.
         is_loaded: whether the state is here. The caller sets it to False where the state is
             elsewhere.
     """
 
-    def __init__(self, net: Carried, structure: Structure, x: Tensor, state: State) -> None:
+    def __init__(
+        self, net: Carried, structure: Structure, x: Tensor, state: State, y: Tensor
+    ) -> None:
         self._adapter, self._module = net.adapter, net.module
-        self._structure, self._guards = structure, ModuleGuards(net.module)
-        self.modules, self.is_loaded = self._guards.modules, False
+        self._guards = ModuleGuards(net.module, structure.guards)
+        self.mode, self.is_loaded = EvaluationMode(self._guards.modules), False
         called = not isinstance(net.adapter, (ChainAdapter, LayerAdapter))  # by a forward
         with torch.inference_mode(False):  # tensors that may be written to outside of it as well
             self._x = torch.zeros_like(x)
@@ -71,8 +72,12 @@ class SingleStep:
         self._zeros = np.zeros_like(self._array)
         arguments = net.adapter.forward_arguments(self._x, ()) if called else None
         self._entering: Tensor = arguments[0] if arguments else self._x
-        self._layers = (*calls.values(),)
+        self._layers, targets = (*calls.values(),), [op.target for op in structure.operations]
         self._operations = [calls.get(op.target) or _forward(op) for op in structure.operations]
+        for before, layer in zip([None, *targets], targets, strict=False):
+            if layer in calls and (before is None or before in calls):
+                calls[layer].set_inputs(self._entering if before is None else calls[before].outputs)
+        self._no_outputs, self._is_new = np.zeros_like(y.numpy()), type(targets[-1]) is nn.Linear
         # of each leaf of the net's state the calls that have it, and its number there
         positions = {
             id(leaf): (own, k)
@@ -96,14 +101,14 @@ class SingleStep:
             y: what the net made of it, `(1, B, C)`.
             after: the state after it.
         """
-        if type(net) is not Carried or not ModuleGuards(net.module).unobserved(net):
+        if type(net) is not Carried or not ModuleGuards(net.module).hold(net):
             return None
         structure = structure_of(net, x) if x.is_cpu else None
         if structure is None or not all(_is_fused(layer, x) for layer in structure.layers):
             return None
         try:
-            step = cls(net, structure, x, state)
-        except KeyError:  # leaves that no layer has
+            step = cls(net, structure, x, state, y)
+        except (KeyError, TypeError):  # leaves that no layer has, outputs of a type NumPy lacks
             return None
         if not step.holds(net) or not step.load(state):
             return None
@@ -125,9 +130,7 @@ class SingleStep:
         return (
             net.adapter is self._adapter
             and net._modules["module"] is self._module
-            and self._guards.hold()
-            and self._structure.guards.hold()
-            and self._guards.unobserved(net)
+            and self._guards.hold(net)
             and all(map(_LayerCalls.holds, self._layers))
         )
 
@@ -162,13 +165,15 @@ class SingleStep:
         try:
             for operation in self._operations:
                 y = operation(y)
+            finite = is_finite(y.numpy(), self._no_outputs)
         except MISFIT_ERRORS:
             return None
-        if not math.isfinite(y.sum()) or not all(map(_LayerCalls.is_finite, self._layers)):
+        if not finite or not all(map(_LayerCalls.is_finite, self._layers)):
             return None
         for layer in self._layers:
             layer.swap()
-        return y.flatten(0, 1).clone()  # it may be memory of ours
+        y = y.flatten(0, 1)
+        return y if self._is_new else y.clone()  # it may be memory of ours
 
     def _take(self, inputs: Any) -> bool:
         """Copy the inputs of a step; False if they do not fit or are not finite."""
@@ -243,7 +248,8 @@ class _LayerCalls:
         ]
         self._outputs = weights[0].ih.new_zeros(*rows, widths[0])
         dims = (lanes, 1) if batch_first else (1, lanes)
-        self._x, self._y = ((*dims, layer.input_size), dtype), self._outputs[-1].view(*dims, -1)
+        self._x, self._inputs = ((*dims, layer.input_size), dtype), None
+        self.outputs = self._outputs[-1].view(*dims, -1)
         self._turns = [
             _Turn(_calls(layer, weights, self._outputs, *pair), pair[0], after.numpy())
             for pair, after in zip((states, states[::-1]), memory[::-1], strict=True)
@@ -262,14 +268,22 @@ class _LayerCalls:
         Raises:
             ValueError: the inputs are of another shape or type.
         """
-        if _form(x) != self._x:
-            raise ValueError
-        x = x.contiguous()
         calls = self._turns[0].calls
-        calls[0].x = x.data_ptr()
+        if x is not self._inputs:
+            if _form(x) != self._x:
+                raise ValueError
+            x = x.contiguous()
+            calls[0].x = x.data_ptr()
         for call in calls:
             check(self._run(call))
-        return self._y
+        return self.outputs
+
+    def set_inputs(self, x: Tensor) -> None:
+        """Set the inputs that every call will have, in memory of ours, if they fit."""
+        if _form(x) == self._x and x.is_contiguous():
+            self._inputs = x
+            for turn in self._turns:
+                turn.calls[0].x = x.data_ptr()
 
     def is_finite(self) -> bool:
         """Whether all numbers of the state after the step are."""

@@ -175,6 +175,8 @@ def layer_states(net: Carried, structure: Structure, state: State) -> list[State
 def _read_chain(adapter: ChainAdapter) -> Structure:
     """The structure of an `nn.Sequential`."""
     guards, operations = Guards(), list[TensorCall]()
+    if (*adapter.module._modules.values(),) != adapter.children:
+        raise UnknownError("a module that was replaced after tt.carry")
     for name, link in adapter.links.items():
         if isinstance(link, StatelessAdapter):
             if not is_identity(link.module, guards):

@@ -20,6 +20,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 import cmath
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import repeat
 from operator import attrgetter, is_, itemgetter
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.guards import ModuleGuards, modified
+from throughtime.carry.guards import ModuleGuards, modified, torch_observes
 from throughtime.chunk import Chunk
 from throughtime.gradient._parts import Parts, match
 from throughtime.gradient.objective import IGNORED, Objective
@@ -43,8 +44,10 @@ from throughtime.state import State
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 _traits = attrgetter(
-    "shape", "dtype", "requires_grad", "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
+    "shape", "dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
+_grad = attrgetter("grad")  # not a trait: torch's comparison of a tensor with None takes 10 us
+_form = attrgetter("shape", "dtype", "requires_grad", "is_cpu")
 _address = Tensor.data_ptr
 MOST_MATCHES = 20  # a net that changes again and again is run with a graph
 
@@ -79,14 +82,9 @@ def try_fused(
         has been changed.
     """
     fused = net._fused_net
-    if fused is None or (isinstance(fused, FusedNet) and not fused.holds(net)):
-        guards = ModuleGuards(net.module)
-        if not guards.unobserved(net):
-            return None  # a trial would be noticed
-        matches = fused.matches + 1 if isinstance(fused, FusedNet) else 1
-        parts = match(net, steps.inputs) if matches <= MOST_MATCHES else None
-        fused = net._fused_net = False if parts is None else FusedNet(parts, guards, matches)
-    if window.start or not isinstance(fused, FusedNet):
+    if not isinstance(fused, FusedNet) or not fused.holds(net):
+        fused = _match_again(net, steps.inputs)
+    if window.start or fused is None:
         return None
     loss = None
     if fused.parts.readout is not None:
@@ -94,6 +92,22 @@ def try_fused(
         if loss is None:
             fused = fused.by_tail()
     return fused.update(net, steps, chunk, edge, window, objective, loss)
+
+
+def _match_again(net: Carried, inputs: Tensor) -> "FusedNet | None":
+    """The net whose parts are read for the first time, or were replaced; None to build a graph."""
+    before = net._fused_net if isinstance(net._fused_net, FusedNet) else None
+    if before is not None and before.is_same(net):
+        return None
+    if torch_observes() or not ModuleGuards(net.module).hold(net):
+        return None  # a trial would be noticed
+    matches = 1 if before is None else before.matches + 1
+    parts = match(net, inputs) if matches <= MOST_MATCHES else None
+    if parts is None:
+        net._fused_net = False
+        return None
+    net._fused_net = fused = FusedNet(parts, ModuleGuards(net.module, parts.guards), matches)
+    return fused
 
 
 class FusedNet:
@@ -147,8 +161,12 @@ class FusedNet:
         return type(None), ()
 
     def holds(self, net: Carried) -> bool:
+        """Whether modules and settings are as they were, and nothing observes the computation."""
+        return type(net) is Carried and self.parts.adapter is net.adapter and self.guards.hold(net)
+
+    def is_same(self, net: Carried) -> bool:
         """Whether the modules of the net are still put together in this way."""
-        return self.parts.adapter is net.adapter and self.parts.holds() and self.guards.hold()
+        return self.parts.adapter is net.adapter and self.guards.is_same()
 
     def update(
         self,
@@ -165,11 +183,13 @@ class FusedNet:
         # a graph runs a window in two calls where its state is kept within: dropout draws anew
         fits = not (
             self._declined
+            or objective.scaler is not None
             or steps._inputs.requires_grad
             or (steps.any_reset and not parts.zero_start)
             or (parts.random_tail and 0 < window.keep < window.stop)
+            or (self._deep and any(layer.dropout and layer.training for layer in self._deep))
         )
-        parameters = self._read_weights() if fits and self._unchanged(net, objective) else None
+        parameters = self._read_weights() if fits and torch.is_grad_enabled() else None
         if parameters is None:
             return None
         dtype = parameters[0][0].dtype
@@ -180,7 +200,7 @@ class FusedNet:
             return None
         front = None
         if parts.front is not None:
-            front = self._front_inputs(net, steps, edge, window, objective, parameters)
+            front = self._front_inputs(net, steps, edge, window, parameters)
             if front is None:
                 return None
         inputs = self._read_inputs(steps, front, dtype)
@@ -224,18 +244,6 @@ class FusedNet:
         fits = shape[1:] == (steps.lanes, self._inputs) and shape[0] >= row + steps.steps
         return (x, row) if fits and _readable(x, dtype) else None
 
-    def _unchanged(self, net: Carried, objective: Objective) -> bool:
-        """Whether modules and settings are as they were, and nothing observes the computation."""
-        readout = self._readout
-        return (
-            type(net) is Carried
-            and (readout is None or (readout._parameters.get("bias") is not None) is self._bias)
-            and objective.scaler is None
-            and torch.is_grad_enabled()
-            and self.guards.unobserved(net)
-            and not (self._deep and any(layer.dropout and layer.training for layer in self._deep))
-        )
-
     def _read_weights(self) -> _Parameters | None:
         """All parameters.
 
@@ -249,37 +257,47 @@ class FusedNet:
                 weights += get(own)
         except KeyError:
             return None
-        if self._readout is not None and not self._bias:
-            weights.pop()
+        if self._readout is not None:
+            if (weights[-1] is not None) is not self._bias:
+                return None
+            if not self._bias:
+                weights.pop()
         addresses = list(map(_address, weights))
         if addresses != self._addresses or not all(map(is_, weights, self._checked)):
             if not self._accepts(weights):
                 return None
             self._checked, self._addresses = weights, addresses
-        if not all(map(Tensor.is_contiguous, weights)):
+        if not all(map(Tensor.is_contiguous, weights)) or not self._has_traits(weights):
             return None
-        traits = list(map(_traits, weights))
-        if traits == self._traits:  # the usual case: no gradients yet
+        grads = list(map(_grad, weights))
+        if all(map(is_, grads, repeat(None))):  # the usual case
             return weights, None, addresses
-        grads = self._grads(traits)
-        return None if grads is None else (weights, grads, addresses)
+        return (weights, grads, addresses) if self._accepts_grads(grads) else None
 
-    def _grads(self, traits: Sequence[tuple[Any, ...]]) -> list[Tensor | None] | None:
-        """The gradients among the traits of weights; None if a kernel must not write to one."""
-        grads: list[Tensor | None] = []
-        for expected, (*own, grad, hooks, later_hooks) in zip(self._traits, traits, strict=True):
-            shape, dtype, _ = expected[:3]
-            if (*own,) != expected[:3] or hooks or later_hooks:
-                return None
-            if grad is not None and not (grad.shape == shape and _readable(grad, dtype)):
-                return None
-            grads.append(grad)
-        return grads
+    def _accepts_grads(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether a kernel may write to gradients."""
+        written: list[Tensor] = []
+        for grad, (shape, dtype, *_) in zip(grads, self._traits, strict=True):
+            if grad is None:
+                continue
+            # as `_readable`, which would be a call for each in every update
+            if type(grad) is not Tensor or _form(grad) != (shape, dtype, False, True):
+                return False
+            written.append(grad)
+        return all(map(Tensor.is_contiguous, written)) and not any(map(Tensor.is_neg, written))
+
+    def _has_traits(self, weights: Sequence[Tensor]) -> bool:
+        """Whether the traits of weights are as expected; hooks may have been removed again."""
+        traits = list(map(_traits, weights))
+        return traits == self._traits or all(
+            (*own,) == expected[:3] and not hooks and not later_hooks
+            for expected, (*own, hooks, later_hooks) in zip(self._traits, traits, strict=True)
+        )
 
     def _accepts(self, weights: Sequence[Tensor]) -> bool:
         """Whether a kernel may read new weights; notes the traits that they must keep."""
         dtype = weights[0].dtype
-        self._traits = [(shape, dtype, True, None, None, None) for shape in self._shapes]
+        self._traits = [(shape, dtype, True, None, None) for shape in self._shapes]
         return len({id(weight) for weight in weights}) == len(weights) and all(
             type(weight) is nn.Parameter
             and weight.dtype is dtype
@@ -314,7 +332,6 @@ class FusedNet:
         steps: Chunk,
         edge: State,
         window: Window,
-        objective: Objective,
         parameters: _Parameters,
     ) -> Tensor | None:
         """The inputs of the first layer, with the graph of the front; None to build all of it.
@@ -335,7 +352,7 @@ class FusedNet:
             net._explain(error, inputs, edge)
             raise
         pure = not self.parts.foreign_front or (
-            self._unchanged(net, objective) and _same(self._read_weights(), parameters)
+            self.holds(net) and _same(self._read_weights(), parameters)
         )
         if type(front) is Tensor and pure and len(front) == steps.steps:
             return front

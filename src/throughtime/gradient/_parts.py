@@ -15,6 +15,7 @@ from throughtime import state as trees
 from throughtime._device import fork_rng
 from throughtime.carry._adapter import Adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
+from throughtime.carry.guards import Guards
 from throughtime.carry.layers import ChainAdapter, LayerAdapter
 from throughtime.carry.structure import Around, Structure, TensorCall, is_foreign, structure_of
 from throughtime.gradient._memory import preserve_rng_and_buffers
@@ -31,7 +32,7 @@ class Parts:
 
     Attributes:
         adapter: of the net.
-        holds: whether the modules are still put together in this way.
+        guards: of what was read from the source of a forward.
         names: the keys of the state, in order.
         layers: the recurrent layers, from the inputs to the outputs, by their names in the state.
         readout: reads the outputs of the last layer; None if the tail does.
@@ -47,7 +48,7 @@ class Parts:
     """
 
     adapter: Adapter
-    holds: Callable[[], bool]
+    guards: Guards
     names: tuple[str, ...]
     layers: Mapping[str, Recurrent]
     readout: nn.Linear | None
@@ -96,7 +97,7 @@ def _parts(
     net: Carried, structure: Structure, around: Around, chain: ChainAdapter | None
 ) -> Parts | None:
     """The parts of a structure, that of a `chain` or of a module of the user's."""
-    adapter, guards = net.adapter, structure.guards
+    adapter = net.adapter
     layers = [layer for layer in structure.layers if isinstance(layer, Recurrent)]
     for lower, upper in pairwise(layers):
         if upper.input_size != (lower.proj_size or lower.hidden_size):
@@ -113,7 +114,6 @@ def _parts(
     names = {layer: name for name, layer in net.module.named_modules()}
     if structure.paths:  # else hooks set the states
         names = {layer: str(i) for i, layer in enumerate(layers)}
-    children = net.module._modules
 
     def run_front(x: Tensor) -> Tensor:
         steps_and_lanes = x.shape[:2]
@@ -132,11 +132,7 @@ def _parts(
 
     return Parts(
         adapter,
-        guards.hold
-        if chain is None
-        else lambda: (
-            tuple(children.values()) == chain.children and (not guards.entries or guards.hold())
-        ),
+        structure.guards,
         tuple(names[layer] for layer in layers) if chain is None else tuple(chain.links),
         {names[layer]: layer for layer in layers},
         readout,

@@ -185,14 +185,15 @@ class Objective:
         fn = self.loss_fn
         if not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)):
             return chunk.valid_steps
-        targets = chunk.host_targets
+        targets, weight = chunk.host_targets, fn.weight
         if targets is None or targets.is_floating_point():
             return chunk.valid_steps
-        counted = targets[chunk.metadata.mask[chunk.span]]
-        counted = counted[counted != fn.ignore_index]
-        return float(
-            len(counted) if fn.weight is None else self._host_weight(fn.weight)[counted].sum()
-        )
+        if chunk.valid_steps < chunk.steps * chunk.lanes:
+            targets = targets[chunk.metadata.mask[chunk.span]]
+        counted = targets != fn.ignore_index
+        if weight is None:
+            return counted.sum().item()
+        return self._host_weight(weight)[targets[counted]].sum().item()
 
     def _host_weight(self, weight: Tensor) -> Tensor:
         """The class weights on the host: read from a device once.
