@@ -302,6 +302,23 @@ def test_only_the_first_call_on_several_rows_is_checked(monkeypatch: pytest.Monk
     assert checked == [5]
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loop_checks_its_loss_once(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[int] = []
+    check = check_rows
+
+    def count(function: Loss, rows: Tensor, targets: Tensor, role: str) -> Tensor:
+        checked.append(len(rows))
+        return check(function, rows, targets, role)
+
+    monkeypatch.setattr("throughtime.gradient.objective.check_rows", count)
+    net, stream = net_and_stream(chunk=5)
+    loss_fn: Loss = lambda o, t: (o - t).square().mean()  # noqa: E731
+    policy = tt.Truncated(5)
+    assert list(tt.updates(net, stream, loss_fn, gradient=policy, accumulate=accumulate))
+    assert len(checked) == 1
+
+
 def test_a_compiled_loss_is_compiled_after_the_check() -> None:
     compiled: list[int] = []
 

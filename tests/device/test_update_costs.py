@@ -34,6 +34,7 @@ class Loop:
     lengths: tuple[int, ...] = LONG
     masked: bool = False
     clipped: bool = False
+    weighted: bool = False
     accumulate: int = 1
     lanes: int = 200
     stream: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -57,10 +58,11 @@ class Loop:
         net = make_net(device)
         optimizer = torch.optim.Adam(net.parameters(), 1e-2)
         stream = tt.Stream(self.recordings(), lanes=self.lanes, chunk=100, **self.stream)
+        loss_fn = nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]) if self.weighted else None)
         updates = tt.updates(
             net,
             stream,
-            nn.CrossEntropyLoss(),
+            loss_fn.to(device),
             gradient=self.policy,
             accumulate=self.accumulate,
         )
@@ -101,6 +103,8 @@ LOOPS = {
     "warm-up of the stream": Loop(lengths=SHORT, stream={"warm_up": 20}),
     "retained graphs": Loop(tt.Truncated(100, horizon=200, graphs="retain")),
     "accumulated": Loop(lengths=(800,) * 200, masked=True, accumulate=2),
+    "class weights": Loop(weighted=True),
+    "accumulated, class weights": Loop(lengths=(800,) * 200, weighted=True, accumulate=2),
     "few lanes": Loop(lengths=(1000, 1000), masked=True, lanes=2),
     "RTRL": Loop(tt.RTRL(100), (900, 900), lanes=2),
     "Adaptive": Loop(tt.Adaptive(tolerance=0.1, min=50, max=100), (900, 900), lanes=2),

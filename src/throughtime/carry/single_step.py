@@ -61,8 +61,11 @@ class SingleStep:
         called = not isinstance(net.adapter, (ChainAdapter, LayerAdapter))  # by a forward
         with torch.inference_mode(False):  # tensors that may be written to outside of it as well
             self._x = torch.zeros_like(x)
+            self._turn = [0, 1]  # the first is that of the state that enters the next step
             calls = {
-                layer: _LayerCalls(layer, x.shape[1], batch_first=called and layer.batch_first)
+                layer: _LayerCalls(
+                    layer, x.shape[1], self._turn, batch_first=called and layer.batch_first
+                )
                 for layer in structure.layers
             }
             self._like = trees.map_leaves(lambda leaf: leaf.detach().clone(), state)
@@ -170,8 +173,7 @@ class SingleStep:
             return None
         if not finite or not all(map(_LayerCalls.is_finite, self._layers)):
             return None
-        for layer in self._layers:
-            layer.swap()
+        self._turn.reverse()  # of all layers at once, even if an interrupt comes before or after
         y = y.flatten(0, 1)
         return y if self._is_new else y.clone()  # it may be memory of ours
 
@@ -230,11 +232,13 @@ class _Turn(NamedTuple):
 
 
 class _LayerCalls:
-    """The calls of a layer for one step, and its state: two of them, which change places."""
+    """The calls of a layer for one step, and its state: two of them, which take turns."""
 
-    def __init__(self, layer: nn.RNNBase, lanes: int, *, batch_first: bool) -> None:
+    def __init__(
+        self, layer: nn.RNNBase, lanes: int, turn: list[int], *, batch_first: bool
+    ) -> None:
         weights = layer_weights(layer)
-        self._own, self._threads = layer._parameters, torch.get_num_threads()
+        self._own, self._turn, self._threads = layer._parameters, turn, torch.get_num_threads()
         self._get = itemgetter(*(name for names in layer._all_weights for name in names))
         own: tuple[Tensor, ...] = self._get(self._own)
         self._addresses, self._forms = [*map(_address, own)], [*map(_form, own)]
@@ -260,7 +264,7 @@ class _LayerCalls:
     @property
     def state(self) -> list[Tensor]:
         """The leaves `(L, B, P)` of the state that enters the next step."""
-        return self._turns[0].entering
+        return self._turns[self._turn[0]].entering
 
     def __call__(self, x: Tensor) -> Tensor:
         """The outputs for the inputs of a step; the next call overwrites them.
@@ -268,7 +272,7 @@ class _LayerCalls:
         Raises:
             ValueError: the inputs are of another shape or type.
         """
-        calls = self._turns[0].calls
+        calls = self._turns[self._turn[0]].calls
         if x is not self._inputs:
             if _form(x) != self._x:
                 raise ValueError
@@ -287,11 +291,7 @@ class _LayerCalls:
 
     def is_finite(self) -> bool:
         """Whether all numbers of the state after the step are."""
-        return is_finite(self._turns[0].leaving, self._zeros)
-
-    def swap(self) -> None:
-        """The state after the step is that which enters the next."""
-        self._turns.reverse()
+        return is_finite(self._turns[self._turn[0]].leaving, self._zeros)
 
     def holds(self) -> bool:
         """Whether the weights are in the same memory, their values being others or not."""

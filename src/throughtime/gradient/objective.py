@@ -98,6 +98,20 @@ def target_kind(loss_fn: object) -> Literal["classes", "numbers"] | None:
     return None
 
 
+@dataclass(eq=False)
+class _Memory:
+    """What is known of a loss function after its first calls; copies of an objective share it.
+
+    Attributes:
+        checked: whether a call on several rows has been checked.
+        class_weight: its weights of classes on a device, an alias, torch's count of their changes,
+            and a copy on the host.
+    """
+
+    checked: bool = False
+    class_weight: tuple[Tensor, Tensor, int, Tensor] | None = None
+
+
 @dataclass(frozen=True)
 class Objective:
     """A user's loss function over the valid steps of a chunk.
@@ -114,11 +128,7 @@ class Objective:
     scaler: Scaler | None = None
     reducer: Reducer | None = None
     late: LateChecks | None = field(default=None, compare=False)
-    _checked: bool = field(default=False, init=False, repr=False, compare=False)
-    # the weights of classes on a device, an alias, torch's count of changes, a copy on the host
-    _class_weight: tuple[Tensor, Tensor, int, Tensor] | None = field(
-        default=None, init=False, repr=False, compare=False
-    )
+    _memory: _Memory = field(default_factory=_Memory, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if (
@@ -143,11 +153,11 @@ class Objective:
         """
         rows, targets = chunk.valid_pairs(outputs)
         try:
-            if self._checked or len(rows) < 2:
+            if self._memory.checked or len(rows) < 2:
                 loss = self.loss_fn(rows, targets)
             else:
                 loss = check_rows(self.loss_fn, rows, targets, "loss_fn")
-                object.__setattr__(self, "_checked", True)
+                self._memory.checked = True
         except RuntimeError as error:
             if fault := self._device_fault(outputs.device):
                 raise ModelError(fault) from error
@@ -202,15 +212,15 @@ class Objective:
         """
         if weight.is_cpu:
             return weight
-        known, version = self._class_weight, 0 if weight.is_inference() else weight._version
+        known = self._memory.class_weight
+        version = 0 if weight.is_inference() else weight._version
         if (
             known is None
             or known[0] is not weight
             or known[1].data_ptr() != weight.data_ptr()
             or known[2] != version
         ):
-            known = weight, weight.detach(), version, weight.cpu()
-            object.__setattr__(self, "_class_weight", known)
+            known = self._memory.class_weight = weight, weight.detach(), version, weight.cpu()
         return known[3]
 
     def counts(self, chunk: Chunk) -> bool:
@@ -313,12 +323,14 @@ class Objective:
             chunk: the steps.
             start: the first of them in the epoch.
         """
+        if self.late is None or result[0].is_cpu:
+            return False
         loss, outputs = (tensor.detach() for tensor in result)  # the graph is released now
 
         def message(name: str | None) -> str:
             return self.nonfinite_message(name, (loss, outputs), chunk, start, outcome="zeroed")
 
-        return self.late is not None and self.late.add(gradients, loss, message)
+        return self.late.add(gradients, loss, message)
 
     def _nonfinite_recordings(self, outputs: Tensor, chunk: Chunk) -> list[int]:
         """The recordings whose own loss is not finite; if there are none, all of the chunk."""

@@ -257,19 +257,21 @@ def check_offset(
     Raises:
         DataError: one of these.
     """
+    if not offset:
+        return
     if offset < 0:
         raise DataError(f"offset={offset}: expected a number of steps, 0 for none")
-    if offset and seed is None:
+    if seed is None:
         raise DataError(
             f"offset={offset} is drawn from the seed, and seed=None draws nothing; give a seed"
         )
-    if offset and hand_off:
+    if hand_off:
         raise DataError(
             f"offset={offset} moves the edges between parts from epoch to epoch, and hand_off hands"
             " states over at these edges: leave one of them out"
         )
-    least = sum(length - min(max(0, offset - 1), length // 2) for length in lengths)
-    if offset and lanes > least:
+    least = sum(length - min(offset - 1, length // 2) for length in lengths)
+    if lanes > least:
         raise DataError(
             f"offset={offset} can leave {least} steps of the recordings, and there are {lanes}"
             " lanes: a lane needs at least one step in every epoch. Take a smaller offset or fewer"
