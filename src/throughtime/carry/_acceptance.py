@@ -3,7 +3,7 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -26,7 +26,8 @@ from throughtime.carry._laws import (
     Laboratory,
     Law,
     difference,
-    loss_weights,
+    gradients,
+    relative_difference,
     state_difference,
 )
 from throughtime.carry._names import reset_methods
@@ -37,25 +38,14 @@ from throughtime.carry._trial import (
     ConstantRandomness,
     changed_inputs,
     long_steps,
-    trial_inputs,
 )
 
 
 @dataclass
 class Acceptance:
-    """Measures the laws on conventions of one copy of a module.
-
-    Args:
-        subject: the copy.
-        example: the user's inputs.
-        modes: the training modes to measure in.
-        standardize: whether inputs of trials are standard normal.
-    """
+    """Measures the laws on conventions of one copy of a module."""
 
     subject: Subject
-    example: Tensor
-    modes: Mapping[str, bool]
-    standardize: bool
 
     def accepts(self, convention: Convention, x: Tensor) -> bool:
         """Whether a convention obeys every law; if not, the failure is noted."""
@@ -78,7 +68,7 @@ class Acceptance:
         return True
 
     def _laws(self, convention: Convention, laboratory: Laboratory) -> Iterator[Law | None]:
-        for training in self._training_modes():
+        for training in self.subject.training_modes:
             yield from laboratory.measure(training)
         laboratory.training = None
         for law in (self._kept, self._author, self._last, self._start, self._long):
@@ -110,17 +100,8 @@ class Acceptance:
         leaves = [p for p in self.subject.module.parameters() if p.requires_grad]
         if not source.scratch or not leaves or not own.requires_grad:
             return None
-        weights = loss_weights(own)
-        pairs = zip(
-            *(
-                torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
-                for y in (own, carried)
-            ),
-            strict=True,
-        )
-        deviation = max(
-            difference(a, b) / (1 + float(a.abs().max())) for a, b in pairs if a.numel()
-        )
+        grads = (gradients(y, leaves) for y in (own, carried))
+        deviation = max(map(relative_difference, *grads))
         return Law(
             "credit", deviation, tolerance, detached=", ".join(map(key_name, source.scratch))
         )
@@ -253,11 +234,11 @@ class Acceptance:
         if convention.call not in ("last", "every") or convention.context:
             return None
         whole = replace(convention, call="chunk", every=None)
-        x, module = laboratory.x, self.subject.module
-        steps = long_steps(x, module)
+        subject, x = self.subject, laboratory.x
+        steps = long_steps(x, subject.module)
         if steps > STEPS:
-            x = trial_inputs(self.example, module, x.shape[1], steps, standardize=self.standardize)
-        for training in self._training_modes():
+            x = subject.inputs(x.shape[1], steps)
+        for training in self.subject.training_modes:
             laboratory.training = training
             with torch.no_grad(), nullcontext() if training is None else ConstantRandomness():
                 y, _ = laboratory.run(x)
@@ -277,18 +258,11 @@ class Acceptance:
 
     def _long(self, convention: Convention, laboratory: Laboratory) -> Law | None:
         """Chunks of the user's length must give what one call gives, if a call takes a chunk."""
-        module = self.subject.module
-        steps = long_steps(self.example, module)
+        subject = self.subject
+        steps = long_steps(subject.example, subject.module)
         if convention.call not in ("chunk", "every") or steps <= STEPS:
             return None
-        x = trial_inputs(
-            self.example, module, laboratory.x.shape[1], steps, standardize=self.standardize
-        )
-        return laboratory.measure_long(x)
-
-    def _training_modes(self) -> list[dict[str, bool] | None]:
-        """Evaluation, and the modes of a module that trains."""
-        return [None, dict(self.modes)] if self.modes.get("") else [None]
+        return laboratory.measure_long(subject.inputs(laboratory.x.shape[1], steps))
 
     def with_resets(self, convention: Convention, x: Tensor) -> Convention:
         """The convention, with whether the module restarts lanes exactly as resets do."""

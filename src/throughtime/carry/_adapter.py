@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -103,33 +102,23 @@ class LaneDim:
     rows: int = 1
     lane_major: bool = True
 
-    @cached_property
-    def to_front(self) -> Callable[[Tensor], Tensor]:
-        """Moves the lanes of a tensor to the front."""
+    def to_front(self, leaf: Tensor) -> Tensor:
+        """The tensor with its lanes moved to the front."""
         dim = self.dim
         if dim is None:
-            return methodcaller("unsqueeze", 0)
+            return leaf.unsqueeze(0)
         if self.rows == 1:
-            return methodcaller("movedim", dim, 0)
-        return self._unfold
-
-    @cached_property
-    def to_module(self) -> Callable[[Tensor], Tensor]:
-        """The inverse of `to_front`."""
-        dim = self.dim
-        if dim is None:
-            return methodcaller("squeeze", 0)
-        if self.rows == 1:
-            return methodcaller("movedim", 0, dim)
-        return self._fold
-
-    def _unfold(self, leaf: Tensor) -> Tensor:
-        dim = self.dim or 0
+            return leaf.movedim(dim, 0)
         sizes = (-1, self.rows) if self.lane_major else (self.rows, -1)
         return leaf.unflatten(dim, sizes).movedim(dim + (not self.lane_major), 0)
 
-    def _fold(self, leaf: Tensor) -> Tensor:
-        dim = self.dim or 0
+    def to_module(self, leaf: Tensor) -> Tensor:
+        """The inverse of `to_front`."""
+        dim = self.dim
+        if dim is None:
+            return leaf.squeeze(0)
+        if self.rows == 1:
+            return leaf.movedim(0, dim)
         return leaf.movedim(0, dim + (not self.lane_major)).flatten(dim, dim + 1)
 
 
@@ -152,17 +141,13 @@ class LaneLayout:
         Raises:
             StateError: a tensor has no such dimension, or trees of different structure.
         """
-        (count, state), *others = states.items()
-        if others:
-            other_count, other = others[0]
-            pairs = zip(trees.leaves(state), trees.leaves(other), strict=True)
-            dims = tuple(
-                _lane_dim(name, {count: a.shape, other_count: b.shape})
-                for (name, a), (_, b) in pairs
-            )
-        else:
-            dims = tuple(LaneDim(None) for _ in trees.leaves(state))
-        return cls.of(dims, state, weight)
+        state = next(iter(states.values()))
+        leaves = zip(*map(trees.leaves, states.values()), strict=True)
+        dims = [
+            _lane_dim(named[0][0], {n: t.shape for n, (_, t) in zip(states, named, strict=True)})
+            for named in leaves
+        ]
+        return cls.of(tuple(dims), state, weight)
 
     @classmethod
     def of(cls, dims: tuple[LaneDim, ...], state: State, weight: Tensor | None) -> "LaneLayout":
@@ -203,11 +188,13 @@ class LaneLayout:
         rest = iter(moves)
         return trees.map_leaves(lambda leaf: next(rest)(leaf), state)  # noqa: PLW0108  # one for each leaf
 
-    def with_weight(self, state: State, weight: Tensor, lanes: int) -> State:
+    def with_weight(self, state: State, weight: Tensor | None, lanes: int) -> State:
         """The state on the device of the module, in its dtype if it was when this was inferred.
 
         A number among the tensors is the value of all lanes.
         """
+        if weight is None:
+            return state
         examples, dims = iter(trees.tensors(self.example)), iter(self.dims)
 
         def convert(leaf: Tensor) -> Tensor:
@@ -221,19 +208,13 @@ class LaneLayout:
 
     def zeros(self, lanes: int, weight: Tensor | None) -> State:
         """A zero state for `lanes` lanes, lanes first, on the device of the module."""
-
-        def zero(leaf: Tensor) -> Tensor:
-            follows = weight is not None and leaf.dtype == self.weight_dtype
-            return torch.zeros(
-                (lanes, *leaf.shape[1:]),
-                dtype=weight.dtype if weight is not None and follows else leaf.dtype,
-                device=leaf.device if weight is None else weight.device,
-            )
-
-        return trees.map_leaves(zero, self.example)
+        state = trees.map_leaves(lambda leaf: leaf.new_zeros(lanes, *leaf.shape[1:]), self.example)
+        return self.with_weight(state, weight, lanes)
 
 
 def _lane_dim(name: str, shapes: dict[int, torch.Size]) -> LaneDim:
+    if len(shapes) == 1:
+        return LaneDim(None)
     (first, a), (second, b) = shapes.items()
     changed = [i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q]
     if len(a) == len(b) and len(changed) == 1:

@@ -160,7 +160,7 @@ class BoundModule(Adapter):
             widen(state, lanes),
         )
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
-        return state if weight is None else layout.with_weight(state, weight, lanes)
+        return layout.with_weight(state, weight, lanes)
 
     def _captured(self, inputs: Tensor) -> State:
         """What the module itself starts from: its attributes, and what it passes to its layers."""

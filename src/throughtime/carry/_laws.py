@@ -17,10 +17,9 @@ deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -189,7 +188,7 @@ class Laboratory:
     ) -> None:
         self.adapter, self.module, self.x = adapter, module, x
         self._by_step = by_step
-        self.bounds = np.cumsum([0, *chunks]).tolist()
+        self._lengths, self._cut = [*chunks], chunks[0]
         self._snapshot = Snapshot(module)
         dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
@@ -199,7 +198,6 @@ class Laboratory:
         self.training: dict[str, bool] | None = None
         self.evaluated: tuple[Tensor, State] | None = None
         self.leaves_nothing = False
-        self._run_parts: _Parts | None = None
 
     def measure(self, training: dict[str, bool] | None = None) -> Iterator[Law]:
         """The laws, one by one, so that a caller may stop at the first that is broken.
@@ -208,21 +206,13 @@ class Laboratory:
             training: the modes of all parts, to measure in training what can be measured there,
                 with dropout and random numbers replaced by constants; None for evaluation.
         """
-        self.training, self._run_parts = training, None
+        self.training = training
+        self.__dict__.pop("_parts", None)
         prefix = "" if training is None else "training "
         set_modes(self.module, training)
-        laws: list[tuple[str, Callable[[], float]]] = [
-            ("repeat", self._repeat),
-            *([("value", self._value)] if training is None else []),
-            ("inputs", self._inputs),
-            ("causal", self._causal),
-            ("lanes", self._lanes),
-            ("whole", self._whole),
-        ]
-        if training is None:
-            laws += [("memory", self._memory), ("credit", self._credit)]
-        else:
-            laws.append(("credit", self._credit_in_training))
+        names = ["repeat", "value", "inputs", "causal", "lanes", "whole", "memory", "credit"]
+        if training is not None:
+            names = [name for name in names if name not in ("value", "memory")]
         with self._gradients():
             y, state = self.run(self.x)
         y, state = y.detach(), trees.detach(state)
@@ -230,18 +220,19 @@ class Laboratory:
             self.evaluated = y, state
         elif self.evaluated is not None and _equal((y, state), self.evaluated):
             # neither dropout nor batch statistics; only what happens between chunks may differ
-            laws = [("whole", self._whole_in_chunks), ("credit", self._credit_in_training)]
+            names = ["chunks", "credit"]
         self._y, self._end = y, state
         scale = 1 + float(y.abs().max()) if y.numel() else 1.0
         self.tolerance, self._needed = self._relative * scale, self._rounding * scale
-        for name, law in laws:
+        for name in names:
+            measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
                 with self._gradients():
-                    deviation, error = law(), ""
+                    deviation, error = measure(), ""
             except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as raised:
                 deviation, error = float("nan"), str(raised).split("\n")[0]
             tolerance = 0.0 if name in ("value", "inputs", "memory") else self.tolerance
-            yield Law(prefix + name, deviation, tolerance, error)
+            yield Law(prefix + name.replace("chunks", "whole"), deviation, tolerance, error)
 
     def _gradients(self) -> torch.set_grad_enabled:
         """Gradients as in use: a module may compute otherwise with them, so all runs agree."""
@@ -280,20 +271,17 @@ class Laboratory:
 
     def _repeat(self) -> float:
         # in evaluation, what the first run left in attributes and buffers must not matter
-        y, state = self.run(self.x, restore=self.training is not None)
-        return max(difference(y, self._y), state_difference(state, self._end))
+        return self._apart(*self.run(self.x, restore=self.training is not None))
 
     def _inputs(self) -> float:
         steps, lanes = self.x.shape[:2]
-        self._changed_at = steps // 2, lanes - 1
-        y, _ = self.run(changed_inputs(self.x, *self._changed_at))
+        step, lane = steps // 2, lanes - 1
+        y, _ = self.run(changed_inputs(self.x, step, lane))
         self._moved = (y.detach() - self._y).abs().reshape(steps, lanes, -1).amax(2)
-        step, lane = self._changed_at
         return max(0.0, self._needed - float(self._moved[step:, lane].max()))
 
     def _causal(self) -> float:
-        step, lane = self._changed_at
-        return float(self._moved[:step, lane].max())
+        return float(self._moved[: len(self.x) // 2, -1].max())
 
     def _lanes(self) -> float:
         lanes = self.x.shape[1]
@@ -302,7 +290,7 @@ class Laboratory:
         moved = float(self._moved[:, : lanes - 1].max())
         if self.training is not None:  # where a mask may be drawn for each row of the batch
             return moved
-        cut = self.bounds[1]
+        cut = self._cut
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
         state, together = self._parts.before, self._parts.second
         try:
@@ -313,32 +301,26 @@ class Laboratory:
         return max(moved, difference(alone, together[:, picks]))
 
     def _whole(self) -> float:
-        deviation = self._whole_in_chunks()
+        deviation = self._chunks()
         if not deviation <= self.tolerance:
             return deviation
-        y, state = self.run(self.x, *[1] * len(self.x))
-        return max(deviation, difference(y, self._y), state_difference(state, self._end))
+        return max(deviation, self._apart(*self.run(self.x, *[1] * len(self.x))))
 
-    def _whole_in_chunks(self) -> float:
+    def _chunks(self) -> float:
         first, _, _, second, end = self._parts
-        if not self.leaves_nothing and self.training is None:  # that must not matter either
-            y, end = self.run(self.x, *self._lengths())
-        else:
-            y = torch.cat([first, second])
+        if self.leaves_nothing or self.training is not None:
+            return self._apart(torch.cat([first, second]), end)
+        # what a call leaves in attributes and buffers must not matter either
+        return self._apart(*self.run(self.x, *self._lengths))
+
+    def _apart(self, y: Tensor, end: State) -> float:
+        """The difference from one call."""
         return max(difference(y, self._y), state_difference(end, self._end))
 
-    def _lengths(self) -> list[int]:
-        return [stop - start for start, stop in pairwise(self.bounds)]
-
-    @property
+    @cached_property
     def _parts(self) -> "_Parts":
         """The first chunk and the others: several laws need them, in each mode run once."""
-        if self._run_parts is None:
-            self._run_parts = self._in_parts()
-        return self._run_parts
-
-    def _in_parts(self) -> "_Parts":
-        cut, *lengths = self._lengths()
+        cut, *lengths = self._lengths
         first, state = self.run(self.x[:cut])
         if self.training is None:
             self.leaves_nothing = self._snapshot.holds()
@@ -360,7 +342,7 @@ class Laboratory:
         return Law("long", difference(whole, chunks), 10 * self.tolerance)
 
     def _memory(self) -> float:
-        cut = self.bounds[1]
+        cut = self._cut
         y, _ = self.run(self.x[cut:])
         return max(0.0, self._needed - difference(y, self._y[cut:]))
 
@@ -374,24 +356,17 @@ class Laboratory:
         Where the module gets one step at a call, a tensor of the state that changes outputs and
         gets no gradient counts as infinite: it is detached however the steps are divided.
         """
+        if self.training is not None:
+            return self._credit_in_training()
         x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
-        leaves = [p for p in self.module.parameters() if p.requires_grad]
-        leaves += [x] if x.requires_grad else []
-        if not leaves:
-            return 0.0
-        lengths = self._lengths()
-        weights = loss_weights(self._y)
-        grads: list[tuple[Tensor, ...]] = []
-        for chunks in ((), lengths):
+        leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
+        grads: list[list[Tensor]] = []
+        for chunks in ((), self._lengths):
             y, _ = self.run(x, *chunks)
-            if not y.requires_grad:
+            if not leaves or not y.requires_grad:
                 return 0.0
-            of_leaves = torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
-            grads.append(tuple(grad.to_dense() for grad in of_leaves))
-        deviation = 0.0
-        for a, b in zip(*grads, strict=True):
-            scale = 1 + float(a.abs().max()) if a.numel() else 1.0
-            deviation = max(deviation, difference(a, b) / scale)
+            grads.append(gradients(y, leaves))
+        deviation = max(map(relative_difference, *grads))
         if self._by_step and deviation <= self.tolerance and self._cuts_credit():
             return float("inf")
         return deviation
@@ -402,8 +377,8 @@ class Laboratory:
         if all(carries):
             return 0.0
         training, self.training = self.training, None
-        _, state = self.run(self.x[: self.bounds[1]])
-        evaluated = self._reached(state, self.run(self.x[self.bounds[1] :], state=state)[0])
+        _, state = self.run(self.x[: self._cut])
+        evaluated = self._reached(state, self.run(self.x[self._cut :], state=state)[0])
         self.training = training
         pairs = zip(evaluated, carries, strict=True)
         return float("inf") if any(before and not now for before, now in pairs) else 0.0
@@ -414,12 +389,10 @@ class Laboratory:
         entering = [leaf for leaf in leaves if leaf.requires_grad]
         if not entering or not y.requires_grad:
             return [False] * len(leaves)
-        loss = (y * loss_weights(y)).sum()
         try:
-            grads = torch.autograd.grad(loss, entering, retain_graph=True, materialize_grads=True)
+            rest = iter(gradients(y, entering))
         except RuntimeError:  # torch's LSTM in float32 under outputs written in place: not measured
             return [True] * len(leaves)
-        rest = iter(grads)
         return [leaf.requires_grad and bool(next(rest).any()) for leaf in leaves]
 
     def _cuts_credit(self) -> bool:
@@ -428,7 +401,7 @@ class Laboratory:
         The first step after it and the later ones are two questions: what a step returns may be cut
         where what it computes is not.
         """
-        cut = self.bounds[1]
+        cut = self._cut
         _, state = self.run(self.x[:cut])
         state = trees.map_leaves(_fresh_leaf, state)
         y, _ = self.run(self.x[cut:], state=state)
@@ -456,6 +429,18 @@ def _fresh_leaf(leaf: Tensor) -> Tensor:
 def loss_weights(y: Tensor) -> Tensor:
     """Random weights for a loss of all outputs."""
     return random_normal(y.shape, torch.Generator("cpu").manual_seed(2)).to(y)
+
+
+def gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a loss of all outputs."""
+    loss = (y * loss_weights(y)).sum()
+    grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
+    return [grad.to_dense() for grad in grads]
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two gradients, relative to the largest number of the first."""
+    return difference(a, b) / (1 + float(a.abs().max())) if a.numel() else 0.0
 
 
 def difference(a: Tensor, b: Tensor) -> float:

@@ -128,7 +128,7 @@ class PortCall:
         shape: `(T, B)`.
         resets: `(T, B)`, for layers that apply them.
         context: steps that a layer gets before those of this chunk, and must not run again.
-        every: the port whose layer gives its state after every step, see `StateHook`.
+        every: the port whose layer gives its state after every step, see `_at_every_step`.
         passed: what the module itself passed to the first call of each port.
         after: what the last call of each port returned.
         single: whether each layer was called once, with all steps of all lanes.
@@ -157,10 +157,10 @@ class PortHooks:
         self._links = [link for name in ports for link in links(module, name)]
         self._handles: list[Any] = []
         for name, layer in self._layers.items():
-            hook = StateHook(self, name, ports[name])
+            enter, leave = partial(self._enter, name), partial(self._leave, name)
             self._handles += [
-                layer.register_forward_pre_hook(hook.enter, with_kwargs=True, prepend=True),
-                layer.register_forward_hook(hook.leave, prepend=True),
+                layer.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
+                layer.register_forward_hook(leave, prepend=True),
             ]
 
     def remove(self) -> None:
@@ -196,48 +196,38 @@ class PortHooks:
         """Whether every port is a layer of `tt.nn`, which can apply resets."""
         return all(isinstance(layer, Recurrent) for layer in self._layers.values())
 
-
-@dataclass(frozen=True, eq=False)
-class StateHook:
-    """Sets the state of a port before a call of its submodule, and reads it after the call."""
-
-    hooks: PortHooks
-    name: str
-    port: Port
-
-    def enter(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _enter(
+        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments | None:
         """Before a call: its arguments with the carried state, if they change."""
-        call, name, port = _active.get(), self.name, self.port
-        if call is None or call.hooks is not self.hooks:
+        call, port = _active.get(), self.ports[name]
+        if call is None or call.hooks is not self:
             _refuse_recompute(name)
             return None
         if isinstance(layer, nn.RNNBase):
             args, kwargs = _check_sequence(call, name, layer, args, kwargs)
         elif call.resets is not None:
             raise ResetsUnsupportedError
-        if name in call.after:
-            if is_torch(port):
-                _check_continues(name, port.entering(args, kwargs), call.after[name])
-            return (args, kwargs) if call.context else None
-        if name not in call.before:
+        if name in call.before and name not in call.after:
+            if call.resets is not None:
+                batch_first = getattr(layer, "batch_first", False)
+                resets = call.resets.transpose(0, 1) if batch_first else call.resets
+                kwargs = {**kwargs, "resets": resets}
+            return port.insert(args, kwargs, call.before[name])
+        if name not in call.after:
             call.passed[name] = port.entering(args, kwargs)
-            return (args, kwargs) if call.context else None
-        if call.resets is not None:
-            batch_first = getattr(layer, "batch_first", False)
-            resets = call.resets.transpose(0, 1) if batch_first else call.resets
-            kwargs = {**kwargs, "resets": resets}
-        return port.insert(args, kwargs, call.before[name])
+        elif is_torch(port):
+            _check_continues(name, port.entering(args, kwargs), call.after[name])
+        return (args, kwargs) if call.context else None
 
-    def leave(self, layer: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+    def _leave(self, name: str, layer: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         """After a call: the state that it returned is carried."""
         del args
         call = _active.get()
-        if call is None or call.hooks is not self.hooks:
+        if call is None or call.hooks is not self:
             return None
-        call.after[self.name] = self.port.leaving(result)
-        return _at_every_step(layer, *result) if call.every == self.name else None
+        call.after[name] = self.ports[name].leaving(result)
+        return _at_every_step(layer, *result) if call.every == name else None
 
 
 def _check_sequence(

@@ -22,7 +22,6 @@ from throughtime.carry._trial import (
     changed_inputs,
     copy_of,
     quiet,
-    set_modes,
     trial_inputs,
 )
 from throughtime.errors import ModelError
@@ -285,36 +284,30 @@ def culprit(
     """The first part, in the order of calls, whose results break a law of time or lanes."""
     if law not in ("causal", "lanes", "whole", "repeat"):
         return None
-    twin, x = laboratory.module, laboratory.x
+    x, laboratory.training = laboratory.x, modes
     lanes = x.shape[1]
-    laboratory.training = modes
-    set_modes(twin, modes)
-    step, lane = STEPS // 2, lanes - 1
-
+    is_whole = law == "whole"
+    chunks = (3, STEPS - 3) if is_whole else ()
+    changed = x if is_whole else changed_inputs(x, STEPS // 2, lanes - 1)
     try:
         with torch.no_grad():
-            whole = _last_calls(laboratory, x)
-            if law == "whole":
-                other = _last_calls(laboratory, x, 3, STEPS - 3)
-            else:
-                other = _last_calls(laboratory, changed_inputs(x, step, lane))
+            whole, other = _last_calls(laboratory, x), _last_calls(laboratory, changed, *chunks)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
         return None
+    size, first = (lanes, lanes - 1) if law == "lanes" else (STEPS, STEPS // 2)
 
-    def judge(a: Tensor, b: Tensor) -> bool:
-        if law == "whole":
-            return _differs_at_end(a, b)
-        return _differs_elsewhere(a, b, step, lane, lanes, law)
+    def differs(a: Tensor, b: Tensor) -> bool:
+        return _differs_at_end(a, b) if is_whole else _differs_before(a, b, size, first, lanes)
 
     for name, (received, returned) in whole.items():
-        part = twin.get_submodule(name)
+        part = laboratory.module.get_submodule(name)
         is_leaf = not any(True for _ in part.children()) or isinstance(part, ATTENTION)
         if not is_leaf or name not in other or isinstance(part, RECURRENT):
             continue
         got, gave = other[name]
-        if any(judge(a, b) for a, b in zip(received, got, strict=False)):
+        if any(map(differs, received, got)):
             return None  # forward itself has broken the law before this part
-        if any(judge(a, b) for a, b in zip(returned, gave, strict=False)):
+        if any(map(differs, returned, gave)):
             return name, part
     return None
 
@@ -346,19 +339,17 @@ def _differs_at_end(whole: Tensor, last: Tensor) -> bool:
     return not torch.allclose(end, last, rtol=1e-4, atol=1e-5)
 
 
-def _differs_elsewhere(a: Tensor, b: Tensor, step: int, lane: int, lanes: int, law: str) -> bool:
-    """Whether results differ at earlier steps, or in other lanes than the one changed."""
+def _differs_before(a: Tensor, b: Tensor, size: int, first: int, lanes: int) -> bool:
+    """Whether results differ before the first step, or lane, that was changed."""
     if a.shape != b.shape:
         return False
     moved = ~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
-    times = [i for i, size in enumerate(a.shape) if size == STEPS]
-    batches = [i for i, size in enumerate(a.shape) if size == lanes]
-    if law in ("causal", "repeat") and len(times) == 1:
-        return bool(moved.narrow(times[0], 0, step).any())
-    if law == "lanes" and len(batches) == 1 and lanes > 1:
-        return bool(moved.narrow(batches[0], 0, lane).any())
-    flat = [i for i, size in enumerate(a.shape) if size == STEPS * lanes]
-    if len(flat) == 1:  # steps first or lanes first: count what may change in either
-        rows = int(moved.movedim(flat[0], 0).flatten(1).any(1).sum()) if a.dim() > 1 else 0
-        return rows > STEPS - step
-    return False
+    dims = [i for i, n in enumerate(a.shape) if n == size > 1]
+    if len(dims) == 1:
+        return bool(moved.narrow(dims[0], 0, first).any())
+    flat = [i for i, n in enumerate(a.shape) if n == STEPS * lanes]
+    if len(flat) != 1:
+        return False
+    # steps first or lanes first: count what may change in either
+    rows = moved.movedim(flat[0], 0).reshape(STEPS * lanes, -1).any(1)
+    return int(rows.sum()) > STEPS - STEPS // 2

@@ -36,12 +36,10 @@ from throughtime.carry._subject import CALL_ERRORS, Failure, Hints, Subject
 from throughtime.carry._trial import (
     LANES,
     copy_of,
-    modes_of,
     perturb,
     quiet,
     restore_modes,
     shrink,
-    trial_inputs,
 )
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
@@ -85,37 +83,33 @@ class Search:
 
     def _find_on(self, twin: nn.Module | None, *, hidden: bool) -> Convention | None:
         """The convention, by trials on a copy, or on the module itself if it has none."""
-        modes = modes_of(self.module)
-        subject = Subject(self.module if twin is None else twin, self.module, self.x, self.hints)
+        module = self.module if twin is None else twin
+        subject = Subject(module, self.module, self.x, self.hints, standardize=hidden)
         try:
-            acceptance = Acceptance(subject, self.x, modes, standardize=hidden)
-            return _Trials(subject, self.x, acceptance, standardize=hidden).find()
+            return _Trials(subject).find()
         finally:
             self.failures += subject.failures
             if twin is None:
                 subject.reset()
-                restore_modes(self.module, modes)
+                restore_modes(self.module, subject.modes)
 
 
-@dataclass
 class _Trials:
     """The trials on one copy of a module."""
 
-    subject: Subject
-    example: Tensor
-    acceptance: Acceptance
-    standardize: bool
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.acceptance = subject, Acceptance(subject)
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law."""
         subject = self.subject
-        own = self.example.shape[1]  # a module may be made for a number of lanes
+        own = subject.example.shape[1]  # a module may be made for a number of lanes
         attempts = [(LANES, False), (LANES, True), (own, True), (1, True)]
         for lanes, contiguous in dict.fromkeys(attempts):
             if (lanes, contiguous) == (LANES, True) and not self._needs_contiguous():
                 continue
             subject.one_lane = lanes == 1
-            x = trial_inputs(self.example, subject.module, lanes, standardize=self.standardize)
+            x = subject.inputs(lanes)
             for call, layout in self._layouts(x, contiguous):
                 for group in self._candidates(call, layout, x):
                     accepted = [c for c in (self._first(g, x) for g in group) if c is not None]

@@ -15,7 +15,7 @@ from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import Convention, set_attribute
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._names import SIZE_ATTRIBUTES, is_method, names_state, parameters_of
-from throughtime.carry._trial import Snapshot, set_modes
+from throughtime.carry._trial import STEPS, Snapshot, modes_of, set_modes, trial_inputs
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
@@ -73,13 +73,23 @@ class Subject:
         original: the user's.
         x: example inputs `(T, B, ...)`.
         hints: what the user says.
+        standardize: whether inputs of trials are standard normal.
 
     Raises:
         ModelError: `hints.call` is no method of the module.
     """
 
-    def __init__(self, module: nn.Module, original: nn.Module, x: Tensor, hints: Hints) -> None:
-        self.module, self.hints = module, hints
+    def __init__(
+        self,
+        module: nn.Module,
+        original: nn.Module,
+        x: Tensor,
+        hints: Hints,
+        *,
+        standardize: bool = False,
+    ) -> None:
+        self.module, self.hints, self.example = module, hints, x
+        self.modes, self._standardize = modes_of(original), standardize
         self.one_lane = False
         self.failures: list[Failure] = []
         self._snapshot = Snapshot(module)
@@ -106,6 +116,15 @@ class Subject:
         """Put attributes and buffers back; evaluation mode."""
         self._snapshot.restore()
         set_modes(self.module, None)
+
+    @property
+    def training_modes(self) -> list[dict[str, bool] | None]:
+        """Evaluation, and the modes of a module that trains."""
+        return [None, self.modes] if self.modes.get("") else [None]
+
+    def inputs(self, lanes: int, steps: int = STEPS) -> Tensor:
+        """Inputs of a trial."""
+        return trial_inputs(self.example, self.module, lanes, steps, standardize=self._standardize)
 
     def note(
         self,

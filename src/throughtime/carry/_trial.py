@@ -8,7 +8,7 @@ import random
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,30 +29,9 @@ A = TypeVar("A", bound=HasModule)
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
 LONG_STEPS, MAX_STEPS = 32, 256  # of one on more steps, and where convolutions reach further
 
-_DROPOUTS = {
-    "dropout",
-    "dropout_",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "feature_dropout",
-    "feature_dropout_",
-    "alpha_dropout",
-    "alpha_dropout_",
-    "feature_alpha_dropout",
-    "feature_alpha_dropout_",
-}
-_RANDOM = {
-    "rand",
-    "randn",
-    "rand_like",
-    "randn_like",
-    "normal",
-    "bernoulli",
-    "bernoulli_",
-    "uniform_",
-    "normal_",
-    "exponential_",
+_DRAWS = {
+    *("rand", "randn", "rand_like", "randn_like", "normal", "bernoulli"),
+    *("bernoulli_", "uniform_", "normal_", "exponential_"),
 }
 
 
@@ -73,19 +52,14 @@ class ConstantRandomness(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in _DROPOUTS:
-            options = list(args[1:])
-            p = kwargs.get("p", options[0] if options else 0.5)
-            training = kwargs.get("training", kwargs.get("train"))
-            if training is None:
-                training = options[1] if len(options) > 1 else True
-            if not p or not training:
-                return func(*args, **kwargs)
-            x = args[0] if args else kwargs["input"]
-            in_place = name.endswith("_") or kwargs.get("inplace") is True
-            return x.mul_(0.75) if in_place else x * 0.75
+        if "dropout" in name:
+            positional = dict(zip(("input", "p", "training"), args, strict=False))
+            options: dict[str, Any] = {"p": 0.5, "training": True} | positional | kwargs
+            if options["p"] and options.get("train", options["training"]):
+                x, in_place = options["input"], name.endswith("_") or options.get("inplace") is True
+                return x.mul_(0.75) if in_place else x * 0.75
         result = func(*args, **kwargs)
-        if name in _RANDOM and isinstance(result, Tensor) and result.is_floating_point():
+        if name in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             with torch.no_grad():
                 result.fill_(0.5)
         return result
@@ -162,55 +136,45 @@ class Snapshot:
     """The attributes, buffers and modes of a module, to be put back."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._parts = [(part, dict(vars(part))) for part in module.modules()]
-        self._registered: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            (cast("dict[str, Any]", values), dict(values))
-            for part in module.modules()
-            if not isinstance(part, torch.jit.ScriptModule)  # it has them in C++
-            for values in (part._buffers, part._parameters)
-        ]
-        self._values = [(b, b.detach().clone()) for b in module.buffers()]
-        self._mutable = [
-            (value, type(value)(value))
-            for part in module.modules()
-            for name, value in vars(part).items()
-            if isinstance(value, (list, dict)) and not name.startswith("_")
-        ]
+        containers: list[Any] = []
+        for part in module.modules():
+            own = vars(part)
+            containers.append(own)
+            if not isinstance(part, torch.jit.ScriptModule):  # it has them in C++
+                containers += [part._buffers, part._parameters]
+            public = [value for name, value in own.items() if not name.startswith("_")]
+            containers += [value for value in public if isinstance(value, (list, dict))]
+        self._containers = [(values, copy.copy(values)) for values in containers]
+        self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
 
     def holds(self) -> bool:
         """Whether all but the modes is as it was: nothing to put back."""
-        pairs = [(vars(part), attributes) for part, attributes in self._parts]
-        pairs += self._registered
-        pairs += [(_items(value), _items(items)) for value, items in self._mutable]
-        return all(
-            now.keys() == before.keys()
-            and all(now[key] is value for key, value in before.items() if key != "training")
-            for now, before in pairs
-        ) and all(torch.equal(buffer, value) for buffer, value in self._values)
+        return all(map(_is_same, *zip(*self._containers, strict=True))) and all(
+            torch.equal(buffer, value) for buffer, value in self._buffers
+        )
 
     def restore(self) -> None:
         """Put everything back."""
-        for part, attributes in self._parts:
-            for name in vars(part).keys() - attributes.keys():
-                del part.__dict__[name]
-            vars(part).update(attributes)
-        for values, registered in self._registered:
-            if values.keys() != registered.keys():
-                values.clear()
-            values.update(registered)
+        for values, before in self._containers:
+            if isinstance(values, list):
+                values[:] = before
+                continue
+            for name in values.keys() - before.keys():
+                del values[name]
+            values.update(before)
         with torch.no_grad():
-            for buffer, value in self._values:
+            for buffer, value in self._buffers:
                 if buffer.shape == value.shape:
                     buffer.copy_(value)
                 else:
                     buffer.data = value
-        for value, items in self._mutable:
-            value.clear()
-            value.extend(items) if isinstance(value, list) else value.update(items)
 
 
-def _items(value: list[Any] | dict[Any, Any]) -> dict[Any, Any]:
-    return dict(enumerate(value)) if isinstance(value, list) else value
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether a container holds the same objects, the training mode aside."""
+    pair = now, before
+    a, b = (dict[Any, Any](enumerate(v) if isinstance(v, list) else v.items()) for v in pair)
+    return a.keys() == b.keys() and all(a[key] is b[key] for key in a if key != "training")
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
