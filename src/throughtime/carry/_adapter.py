@@ -212,6 +212,9 @@ class LaneLayout:
         return self.with_weight(state, weight, lanes)
 
 
+NO_LANES = LaneLayout((), (), None)  # of a state that stays as it is
+
+
 def _lane_dim(name: str, shapes: dict[int, torch.Size]) -> LaneDim:
     if len(shapes) == 1:
         return LaneDim(None)

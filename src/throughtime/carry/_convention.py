@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import LaneLayout
+from throughtime.carry._adapter import NO_LANES, LaneLayout
 from throughtime.carry._names import INPUT_NAMES, names_lanes, names_state, parameters_of
 from throughtime.carry._ports import Key, Port, is_torch
 from throughtime.errors import ModelError
@@ -372,7 +372,9 @@ class ResetArgument:
 
 @dataclass(frozen=True)
 class Convention:
-    """One complete way of calling a module as `(x, state) -> (y, state)`.
+    """One way of calling a module as `(x, state) -> (y, state)`.
+
+    Trials begin with a part of it, and add the places of state, lanes and outputs.
 
     Attributes:
         call: what one call of the module runs.
@@ -393,10 +395,10 @@ class Convention:
 
     call: Call
     inputs: InputLayout
-    source: Source
-    start: Start
-    outputs: OutputLayout
-    lanes: LaneLayout
+    source: Source = Source()
+    start: Start = Start("zeros")
+    outputs: OutputLayout = OutputLayout((), "TB")
+    lanes: LaneLayout = NO_LANES
     flags: tuple[str, ...] = ()
     sizes: tuple[Key, ...] = ()
     resets: ResetArgument | None = None

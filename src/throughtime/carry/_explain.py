@@ -16,6 +16,7 @@ from throughtime.carry._convention import (
     Convention,
     InputLayout,
     MisfitError,
+    ResetArgument,
     key_name,
     path_name,
 )
@@ -38,28 +39,23 @@ def state_shapes(names: Iterable[str], state: State) -> str:
 def convention_lines(bound: BoundModule) -> list[str]:
     """How a module is called, what its state is, where it starts, and what the outputs are."""
     c = bound.convention
-    features = tuple(bound.example.shape[2:])
-    layout = str(c.inputs).replace("(B, D, T)", f"(B, {', '.join(map(str, features))}, T)")
-    layout = layout.replace("...", ", ".join(map(str, () if c.inputs.drop else features)))
-    layout = layout.replace(", )", ")")
-    lines = [f"called with {layout}: {CALLS[c.call]}{_options(c)}"]
+    features = ", ".join(map(str, bound.example.shape[2:]))
+    layout = str(c.inputs).replace("D, T", f"{features}, T")
+    layout = layout.replace("...", "" if c.inputs.drop else features).replace(", )", ")")
     state = c.lanes.example
-    leaves = state_shapes(bound.leaf_names(state), state)
-    if c.context:
-        past = ", ".join(["B", str(c.context), *map(str, features)])
-        leaves = ", ".join(filter(None, [f"past ({past})", leaves]))
-    lines += [f"state: {c.source}", f"leaves, lanes first: {leaves}"]
-    lines.append(f"start: {c.start}")
-    outputs = str(c.outputs)
-    if c.outputs.features is not None:
-        sizes = "".join(f", {size}" for size in c.outputs.features)
-        outputs = outputs.replace(", C, T", f"{sizes}, T").replace(", C", sizes)
-        outputs = outputs.replace("(C,)", f"({sizes[2:]},)")
+    leaves = [f"past (B, {c.context}, {features})"] if c.context else []
+    leaves += [shapes] if (shapes := state_shapes(bound.leaf_names(state), state)) else []
+    sizes = ", ".join(map(str, c.outputs.features or ()))
+    outputs = str(c.outputs).replace("C", sizes).replace(", )", ")").replace(", ,", ",")
     item = f"item {path_name(c.outputs.path)}, " if c.outputs.path else ""
-    lines.append(f"outputs: {item}{outputs}")
-    if c.resets is not None:
-        lines.append(f"resets: {_resets(c)}")
-    return lines
+    return [
+        f"called with {layout}: {CALLS[c.call]}{_options(c)}",
+        f"state: {c.source}",
+        f"leaves, lanes first: {', '.join(leaves)}",
+        f"start: {c.start}",
+        f"outputs: {item}{outputs}",
+        *([] if c.resets is None else [f"resets: {_resets(c.resets)}"]),
+    ]
 
 
 def _options(c: Convention) -> str:
@@ -72,10 +68,7 @@ def _options(c: Convention) -> str:
     return "".join(f", {option}" for option in options)
 
 
-def _resets(c: Convention) -> str:
-    resets = c.resets
-    if resets is None:
-        return ""
+def _resets(resets: ResetArgument) -> str:
     value = f"argument {resets.name}, {int(not resets.inverted)} where a lane restarts"
     return value if resets.applied else f"{value}; calls are split at resets all the same"
 

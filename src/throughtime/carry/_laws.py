@@ -135,6 +135,11 @@ class Law:
     detached: str = ""
 
     @property
+    def plain(self) -> str:
+        """The name without the mode in which it was measured."""
+        return self.name.removeprefix("training ")
+
+    @property
     def holds(self) -> bool:
         """Whether the module obeys it."""
         return self.deviation <= self.tolerance
@@ -215,15 +220,14 @@ class Laboratory:
             names = [name for name in names if name not in ("value", "memory")]
         with self._gradients():
             y, state = self.run(self.x)
-        y, state = y.detach(), trees.detach(state)
+        self._y, self._end = y.detach(), trees.detach(state)
+        scale = 1 + float(self._y.abs().max()) if y.numel() else 1.0
+        self.tolerance, self._needed = self._relative * scale, self._rounding * scale
         if training is None:
-            self.evaluated = y, state
-        elif self.evaluated is not None and _equal((y, state), self.evaluated):
+            self.evaluated = self._y, self._end
+        elif self.evaluated is not None and self._apart(*self.evaluated) <= self._needed:
             # neither dropout nor batch statistics; only what happens between chunks may differ
             names = ["chunks", "credit"]
-        self._y, self._end = y, state
-        scale = 1 + float(y.abs().max()) if y.numel() else 1.0
-        self.tolerance, self._needed = self._relative * scale, self._rounding * scale
         for name in names:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
@@ -453,13 +457,9 @@ def difference(a: Tensor, b: Tensor) -> float:
     return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
 
 
-def _equal(a: State, b: State) -> bool:
-    """Whether two trees hold the same numbers, bit for bit."""
-    first, second = trees.tensors(a), trees.tensors(b)
-    return len(first) == len(second) and all(map(torch.equal, first, second))
-
-
 def state_difference(a: State, b: State) -> float:
-    """The largest difference of the tensors of two states."""
-    pairs = zip(trees.tensors(a), trees.tensors(b), strict=True)
-    return max((difference(p, q) for p, q in pairs), default=0.0)
+    """The largest difference of the tensors of two states; infinite if one has more of them."""
+    first, second = trees.tensors(a), trees.tensors(b)
+    if len(first) != len(second):
+        return float("inf")
+    return max(map(difference, first, second), default=0.0)

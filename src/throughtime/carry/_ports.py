@@ -346,7 +346,7 @@ def observe(module: nn.Module, forward: Callable[[], Any]) -> dict[str, list[Par
     return calls
 
 
-def inside(name: str, outer: str) -> bool:
+def within(name: str, outer: str) -> bool:
     """Whether a submodule is another one, or in it."""
     return name == outer or name.startswith(f"{outer}.")
 
@@ -449,7 +449,7 @@ def _outermost(ports: dict[str, Port]) -> dict[str, Port]:
     return {
         name: port
         for name, port in ports.items()
-        if not any(other != name and inside(name, other) for other in ports)
+        if not any(other != name and within(name, other) for other in ports)
     }
 
 

@@ -21,6 +21,7 @@ from throughtime.carry._trial import (
     STEPS,
     changed_inputs,
     copy_of,
+    modes_of,
     quiet,
     trial_inputs,
 )
@@ -57,9 +58,8 @@ def refusal(module: nn.Module, search: Search) -> ModelError:
         )
     if failure.law is None:
         return ModelError(f"{name}: {failure.error}")
-    law = failure.law.name.removeprefix("training ")
     with quiet(search.x.device):
-        part = _found_culprit(module, search, failure, law)
+        part = _found_culprit(module, search, failure, failure.law)
     called = "" if failure.convention is None else source_name(failure.convention)
     return broken_error(name, failure.law, part, called)
 
@@ -75,7 +75,7 @@ def broken_error(
         part: of the module that breaks it, if one was found.
         state: where the state is.
     """
-    plain = law.name.removeprefix("training ")
+    plain = law.plain
     is_training = law.name != plain
     if "modified by an inplace operation" in law.error:
         return ModelError(
@@ -109,20 +109,18 @@ def broken_error(
 
 def _telling(module: nn.Module, failures: list[Failure]) -> Failure | None:
     """The failure that says most: of the likeliest layout, or of what came furthest."""
-    measured = [f for f in failures if f.law is not None and f.convention is not None]
-    if not any(f.convention.call == "chunk" for f in measured if f.convention is not None):
-        whole = next((f for f in measured if f.law is not None and f.law.name == "last"), None)
+    broken = [f for f in failures if f.law is not None]
+    if not any(f.convention is not None and f.convention.call == "chunk" for f in broken):
+        whole = next((f for f in broken if f.name == "last"), None)
         if whole is not None:  # the module returns its last output only
             return whole
     failure = max(failures, key=lambda f: f.rank, default=None)
-    if failure is None or failure.law is None or failure.law.name not in ("causal", "lanes"):
+    first = next((f for f in broken if f.law is not None and not f.law.error), None)
+    orders = ("causal", "lanes")  # laws that a wrong order of time and lanes breaks
+    if failure is None or failure.name not in orders or first is None or first.name not in orders:
         return failure
-    if not any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        return failure
-    measured = [f for f in failures if f.law is not None and not f.law.error]
-    if measured and measured[0].law is not None and measured[0].law.name in ("causal", "lanes"):
-        return measured[0]
-    return failure
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    return first if recurrent else failure
 
 
 def _unknown_parameters(search: Search) -> str:
@@ -265,17 +263,16 @@ def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> 
 
 
 def _found_culprit(
-    module: nn.Module, search: Search, failure: Failure, law: str
+    module: nn.Module, search: Search, failure: Failure, law: Law
 ) -> tuple[str, nn.Module] | None:
     """The part of a module that breaks a law, found on another copy."""
     twin = None if failure.convention is None else copy_of(module)
     if failure.convention is None or twin is None:
         return None
-    is_training = failure.law is not None and failure.law.name.startswith("training")
-    modes = {n: p.training for n, p in module.named_modules()} if is_training else None
+    modes = modes_of(module) if law.name != law.plain else None
     x = trial_inputs(search.x, twin, 1 if failure.convention.one_lane else LANES)
     bound = BoundModule(twin, failure.convention, x[:1, :1])
-    return culprit(Laboratory(bound, twin, x), law, modes)
+    return culprit(Laboratory(bound, twin, x), law.plain, modes)
 
 
 def culprit(

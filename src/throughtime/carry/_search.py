@@ -21,7 +21,6 @@ from throughtime.carry._convention import (
     OutputLayout,
     Path,
     Source,
-    Start,
     item_at,
     path_name,
     tensor_paths,
@@ -71,7 +70,7 @@ class Search:
         """
         with quiet(self.x.device):
             convention = self._find_on(copy_of(self.module), hidden=False)
-            hidden = any(f.law is not None and f.law.name in HIDDEN_LAWS for f in self.failures)
+            hidden = any(f.name in HIDDEN_LAWS for f in self.failures)
             overflows = any(NOT_FINITE in str(f) for f in self.failures)
             changes = [perturb] * hidden + [shrink] * (hidden or overflows)
             for change in changes if convention is None else ():
@@ -131,8 +130,8 @@ class _Trials:
 
     def _is_decided(self) -> bool:
         """Whether the last way that was tried is right but for a cut gradient or a long lag."""
-        law = self.subject.failures[-1].law if self.subject.failures else None
-        return law is not None and law.name.removeprefix("training ") in ("credit", "long")
+        failures = self.subject.failures
+        return bool(failures) and failures[-1].name in ("credit", "long")
 
     def _needs_contiguous(self) -> bool:
         """Whether a call failed since it got a view of the inputs."""
@@ -198,30 +197,21 @@ class _Trials:
         """Conventions that fit in shape; a group has a list for each tensor of the result."""
         subject = self.subject
         steps = x if call in ("chunk", "every") else x[:1]
-        function = subject.hints.start
-        own = None if function is None else (Start("function", function=function),)
-        for proposal in proposals(subject, call, layout, x):
-            for start in own or proposal.starts:
-                base = Convention(
-                    call=call,
-                    inputs=layout,
-                    source=proposal.source,
-                    start=start,
-                    outputs=OutputLayout((), "TB"),
-                    lanes=LaneLayout((), (), None),
-                    flags=proposal.flags,
-                    sizes=subject.sizes,
-                    resets=proposal.resets,
-                    context=subject.hints.context,
-                    method=subject.method,
-                    input_name=subject.input_name,
-                )
-                if call != "every":
-                    yield from self._complete(base, steps)
-                    continue
-                ports = proposal.source.ports if proposal.source.arguments is None else {}
-                for name in reversed([n for n, port in ports.items() if port == LAYER]):
-                    yield from self._complete(replace(base, every=name), steps)
+        common = Convention(
+            call,
+            layout,
+            sizes=subject.sizes,
+            context=subject.hints.context,
+            method=subject.method,
+            input_name=subject.input_name,
+        )
+        for base in proposals(subject, common, x):
+            if call != "every":
+                yield from self._complete(base, steps)
+                continue
+            ports = base.source.ports if base.source.arguments is None else {}
+            for name in reversed([n for n, port in ports.items() if port == LAYER]):
+                yield from self._complete(replace(base, every=name), steps)
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[list[list[Convention]]]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""

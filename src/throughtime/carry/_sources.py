@@ -3,8 +3,8 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from throughtime.carry._adapter import is_state
 from throughtime.carry._convention import (
-    Call,
-    InputLayout,
+    Convention,
     ResetArgument,
     Source,
     Start,
     call_start,
+    key_name,
 )
 from throughtime.carry._names import (
     RESTARTS,
@@ -38,35 +38,23 @@ from throughtime.carry._ports import (
     attributes,
     changed_attributes,
     flow_ports,
-    inside,
     mirrors,
     observe,
     parameter_ports,
     torch_ports,
+    within,
 )
 from throughtime.carry._subject import CALL_ERRORS, Subject
 
-PORT_STARTS = (Start("zeros"), Start("captured"))
 START_PAIRS = (("init_hidden", "init_cell"), ("init_h", "init_c"), ("init_hidden", "init_c"))
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """Where the state may be, how a recording may start, and what else is passed."""
-
-    source: Source
-    starts: tuple[Start, ...]
-    flags: tuple[str, ...] = ()
-    resets: ResetArgument | None = None
-
-
-def proposals(subject: Subject, call: Call, layout: InputLayout, x: Tensor) -> Iterator[Proposal]:
-    """Proposals for one way of passing inputs.
+def proposals(subject: Subject, base: Convention, x: Tensor) -> Iterator[Convention]:
+    """Conventions with a source of the state and a start.
 
     Args:
         subject: the module.
-        call: what one call of it runs.
-        layout: of the inputs.
+        base: the call and the layout of its inputs.
         x: inputs of a trial.
     """
     hint = subject.hints.state
@@ -85,15 +73,17 @@ def proposals(subject: Subject, call: Call, layout: InputLayout, x: Tensor) -> I
     others = [p.name for p in optional if p.default is None and p.name not in named]
     unnamed = ([tuple(others)] if len(others) > 1 else []) + [(name,) for name in others]
     for resets in _reset_arguments(subject):
-        for names, passed in product(arguments, dict.fromkeys((flags, ()))):
-            yield from _in_arguments(subject, names, passed, resets)
+        plain = replace(base, resets=resets)
+        asking = replace(plain, flags=flags)
+        for names, form in product(arguments, (asking, plain) if flags else (plain,)):
+            yield from _in_arguments(subject, form, names)
         if not is_argument and not required:
-            yield from _internal(subject, call, layout, x, resets)
+            yield from _internal(subject, plain, x)
         if hint is None and not required:
             for names in unnamed:
-                yield from _in_arguments(subject, names, flags, resets)
+                yield from _in_arguments(subject, asking, names)
         if hint is None and not parameters and subject.hints.inputs is None:
-            yield from _in_arguments(subject, (), (), resets)
+            yield from _in_arguments(subject, plain, ())
 
 
 def _reset_arguments(subject: Subject) -> list[ResetArgument | None]:
@@ -113,18 +103,17 @@ def _reset_arguments(subject: Subject) -> list[ResetArgument | None]:
 
 
 def _in_arguments(
-    subject: Subject, names: tuple[str, ...], flags: tuple[str, ...], resets: ResetArgument | None
-) -> Iterator[Proposal]:
+    subject: Subject, base: Convention, names: tuple[str, ...]
+) -> Iterator[Convention]:
     """A state in arguments, with each way in which it may start."""
-    module, plain = subject.module, Source(names)
+    module, plain = subject.module, replace(base, source=Source(names))
     starts = [Start("method", (name,)) for name in initial_methods(module)]
     starts += [
         Start("method", pair)
         for pair in START_PAIRS
         if len(names) == 2 and all(is_method(module, name) for name in pair)
     ]
-    starts += [Start("zeros"), Start("tensors")]
-    yield Proposal(plain, tuple(starts), flags, resets)
+    yield from _started(subject, plain, [*starts, Start("zeros"), Start("tensors")])
     if subject.hints.start is not None:
         return
     layers = {n: m for n, m in module.named_modules() if n and isinstance(m, RECURRENT)}
@@ -132,54 +121,64 @@ def _in_arguments(
     for name, layer in layers.items() if len(layers) == 1 else ():
         is_layer = isinstance(layer, nn.RNNBase)
         shown = Source(names, ports={name: LAYER if is_layer else CELL})
-        yield Proposal(shown, (Start("captured"),), flags, resets)
+        yield replace(base, source=shown, start=Start("captured"))
         forms = [name, *([f"{name}#rows", f"{name}#lanes"] if is_layer else [])]
-    templates = tuple(Start("zeros", template=form) for form in (*forms, "scalar"))
-    yield Proposal(plain, templates, flags, resets)
+    for form in (*forms, "scalar"):
+        yield replace(plain, start=Start("zeros", template=form))
 
 
-def _internal(
-    subject: Subject, call: Call, layout: InputLayout, x: Tensor, resets: ResetArgument | None
-) -> Iterator[Proposal]:
+def _started(subject: Subject, base: Convention, starts: Iterable[Start]) -> Iterator[Convention]:
+    """A convention with each start, or with that of the user."""
+    function = subject.hints.start
+    for start in starts if function is None else [Start("function", function=function)]:
+        yield replace(base, start=start)
+
+
+def _internal(subject: Subject, base: Convention, x: Tensor) -> Iterator[Convention]:
     """States in submodules and attributes, from what one call of the module does."""
-    x = x[:1] if call == "step" else x
-    steps, module = len(x), subject.module
-    before, calls, after, prepared = _observed(subject, layout, x, resets)
+    x = x[:1] if base.call == "step" else x
+    before, calls, after, prepared = _observed(subject, base, x)
+    methods = dict.fromkeys(reset_methods(subject.module)) | dict.fromkeys(prepared)
+    starts = [*(Start("method", (name,)) for name in methods), Start("zeros"), Start("captured")]
     hint = subject.hints.state
-    methods = dict.fromkeys(reset_methods(module)) | dict.fromkeys(prepared)
-    starts = (*(Start("method", (name,)) for name in methods), Start("zeros"), Start("captured"))
     if hint is not None:
-        keys = tuple(key for key in after if hint in (key[1], ".".join(filter(None, key))))
-        yield Proposal(Source(attributes=keys), starts, (), resets)
-        return
-    if calls is None:  # the module holds a state for other lanes
-        ports = torch_ports(module, calls, steps)
-        held = tuple(key for key in before if names_state(key[1].strip("_")))
-        if ports:
-            start = Start("zeros", template="layers")
-            yield Proposal(Source(ports=ports, scratch=held), (start,), (), resets)
-        held = tuple(key for key in held if before[key] is None or is_state(before[key]))
-        yield from _in_attributes(held, starts, resets)
-        return
-    changed = changed_attributes(before, after)
-    held = tuple(k for k in changed if is_state(after[k]) and (k in before or not prepared))
-    ports, *others = _ports_of(module, calls, steps)
-    for i, choice in enumerate((ports, *others)):
-        if choice:
-            source = Source(ports=choice, scratch=mirrors(choice, calls, after))
-            yield Proposal(source, PORT_STARTS, (), resets)
-        if not i:
-            yield from _in_attributes(held, starts, resets)
-    if ports and held:
-        yield Proposal(Source(ports=ports, attributes=held), (Start("captured"),), (), resets)
+        keys = tuple(key for key in after if hint in (key[1], key_name(key)))
+        sources = [(Source(attributes=keys), starts)]
+    elif calls is None:
+        sources = _sources_for_other_lanes(subject, before, starts)
+    else:
+        changed = changed_attributes(before, after)
+        held = tuple(k for k in changed if is_state(after[k]) and (k in before or not prepared))
+        ports, *others = _ports_of(subject.module, calls, len(x))
+        inside = [Start("zeros"), Start("captured")]
+        choices = [
+            (Source(ports=choice, scratch=mirrors(choice, calls, after)), inside)
+            for choice in (ports, *others)
+            if choice
+        ]
+        count = bool(ports)
+        sources = [*choices[:count], *_in_attributes(held, starts), *choices[count:]]
+        if ports and held:
+            sources.append((Source(ports=ports, attributes=held), [Start("captured")]))
+    for source, own in sources:
+        yield from _started(subject, replace(base, source=source), own)
 
 
-def _in_attributes(
-    held: tuple[Key, ...], starts: tuple[Start, ...], resets: ResetArgument | None
-) -> Iterator[Proposal]:
+def _in_attributes(held: tuple[Key, ...], starts: list[Start]) -> list[tuple[Source, list[Start]]]:
     """A state in some attributes together, or in one of them."""
-    for keys in dict.fromkeys((held, *((key,) for key in held))) if held else ():
-        yield Proposal(Source(attributes=keys), starts, (), resets)
+    choices = dict.fromkeys((held, *((key,) for key in held))) if held else ()
+    return [(Source(attributes=keys), starts) for keys in choices]
+
+
+def _sources_for_other_lanes(
+    subject: Subject, before: dict[Key, object], starts: list[Start]
+) -> list[tuple[Source, list[Start]]]:
+    """The sources of a module that holds a state for other lanes than those of the trial."""
+    ports = torch_ports(subject.module, None, 0)
+    held = tuple(key for key in before if names_state(key[1].strip("_")))
+    states = tuple(key for key in held if before[key] is None or is_state(before[key]))
+    layers = [(Source(ports=ports, scratch=held), [Start("zeros", template="layers")])]
+    return [*(layers if ports else []), *_in_attributes(states, starts)]
 
 
 def _ports_of(
@@ -191,18 +190,18 @@ def _ports_of(
     cells = {
         name: port
         for name, port in flow_ports(calls, steps).items()
-        if not any(inside(name, other) or inside(other, name) for other in ports)
+        if not any(within(name, other) or within(other, name) for other in ports)
     }
     if cells:
         yield {**ports, **cells}
     parts = {n: p for n, p in parameter_ports(module, calls).items() if n not in cells}
     if parts:
-        outer = {n: p for n, p in ports.items() if not any(inside(n, part) for part in parts)}
+        outer = {n: p for n, p in ports.items() if not any(within(n, part) for part in parts)}
         yield {**outer, **parts}
 
 
 def _observed(
-    subject: Subject, layout: InputLayout, x: Tensor, resets: ResetArgument | None
+    subject: Subject, base: Convention, x: Tensor
 ) -> tuple[dict[Key, object], dict[str, list[PartCall]] | None, dict[Key, object], tuple[str, ...]]:
     """What one call of the module changes, and what its submodules did.
 
@@ -210,6 +209,7 @@ def _observed(
         Attributes before and after the call; the calls of submodules, None if the module could not
         be called; the method that had to be called before, if there is one.
     """
+    layout, resets = base.inputs, base.resets
     kwargs = {} if resets is None else {resets.name: resets.value(x, None, layout)}
     args, lanes = layout.arrange(x), x.shape[1]
     first = attributes(subject.module)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from throughtime.carry._adapter import LaneLayout
+from throughtime.carry._adapter import NO_LANES
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import Convention, set_attribute
 from throughtime.carry._laws import LAWS, Law
@@ -50,18 +50,22 @@ class Failure:
     in_training: bool = False
 
     @property
+    def name(self) -> str:
+        """Of the law, in any mode; empty for an error."""
+        return "" if self.law is None else self.law.plain
+
+    @property
     def rank(self) -> float:
         """How far the trial came; positive if several lanes were accepted by the module."""
-        if self.in_training:
+        law = self.law
+        if self.in_training or (law is not None and law.plain != law.name):
             rank = 20.0
-        elif self.law is None:
-            if self.convention is not None and self.convention.source.arguments == ():
-                return -3  # few modules take a pair: what they raise says nothing
-            rank = 1.0 if isinstance(self.error, (ModelError, StateError)) else 0.0
-        elif self.law.name.startswith("training"):
-            rank = 20.0
+        elif law is not None:
+            rank = 1.2 if law.error else 0.5 + [*LAWS].index(law.name)
+        elif self.convention is not None and self.convention.source.arguments == ():
+            return -3  # few modules take a pair: what they raise says nothing
         else:
-            rank = 1.2 if self.law.error else 0.5 + [*LAWS].index(self.law.name)
+            rank = 1.0 if isinstance(self.error, (ModelError, StateError)) else 0.0
         return rank - 2 * self.one_lane
 
 
@@ -150,8 +154,7 @@ class Subject:
         """`BoundModule.first_call`, in the training modes of all parts; None is evaluation."""
         self.reset()
         set_modes(self.module, training)
-        plain = replace(convention, lanes=LaneLayout((), (), None))
-        bound = BoundModule(self.module, plain, x[:1, :1])
+        bound = BoundModule(self.module, replace(convention, lanes=NO_LANES), x[:1, :1])
         try:
             with torch.no_grad():
                 return bound.first_call(x)

@@ -174,9 +174,8 @@ class ChainAdapter(Adapter):
                 laboratory = Laboratory(twin, twin.module, inputs)
                 for training in (None, modes) if self.module.training else (None,):
                     for law in laboratory.measure(training):
-                        plain = law.name.removeprefix("training ")
-                        if not law.holds and plain not in KNOWN:
-                            part = culprit(laboratory, plain, training)
+                        if not law.holds and law.plain not in KNOWN:
+                            part = culprit(laboratory, law.plain, training)
                             raise broken_error(type(self.module).__name__, law, part)
                 steps = long_steps(x, twin.module)
                 if steps > STEPS and not all(map(_is_stepwise, self.children)):
