@@ -19,8 +19,8 @@ import throughtime as tt
 from modules import BY_NAME, CASES
 from modules.case import Case
 from modules.check import build, error, errors, gradients, lengths_of, restarted
-from throughtime.carry._acceptance import Acceptance
 from throughtime.carry._laws import Laboratory, Law
+from throughtime.carry._subject import Subject as TrialSubject
 from throughtime.errors import ModelError, StateError
 
 EXACT, FUSED = 1e-12, 1e-6
@@ -399,7 +399,7 @@ def remove(monkeypatch: pytest.MonkeyPatch, *laws: str) -> None:
     monkeypatch.setattr(Laboratory, "measure", measure_others)
     for law in laws:
         if law.startswith("_"):
-            monkeypatch.setattr(Acceptance, law, lambda *_: None)
+            monkeypatch.setattr(TrialSubject, law, lambda *_: None)
 
 
 MUTANTS = [  # a law, a case, and the other laws that notice it too

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.carry._acceptance import Acceptance
 from throughtime.carry._laws import Laboratory
+from throughtime.carry._subject import Subject as TrialSubject
 from throughtime.errors import ModelError
 
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
@@ -249,8 +249,8 @@ class WritesWithoutGradient(nn.Module):
 
 
 FAULTS: list[tuple[Callable[[], nn.Module], str, type, str]] = [
-    (LooksAhead, "changes the outputs of earlier steps", Acceptance, "_last"),
-    (ForgetsEveryFifth, "two equal calls|do not give what one call", Acceptance, "_author"),
+    (LooksAhead, "changes the outputs of earlier steps", TrialSubject, "_last"),
+    (ForgetsEveryFifth, "two equal calls|do not give what one call", TrialSubject, "_author"),
     (WritesWithoutGradient, "no gradient, or a part of it, flows", Laboratory, "_cuts_credit"),
 ]
 

@@ -10,7 +10,7 @@ memory    outputs depend on the state
 credit    gradients flow through the state: chunks give the gradients of one call
 long      the same as `whole`, with chunks as long as those of the stream
 
-Those that compare with the module as its author calls it are in `_acceptance`. Every law is a
+Those that compare with the module as its author calls it are in `_subject`. Every law is a
 deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
 """
 

@@ -11,7 +11,6 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._acceptance import Acceptance
 from throughtime.carry._adapter import LaneDim, LaneLayout, is_state
 from throughtime.carry._convention import (
     Call,
@@ -97,7 +96,7 @@ class _Trials:
     """The trials on one copy of a module."""
 
     def __init__(self, subject: Subject) -> None:
-        self.subject, self.acceptance = subject, Acceptance(subject)
+        self.subject = subject
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law."""
@@ -124,9 +123,9 @@ class _Trials:
 
     def _first(self, conventions: list[Convention], x: Tensor) -> Convention | None:
         """The first of some readings of one tensor that obeys every law."""
-        accepted = (c for c in conventions if self.acceptance.accepts(c, x))
+        accepted = (c for c in conventions if self.subject.accepts(c, x))
         convention = next(accepted, None)
-        return None if convention is None else self.acceptance.with_resets(convention, x)
+        return None if convention is None else self.subject.with_resets(convention, x)
 
     def _is_decided(self) -> bool:
         """Whether the last way that was tried is right but for a cut gradient or a long lag."""
