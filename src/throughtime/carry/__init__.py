@@ -6,8 +6,9 @@ ChainAdapter   nn.Sequential                         a dict of its children's st
 ModuleAdapter  any other module, by a convention     its own state, lanes moved to the front
 
 A convention says how a module is called: the layout of its inputs, where its state is and starts,
-and which of its results the outputs are. `_search` proposes conventions, the usual ones first, and
-`_laws` accepts one: only measurements on a copy of the module decide.
+and which of its results the outputs are. `_sources` proposes where the state is, the usual places
+first, and `_search` completes the proposals by calls. A `Subject`, the copy under trial, accepts
+the first that obeys every law of the table in `_laws`: only measurements decide.
 
 The loop over time uses `unbind` because indexing `x[t]` has a quadratic backward: each index
 allocates a gradient for all of `x`.
