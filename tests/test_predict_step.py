@@ -482,3 +482,12 @@ def test_a_net_of_text_takes_tokens_and_says_so() -> None:
             with pytest.raises(tt.errors.DataError, match=said):
                 predictor.step(wrong)  # pyright: ignore[reportArgumentType]
             predictor.step(torch.tensor([7]))
+
+
+def test_one_dimension_of_features_is_refused_with_the_line_to_write() -> None:
+    net, signal = tt.carry(nn.GRU(1, 4)), torch.randn(30)
+    for inputs in (signal, signal.numpy(), torch.tensor(0.5)):
+        with pytest.raises(DataError, match=r"inputs\[:, None\] for .*predictor\.step\(inputs\)"):
+            tt.Predictor(net)(inputs)
+    assert tt.Predictor(net)(signal[:, None]).shape == (30, 4)
+    assert tt.Predictor(net).step(signal[0]).shape == (4,)

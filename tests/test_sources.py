@@ -365,3 +365,11 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
             tt.Stream(path, lanes=1, chunk=2)
     (tmp_path / "manifest.csv").write_text("id,inputs\na,x.csv\n", encoding="utf-8")
     assert [r.name for r in as_recordings(tmp_path)] == ["a"]
+
+
+def test_a_loader_is_refused_for_its_dataset() -> None:
+    dataset = TensorDataset(torch.zeros(4, 30, 3), torch.zeros(4, 30))
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
+    with pytest.raises(DataError, match=r"pass its dataset, loader\.dataset"):
+        tt.Stream(loader, lanes=2, chunk=10)
+    assert len(tt.Stream(loader.dataset, lanes=2, chunk=10).recordings) == 4

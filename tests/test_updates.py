@@ -677,3 +677,14 @@ def test_a_gradient_that_is_not_finite_ends_the_loop_on_the_cpu_at_once(finite: 
         next(updates)
     with pytest.raises(ConfigError, match="finite='later': expected 'next' or 'now'"):
         tt.updates(net, stream, nn.MSELoss(), gradient=policy, finite="later")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("loss_fn", [nn.MSELoss(), nn.BCEWithLogitsLoss()])
+def test_a_loss_that_fails_says_what_it_got(loss_fn: nn.Module) -> None:
+    """Classes for a loss over numbers."""
+    net = tt.carry(nn.Sequential(nn.GRU(2, 4), nn.Linear(4, 3)))
+    stream = tt.Stream((torch.randn(50, 2), torch.randint(3, (50,))), lanes=1, chunk=25)
+    with pytest.raises((RuntimeError, ValueError)) as caught:
+        next(tt.updates(net, stream, loss_fn, gradient=tt.Truncated(25)))
+    (note,) = caught.value.__notes__
+    assert "outputs (25, 3) of torch.float32 and targets (25,) of torch.float32" in note

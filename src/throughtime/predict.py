@@ -248,7 +248,12 @@ class Predictor:
         if x.dim() == (2 if x.is_floating_point() else 1):
             marks = None if resets is None else resets.unsqueeze(1)
             return self(x.unsqueeze(1), marks).squeeze(1)
-        if x.dim() > 1 and x.shape[1] != self.lanes:
+        if x.dim() < 2:
+            raise DataError(
+                f"the inputs have the shape {tuple(x.shape)}: write inputs[:, None] for"
+                f" {x.numel()} steps of one feature, or predictor.step(inputs) for one step"
+            )
+        if x.shape[1] != self.lanes:
             raise DataError(
                 f"the inputs {tuple(x.shape)} have {x.shape[1]} lanes, the predictor has"
                 f" {self.lanes}: write tt.Predictor(net, lanes={x.shape[1]}), and for one step"

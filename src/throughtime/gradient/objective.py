@@ -158,9 +158,15 @@ class Objective:
             else:
                 loss = check_rows(self.loss_fn, rows, targets, "loss_fn")
                 self._memory.checked = True
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             if fault := self._device_fault(outputs.device):
                 raise ModelError(fault) from error
+            shapes = (f"{tuple(t.shape)} of {t.dtype}" for t in (rows, targets))
+            error.add_note(
+                "throughtime: loss_fn got outputs {} and targets {}, one row for each valid step."
+                " A loss over classes takes indexes (N,), one over numbers the shape of the"
+                " outputs".format(*shapes)
+            )
             raise
         # a user's loss_fn may return anything
         if not isinstance(loss, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]

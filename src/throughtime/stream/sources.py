@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
@@ -150,6 +150,11 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
         return [_from_pair(data, index, name)]
     if isinstance(data, Dataset) and has(data, "__len__"):
         return _from_dataset(data)
+    if isinstance(data, DataLoader):
+        raise DataError(
+            "a DataLoader makes batches, and so does a stream: pass its dataset, loader.dataset,"
+            " each sample of which is a recording"
+        )
     if index is None and isinstance(data, Iterable):
         return [r for i, item in enumerate(data) for r in _expand(item, i)]
     hint = ": np.asarray(values)" if isinstance(data, (list, int, float)) else ""
