@@ -686,3 +686,11 @@ def test_a_missing_input_names_the_column_of_its_file(tmp_path: Path) -> None:
         list(tt.Stream(tt.windows({"inputs": path}, 100), lanes=1, chunk=50))
     outputs, _ = tt.predict(net, path, dtype=torch.float32, on_nan="hold", chunk=100)
     assert outputs.isnan().any(1).nonzero().flatten().tolist() == [1204]
+
+
+def test_a_recording_in_double_precision_is_computed_in_that_of_the_weights() -> None:
+    net = tt.carry(nn.GRU(2, 3))
+    inputs = np.random.default_rng(0).normal(size=(50, 2))
+    outputs, _ = tt.predict(net, inputs, chunk=20)
+    single, _ = tt.predict(net, inputs.astype(np.float32), chunk=20)
+    assert torch.equal(outputs, single)

@@ -177,6 +177,8 @@ def test_text_without_classes_is_refused_with_the_classes_to_write() -> None:
     recording = tt.recording(data, inputs=["a"], targets="beat", classes=["N"])
     with pytest.raises(DataError, match="unknown class 'V' at step 0; the classes are N"):
         recording.read(0, 5)
+    with pytest.raises(DataError, match="and no targets that they could name"):
+        tt.recording(data, inputs=["a"], classes=["N", "V"])
     for classes in (["N", "N"], [], "NV", [" ", "N"]):
         with pytest.raises(DataError, match=r"expected distinct names in the order of their ind"):
             tt.recording(data, inputs=["a"], targets="beat", classes=classes)

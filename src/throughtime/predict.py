@@ -288,7 +288,7 @@ class Predictor:
     def _begin(self, chunk: Chunk) -> Callable[[], Tensor]:
         """Begin a call with a chunk of the host: what is returned reads and checks its outputs."""
         finite = self._find_nonfinite(chunk.inputs)
-        answer = self._play(send(chunk.inputs, self.device), finite, None)
+        answer = self._play(self._as_tensor(chunk.inputs), finite, None)
         copies = HostCopies(answer.outputs, answer.nan)
         self.state = answer.after
 

@@ -88,10 +88,15 @@ def with_classes(recording: Recording, classes: Iterable[Any] | None) -> Recordi
     """The recording with its targets as indices of these classes; itself where that is `None`.
 
     Raises:
-        DataError: a class that is named twice.
+        DataError: a class that is named twice, or a recording without targets.
     """
     if classes is None:
         return recording
+    if getattr(recording, "targets", recording) is None:
+        raise DataError(
+            f"recording '{recording.name}' has classes={classes!r} and no targets that they could"
+            " name; write targets='label'"
+        )
     names = tuple(map(class_name, classes))
     if isinstance(classes, str) or not names or len(set(names)) < len(names) or "" in names:
         raise DataError(
