@@ -121,9 +121,9 @@ class AuditReport:
         longer = [str(n) for n in (4 * row.horizon, 16 * row.horizon) if 2 * n <= self.epoch]
         first = f"Audit longer ones, --horizons {','.join(longer)}, or train" if longer else "Train"
         return (
-            f"No audited horizon is long enough: the longest, {row.horizon} steps, has a bias of"
-            f" {row.bias:.2g}, above the tolerance of {self.tolerance:g}. {first} with the exact"
-            " gradient, --gradient exact."
+            f"No audited horizon is long enough: the longest, {counted(row.horizon, 'step')}, has a"
+            f" bias of {row.bias:.2g}, above the tolerance of {self.tolerance:g}. {first} with the"
+            " exact gradient, --gradient exact."
         )
 
     def warning(self) -> str:
@@ -168,7 +168,9 @@ def extent_in_words(steps: int, epoch: int, lanes: int) -> str:
         >>> extent_in_words(6400, 20_000, 16), extent_in_words(500, 500, 1)
         ('the first 6,400 of 20,000 steps of 16 lanes', 'all 500 steps of 1 lane')
     """
-    part = f"all {steps:,} steps" if steps == epoch else f"the first {steps:,} of {epoch:,} steps"
+    part = f"all {counted(steps, 'step')}"
+    if steps != epoch:
+        part = f"the first {steps:,} of {counted(epoch, 'step')}"
     return f"{part} of {counted(lanes, 'lane')}"
 
 
@@ -229,7 +231,8 @@ class AuditJob:
         return (
             f"auditing {extent_in_words(self.steps, self.stream.steps, self.stream.lanes)} of split"
             f" '{self.split}': horizons {', '.join(map(str, self.horizons))}, {every}; credit"
-            f" traced back through at most {min(options.max_lag, self.steps):,} steps"
+            f" traced back through at most"
+            f" {counted(min(options.max_lag, self.steps), 'step')}"
         )
 
     def run(self, on_phase: OnPhase = lambda *_: None) -> AuditReport:
@@ -288,8 +291,8 @@ def _horizons(options: AuditOptions, config: Config, stream: Stream) -> tuple[in
     fitting = sorted(h for h in candidates if h >= least and 2 * h <= stream.steps)
     if not fitting and stream.steps < 2 * least:
         raise DataError(
-            f"a lane plays {stream.steps} steps in an epoch, too few to cut at a stride of {least}."
-            f" {_MORE_STEPS}"
+            f"a lane plays {counted(stream.steps, 'step')} in an epoch, too few to cut at a stride"
+            f" of {least}. {_MORE_STEPS}"
         )
     return tuple(fitting or [stream.steps // 2])
 
@@ -303,8 +306,8 @@ def _check_shorter(longest: int, steps: int, stream: Stream) -> None:
             else f"Take more --steps: there are {stream.steps:,}."
         )
         raise ConfigError(
-            f"horizon {longest:,} is not shorter than the {steps:,} steps audited, so it would cut"
-            f" nothing. {more}"
+            f"horizon {longest:,} is not shorter than the {counted(steps, 'step')} audited, so it"
+            f" would cut nothing. {more}"
         )
 
 

@@ -245,7 +245,7 @@ def in_words(error: BaseException) -> str:
         ENOSPC: "make room, or write to another disk",
         EACCES: "change its permissions, or name another path",
         EROFS: "name a path that can be written",
-        ENOENT: "its folder does not exist and cannot be made; name another path",
+        ENOENT: "it cannot be made there; name another path",
     }.get(error.errno or 0)
     return f"{error.filename or 'standard output'}: {error.strerror}{f'; {advice}' * bool(advice)}"
 

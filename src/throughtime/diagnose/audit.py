@@ -32,7 +32,7 @@ from torch import Tensor
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Readable
 from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError, RunError, counted
 from throughtime.gradient import LossFn, Objective, schedule
 from throughtime.gradient._backward import norm
 from throughtime.gradient._bias import BiasProbe, Comparison
@@ -131,8 +131,8 @@ class Audit:
         lines = [_line(row) for row in self.rows]
         exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
         foot = (
-            f"over {self.steps:,} steps of {self.lanes} lanes, at fixed weights; loss"
-            f" {self.loss:.4g}, |g| {self.norm:.3g}"
+            f"over {counted(self.steps, 'step')} of {counted(self.lanes, 'lane')}, at fixed"
+            f" weights; loss {self.loss:.4g}, |g| {self.norm:.3g}"
         )
         remarks = [line for remark in self.remarks() for line in textwrap.wrap(remark, WIDTH)]
         return "\n".join([head, *lines, exact, foot, *remarks])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, counted
 from throughtime.gradient import schedule
 from throughtime.gradient._backward import norm
 from throughtime.gradient._bias import BiasProbe
@@ -129,10 +129,11 @@ class Adaptive:
 
     def describe(self) -> str:
         """The setting in words."""
-        stride = "horizon" if self.stride is None else f"{self.stride} steps"
+        stride = "horizon" if self.stride is None else counted(self.stride, "step")
         return (
-            f"an update every {stride}, a horizon from {self.min} to {self.max} steps, for a bias"
-            f" of at most {self.tolerance:g}, measured every {self.every} updates"
+            f"an update every {stride}, a horizon from {self.min} to {counted(self.max, 'step')},"
+            f" for a bias of at most {self.tolerance:g}, measured every"
+            f" {counted(self.every, 'update')}"
         )
 
     def init(self, carried: State, previous: AdaptiveState | None) -> AdaptiveState:

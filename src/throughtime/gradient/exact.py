@@ -21,7 +21,7 @@ from typing import Literal
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, counted
 from throughtime.gradient import schedule
 from throughtime.gradient._backward import AdjointRecorder, LossPass, take_segments
 from throughtime.gradient._memory import MemoryBudget, Offload
@@ -112,8 +112,8 @@ class Exact(MemorylessPolicy):
         """The setting in words."""
         if self.cut_every is not None:
             return (
-                f"an update every {self.cut_every} steps, credit cut there: back through at most"
-                f" {self.cut_every} steps"
+                f"an update every {counted(self.cut_every, 'step')}, credit cut there: back through"
+                f" at most {counted(self.cut_every, 'step')}"
             )
         return (
             "an update for every recording (with several lanes, where all of them start one),"

@@ -27,7 +27,7 @@ import torch
 
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, counted
 from throughtime.gradient import schedule
 from throughtime.gradient._backward import AdjointRecorder, LossPass
 from throughtime.gradient._memory import MemoryBudget
@@ -155,9 +155,9 @@ class Randomized(MemorylessPolicy):
         lags = [self.mean_horizon * k for k in (1, 4, 16)]
         grows = ", ".join(f"{self.inflation(lag):.3g}" for lag in lags)
         return (
-            f"an update every {self.mean_horizon} steps on average (every {self._grain} steps a cut"
-            " may fall), credit unbiased; the second moment of credit over"
-            f" {', '.join(map(str, lags))} steps grows up to {grows} times"
+            f"an update every {counted(self.mean_horizon, 'step')} on average (every"
+            f" {counted(self._grain, 'step')} a cut may fall), credit unbiased; the second moment"
+            f" of credit over {', '.join(map(str, lags))} steps grows up to {grows} times"
         )
 
     def update(

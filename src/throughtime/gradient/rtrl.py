@@ -29,7 +29,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
-from throughtime.errors import ConfigError, StateError
+from throughtime.errors import ConfigError, StateError, counted
 from throughtime.gradient import schedule
 from throughtime.gradient._backward import (
     CreditFlow,
@@ -94,7 +94,8 @@ class RTRL:
 
     def describe(self) -> str:
         """The setting in words."""
-        return f"an update every {self.stride} steps, credit back through all of the past"
+        every = counted(self.stride, "step")
+        return f"an update every {every}, credit back through all of the past"
 
     def init(self, carried: State, previous: RTRLState | None) -> RTRLState:
         """The state before the first update of an epoch."""

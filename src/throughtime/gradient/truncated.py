@@ -30,7 +30,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk, Source, join
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError, DataError, counted
 from throughtime.gradient import _retained, schedule
 from throughtime.gradient._fused import try_fused
 from throughtime.gradient._memory import measure_graph
@@ -149,15 +149,16 @@ class Truncated:
         """The setting in words: guaranteed and mean horizon."""
         least, most = self._horizon - self.stride + 1, self._horizon
         text = (
-            f"an update every {self.stride} steps, credit back through {least} to {most} steps"
+            f"an update every {counted(self.stride, 'step')}, credit back through {least} to"
+            f" {counted(most, 'step')}"
             f" ({(least + most) / 2:g} on average)"
         )
         if self.jitter:
             text += ", the first stride of an epoch of random length"
         if self.warm_up:
-            text += f", the first {self.warm_up} steps after a reset not counted"
+            text += f", the first {counted(self.warm_up, 'step')} after a reset not counted"
         if self.burn_in:
-            text += f", the {self.burn_in} steps before run again under the new weights"
+            text += f", the {counted(self.burn_in, 'step')} before run again under the new weights"
         if self.start != "zero":
             text += f", windows start from {self.start} states"
         return text

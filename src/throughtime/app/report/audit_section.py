@@ -68,8 +68,8 @@ def gradient_by_lag(reach: Reach, window: int | None = None) -> Figure:
         [Series(name, reach.lags[:shown], norms[:shown]) for name, norms in curves.items()],
         title="How far back the gradient goes",
         description=(
-            f"Norm of the gradient of a loss with respect to the state 1 to {reach.lags[-1]} steps"
-            f" before it: {shares} steps."
+            f"Norm of the gradient of a loss with respect to the state 1 to"
+            f" {counted(reach.lags[-1], 'step')} before it: {shares} steps."
         ),
         x_label=_LAG_LABEL,
         y_label="gradient norm",
@@ -137,8 +137,8 @@ def _beyond_window(reach: Reach, window: int | None) -> str:
         return ""
     beyond = sum(norm for lag, norm in norms if lag > window)
     return (
-        f" Training truncated it after {window:,} steps, leaving out {beyond / total:.1%} of"
-        " the sum."
+        f" Training truncated it after {counted(window, 'step')}, leaving out"
+        f" {beyond / total:.1%} of the sum."
     )
 
 
@@ -322,21 +322,31 @@ def _caption(trace: RunTrace, config: Config) -> str:
     )
     if config.train_on == "windows":
         return (
-            f"{text} Each window of {trace.stride:,} steps starts from"
+            f"{text} Each window of {counted(trace.stride, 'step')} starts from"
             f" {config.start_in_words()}, and no credit leaves it."
         )
     if not trace.edges:
-        ahead = f" Losses up to {trace.ahead:,} steps later are included." if trace.ahead else ""
+        ahead = (
+            f" Losses up to {counted(trace.ahead, 'step')} later are included."
+            if trace.ahead
+            else ""
+        )
         return f"{text} No update of the run ends in between, so nothing is cut here.{ahead}"
     if trace.horizon == trace.stride:
         return (
             f"{text} Credit is cut at the end of each update. The last step of an update receives"
             " the gradient of its own loss alone, the first one that of all losses of the update."
         )
-    text += f" Credit crosses the ends of updates, through at most {trace.horizon:,} steps."
+    text += (
+        f" Credit crosses the ends of updates, through at most {counted(trace.horizon, 'step')}."
+    )
     stride, horizon = config.update_steps(), config.credit_steps()
     if stride is not None and horizon is not None and trace.ahead < horizon - stride:
-        limit = f"up to {trace.ahead:,} steps later" if trace.ahead else "of the steps shown alone"
+        limit = (
+            f"up to {counted(trace.ahead, 'step')} later"
+            if trace.ahead
+            else "of the steps shown alone"
+        )
         text += f" Losses {limit} are included."
     return text
 

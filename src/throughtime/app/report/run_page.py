@@ -68,7 +68,7 @@ def write_report(run: Run) -> Path:
     ]
     how = "unbroken recordings, the state carried"
     if config.train_on == "windows":
-        how = f"windows of {config.chunk_steps()} steps from {config.start_in_words()}"
+        how = f"windows of {counted(config.chunk_steps(), 'step')} from {config.start_in_words()}"
     lead = f"{spec.title} trained on {Path(config.data).name}: {how}."
     page = Page(f"throughtime: {folder.path.name}", lead, sections)
     write_atomically(folder.report, render(page).encode())
@@ -108,8 +108,8 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
         )
     else:
         start = (
-            f"Each of {lanes} lanes plays whole recordings one after another. The state is carried"
-            " and reset only at the start of a recording."
+            f"Each of {counted(lanes, 'lane')} plays whole recordings one after another. The"
+            " state is carried and reset only at the start of a recording."
         )
     if config.warm_up:
         start += (
