@@ -553,15 +553,15 @@ def test_a_file_cut_short_edited_or_foreign_is_refused(gru: Any, tmp_path: Path)
 
 def test_a_runtime_that_computes_something_else_is_found(gru: Any, tmp_path: Path) -> None:
     """As if the runtime's LSTM had another order of gates: the vector says other outputs."""
-    from throughtime.deploy import _protobuf, metadata
+    from throughtime.deploy import metadata
 
-    body, text = _protobuf.split_metadata(gru[1].read_bytes(), metadata.KEY)
+    body, text = metadata.split_metadata(gru[1].read_bytes(), metadata.KEY)
     description = json.loads(text)
     del description["sha256"]
     description["conformance"]["outputs"][0] += 0.01
     sealed = json.dumps(metadata.seal(description, body), separators=(",", ":"))
     path = tmp_path / "other.onnx"
-    path.write_bytes(body + _protobuf.metadata_entry(metadata.KEY, sealed))
+    path.write_bytes(body + metadata.metadata_entry(metadata.KEY, sealed))
     with pytest.raises(ModelError, match="computes other outputs"):
         tt.deploy.Session(path)
 

@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from throughtime.deploy._protobuf import field, metadata_entry
 from throughtime.deploy.chain import Chain, Dense, Lookup, Pointwise, Recurrence, Rescale
-from throughtime.deploy.metadata import KEY, seal
+from throughtime.deploy.metadata import KEY, field, metadata_entry, seal
 from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
 
 OPSET, IR_VERSION = 14, 8

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, running
-from throughtime.deploy._protobuf import metadata_entry
-from throughtime.deploy.metadata import KEY, seal
+from throughtime.deploy.metadata import KEY, metadata_entry, seal
 from throughtime.errors import MissingExtraError, ModelError
 from throughtime.kernels import reference
 from throughtime.kernels.cells import Cell, Weights

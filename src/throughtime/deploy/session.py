@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 from typing import Any, Literal, TypeAlias
 from zipfile import BadZipFile
 
@@ -17,7 +16,6 @@ import numpy as np
 
 from throughtime._files import write_atomically
 from throughtime.deploy import metadata
-from throughtime.deploy._protobuf import split_metadata
 from throughtime.errors import (
     ConfigError,
     DataError,
@@ -85,7 +83,7 @@ class Session:
         if type(like) not in (type(None), Session):
             raise ConfigError(f"like={like!r}: expected a session of the same file")
         self.path, self.lanes, self.on_nan, self.threads = Path(path), lanes, on_nan, threads
-        self.skipped, self._alone = 0, Lock()
+        self.skipped = 0
         content, self.description = _load(self.path)
         if like is None:
             self._runtime = _runtime(self.path, content, threads)
@@ -129,13 +127,9 @@ class Session:
 
     def step(self, inputs: Any) -> Array:
         """Outputs `(B, C)` for the inputs `(B, D)` of one step."""
-        if type(inputs) is np.ndarray and self._alone.acquire(blocking=False):
-            try:  # a context manager takes half a microsecond
-                y = self._single.step(inputs)
-            finally:
-                self._alone.release()
-            if y is not None:
-                return y
+        y = self._single.step(inputs) if type(inputs) is np.ndarray else None
+        if y is not None:
+            return y
         x = np.asarray(inputs)
         shape = self._single.row.shape
         if x.shape != shape and (self.lanes > 1 or x.shape != shape[1:]):
@@ -209,15 +203,17 @@ class Session:
     @contextmanager
     def _one_thread(self) -> Generator[None]:
         """Refuse a call while another thread has one: both would change the state."""
-        if not self._alone.acquire(blocking=False):
+        try:
+            self._single.token.pop()
+        except IndexError:
             raise RunError(
                 "another thread is calling this session; each thread needs one of its own:"
                 " Session(path, like=session)"
-            )
+            ) from None
         try:
             yield
         finally:
-            self._alone.release()
+            self._single.token.append(None)
 
     def _misfit(self, x: Array, steps: str) -> DataError:
         row = self._single.row
@@ -283,6 +279,7 @@ class _SingleStep:
 
     Attributes:
         row: the inputs of the step, `(B, D)` or `(B,)` indices.
+        token: taken out during a call. A list is as safe as a lock, in a tenth of the time.
     """
 
     def __init__(self, runtime: Any, description: Mapping[str, Any], lanes: int) -> None:
@@ -294,14 +291,14 @@ class _SingleStep:
         self._shape, self._dtype = () if inputs["indexed"] else self.row.shape, self.row.dtype
         self._y = np.zeros((1, lanes, *description["outputs"]["shape"]), inputs["dtype"])
         self._outputs = self._y[0]
-        self._states = [metadata.initial_state(description, lanes) for _ in range(2)]
-        self._runtime = runtime
-        self._bindings = [self._binding(*self._states), self._binding(*reversed(self._states))]
+        a, b = (metadata.initial_state(description, lanes) for _ in range(2))
+        self._call, self.token = runtime.run_with_iobinding, [None]
+        self._turns = [(self._binding(runtime, a, b), a), (self._binding(runtime, b, a), b)]
 
     @property
     def state(self) -> dict[str, Array]:
         """The state now: the buffers themselves."""
-        return self._states[0]
+        return self._turns[0][1]
 
     def set_state(self, values: Mapping[str, Array]) -> None:
         """Copy a state into the buffers."""
@@ -309,16 +306,23 @@ class _SingleStep:
             np.copyto(buffer, values[name])
 
     def step(self, x: Array) -> Array | None:
-        """As `run`; None for inputs of another shape or type, indices, and what is not finite."""
+        """As `run`; None for another shape or type, indices, what is not finite, during a call."""
         if x.shape != self._shape or x.dtype is not self._dtype:
             return None
-        self.row[...] = x
-        flat = self._flat
-        # half a microsecond for any size; the sum of a few numbers takes a quarter of that
-        finite = math.isfinite(
-            sum(flat.tolist()) if flat.size <= _FEW else np.vdot(flat, self._zeros)
-        )
-        return self._run() if finite else None
+        try:
+            self.token.pop()
+        except IndexError:
+            return None
+        try:  # a context manager would take half a microsecond
+            self.row[...] = x
+            flat = self._flat
+            # half a microsecond for any size; the sum of a few numbers takes a quarter of that
+            finite = math.isfinite(
+                sum(flat.tolist()) if flat.size <= _FEW else np.vdot(flat, self._zeros)
+            )
+            return self._run() if finite else None
+        finally:
+            self.token.append(None)
 
     def run(self, x: Array) -> Array:
         """The outputs `(B, C)` of one step `(B, D)`, or of `(B,)` indices."""
@@ -326,13 +330,14 @@ class _SingleStep:
         return self._run()
 
     def _run(self) -> Array:
-        self._runtime.run_with_iobinding(self._bindings[0])
-        self._bindings.reverse()
-        self._states.reverse()
+        self._call(self._turns[0][0])
+        self._turns.reverse()
         return self._outputs.copy()
 
-    def _binding(self, before: Mapping[str, Array], after: Mapping[str, Array]) -> Any:
-        binding = self._runtime.io_binding()
+    def _binding(
+        self, runtime: Any, before: Mapping[str, Array], after: Mapping[str, Array]
+    ) -> Any:
+        binding = runtime.io_binding()
         entering = {"x": self._x} | {f"state.{name}": array for name, array in before.items()}
         leaving = {"y": self._y} | {f"next.{name}": array for name, array in after.items()}
         for bind, buffers in ((binding.bind_input, entering), (binding.bind_output, leaving)):
@@ -383,7 +388,7 @@ def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
     try:
-        body, text = split_metadata(content, metadata.KEY)
+        body, text = metadata.split_metadata(content, metadata.KEY)
         description = json.loads(text)
     except ValueError as error:
         raise ModelError(
