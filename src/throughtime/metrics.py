@@ -239,6 +239,11 @@ class Classification:
 
     @property
     def confusion(self) -> Tensor:
+        """`(C, C)`: how often class i, the row, was predicted as class j; on the host.
+
+        Raises:
+            DataError: a target that is no class, or outputs that are NaN, in what was added.
+        """
         if self._extremes is not None:
             least, largest, nan = self._extremes.tolist()
             self._check(-least, largest, nan=bool(nan))
