@@ -31,10 +31,15 @@ test: $(INSTALLED)
 
 test-all: $(INSTALLED)
 	$(PYTEST) -m "slow or not slow"
+	$(ON_DEVICE) -m "slow or not slow"
 
 # The laws on a device that PyTorch computes on but that has no memory of the host: needs a C++ compiler, no GPU.
+# tests/device has its own and parts of other files; LAWS are files of the CPU, run there as well.
+LAWS := adaptive audit exact exact_clip exact_delivery exact_finite exact_loss exact_training ignite_stream lightning_stream \
+	randomized reach rtrl settling trace
+ON_DEVICE = $(PYTEST) --device tests/device $(LAWS:%=tests/test_%.py)
 test-device: $(INSTALLED)
-	$(PYTEST) tests/device
+	$(ON_DEVICE)
 
 # Each on the oldest supported versions, in a folder before the environment. The newest libraries with adapters need
 # newer ones of the core, so the two are apart.

@@ -83,7 +83,8 @@ def trainer_of(folder: Path, **options: Any) -> Trainer:
 
 
 def weights(net: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in net.parameters()])
+    """On the CPU, where Lightning leaves a net that it has fitted."""
+    return torch.cat([p.detach().flatten() for p in net.parameters()]).cpu()
 
 
 @cache

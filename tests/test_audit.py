@@ -377,8 +377,8 @@ def test_classes_and_their_weights_count_as_in_one_loss() -> None:
     net = named("hides-layer").net()
     draw = torch.Generator().manual_seed(0)
     source = {
-        "inputs": inputs(40, 1)[:, 0].numpy(),
-        "targets": torch.randint(0, 2, (40,), generator=draw).numpy(),
+        "inputs": inputs(40, 1)[:, 0].cpu().numpy(),
+        "targets": torch.randint(0, 2, (40,), generator=draw).cpu().numpy(),
     }
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 7.0], dtype=torch.float64))
     results = tt.audit(net, tt.Stream(source, 1, 8), loss_fn, (4, 40), stride=4, chunk=6)

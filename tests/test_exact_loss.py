@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
@@ -30,12 +31,15 @@ def labelled(steps: int, lanes: int, seed: int, masked: float) -> PolicyData:
     return PolicyData(data.x, (data.targets[:, :, 0] > 0.6).long(), data.resets, data.mask)
 
 
-WEIGHT = torch.tensor([0.3, 5.0], dtype=torch.float64)
 WEIGHTED: dict[str, Any] = {
-    "cross entropy": nn.CrossEntropyLoss(weight=WEIGHT),
-    "smoothed": nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
-    "nll": nn.NLLLoss(weight=WEIGHT),
+    "cross entropy": nn.CrossEntropyLoss,
+    "smoothed": partial(nn.CrossEntropyLoss, label_smoothing=0.1),
+    "nll": nn.NLLLoss,
 }
+
+
+def weights() -> Tensor:
+    return torch.tensor([0.3, 5.0], dtype=torch.float64)
 
 
 @examples(15)
@@ -46,11 +50,12 @@ WEIGHTED: dict[str, Any] = {
     masked=st.sampled_from([0.0, 0.6]),
     seed=seeds,
 )
-@pytest.mark.parametrize("loss_fn", list(WEIGHTED.values()), ids=list(WEIGHTED))
+@pytest.mark.parametrize("make", list(WEIGHTED.values()), ids=list(WEIGHTED))
 def test_class_weights_give_the_gradient_of_the_whole_mean(
-    loss_fn: Any, steps: int, chunk: Any, lanes: int, masked: float, seed: int
+    make: Any, steps: int, chunk: Any, lanes: int, masked: float, seed: int
 ) -> None:
     net, data = named("hides-layer").net(), labelled(steps, lanes, seed, masked)
+    loss_fn = make(weight=weights())
     results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk), loss_fn)
     assert deviation(results, plain(net, data, loss_fn=loss_fn)) < EXACT
 
@@ -60,7 +65,7 @@ def test_class_weights_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     net, data, loss_fn = (
         named("hides-layer").net(),
         labelled(29, 2, 0, 0.3),
-        nn.CrossEntropyLoss(weight=WEIGHT),
+        nn.CrossEntropyLoss(weight=weights()),
     )
     expected = plain(net, data, loss_fn=loss_fn)
     monkeypatch.setattr(Objective, "loss_weight", lambda _, chunk: chunk.valid_steps)

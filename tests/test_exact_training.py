@@ -127,7 +127,7 @@ def changing(name: str, dtype: torch.dtype = torch.float64) -> tt.Carried:
 
 @dataclass(frozen=True)
 class After:
-    """What an update leaves behind: gradient, loss, buffers, and torch's generator."""
+    """What an update leaves behind: gradient, loss, buffers, and the generators in use."""
 
     gradient: Weights
     loss: float
@@ -140,7 +140,7 @@ class After:
             gradients(net),
             loss.item(),
             {name: b.detach().double().clone() for name, b in net.named_buffers()},
-            torch.get_rng_state(),
+            torch.cat([*_device.generators(loss.device).values()]),
         )
 
     def equals(self, other: "After") -> dict[str, bool]:

@@ -292,9 +292,7 @@ def test_every_gradient_of_packed_lanes_is_that_of_each_lane_alone(
     leaves = [*states, *net.parameters()]
 
     def played() -> tuple[PackedSequence, tuple[Tensor, ...], Tensor]:
-        y, after = called(
-            net, pack_padded_sequence(x, torch.tensor(lengths), enforce_sorted=ordered), states
-        )
+        y, after = called(net, pack_padded_sequence(x, lengths, enforce_sorted=ordered), states)
         padded, _ = pad_packed_sequence(y)
         return y, after, (padded * padded).sum() + sum((leaf**3).sum() for leaf in after)
 

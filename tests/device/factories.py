@@ -1,4 +1,4 @@
-"""Tensors and modules that a test makes are made on the device.
+"""Tensors and modules that a test makes are made on the device, and chunks that it reads are there.
 
 The tests of the CPU say no device. Here the functions that make tensors default to the mock device,
 if a test calls them: itself, or through the constructor of a layer. What the library calls stays as
@@ -7,7 +7,7 @@ it is, so that a tensor which it makes on the CPU by mistake meets those of the 
 
 import functools
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from unittest import mock
 import torch
 from mock_device import DEVICE
 from torch import Tensor
+
+import throughtime as tt
 
 NAMES = (
     *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "eye"),
@@ -28,10 +30,13 @@ TORCH = str(Path(torch.__file__).parent)
 @contextmanager
 def factories_on_device() -> Generator[None]:
     """In this block, tensors that tests make without naming a device are on the mock device."""
-    wrapped = {f"torch.{name}": _wrap(getattr(torch, name)) for name in NAMES}
+    wrapped: dict[str, Any] = {f"torch.{name}": _wrap(getattr(torch, name)) for name in NAMES}
+    wrapped["torch.autocast"] = _Autocast
     with ExitStack() as stack:
         for name, factory in wrapped.items():
             stack.enter_context(mock.patch(name, factory))
+        stack.enter_context(mock.patch.object(tt.Stream, "read", _read(tt.Stream.read)))
+        stack.enter_context(mock.patch.object(tt.Stream, "__iter__", _iter(tt.Stream.__iter__)))
         yield
 
 
@@ -42,11 +47,35 @@ def _wrap(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return factory(*args, **kwargs)
         if args and isinstance(args[0], Tensor):  # as_tensor(x) leaves x where it is
             return factory(*args, **kwargs)
-        if factory.__name__ == "from_numpy":
-            return factory(*args).to(DEVICE)
+        if factory.__name__ == "from_numpy" or kwargs.get("generator") is not None:
+            return factory(*args, **kwargs).to(DEVICE)  # a generator of the CPU draws there
         return factory(*args, **(kwargs | {"device": DEVICE}))
 
     return call
+
+
+def _read(read: Callable[..., tt.Chunk]) -> Callable[..., tt.Chunk]:
+    def call(self: tt.Stream, start: int, stop: int) -> tt.Chunk:
+        chunk = read(self, start, stop)
+        return chunk.to(DEVICE) if _called_by_a_test() else chunk
+
+    return call
+
+
+def _iter(chunks: Callable[..., Iterator[tt.Chunk]]) -> Callable[..., Iterator[tt.Chunk]]:
+    def call(self: tt.Stream) -> Iterator[tt.Chunk]:
+        by_test = _called_by_a_test()
+        return (chunk.to(DEVICE) if by_test else chunk for chunk in chunks(self))
+
+    return call
+
+
+class _Autocast(torch.autocast):
+    """That of the device, where a test says that of the CPU."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        own = device_type == "cpu" and _called_by_a_test()
+        super().__init__(DEVICE.type if own else device_type, *args, **kwargs)
 
 
 def _called_by_a_test() -> bool:

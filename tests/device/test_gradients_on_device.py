@@ -6,12 +6,6 @@
 
 import pytest
 
-from test_exact_finite import (
-    test_gradient_that_is_not_finite_is_refused_naming_where_it_came_from,
-    test_loss_that_is_not_finite_is_refused_before_the_step,
-    test_scaler_decides_itself_about_gradients_that_are_not_finite,
-    test_scaler_scales_the_gradient_and_not_the_loss,
-)
 from test_policies import (
     test_carried_state_after_the_epoch_is_that_of_one_long_forward,
     test_chunk_length_of_the_stream_changes_no_gradient,
@@ -22,11 +16,6 @@ from test_policies import (
     test_mutant_that_cuts_does_not,
     test_no_valid_step_means_no_update,
     test_uncut_updates_sum_to_plain_autograd_over_the_whole_sequence,
-)
-from test_rtrl import (
-    test_every_update_equals_the_recursion_written_out_while_the_weights_move,
-    test_resume_keeps_the_influence_to_the_bit,
-    test_updates_sum_to_the_exact_gradient,
 )
 from test_truncated import (
     test_gradient_equals_plain_autograd,

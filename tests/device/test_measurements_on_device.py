@@ -19,12 +19,5 @@ from test_predict import (
     test_resets_within_a_call_start_lanes_anew,
     test_training_with_evaluations_in_between_gives_the_same_weights_to_the_bit,
 )
-from test_reach import test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past
-from test_settling import test_settling_is_that_of_whole_recordings_played_by_themselves
-from test_trace import (
-    test_a_reset_stops_the_gradient_of_its_lane_only,
-    test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop,
-    test_the_edge_is_the_gradient_of_the_state_that_enters,
-)
 
 pytestmark = pytest.mark.usefixtures("on_device")

@@ -7,16 +7,20 @@ import copy
 import io
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from mock_device import DEVICE
+from factories import factories_on_device
+from laws import trainers_on_device
+from mock_device import DEVICE, counted
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import throughtime as tt
+from lightning_streams import Module, fitted
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient.objective import Objective
 
@@ -216,6 +220,14 @@ def assert_equal_on_both(script: Callable[[torch.device], list[Any]]) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_computes_on_the_device_what_it_computes_on_the_cpu(script: Any) -> None:
     assert_equal_on_both(script)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+def test_a_fit_of_lightning_is_computed_on_the_device(tmp_path: Path) -> None:
+    """What laws.py makes of the tests of Lightning."""
+    with counted() as counts, factories_on_device(), trainers_on_device():
+        fitted(tmp_path, Module())
+    assert counts.operators > 1000
 
 
 @contextmanager
