@@ -5,12 +5,10 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager
 from itertools import tee
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
 
 import numpy as np
 import torch
@@ -199,8 +197,7 @@ class Predictor:
         self._state, self._single, self._prepared = state, None, 0
         self._dtype = dtype_of(net)
         self._alone = _OneThread()
-        shards = self._shards = shards_of(net)
-        self._whole = partial(unsharded_weights, net, shards) if shards else nullcontext
+        self._shards = shards_of(net)
 
     @property
     def device(self) -> torch.device:
@@ -213,16 +210,20 @@ class Predictor:
         if self._single is not None and self._single.is_loaded:
             with self._alone:
                 self._unload()
-        state, device = self._state, self.device
-        if state is not None and any(leaf.device != device for leaf in trees.tensors(state)):
-            self._state = trees.map_leaves(lambda leaf: leaf.to(device), state)
-        return self._state
+        return self._state_on(self.device)
 
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
         if self._single is not None:
             self._single.is_loaded = False
+
+    def _state_on(self, device: torch.device) -> State:
+        """The state, moved to a device if the net was."""
+        state = self._state
+        if state is not None and any(leaf.device != device for leaf in trees.tensors(state)):
+            self._state = trees.map_leaves(lambda leaf: leaf.to(device), state)
+        return self._state
 
     def _unload(self) -> None:
         """Take the state over from the prepared call, if that has it."""
@@ -314,7 +315,7 @@ class Predictor:
 
     def _play(self, x: Tensor, finite: Tensor | None, resets: Tensor | None) -> "_Answer":
         """Run the net on inputs, of which those that are not finite are left out."""
-        before = self.state
+        before = self._state_on(x.device)
         try:
             with self._ready():
                 if finite is None:
@@ -328,16 +329,16 @@ class Predictor:
         except ValueError:  # of the trials at the first inputs
             self._refuse_weights("the net cannot be tried")
             raise
-        # a state without leaves has no names
-        leaves = [*trees.leaves(after)] if trees.tensors(after) else []
-        flags = torch.stack([nan.any(), *(leaf.isnan().any() for _, leaf in leaves)])
-        names = ["the outputs are NaN", *(f"state leaf '{name}' is NaN" for name, _ in leaves)]
-        return _Answer(outputs, before, after, flags, names)
+        flags = torch.stack([nan.any(), *[leaf.isnan().any() for leaf in trees.tensors(after)]])
+        return _Answer(outputs, before, after, flags)
+
+    def _ready(self) -> AbstractContextManager[None]:
+        """Within it the net may run: in evaluation mode, without a graph, all weights whole."""
+        return self._unsharded() if self._shards else running(self.net)
 
     @contextmanager
-    def _ready(self) -> Generator[None]:
-        """Within it the net may run: in evaluation mode, without a graph, all weights whole."""
-        with self._whole(), running(self.net):
+    def _unsharded(self) -> Generator[None]:
+        with unsharded_weights(self.net, self._shards), running(self.net):
             yield
 
     def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
@@ -396,7 +397,10 @@ class Predictor:
         before = answer.before
         if before is not None and any(leaf.isnan().any() for leaf in trees.tensors(before)):
             raise RunError("the state of the predictor is NaN; start anew: predictor.reset()")
-        what = answer.names[nan.tolist().index(True)]
+        wrong, what = nan.tolist().index(True), "the outputs are NaN"
+        if wrong:
+            name, _ = [*trees.leaves(answer.after)][wrong - 1]
+            what = f"state leaf '{name}' is NaN"
         self._refuse_weights(what)
         raise RunError(
             f"{what} though the inputs are finite; the net is unstable on them: are they scaled as"
@@ -506,8 +510,7 @@ class Predictor:
         self.state = trees.load(path, trees.detach(self.net.initial_state(self.lanes, like=like)))
 
 
-@dataclass(frozen=True, eq=False)
-class _Answer:
+class _Answer(NamedTuple):
     """What a call of the net computed.
 
     Attributes:
@@ -515,14 +518,12 @@ class _Answer:
         before: the state that entered.
         after: the state after it.
         nan: whether the outputs are NaN, then each leaf of the state; on the device.
-        names: a sentence for each of these.
     """
 
     outputs: Tensor
     before: State
     after: State
     nan: Tensor
-    names: list[str]
 
 
 class _OneThread:
