@@ -230,6 +230,13 @@ def test_class_weights_need_the_recordings_they_were_counted_on(tmp_path: Path) 
         look(folder, AuditOptions(), other, "train")
 
 
+def test_a_reach_as_long_as_the_lags_names_the_option_to_raise(
+    found: AuditReport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(found.reach), "warning", lambda _: "pass a larger max_lag")
+    assert found.warning() == "Pass a larger --max-lag."
+
+
 def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     from throughtime.app.report.run_page import write_report
 

@@ -128,7 +128,7 @@ class AuditReport:
 
     def warning(self) -> str:
         """The limits of the figures, as a sentence."""
-        text = self.reach.warning()
+        text = self.reach.warning().replace("max_lag", "--max-lag")
         return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
     def facts(self) -> dict[str, Any]:
