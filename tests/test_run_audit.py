@@ -230,13 +230,6 @@ def test_class_weights_need_the_recordings_they_were_counted_on(tmp_path: Path) 
         look(folder, AuditOptions(), other, "train")
 
 
-def test_a_reach_as_long_as_the_lags_names_the_option_to_raise(
-    found: AuditReport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(type(found.reach), "warning", lambda _: "pass a larger max_lag")
-    assert found.warning() == "Pass a larger --max-lag."
-
-
 def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     from throughtime.app.report.run_page import write_report
 
@@ -371,6 +364,12 @@ def test_a_row_is_that_of_the_run_only_if_its_gradients_were_cut_so(config: Conf
     assert found.own(CONFIG) == found.audit.rows[0]
     assert found.own(config) is None
     assert "The run was trained" not in found.advice(config)
+
+
+def test_a_reach_as_long_as_the_lags_names_the_option_to_raise() -> None:
+    report = audited(truncation(50, 0.4), shares={0.5: 2, 0.9: 2, 0.99: 2})
+    assert "pass a larger max_lag" in report.reach.warning()
+    assert "pass a larger --max-lag" in report.warning()
 
 
 @pytest.mark.parametrize(
