@@ -11,35 +11,20 @@ from typing import Any
 from torch import Tensor
 
 from throughtime.doctor._torch_private import (
-    factor_of,
     mean_count,
     output_shape,
+    saved,
     sequence,
     version_of,
 )
 
 MAX_NODES = 20_000  # nodes visited in one search
 FREED, CHANGED = "second time", "inplace operation"  # parts of the errors of unusable nodes
-# in that of a changed tensor: its shape, its version now and the version that is needed
-CHANGED_TENSOR = re.compile(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)")
 # Operations that only copy, view or index a tensor.
-COPY_OR_VIEW = {
-    "Clone",
-    "View",
-    "Select",
-    "Slice",
-    "Index",
-    "Unsqueeze",
-    "Squeeze",
-    "Transpose",
-    "T",
-    "Permute",
-    "ToCopy",
-    "Expand",
-    "Reshape",
-    "UnsafeView",
-    "Alias",
-}
+COPY_OR_VIEW = re.compile(
+    "(Alias|Clone|Expand|Index|Permute|Reshape|Select|Slice|Squeeze|T|ToCopy|Transpose|UnsafeView"
+    "|Unsqueeze|View)Backward[01]"
+)
 
 
 def is_leaf(node: Any) -> bool:
@@ -95,30 +80,32 @@ def reaches_unusable(node: Any, limit: int = 400, *errors: str) -> bool:
     )
 
 
-def changed_shape(parts: re.Match[str]) -> list[int]:
-    """The shape of the tensor that a message names."""
-    return [int(n) for n in parts[1].split(",") if n.strip()]
+@dataclass(frozen=True, eq=False)
+class ChangedTensor:
+    """A saved tensor that was changed in place."""
+
+    node: Any  # that saved it
+    parameter: Tensor | None  # if it is one
+    shape: list[int]
+    version: int  # now
+    expected: int  # the version that the node needs
 
 
-def changed_node(root: Any, message: str) -> tuple[Any, Tensor | None] | None:
-    """The node whose saved tensor was changed in place, by torch's message.
-
-    Returns:
-        The node, and the parameter that was changed if it was one. `None` if no node has that
-        message.
-    """
-    parts = CHANGED_TENSOR.search(message)
+def changed_tensor(root: Any, message: str) -> ChangedTensor | None:
+    """The tensor that torch's message is about; `None` if no node has that message."""
+    parts = re.search(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", message)
     if parts is None:
         return None
+    shape = [int(n) for n in parts[1].split(",") if n.strip()]
+    version, expected = int(parts[2]), int(parts[3])
     for node in reachable_nodes(root):
         if any(parts[0] in text for text in _saved_errors(node)):
-            shape, version = changed_shape(parts), int(parts[2])
             matches = (
                 p
                 for p in parameters_of_node(node)
                 if version_of(p) == version and sorted(p.shape) == sorted(shape)
             )
-            return node, next(matches, None)
+            return ChangedTensor(node, next(matches, None), shape, version, expected)
     return None
 
 
@@ -136,8 +123,7 @@ def parameters_of_node(node: Any) -> list[Tensor]:
 
 
 def _is_copy_or_view(node: Any) -> bool:
-    name = node.name().removesuffix("0").removesuffix("1").removesuffix("Backward")
-    return name in COPY_OR_VIEW and len(children(node)) == 1
+    return bool(COPY_OR_VIEW.fullmatch(node.name())) and len(children(node)) == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,5 +209,5 @@ def mean_terms(root: Any) -> list[MeanTerm]:
 
 
 def _scalar_factor(node: Any) -> float | None:
-    factor = factor_of(node)
+    factor = saved(node, "other")
     return float(factor) if factor is not None and len(children(node)) == 1 else None

@@ -26,15 +26,16 @@ from throughtime.doctor._frames import (
     called_by_trainer,
     current_frame,
     current_line,
+    line_in,
     user_frame,
 )
-from throughtime.doctor._records import BackwardCall, Clock, Operation, TensorRecord, tensors
-from throughtime.doctor._torch_private import LoaderIterator
+from throughtime.doctor._records import BackwardCall, Clock, tensors
+from throughtime.doctor._torch_private import LoaderIterator, sequence
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.gradients import CreditRule, OptimizerRule
 from throughtime.doctor.rules.graph import AutogradErrorRule, GrowthRule
 from throughtime.doctor.rules.layout import LayoutRule
-from throughtime.doctor.rules.rule import Rule, parameters_of
+from throughtime.doctor.rules.rule import EVENTS, Rule, parameters_of
 from throughtime.doctor.rules.state import StateRule
 from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
 
@@ -58,17 +59,12 @@ class LoopEvents:
 
     def __init__(self, findings: FindingList) -> None:
         self.clock = Clock()
-        self.watcher = Watcher(
-            self.clock,
-            self._on_operation,
-            functools.partial(self._notify, "on_detach"),
-            functools.partial(self._notify, "on_operation_error"),
-        )
+        self.watcher = Watcher(self.clock)
+        self.notify = self.watcher.notify
         rules = [rule(self.watcher, findings) for rule in RULES]
-        # by name of the event: the methods of the rules that override it
-        self._handlers: dict[str, list[Callable[..., Any]]] = {
-            event: [getattr(rule, event) for rule in rules if event in vars(type(rule))]
-            for event in vars(Rule)
+        self.watcher.handlers |= {
+            event: [getattr(rule, event) for rule in rules if hasattr(rule, event)]
+            for event in EVENTS
         }
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
@@ -95,7 +91,7 @@ class LoopEvents:
         self._undo += [hook.remove for hook in hooks]
         self._wrap(torch.Tensor, "backward", self._tensor_backward)
         self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch.autograd, "grad", self._grad)
+        self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
         self._wrap(DataLoader, "__init__", self._init_loader)
@@ -111,14 +107,6 @@ class LoopEvents:
         finally:
             while self._undo:
                 self._undo.pop()()
-
-    def fail(self, error: BaseException) -> None:
-        """Let the rules report what explains the error that ended the loop."""
-        self._notify("on_exit", error)
-
-    def finish(self) -> None:
-        """Let the rules report what only the end of the loop shows."""
-        self._notify("close")
 
     def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Replace `owner.name` by a function that calls `handler(original, ...)`."""
@@ -137,14 +125,6 @@ class LoopEvents:
     def _ignored(self) -> bool:
         """Whether the doctor itself or another thread is at work."""
         return self.watcher.busy or threading.get_ident() != self._thread
-
-    def _notify(self, event: str, *args: Any) -> list[Any]:
-        """Pass an event to the rules, unwatched; a failing rule does not stop the loop."""
-        return self.watcher.guarded(_results, self._handlers[event], args) or []
-
-    def _on_operation(self, op: Operation, result: TensorRecord) -> None:
-        for handler in self._handlers["on_operation"]:
-            handler(op, result)
 
     def _watch(self, chunks: int) -> None:
         """Watch every operation for some chunks."""
@@ -181,8 +161,7 @@ class LoopEvents:
         if clock.chunk >= self._watch_until:
             self.watcher.off()
         if not self.watcher.active:
-            frame = user_frame(current_frame(1))
-            self._notify("before_module", module, inputs, frame)
+            self.notify("before_module", module, inputs, user_frame(current_frame()))
 
     def _after_module(self, module: nn.Module, inputs: Any, result: Any) -> None:
         if torch.compiler.is_compiling() or self._ignored or not self.clock.depth:
@@ -193,9 +172,9 @@ class LoopEvents:
         if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             return
         if result is None:
-            self._notify("on_module_error", module)
+            self.notify("on_module_error", module)
         elif not self.watcher.active:
-            self._notify("after_module", module, result)
+            self.notify("after_module", module, result)
 
     def _tensor_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Switch the mode off around `Tensor.backward`: inside, it cannot be switched."""
@@ -208,65 +187,56 @@ class LoopEvents:
                 self.watcher.on()
             self._pause()
 
-    def _backward(self, original: Any, roots: Any, *args: Any, **kwargs: Any) -> Any:
-        retain = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-        return self._run_backward(lambda: original(roots, *args, **kwargs), roots, retain)
-
-    def _grad(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        retain = bool(
-            kwargs.get("retain_graph", args[2] if len(args) > 2 else False)
-            or kwargs.get("create_graph", False)
-        )
-        inputs = kwargs.get("inputs", args[0] if args else ())
-        self.watcher.guarded(self.watcher.note_gradients, inputs)
-        result = self._run_backward(
-            lambda: original(outputs, *args, **kwargs), outputs, retain, is_grad=True
-        )
-        if not self._in_backward:
+    def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run `torch.autograd.backward` or `torch.autograd.grad`."""
+        frame = user_frame(current_frame())
+        if frame is None or self._in_backward:  # torch calls itself again through the mode
+            return original(outputs, *args, **kwargs)
+        is_grad = original.__name__ == "grad"
+        retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
+        if is_grad:
+            retain = retain or kwargs.get("create_graph")
+            inputs = kwargs.get("inputs", args[0] if args else ())
+            self.watcher.guarded(self.watcher.note_gradients, inputs)
+        roots = tensors(outputs)
+        root = roots[0].grad_fn if roots else None
+        number = -1 if root is None else sequence(root)
+        line, site = line_in(frame), call_site(frame)
+        backward = BackwardCall(root, bool(retain), line, site, is_grad, number)
+        run = functools.partial(original, outputs, *args, **kwargs)
+        result = self._run_backward(run, roots, backward)
+        if is_grad:
             self._pause()
         return result
 
     def _run_backward(
-        self, run: Callable[[], Any], outputs: Any, retain: bool, *, is_grad: bool = False
+        self, run: Callable[[], Any], roots: list[Tensor], backward: BackwardCall
     ) -> Any:
-        frame = user_frame(current_frame(2))
-        if frame is None or self._in_backward:  # torch calls itself again through the mode
-            return run()
-        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        line = SourceLine(frame.f_code.co_filename, frame.f_lineno)
-        backward = BackwardCall(
-            roots[0].grad_fn if roots else None, retain, line, call_site(frame), is_grad
-        )
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
-        ends_chunk = not (is_grad and retain)
-        if ends_chunk:
-            self._notify("before_backward", backward)
+        if ends_chunk := not (backward.is_grad and backward.retain):
+            self.notify("before_backward", backward)
         self._in_backward = True
         try:
             result = run()
         except RuntimeError as error:
-            for finding in self._notify("explain", error, roots, backward):
-                if finding is not None:
-                    error.add_note(f"tt.doctor: {finding}")
+            for finding in filter(None, self.notify("explain", error, roots, backward)):
+                error.add_note(f"tt.doctor: {finding}")
             raise
         finally:
-            self._in_backward = False
+            self._in_backward, backward.root = False, None  # its graph must not live on
             if ends_chunk:
-                self._notify("end_backward", backward)
+                self.notify("end_backward", backward)
         if ends_chunk:
-            self._end_chunk(backward)
+            self.clock.chunk += 1
+            self.clock.continued.clear()
+            self.watcher.guarded(self.watcher.next_chunk)
+            self.notify("after_backward", backward)
         return result
-
-    def _end_chunk(self, backward: BackwardCall) -> None:
-        self.clock.chunk += 1
-        self.clock.continued.clear()
-        self.watcher.guarded(self.watcher.next_chunk)
-        self._notify("after_backward", backward)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._ignored:
             return
-        self._notify("before_step", optimizer)
+        self.notify("before_step", optimizer)
         # a closure would be the user's loop
         if not args[1:] and not kwargs and self.watcher.active:
             self.watcher.off()
@@ -279,28 +249,25 @@ class LoopEvents:
             self._off_in_step = False
             self.watcher.on()
         self.clock.steps += 1
-        line = current_line(2)
-        self._notify("after_step", optimizer, line)
+        self.notify("after_step", optimizer, current_line())
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         is_optimizer = isinstance(owner, torch.optim.Optimizer)
         parameters = parameters_of(owner) if is_optimizer else list(owner.parameters())
-        line = current_line(2)
-        self._notify("before_zero_grad", owner, parameters, line)
+        self.notify("before_zero_grad", owner, parameters, current_line())
         return original(owner, *args, **kwargs)
 
     def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         original(loader, *args, **kwargs)
-        if not called_by_trainer(current_frame(1)):
-            self._loaders[loader] = current_line(2)
+        if not called_by_trainer(current_frame()):
+            self._loaders[loader] = current_line()
 
     def _iterate_loader(self, original: Any, loader: Any) -> Any:
         iterator = original(loader)
-        frame = current_frame(2)
-        line = self._loaders.get(loader) if called_by_trainer(frame) else current_line(2)
+        line = self._loaders.get(loader) if called_by_trainer(current_frame()) else None
         self._watch(AGAIN_CHUNKS)
-        number, line = next(self._numbers), line or current_line(2)
-        self._iterators[iterator] = number, draws_at_random(loader), line
+        draws = draws_at_random(loader)
+        self._iterators[iterator] = next(self._numbers), draws, line or current_line()
         return iterator
 
     def _next_batch(self, original: Any, iterator: Any) -> Any:
@@ -317,10 +284,6 @@ class LoopEvents:
             values = list(batch.values()) if isinstance(batch, dict) else batch
             clock.contents = [weakref.ref(tensor) for tensor in tensors(values)]
         return batch
-
-
-def _results(handlers: list[Callable[..., Any]], args: tuple[Any, ...]) -> list[Any]:
-    return [handler(*args) for handler in handlers]
 
 
 def draws_at_random(loader: Any) -> bool:

@@ -7,7 +7,6 @@ A frame is the user's if its file belongs neither to a library nor to throughtim
 
 import ast
 import dis
-import gc
 import itertools
 import linecache
 import os
@@ -48,8 +47,8 @@ _RESOLVED_LIBRARY_DIRS = tuple(
 )
 _MODULE_CALLS = ("Module._wrapped_call_impl", "Module._call_impl")  # frames of nn.Module.__call__
 NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
+INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
 CONTAINERS = {list, dict, set, deque, defaultdict}
-MAX_OWNERS = 3  # containers one around the other
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
 MAX_ITEMS = 32  # items searched per container
 
@@ -120,10 +119,24 @@ def user_frame(frame: FrameType | None, *, skip_optimizer: bool = True) -> Frame
     return None
 
 
-def current_line(depth: int = 1) -> SourceLine | None:
-    """The line of user code now running; `depth` as in `sys._getframe`."""
-    frame = user_frame(current_frame(depth))
-    return SourceLine(frame.f_code.co_filename, frame.f_lineno) if frame else None
+def user_frames(frame: FrameType | None) -> list[FrameType]:
+    """The user's frames from this one outwards, as `user_frame` gives them."""
+    frames: list[FrameType] = []
+    while (frame := user_frame(frame)) is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def line_in(frame: FrameType) -> SourceLine:
+    """The line that a frame runs."""
+    return SourceLine(frame.f_code.co_filename, frame.f_lineno)
+
+
+def current_line() -> SourceLine | None:
+    """The line of user code now running."""
+    frame = user_frame(current_frame())
+    return line_in(frame) if frame else None
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
@@ -212,42 +225,36 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
 
     Empty if there is none. `self` is searched first.
     """
-    while (frame := user_frame(frame)) is not None:
-        if path := _path_in(frame, matches):
-            return path
-        frame = frame.f_back
-    return ""
+    return next(filter(None, (_path_in(each, matches) for each in user_frames(frame))), "")
 
 
 def paths(
     first: Callable[[Any], bool], second: Callable[[Any], bool], frame: FrameType | None
 ) -> tuple[str, str]:
     """The paths of two values in the innermost of the user's frames that refers to both."""
-    while (frame := user_frame(frame)) is not None:
-        a = _path_in(frame, first)
-        b = _path_in(frame, second) if a else ""
-        if b:
+    for each in user_frames(frame):
+        a = _path_in(each, first)
+        if a and (b := _path_in(each, second)):
             return (a[:-3], b[:-3]) if a.endswith("[0]") and b.endswith("[0]") else (a, b)
-        frame = frame.f_back
     return "", ""
 
 
-def _path_in(frame: FrameType, matches: Callable[[Any], bool]) -> str:
-    """The path from a variable of this frame, see `variable_path`."""
+def _paths_in(frame: FrameType, matches: Callable[[Any], bool]) -> Iterator[str]:
+    """The paths from the variables of this frame, see `variable_path`."""
     for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
         path = None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
         if path:
-            return path
-    return ""
+            yield path
+
+
+def _path_in(frame: FrameType | None, matches: Callable[[Any], bool]) -> str:
+    """The first of these paths; empty if there is none."""
+    return next(_paths_in(frame, matches), "") if frame is not None else ""
 
 
 def call_site(frame: FrameType | None) -> int:
     """A number for the lines of all the user's frames from this one outwards."""
-    lines: list[tuple[int, int]] = []
-    while (frame := user_frame(frame)) is not None:
-        lines.append((id(frame.f_code), frame.f_lineno))
-        frame = frame.f_back
-    return hash(tuple(lines))
+    return hash(tuple((id(each.f_code), each.f_lineno) for each in user_frames(frame)))
 
 
 def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
@@ -263,16 +270,15 @@ def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
         )
 
     frame, passed = user_frame(frame), False
-    path = _path_in(frame, matches) if frame is not None else ""
+    path = _path_in(frame, matches)
     while frame is not None:
         is_argument = _in_arguments(frame, matches)
         outer = user_frame(frame.f_back)
-        outer_path = _path_in(outer, matches) if outer is not None else ""
+        outer_path = _path_in(outer, matches)
         if not outer_path or not (is_argument or frame.f_code.co_name == "forward"):
             break
         frame, path, passed = outer, outer_path, passed or is_argument
-    line = SourceLine(frame.f_code.co_filename, frame.f_lineno) if frame is not None else None
-    return Variable(path, line, passed)
+    return Variable(path, line_in(frame) if frame is not None else None, passed)
 
 
 def _in_arguments(frame: FrameType, matches: Callable[[Any], bool]) -> bool:
@@ -308,6 +314,8 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     """The items or attributes of a value, each with its path suffix, such as `[0]` or `.h`."""
     if isinstance(value, (tuple, list)):
         items = ((f"[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, (set, deque)):
+        items = (("[...]", item) for item in list(value))
     elif isinstance(value, dict):
         items = ((f"[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, nn.Module):
@@ -322,73 +330,32 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     yield from list(itertools.islice(items, MAX_ITEMS))
 
 
-def find_container(tensors: list[Tensor]) -> Any:
-    """The list, dict, set or deque that holds many of these tensors, or of the rows around them.
+def find_append_line(tensors: list[Tensor], files: set[str]) -> tuple[SourceLine, str] | None:
+    """The first line of the files that adds to what holds many of these tensors, and its name.
 
-    A row is a tuple, a dict, a list or an object, such as one for each chunk. A deque of limited
-    length does not count. Scans all objects of the garbage collector, at most three times.
+    That is a list, dict, set or deque of them, or of rows around them, such as tuples or objects.
+    A deque of limited length does not count.
     """
-    items: list[Any] = tensors
-    for _ in range(MAX_OWNERS):
-        ids, rows = {id(item) for item in items}, list[Any]()
-        for owner in gc.get_referrers(*items):
-            if owner is items or isinstance(owner, (FrameType, *NOT_SEARCHED)):
-                continue
-            kept = owner.values() if isinstance(owner, dict) else owner
-            if (
-                type(owner) in CONTAINERS
-                and (not isinstance(owner, deque) or owner.maxlen is None)
-                and sum(id(each) in ids for each in kept) >= max(4, len(tensors) // 3)
-            ):
-                return owner
-            rows.append(owner)
-        if not 4 <= len(rows) <= MAX_ITEMS * len(tensors):
-            break
-        items = rows
-    return None
+    ids = set(map(id, tensors))
 
+    def holds_many(value: Any) -> bool:
+        if type(value) not in CONTAINERS or len(value) > MAX_ITEMS * len(tensors):
+            return False
+        rows = value.values() if isinstance(value, dict) else list(value)
+        kept = (_search(row, lambda item: id(item) in ids, "row", MAX_PATH_DEPTH) for row in rows)
+        limited = isinstance(value, deque) and value.maxlen is not None
+        return not limited and sum(map(bool, kept)) >= max(4, len(tensors) // 3)
 
-def _is_namespace(owner: Any) -> bool:
-    """Whether a dict holds the variables of a module."""
-    return isinstance(owner, dict) and "__name__" in owner
-
-
-def _names_of(container: Any, depth: int = MAX_OWNERS) -> list[str]:
-    """The variables and attributes that refer to a container, after those of one around it."""
-    names, outer = set[str](), list[str]()
-    frame: FrameType | None = current_frame()
-    while frame is not None:
-        if file_owner(frame.f_code.co_filename) == USER:
-            names |= {name for name, value in frame.f_locals.items() if value is container}
-        frame = frame.f_back
-    for owner in gc.get_referrers(container):
-        attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", None)
-        if isinstance(attributes, dict):
-            names |= {
-                key
-                for key, value in list(attributes.items())
-                if value is container and isinstance(key, str)
-            }
-        if depth > 1 and type(owner) in CONTAINERS and not _is_namespace(owner):
-            outer += _names_of(owner, depth - 1)
-    return [*outer, *sorted(names)]
-
-
-def find_append_line(container: Any, files: set[str]) -> tuple[SourceLine, str] | None:
-    """The first line of the files that adds to the container, and the container's name."""
-    for name in _names_of(container):
-        word = re.escape(name)
+    frames = user_frames(current_frame())
+    for path in (path for frame in frames for path in _paths_in(frame, holds_many)):
+        name = re.sub(INDICES, "", path).rpartition(".")[2]
         pattern = re.compile(
-            rf"\b{word}(\[[^\]]*\]|['\"]\])*"
+            rf"\b{name}(\[[^\]]*\]|['\"]\])*"
             r"(\.(append|appendleft|extend|insert|add|setdefault)\(|\s*\+=|\[.*\]\s*=(?!=)"
-            rf"|\s*=\s*(\[\*)?{word}\s*[,+])"
+            rf"|\s*=\s*(\[\*)?{name}\s*[,+])"
         )
         for file in sorted(files):
-            try:
-                lines = Path(file).read_text(encoding="utf-8").splitlines()
-            except OSError:
-                continue
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(linecache.getlines(file), 1):
                 if pattern.search(line):
                     return SourceLine(file, number), name
     return None

@@ -1,5 +1,6 @@
 """What an operation does to a state: it copies, selects, masks, or changes it in place."""
 
+import re
 from functools import lru_cache
 from typing import Any
 
@@ -7,36 +8,19 @@ import torch
 from torch import Tensor
 
 from throughtime.doctor._records import Operation
-from throughtime.doctor._torch_private import base_of
 
 # Operations by name. Those that select rows, that take a part, that cast or copy:
 ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
-SELECTIONS = ROWS | {"select"}
 STEPS = frozenset(["__getitem__", "unbind", "select"])
 SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
 CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
 CLONES = frozenset(["clone", "__deepcopy__"])
 DETACHES = frozenset(["detach", "data", "detach_"])
+IN_PLACE_ZEROS = frozenset(["zero_", "fill_"])
 # those through which data is followed,
 PACK = "_pack_padded_sequence"
-ELEMENTWISE = frozenset(
-    f"{prefix}{name}{suffix}"
-    for name in (
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "neg",
-        "abs",
-        "log",
-        "log1p",
-        "sqrt",
-        "clamp",
-    )
-    for prefix, suffix in (("", ""), ("__", "__"), ("__r", "__"))
-)
-COPIES = ROWS | CASTS | ELEMENTWISE | {"long", "stack", "cat", "one_hot", "pad_sequence", PACK}
+ELEMENTWISE = re.compile("_{0,2}r?(add|sub|mul|div|truediv|neg|abs|log|log1p|sqrt|clamp)_{0,2}")
+COPIES = ROWS | CASTS | {"long", "stack", "cat", "one_hot", "pad_sequence", PACK}
 # those that pass a state on unchanged,
 COPY_OR_VIEW = (
     DETACHES
@@ -116,12 +100,6 @@ def puts_lanes_back(op: Operation) -> bool:
     return isinstance(value, Tensor) and any(isinstance(part, (Tensor, list)) for part in parts)
 
 
-def dim_of(op: Operation) -> int:
-    """The dimension along which an operation stacks or takes apart."""
-    dim = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-    return dim if isinstance(dim, int) else -1
-
-
 def has_mask(op: Operation) -> bool:
     """Whether an operation masks a result by data: by numbers from 0 to 1.
 
@@ -141,25 +119,3 @@ def has_mask(op: Operation) -> bool:
         for t in masks
         if not t.is_complex()
     )
-
-
-def selection(op: Operation, source: Tensor, dim: int) -> tuple[list[int], int | None]:
-    """The indices that a selection takes along a dimension, and that dimension in its result.
-
-    The same selection is applied to numbers that vary along this dimension only.
-    """
-    shape = [1] * source.dim()
-    shape[dim] = -1
-    numbers = torch.arange(source.shape[dim], device="cpu").view(shape).expand(source.shape)
-    taken = op.func(numbers, *op.args[1:], **op.kwargs)
-    if not taken.numel():
-        return [], None
-    if base_of(taken) is None:  # a copy
-        varies = [bool((taken != taken.narrow(d, 0, 1)).any()) for d in range(taken.dim())]
-        dims = [d for d, differs in enumerate(varies) if differs] or [dim][: taken.dim() > dim]
-    else:
-        dims = [d for d, stride in enumerate(taken.stride()) if stride]
-    if not dims:
-        return taken.reshape(-1)[:1].tolist(), None
-    first = taken.movedim(dims[0], 0).reshape(taken.shape[dims[0]], -1)[:, 0]
-    return first.tolist(), dims[0]

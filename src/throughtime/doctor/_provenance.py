@@ -10,15 +10,26 @@ Shapes: `T` steps, `B` lanes (rows of the batch).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from throughtime.doctor._records import CopyRecord, Operation, TensorRecord, UnitCall
+from throughtime.doctor._records import (
+    CopyRecord,
+    Operation,
+    TensorRecord,
+    Unit,
+    UnitCall,
+    lanes_and_step,
+)
 from throughtime.doctor._torch_private import base_of
+from throughtime.doctor.watcher import Watcher
 
 MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
+FEW_LANES = 2  # the same of views of one tensor, and of copies while this is not watched
+MAX_ROOTS = 64  # recordings remembered, the lanes of some chunks
 MAX_INDEXED = 200_000  # elements of a tensor whose indexing is replayed
 MAX_DEPTH = 12  # copies of copies followed
 # Steps from the last of a chunk to the first of the next: with x[:-1] the last is a target only.
@@ -192,10 +203,13 @@ def lane_ends(call: UnitCall, record_of: Lookup, most: int = MAX_LANES) -> list[
 def follows(before: LaneEnds, after: LaneEnds) -> bool:
     """Whether one lane continues where the other ended."""
     gap = difference(before.last, after.first)
-    if step := _common_step(before, after):
-        return any(gap == tuple(n * d for d in step) for n in GAPS)
-    dims = before.time_dims | after.time_dims
     moved = nonzero(gap)
+    if step := _common_step(before, after):
+        # the step of a single one may be a jump to it
+        is_next = before.first.index == before.last.index and sum(gap) == 1
+        is_next &= moved == nonzero(step)
+        return is_next or any(gap == tuple(n * d for d in step) for n in GAPS)
+    dims = before.time_dims | after.time_dims
     return len(moved) == 1 and all(gap[d] in GAPS and (not dims or d in dims) for d in moved)
 
 
@@ -210,12 +224,12 @@ def relation(
     before: list[LaneEnds],
     after: list[LaneEnds],
     rows: list[int],
-    read: dict[int, list[LaneEnds]],
+    read: Callable[[], dict[int, list[LaneEnds]]],
 ) -> str:
     """How two chunks lie in time, the state of the first in the second.
 
-    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `read[id(root)]` are
-    the lanes of the last chunk that was read from a tensor, as far as known.
+    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `read()[id(root)]`
+    are the lanes of the last chunk that was read from a tensor, as far as known.
 
     Returns:
         "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
@@ -232,7 +246,8 @@ def relation(
         return "next"
     if all(follows(a, b) or any(follows(other, b) for other in before) for a, b in pairs):
         return "rows"
-    kinds = {_lane_relation(a, b, lane, read) for lane, (a, b) in enumerate(pairs)}
+    last = read()
+    kinds = {_lane_relation(a, b, lane, last) for lane, (a, b) in enumerate(pairs)}
     if kinds <= {"start", "next"}:
         return "start"
     if "elsewhere" in kinds and kinds <= {"elsewhere", "jump", "other", "start", ""}:
@@ -332,3 +347,102 @@ def layer_dims(
     if inputs.dim() == 2:
         return len(inputs), None, 0
     return inputs.shape[int(batch_first)], int(not batch_first), int(batch_first)
+
+
+class ChunkOrder:
+    """Compares the data of two calls of a recurrent unit; no value is read."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.watcher, self.record_of = watcher, watcher.table.record_of
+        self.axes: dict[int, tuple[Tensor, int]] = {}  # dimension of time by tensor
+        # the last chunk of a tensor that a unit read, by both
+        self.read: dict[tuple[Unit, int], UnitCall] = {}
+
+    def lanes(self, call: UnitCall) -> list[LaneEnds] | None:
+        """Where the lanes of the data, or the first of them, begin and end; `None` if unknown."""
+        if call.lanes is None and call.data is not None:
+            base = base_of(call.data)
+            joined = self.watcher.active if base is None else self.record_of(base) is not None
+            call.lanes = lane_ends(call, self.record_of, MAX_LANES if joined else FEW_LANES) or ()
+        return call.lanes or None
+
+    def relation(self, origin: UnitCall, call: UnitCall, state: TensorRecord | None = None) -> str:
+        """How a call lies after the one that its state comes from: see `_provenance.relation`."""
+        rows, step = (None, None) if state is None else lanes_and_step(state.index)
+        data, time = origin.data, origin.time_dim
+        if data is not None and time is not None and step not in {None, origin.steps - 1}:
+            # the state is not the last one of the chunk
+            origin = replace(origin, data=data.narrow(time, 0, (step or 0) + 1), lanes=None)
+        in_order = rows is None or rows == list(range(len(rows)))
+        part = origin.data
+        if part is not None and in_order and self._is_next_slice(origin, call):
+            remember(self.read, (origin.unit, id(base_of(part))), origin)
+            return "next"
+        before, after = self.lanes(origin), self.lanes(call)
+        if not in_order:
+            before, after = (lane_ends(each, self.record_of, MAX_LANES) for each in (origin, call))
+        if not before or not after or (rows is None and len(before) != len(after)):
+            return ""
+        for root in {id(lane.last.root) for lane in before}:
+            remember(self.read, (origin.unit, root), origin)
+        rows = list(range(MAX_LANES)) if rows is None else rows
+        return relation(before, after, rows, partial(self._last_read, call, after))
+
+    def _is_next_slice(self, origin: UnitCall, call: UnitCall) -> bool:
+        """Whether a chunk is the next slice along the known dimension of time: cheap and usual."""
+        a, b = origin.data, call.data
+        if a is None or b is None or a.stride() != b.stride() or a.shape != b.shape:
+            return False
+        root = base_of(a)
+        base, dim = self.axes.get(id(root), (None, 0))
+        if base is None or base is not root or base_of(b) is not root:
+            return False
+        stride, steps = base.stride(dim), 1 if origin.time_dim is None else a.shape[origin.time_dim]
+        moved = b.storage_offset() - a.storage_offset()
+        index = int(b.storage_offset() - base.storage_offset()) // stride % base.shape[dim]
+        return moved == steps * stride and index >= steps
+
+    def learn_axis(self, call: UnitCall, origin: UnitCall) -> None:
+        """Remember the dimension of a tensor along which its chunks follow one another."""
+        base = base_of(call.data) if call.data is not None else None
+        if origin.lanes and call.lanes and base is not None and base is call.lanes[0].first.root:
+            (dim, *_) = nonzero(difference(origin.lanes[0].last, call.lanes[0].first))
+            remember(self.axes, id(base), (base, dim))
+
+    def _last_read(self, call: UnitCall, after: list[LaneEnds]) -> dict[int, list[LaneEnds]]:
+        """The lanes of the last chunk that the unit read from each tensor of a chunk."""
+        read: dict[int, list[LaneEnds]] = {}
+        for root in [lane.first.root for lane in after]:
+            last = self.read.get((call.unit, id(root)))
+            lanes = None if last is None else self.lanes(last)
+            read[id(root)] = [lane for lane in lanes or () if lane.last.root is root]
+        return read
+
+    def goes_on_along_lanes(self, origin: UnitCall, call: UnitCall) -> bool:
+        """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""
+        lanes, packed = self.lanes(call), origin.batch_sizes is not call.batch_sizes
+        for most in (1, MAX_LANES):
+            before, after = (
+                lane_ends(
+                    replace(each, lane_dim=each.time_dim, time_dim=each.lane_dim, previous=None),
+                    self.record_of,
+                    most,
+                )
+                for each in (origin, call)
+            )
+            if packed or not before or not after or not lanes or len(before) != len(after):
+                return False
+            if not all(
+                len(b.time_dims) == 1 and not b.time_dims & lanes[0].time_dims and follows(a, b)
+                for a, b in zip(before, after, strict=True)
+            ):
+                return False
+        return True
+
+
+def remember(table: dict[Any, Any], key: object, value: Any) -> None:
+    """Store a value and drop the oldest: a finished recording need not stay in memory."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MAX_ROOTS:
+        del table[next(iter(table))]

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from throughtime.doctor._frames import Instruction, SourceLine
@@ -11,10 +13,8 @@ from throughtime.doctor._frames import Instruction, SourceLine
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
 RECURRENT = LAYERS | CELLS
+MAX_STEPS = 2**20  # in one call
 EMPTY: frozenset[Any] = frozenset()
-
-Unit = Any
-"""A recurrent layer, by the id of its first weight, or an instruction that takes in its result."""
 
 
 @dataclass(slots=True, eq=False)
@@ -32,10 +32,29 @@ class Clock:
     loading: bool = False  # such a loader collects a batch now
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
     # calls of a unit in this chunk that take over a state of the same chunk
-    continued: dict[Unit, int] = field(default_factory=dict)
+    continued: dict[Any, int] = field(default_factory=dict)
     recurrent: Instruction | None = None  # the last call of a recurrent unit
-    units: dict[Unit, Instruction] = field(default_factory=dict)  # where each was last called
+    units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far
+
+
+@dataclass(eq=False)
+class Unit:
+    """A recurrent layer or cell, or an instruction that takes in its own result, with its past."""
+
+    key: Any  # the id of its first weight, or the instruction
+    last: dict[bool | None, "UnitCall"] = field(default_factory=dict)  # its last call by mode
+    first: "UnitCall | None" = None  # the first call of its pass over the data
+    carried: bool = False  # a state entered the next chunk in time
+    jumps: bool = False  # a state jumped in time
+    mixed: bool = False  # it reads several tensors within one chunk
+    samples: bool = False  # its chunks are samples of their own
+    reread: bool = False  # it reads each chunk several times
+    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
+    evaluation: "UnitCall | None" = None  # the last call of a graph without a backward
+    trained: int = 0  # the most calls connected before a backward
+    fresh: Any = None  # its chunks that started from one state
+    wrap: Any = None  # its state that entered what it comes from
 
 
 @dataclass(slots=True, eq=False)
@@ -112,10 +131,8 @@ class TensorRecord:
     edited: bool = False  # values were changed since that call
     copies: int = 0  # of its memory since that call
     masked: bool = False  # data masked it, now or at an earlier step
-    lane_dim: Any = None  # the dimension of lanes, one or one for each result
-    rows: Any = None  # the lane that each row comes from, if rows were selected
-    time_dim: Any = None  # the dimension of time in a layer's outputs
-    position: int | None = None  # the step of those outputs, if one was selected
+    # for each element its step and lane in that call, see `numbers`; one or one for each result
+    index: Any = None
     depth: int = 0  # chunks that a sum goes through
     call: int = 0  # the call of an outermost module before it, for a sum that of its last term
     passes: int = 0  # such calls in a sum
@@ -163,11 +180,50 @@ class Operation:
 class BackwardCall:
     """One backward of the user."""
 
-    root: Any  # the node of the first tensor, if it has one
+    root: Any  # the node of the first tensor, if it has one; `None` after the backward
     retain: bool
     line: SourceLine
     site: int  # see `call_site`
     is_grad: bool  # `torch.autograd.grad`
+    number: int  # the sequence number of the root, -1 without one
+    boundary: int = -1  # nodes up to this sequence number were created before its end
+
+
+def numbers(tensor: Tensor, lane_dim: int | None, time_dim: int | None, steps: int) -> Any:
+    """The number lane * MAX_STEPS + step of each element of a call's result, as a tensor.
+
+    What only moves elements of the result, such as a choice of lanes, is applied to them too. A
+    state is of the last step. `None` without a dimension of lanes.
+    """
+    return _numbers(tensor.shape, lane_dim, time_dim, steps, tensor.device)
+
+
+@lru_cache(maxsize=64)
+def _numbers(
+    shape: torch.Size, lane_dim: int | None, time_dim: int | None, steps: int, device: torch.device
+) -> Tensor | None:
+    if lane_dim is None or lane_dim >= len(shape):
+        return None
+    grid = torch.full((1,) * len(shape), 0 if time_dim is not None else steps - 1, device=device)
+    for dim, factor in ((lane_dim, MAX_STEPS), (time_dim, 1)):
+        if dim is not None:
+            sizes = [shape[dim] if d == dim else 1 for d in range(len(shape))]
+            grid = grid + factor * torch.arange(shape[dim], device=device).view(sizes)
+    return grid.expand(shape)
+
+
+@lru_cache(maxsize=16)
+def lanes_and_step(index: Tensor | None) -> tuple[list[int] | None, int | None]:
+    """The lane of each row of a state by its `numbers`, and its step if there is one."""
+    if index is None or not index.numel():
+        return None, None
+    origin = (0,) * index.dim()
+    dims = range(index.dim())
+    lines = [index[(*origin[:d], slice(None), *origin[d + 1 :])].tolist() for d in dims]
+    lanes = [[n // MAX_STEPS for n in line] for line in lines] or [[int(index) // MAX_STEPS]]
+    steps = {n % MAX_STEPS for line in lines for n in line}
+    rows = next((line for line in lanes if len(set(line)) > 1), lanes[0][:1])
+    return rows, steps.pop() if len(steps) == 1 else None
 
 
 def tensors(tree: Any, depth: int = 3) -> list[Tensor]:

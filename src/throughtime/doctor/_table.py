@@ -1,10 +1,10 @@
 """The table of records: which tensors the watched operations made, and what they depend on."""
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from throughtime.doctor._autograd import leaf_ids
@@ -15,18 +15,16 @@ from throughtime.doctor._operations import (
     COPIES,
     COPY_OR_VIEW,
     DETACHES,
+    EDITS,
     ELEMENTWISE,
+    IN_PLACE_ZEROS,
     PACK,
     ROWS,
-    SELECTIONS,
     SLICES,
     STEPS,
-    dim_of,
     has_mask,
     is_edit,
-    selection,
 )
-from throughtime.doctor._outputs import LayerOutputs
 from throughtime.doctor._records import (
     CELLS,
     EMPTY,
@@ -35,32 +33,30 @@ from throughtime.doctor._records import (
     DetachRecord,
     Operation,
     TensorRecord,
+    Unit,
+    UnitCall,
+    numbers,
     tensors,
 )
-from throughtime.doctor._torch_private import LEAF, base_of, sequence
+from throughtime.doctor._torch_private import LEAF, base_of, sequence, storage_of
 
 MAX_LINEAGE = 400  # instructions in a lineage
 
 
-def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
-    """The union; `a` itself if that is all, as in most steps of a loop."""
-    return a if b is a or b <= a else a | b
-
-
 class RecordTable:
-    """The records of tensors, by their identity.
+    """The records of tensors, by their identity; `clock` is the position in the loop.
 
-    Args:
-        clock: the position in the loop.
-        on_detach: called with a detach and the record of the detached tensor.
+    A state that was passed on while the watcher was off has no record. It lies in the same memory,
+    with or without its graph, as what a unit returned last, or has its values.
     """
 
-    def __init__(
-        self, clock: Clock, on_detach: Callable[[DetachRecord, TensorRecord], object]
-    ) -> None:
-        self.clock, self.on_detach = clock, on_detach
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.records: dict[int, TensorRecord] = {}  # by the id of the tensor
-        self.layers = LayerOutputs()
+        # the last outputs of each recurrent unit with their call and dimension of lanes; without
+        # their graph, with the record of a state
+        self.latest: dict[Unit, tuple[Any, UnitCall, int]] = {}
+        self.outputs: dict[Unit, tuple[list[Tensor], TensorRecord]] = {}
         # calls of detach whose result is discarded: by the sequence number of the tensor, and those
         # of states
         self.lost_detaches: dict[int, Instruction] = {}
@@ -79,7 +75,7 @@ class RecordTable:
 
     def record_of_state(self, tensor: Tensor) -> TensorRecord | None:
         """The record of a state, also of one that was passed on while the watcher was off."""
-        return self.record_or_base(tensor) or self.layers.record_of(tensor)
+        return self.record_or_base(tensor) or self._record_of_output(tensor)
 
     def records_of(self, name: str, inputs: list[Tensor]) -> list[TensorRecord | None]:
         """The records of the inputs of an operation."""
@@ -92,34 +88,65 @@ class RecordTable:
         ]
         if name in CELLS:
             for i in range(1, 3 if name == "lstm_cell" else 2):
-                records[i] = records[i] or self.layers.record_of(inputs[i])
+                records[i] = records[i] or self._record_of_output(inputs[i])
         elif name in COPY_OR_VIEW and inputs and records[0] is None and inputs[0].requires_grad:
-            records[0] = self.layers.record_of(inputs[0])  # returned while the watcher was off
+            records[0] = self._record_of_output(inputs[0])  # returned while the watcher was off
         return records
+
+    def _record_of_output(self, tensor: Tensor) -> TensorRecord | None:
+        """The record of a state that is an output: in its memory, or with its values.
+
+        The values came back as a copy, such as one through NumPy.
+        """
+        if not (self.latest or self.outputs) or tensor.layout is not torch.strided:
+            return None
+        self.release_graphs()
+        storage = storage_of(tensor)
+        for outputs, record in self.outputs.values():
+            if any(storage_of(output) == storage for output in outputs):
+                return record
+        for outputs, record in self.outputs.values():
+            if any(_is_copy(tensor, output) for output in outputs):
+                return replace(record, copies=1)
+        return None
+
+    def release_graphs(self) -> None:
+        """Keep the last outputs of the units without their graphs."""
+        for unit, (tree, call, lane_dim) in self.latest.items():
+            outputs = tensors(tree)
+            record = TensorRecord(
+                call.chunk,
+                call.instruction,
+                weakref.ref(outputs[0]),
+                learned=True,
+                source=call,
+                detach=call.detach,
+                index=numbers(outputs[0], lane_dim, None, call.steps),
+            )
+            self.outputs[unit] = [output.detach() for output in outputs], record
+        self.latest.clear()
 
     def add_copy(self, op: Operation) -> None:
         """Add the records of data that were copied or taken from other data."""
+        name, args = op.name, op.args
         for out in op.outputs:
+            record = TensorRecord(self.clock.chunk, op.instruction, weakref.ref(out))
             if (
                 self._is_followed(op)
                 and base_of(out) is None
                 and not out.requires_grad
-                and out is not op.args[0]
+                and out is not args[0]
             ):
-                origin = CopyRecord(
-                    op.name, op.func, op.args, op.kwargs, out.shape, self.clock.loading
-                )
-                self.records[id(out)] = TensorRecord(
-                    self.clock.chunk, op.instruction, weakref.ref(out), origin=origin
-                )
-            elif (
-                op.name in STEPS and isinstance(op.args[0], Tensor) and op.args[0].dim() > out.dim()
-            ):
-                self.records[id(out)] = TensorRecord(
-                    self.clock.chunk, op.instruction, weakref.ref(out), whole=op.args[0]
-                )
-            elif op.name in {"zero_", "fill_"}:
+                loading = self.clock.loading
+                record.origin = CopyRecord(name, op.func, args, op.kwargs, out.shape, loading)
+            elif name in STEPS and isinstance(args[0], Tensor) and args[0].dim() > out.dim():
+                record.whole = args[0]
+            elif name in IN_PLACE_ZEROS:
                 self.records.pop(id(out), None)
+                continue
+            else:
+                continue
+            self.records[id(out)] = record
 
     def _is_followed(self, op: Operation) -> bool:
         """Whether the elements of a copy have a position in its source.
@@ -129,24 +156,25 @@ class RecordTable:
         """
         if op.name in {"cat", "stack"} and op.args:
             return len(set(map(id, op.inputs))) == len(op.inputs)
-        in_loop = op.name not in ELEMENTWISE or self.clock.recurrent is not None
-        return op.name in COPIES and in_loop and bool(op.args)
+        followed = op.name in COPIES or (
+            self.clock.recurrent is not None and ELEMENTWISE.fullmatch(op.name) is not None
+        )
+        return followed and bool(op.args)
 
-    def store(self, outputs: list[Tensor], result: TensorRecord, separate: bool) -> None:
-        """Store the record of each output; they may be the separate lanes of a state."""
-        lane_dims, time_dims, data = result.lane_dim, result.time_dim, result.data
-        lanes = result.rows
+    def store(self, outputs: list[Tensor], result: TensorRecord) -> None:
+        """Store the record of each output; data and numbers may be one for each."""
+        index, data = result.index, result.data
         for i, out in enumerate(outputs):
             record = result if i == 0 else result.copy()
-            if separate:
-                record.rows, record.lane_dim = [i if lanes is None else lanes[i]], None
             record.ref = weakref.ref(out)
-            if isinstance(lane_dims, list):
-                record.lane_dim = lane_dims[i]
-            if isinstance(time_dims, list):
-                record.time_dim = time_dims[i]
-            if isinstance(data, (tuple, list)):
-                record.data = data[i] if i < len(data) else None
+            record.index, record.data = (
+                each
+                if each is None or isinstance(each, Tensor)
+                else each[i]
+                if i < len(each)
+                else None
+                for each in (index, data)
+            )
             self.records[id(out)] = record
 
     def computed(self, op: Operation) -> TensorRecord:
@@ -175,23 +203,25 @@ class RecordTable:
             if not op.is_recurrent and instruction in record.lineage:
                 op.loop_inputs.append((tensor, record))
         result.masked |= has_mask(op)
-        if op.name == "stack":
-            self._stack_lanes(op, result)
+        self._join(op, result)
         if len(lineage) < MAX_LINEAGE:
             lineage, path = _union(lineage, {instruction}), _union(path, {instruction})
         result.lineage, result.path, result.source = lineage, path, source
-        result.data = self._packed(op, data) if op.name == PACK else data
+        if op.name == PACK and data is not None:  # pack data of the same steps and lanes
+            data = self._same(op, data) if data.shape[:2] == op.args[0].shape[:2] else None
+        result.data = data
         return result
 
     @staticmethod
-    def _stack_lanes(op: Operation, result: TensorRecord) -> None:
-        """Record a state that was put together from lanes of one state."""
-        first = op.records[0]
-        lanes = [r.rows for r in op.records if r is not None and r.rows and r.lane_dim is None]
-        sources = {id(r.source) if r is not None and not r.edited else 0 for r in op.records}
-        if first is not None and len(lanes) == len(op.records) and len(sources) == 1:
-            result.rows, result.edited = [rows[0] for rows in lanes], first.edited
-            result.lane_dim = dim_of(op)
+    def _join(op: Operation, result: TensorRecord) -> None:
+        """Record a state that was put together from parts of one state."""
+        if op.name not in {"stack", "cat"}:
+            return
+        parts = [r for r in op.records if r is not None and r.index is not None]
+        sources = {id(r.source) if not r.edited else 0 for r in parts}
+        if len(parts) == len(op.records) and len(sources) == 1:
+            result.edited = parts[0].edited
+            result.index = _applied(op, [r.index for r in parts])
 
     def passed_on(self, op: Operation, record: TensorRecord) -> TensorRecord:
         """The record of the same state in another form: detached, copied, masked, rows selected."""
@@ -210,19 +240,20 @@ class RecordTable:
             else:  # another detach of the same tensor is not lost
                 self.lost_states.discard(self.lost_detaches.get(number, instruction))
             result.path, result.repeated = EMPTY, False
-            self.on_detach(result.detach, record)
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
             result.path = record.path | {instruction}
         result.edited = record.edited or is_edit(op)
         result.copies += name in CLONES
         result.masked |= has_mask(op)
-        if op.args and source is op.args[0]:
-            if name in SELECTIONS:
-                self._select(op, source, result)
-            elif result.time_dim is not None and name not in DETACHES | CASTS:
-                result.time_dim = None
+        if name not in DETACHES | CASTS | EDITS and op.args and source is op.args[0]:
+            if record.index is not None:
+                fits = record.index.shape == source.shape
+                result.index = _applied(op, record.index) if fits else None
             if record.data is not None and name in SLICES | ROWS:
-                result.data = self._sliced(op, source, record.data)
+                # the same part of the data, where data and source have the same leading dimensions
+                dims = record.data.dim()
+                fits = dims < source.dim() and record.data.shape == source.shape[:dims]
+                result.data = self._same(op, record.data) if fits else None
         if instruction not in record.lineage and len(record.lineage) < MAX_LINEAGE:
             result.lineage = record.lineage | {instruction}
         return result
@@ -245,48 +276,38 @@ class RecordTable:
             record.source.detach = detach
         return detach
 
-    def _sliced(self, op: Operation, source: Tensor, data: Tensor) -> Any:
-        """The same part of the data, if data and source have the same leading dimensions."""
-        if data.dim() >= source.dim() or data.shape != source.shape[: data.dim()]:
-            return None
-        return self._same_of_data(op, data)
-
-    def _packed(self, op: Operation, data: Tensor | None) -> Any:
-        """The data packed like the results, if they have the same steps and lanes."""
-        if data is None or data.shape[:2] != op.args[0].shape[:2]:
-            return None
-        return self._same_of_data(op, data)
-
-    def _same_of_data(self, op: Operation, data: Tensor) -> Any:
-        """What a selection takes from the data behind its input, recorded as a copy of them."""
-        try:
-            part = op.func(data, *op.args[1:], **op.kwargs)
-        except (IndexError, RuntimeError, TypeError):
-            return None
-        args, outputs = (data, *op.args[1:]), tensors(part)
-        self.add_copy(replace(op, args=args, inputs=[data], records=[None], outputs=outputs))
+    def _same(self, op: Operation, data: Tensor) -> Any:
+        """What an operation takes from the data behind its input, recorded as a copy of them."""
+        part = _applied(op, data)
+        if part is not None:
+            args, outputs = (data, *op.args[1:]), tensors(part)
+            self.add_copy(replace(op, args=args, inputs=[data], records=[None], outputs=outputs))
         return part
-
-    @staticmethod
-    def _select(op: Operation, source: Tensor, result: TensorRecord) -> None:
-        """Record which lanes or which step a selection takes from a state."""
-        lane, time, dims = result.lane_dim, result.time_dim, source.dim()
-        result.time_dim = None
-        if time is not None and time < dims:
-            steps, new_dim = selection(op, source, time)
-            if len(steps) == 1:
-                result.position = steps[0]
-            elif len(steps) == source.shape[time]:
-                result.time_dim = new_dim
-        if lane is None or lane >= dims:
-            return
-        rows = result.rows
-        if rows is not None and len(rows) != source.shape[lane]:
-            result.rows, result.edited = None, True
-            return
-        taken, result.lane_dim = selection(op, source, lane)
-        result.rows = taken if rows is None else [rows[i] for i in taken]
 
     def drop_freed(self) -> None:
         """Drop the records of freed tensors."""
         self.records = {i: r for i, r in self.records.items() if r.ref() is not None}
+
+
+def _union(a: frozenset[Any], b: frozenset[Any] | set[Any]) -> frozenset[Any]:
+    """The union; `a` itself if that is all, as in most steps of a loop."""
+    return a if b is a or b <= a else a | b
+
+
+def _applied(op: Operation, other: Any) -> Any:
+    """The operation on something else in place of its first argument; `None` where it fails."""
+    try:
+        return op.func(other, *op.args[1:], **op.kwargs)
+    except (IndexError, RuntimeError, TypeError):
+        return None
+
+
+def _is_copy(tensor: Tensor, output: Tensor) -> bool:
+    """Whether a tensor without a graph has the values of an output that is not all zeros."""
+    return (
+        not tensor.requires_grad
+        and (output.shape, output.dtype, output.device)
+        == (tensor.shape, tensor.dtype, tensor.device)
+        and bool((output == tensor).all())
+        and bool(output.any())
+    )

@@ -57,10 +57,10 @@ def output_shape(node: Any) -> tuple[int, ...] | None:
     return tuple(map(int, metadata[0].shape)) if metadata else None
 
 
-def factor_of(node: Any) -> Any:
-    """The other factor or the divisor of a MulBackward or DivBackward; `None` once it is freed."""
+def saved(node: Any, name: str) -> Any:
+    """What a node saved under a name; `None` if it has none or a backward has freed it."""
     try:
-        return node._saved_other
+        return getattr(node, f"_saved_{name}", None)
     except RuntimeError:
         return None
 
@@ -69,13 +69,8 @@ def mean_count(node: Any, name: str) -> float | None:
     """The number of elements, or the total weight, of the mean that a node computes."""
     if name == "MeanBackward0":
         return float(node._saved_self_sym_numel)
-    if getattr(node, "_saved_reduction", None) != 1:
+    if saved(node, "reduction") != 1:
         return None
-    try:
-        weight = getattr(node, "_saved_total_weight", None)
-        inputs = getattr(node, "_saved_self", None) if weight is None else None
-    except RuntimeError:  # freed by an earlier backward
-        return None
-    if weight is not None:
-        return float(weight)
-    return float(inputs.numel()) if inputs is not None else None
+    inputs = saved(node, "self")
+    weight = saved(node, "total_weight")
+    return None if inputs is None else float(inputs.numel() if weight is None else weight)

@@ -146,9 +146,9 @@ class Doctor:
         self.ended = _in_words(error)
         try:
             if not self.ended:
-                events.finish()
+                events.notify("close")
             elif error is not None:
-                events.fail(error)
+                events.notify("on_exit", error)
         except DiagnosisError as finding:
             raise finding.with_traceback(None) from None
         finally:

@@ -3,10 +3,11 @@
 import ast
 import linecache
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from throughtime.doctor._frames import SourceLine
+from throughtime.doctor._frames import INDICES, SourceLine
 from throughtime.errors import ConfigError, DiagnosisError
 
 PAGES_URL = "https://github.com/throughtime/throughtime/blob/main/docs/reference/doctor"
@@ -51,7 +52,8 @@ CODES: dict[str, tuple[str, str]] = {
         ),
         (
             "return the state with the outputs and pass it to the next chunk: y, state = net(x,"
-            " state), then state = tt.state.detach(state)"
+            " state), then state = tt.state.detach(state); where a trainer cuts its batches into"
+            " chunks, a whole recording as one batch"
         ),
     ),
     "TT202": (
@@ -162,7 +164,6 @@ OWN_LOSS = (
     " total += loss.detach()"
 )
 NO_GRAD = "with torch.no_grad(): around the evaluation, or total += loss.detach()"
-INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
 CLEAR_AFTER_STEP = (
     "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
     " backward"
@@ -328,6 +329,7 @@ class FindingList:
     ignore: frozenset[str]
     strict: bool
     items: list[Finding] = field(default_factory=list)
+    evidence: Counter[tuple[str, SourceLine]] = field(default_factory=Counter)
 
     @classmethod
     def from_options(cls, ignore: Iterable[str], strict: bool) -> "FindingList":
@@ -354,6 +356,7 @@ class FindingList:
         tensor: str = "",
         chunks: tuple[int, int] | None = None,
         fix: str = "",
+        after: int = 1,
     ) -> Finding | None:
         """Add a finding and return it, unless its code is ignored or the line already has it.
 
@@ -364,13 +367,16 @@ class FindingList:
             tensor: the path of the tensor.
             chunks: the chunks that created and used it, counted from 0.
             fix: what to write in this case, instead of the fix of the code.
+            after: add it at the call of this number for the code and line: one may be chance.
 
         Raises:
             DiagnosisError: under `strict`.
         """
         if line is None or code in self.ignore:
             return None
-        if any((f.code, f.file, f.line) == (code, line.file, line.line) for f in self.items):
+        self.evidence[code, line] += 1
+        known = ((f.code, f.file, f.line) for f in self.items)
+        if self.evidence[code, line] < after or (code, line.file, line.line) in known:
             return None
         message, usual_fix = CODES[code]
         created, used = (chunks[0] + 1, chunks[1] + 1) if chunks else (None, None)

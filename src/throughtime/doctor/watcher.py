@@ -23,18 +23,12 @@ from throughtime.doctor._operations import (
     COPY_OR_VIEW,
     EDITS,
     GETTERS,
-    dim_of,
+    IN_PLACE_ZEROS,
     is_in_place,
     operation_name,
     puts_lanes_back,
 )
-from throughtime.doctor._records import (
-    Clock,
-    DetachRecord,
-    Operation,
-    TensorRecord,
-    tensors,
-)
+from throughtime.doctor._records import Clock, Operation, TensorRecord, tensors
 from throughtime.doctor._table import RecordTable
 from throughtime.doctor._torch_private import (
     ATTRIBUTE_GETTER,
@@ -50,31 +44,17 @@ from throughtime.errors import DiagnosisError
 
 MAX_OPERATIONS = 20_000  # operations watched without a break
 PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
-MAX_LINEAGE = 400  # instructions in a lineage
 MAX_CHANGES = 5_000  # in-place changes remembered
 
 
 class Watcher(TorchFunctionMode):
-    """Records operations while it is the current mode, and passes those that matter to the rules.
+    """Records operations while it is the current mode, and passes on those that matter."""
 
-    Args:
-        clock: the position in the loop.
-        on_operation: called with an operation that depends on parameters and the record of its
-            results.
-        on_detach: called with a detach and the record of the detached tensor.
-        on_error: called with an error, the inputs of the operation that raises it, their records.
-    """
-
-    def __init__(
-        self,
-        clock: Clock,
-        on_operation: Callable[[Operation, TensorRecord], None],
-        on_detach: Callable[[DetachRecord, TensorRecord], object],
-        on_error: Callable[[RuntimeError, list[Tensor], list[TensorRecord | None]], object],
-    ) -> None:
+    def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.on_operation, self.on_error = clock, on_operation, on_error
-        self.table = RecordTable(clock, on_detach)
+        self.clock, self.table = clock, RecordTable(clock)
+        # by name of the event, the methods of the rules that handle it
+        self.handlers = dict[str, list[Callable[..., Any]]]()
         self.node_numbers: list[int] = []  # sequence numbers of nodes, ascending
         self.node_instructions: list[Instruction | None] = []  # where they were created
         self.boundary = -1  # the largest sequence number before the last backward
@@ -128,7 +108,8 @@ class Watcher(TorchFunctionMode):
         except RuntimeError as error:
             if not self.busy:
                 inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
-                self.on_error(error, inputs, [self.table.record_or_base(t) for t in inputs])
+                records = [self.table.record_or_base(t) for t in inputs]
+                self.notify("on_operation_error", error, inputs, records)
             raise
         if (
             not self.busy
@@ -162,6 +143,10 @@ class Watcher(TorchFunctionMode):
             return None
         finally:
             self.busy = was_busy
+
+    def notify(self, event: str, *args: Any) -> list[Any]:
+        """Pass an event to the rules, unwatched; a failing rule does not stop the loop."""
+        return self.guarded(lambda: [handle(*args) for handle in self.handlers[event]]) or []
 
     def pass_data_on(self, data: Any, result: Any) -> None:
         """Record the data behind the outputs of a module that is called while this is off."""
@@ -233,7 +218,7 @@ class Watcher(TorchFunctionMode):
         is_choice |= op.func is torch.autograd.grad and not first.requires_grad
         passes_on = name == "requires_grad_" and learned
         if (
-            name in {"zero_", "fill_"}
+            name in IN_PLACE_ZEROS
             or is_choice
             or (first.is_leaf and first.requires_grad and not passes_on)
         ):
@@ -250,16 +235,16 @@ class Watcher(TorchFunctionMode):
         )
         if one and (name in COPY_OR_VIEW or name in EDITS):
             result = self.table.passed_on(op, learned[0])
+            if result.detach is not learned[0].detach:
+                self.notify("on_detach", result.detach, learned[0])
         elif puts_lanes_back(op):  # the result has states of several calls
             result = self.table.computed(op)
             result.source = None
         else:
             result = self.table.computed(op)
-            self.on_operation(op, result)
-        separate = name == "unbind" and result.lane_dim == dim_of(op)
-        if result.rows is not None and separate and len(result.rows) != len(op.outputs):
-            separate, result.edited = False, True
-        self.table.store(op.outputs, result, separate)
+            for handle in self.handlers["on_operation"]:
+                handle(op, result)
+        self.table.store(op.outputs, result)
 
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
@@ -294,7 +279,7 @@ class Watcher(TorchFunctionMode):
     def next_chunk(self) -> None:
         """Drop what the next chunk does not need; called after each backward."""
         self.boundary = next_sequence() - 1
-        self.table.layers.release_graphs()
+        self.table.release_graphs()
         self.table.drop_freed()
         self.earlier |= self.current
         self.current = set()

@@ -28,7 +28,6 @@ from throughtime.doctor._records import (
     DetachRecord,
     Operation,
     TensorRecord,
-    Unit,
 )
 from throughtime.doctor._torch_private import version_of
 from throughtime.doctor.findings import CLEAR_AFTER_STEP, FindingList
@@ -58,11 +57,10 @@ class CreditRule(Rule):
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.states: dict[Unit, list[StepRecord]] = {}
+        self.states: dict[Any, list[StepRecord]] = {}
         self.layers: list[tuple[Operation, list[Tensor]]] = []  # with the gradient of the outputs
-        self.norms: dict[Unit, list[float]] = {}
+        self.norms: dict[Any, list[float]] = {}
         self.handles: list[Any] = []
-        self.repeats: dict[SourceLine, int] = {}
         self.detaches: dict[Instruction, int] = {}  # the longest series in this chunk
         self.suspects: dict[Instruction, int] = {}  # such series of the last chunk
 
@@ -137,16 +135,14 @@ class CreditRule(Rule):
             for op, grads in self.layers
             if grads
         ]
-        steps, line = max(silent, default=0), backward.line
+        steps = max(silent, default=0)
         if steps and steps <= max(map(_idle_steps, self.states.values()), default=0):
             steps = 0  # padding: the state has not moved before
         self.states, self.layers, self.norms, self.handles = {}, [], {}, []
         # states that are detached at every step are another fault
         if steps and max(self.detaches.values(), default=0) <= 1:
-            self.repeats[line] = self.repeats.get(line, 0) + 1
-            if self.repeats[line] == REPEATS:
-                detail = f"No gradient arrives at the first {steps} steps."
-                self.findings.add("TT303", line, detail)
+            detail = f"No gradient arrives at the first {steps} steps."
+            self.findings.add("TT303", backward.line, detail, after=REPEATS)
 
     def after_backward(self, backward: BackwardCall) -> None:
         for instruction, count in self.detaches.items():
@@ -222,24 +218,17 @@ def _input_norms(op: Operation, grad: Tensor) -> list[float]:
 class OptimizerRecord:
     """Facts about one optimizer since its last step."""
 
-    ref: Callable[[], Any]
+    whole: bool  # all backwards since the last step are known
+    backwards: list[BackwardCall] = field(default_factory=list)  # since the last clearing or step
+    dropped: list[BackwardCall] = field(default_factory=list)  # their gradients were cleared unused
     cleared: bool = True
-    wiped: SourceLine | None = None  # the line that cleared gradients no step had used
-    wiped_lines: set[SourceLine] = field(default_factory=set)  # of their backwards
-    backwards: int = 0  # since the last clearing or step
-    lines: set[SourceLine] = field(default_factory=set)  # of those backwards
+    wiped: SourceLine | None = None  # the line that did so
     last_grad: Any = None  # a reference to the gradient at the last step
-    steps: int = 0
-    uncleared: int = 0  # steps with gradients of the step before
-    wasted: int = 0  # steps without the gradients of some backward
-    dropped: int = 0  # backwards since the last step whose gradients were cleared unused
-    drops: set[int] = field(default_factory=set)  # how many, at each step but the first
+    drops: set[int] = field(default_factory=set)  # the number of dropped backwards, by step
     chunk: int = 0  # at the last step
     stepping: bool = False  # a step with a closure runs
-    whole: bool = True  # all backwards since the last step are known
     used: bool = False  # gradients of a dropped backward were used without a step
     watched: bool = False  # the user's reads of such gradients were watched
-    retained: bool = False  # one of the backwards since the last clearing or step kept its graph
     versions: int = 0  # of the parameters at the last backward
     grad_reads: int = 0  # the user's reads of gradients before the last backward
     position: tuple[int, int] = (0, -1)  # calls and nodes at the last step
@@ -252,28 +241,21 @@ class OptimizerRule(Rule):
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
         self.last_step = 0  # the chunk at the last step of any optimizer
-        self.records: list[OptimizerRecord] = []
+        self.records: weakref.WeakKeyDictionary[Any, OptimizerRecord] = weakref.WeakKeyDictionary()
         self.means: list[tuple[SourceLine, MeanTerm]] = []  # losses of one mean, with their line
 
-    def _record_of(self, optimizer: Any, *, whole: bool = False) -> OptimizerRecord:
-        for other, record in self._optimizers():
-            if other is optimizer:
-                return record
-        record = OptimizerRecord(weakref.ref(optimizer), whole=whole)
-        self.records = [r for r in self.records if r.ref() is not None] + [record]
-        return record
-
-    def _optimizers(self) -> list[tuple[Any, OptimizerRecord]]:
-        """The optimizers that exist, with their records."""
-        return [(o, record) for record in self.records if (o := record.ref()) is not None]
-
     def before_backward(self, backward: BackwardCall) -> None:
-        for optimizer, record in self._optimizers():
+        for optimizer, record in self.records.items():
             # gradients that the user cleared by hand count as cleared
             if record.last_grad is not None and not record.cleared:
                 grad = _first_grad(optimizer)
-                same = grad is not None and grad is record.last_grad()
-                record.cleared = not same or grad is None or not bool(grad.any())
+                record.cleared = (
+                    grad is None or grad is not record.last_grad() or not bool(grad.any())
+                )
+            if backward.root is not None:
+                record.backwards.append(backward)
+                record.versions = _versions(optimizer)
+                record.grad_reads = self.watcher.grad_reads
         if backward.root is None:
             return
         terms = mean_terms(backward.root)
@@ -282,20 +264,14 @@ class OptimizerRule(Rule):
         lines = {self.watcher.instruction_of(term.number) for term in terms}
         if len(lines) == 1 < len(terms) and len(terms) - 1 in self.clock.continued.values():
             self._report_unequal(backward.line, terms)  # a mean for each chunk of a recording
-        for optimizer, record in self._optimizers():
-            record.retained = backward.retain or (record.retained and record.backwards > 0)
-            record.backwards += 1
-            record.lines.add(backward.line)
-            record.versions = _versions(optimizer)
-            record.grad_reads = self.watcher.grad_reads
 
     def before_zero_grad(
         self, owner: Any, parameters: list[Tensor], line: SourceLine | None
     ) -> None:
         if isinstance(owner, torch.optim.Optimizer):
-            self._record_of(owner, whole=self.clock.chunk == 0)
+            self.records.setdefault(owner, OptimizerRecord(self.clock.chunk == 0))
         ids = {id(p) for p in parameters}
-        for optimizer, record in self._optimizers():
+        for optimizer, record in self.records.items():
             cleared = [p for p in parameters_of(optimizer) if id(p) in ids]
             if not cleared:
                 continue
@@ -309,38 +285,35 @@ class OptimizerRule(Rule):
                 and bool(grad.isfinite().all())
                 and bool(grad.any())
             ):
-                record.wiped, record.wiped_lines = line, record.wiped_lines | record.lines
+                record.wiped = line
                 record.dropped += record.backwards
                 record.used |= (
-                    record.retained
+                    any(backward.retain for backward in record.backwards)
                     or record.grad_reads != self.watcher.grad_reads
                     or record.versions != _versions(optimizer)
                 )
                 record.watched |= self.watcher.active
-            record.backwards, record.lines = 0, set()
+            record.backwards = []
 
     def before_step(self, optimizer: Any) -> None:
-        record = self._record_of(optimizer)
-        record.stepping = True
+        self.records.setdefault(optimizer, OptimizerRecord(whole=False)).stepping = True
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
-        record = self._record_of(optimizer)
-        record.steps += 1
+        record = self.records[optimizer]
         record.stepping = False
         self._check_means()
         if record.whole:
-            record.drops.add(record.dropped)
+            record.drops.add(len(record.dropped))
+        grad = _first_grad(optimizer)
         if line is not None:
             self._check_wiped(optimizer, record)
-            self._check_uncleared(optimizer, record, line)
+            self._check_uncleared(grad, record, line)
             self._check_idle(optimizer, record, line)
-        record.cleared, record.wiped, record.wiped_lines = False, None, set()
-        record.whole = True
-        record.dropped, record.chunk, self.last_step = 0, self.clock.chunk, self.clock.chunk
-        grad = _first_grad(optimizer)
+        record.cleared, record.wiped, record.dropped, record.whole = False, None, [], True
+        record.chunk = self.last_step = self.clock.chunk
         record.last_grad = weakref.ref(grad) if grad is not None else None
-        for other in self.records:
-            other.backwards, other.lines = 0, set()
+        for other in self.records.values():
+            other.backwards = []
 
     def _check_wiped(self, optimizer: Any, record: OptimizerRecord) -> None:
         """Report gradients that were cleared before a step used them."""
@@ -350,13 +323,12 @@ class OptimizerRule(Rule):
         unused = record.watched and not record.used
         unused |= self._carried_since(record.chunk)
         always = record.whole and len(record.drops) == 1 and unused
-        if none or (record.lines and record.lines <= record.wiped_lines and always):
-            record.wasted += 1
-            if record.wasted == REPEATS:
-                effect = "has no gradient" if none else "uses those of the last chunk only"
-                detail = f"It clears the gradients before a step has used them: the step {effect}."
-                fix = "" if none else CLEAR_AFTER_STEP
-                self.findings.add("TT302", record.wiped, detail, fix=fix)
+        lines, wiped = ({b.line for b in each} for each in (record.backwards, record.dropped))
+        if none or (lines and lines <= wiped and always):
+            effect = "has no gradient" if none else "uses those of the last chunk only"
+            detail = f"It clears the gradients before a step has used them: the step {effect}."
+            fix = "" if none else CLEAR_AFTER_STEP
+            self.findings.add("TT302", record.wiped, detail, fix=fix, after=REPEATS)
 
     def _check_idle(self, optimizer: Any, record: OptimizerRecord, line: SourceLine) -> None:
         """Report steps that follow a forward pass but no backward."""
@@ -375,19 +347,19 @@ class OptimizerRule(Rule):
 
     def _carried_since(self, chunk: int) -> bool:
         """Whether a recurrent state connects the chunks since that one."""
-        return any(c in self.clock.crossed for c in range(chunk + 1, self.clock.chunk))
+        return any(chunk < crossed < self.clock.chunk for crossed in self.clock.crossed)
 
-    def _check_uncleared(self, optimizer: Any, record: OptimizerRecord, line: SourceLine) -> None:
+    def _check_uncleared(
+        self, grad: Tensor | None, record: OptimizerRecord, line: SourceLine
+    ) -> None:
         last = record.last_grad() if record.last_grad is not None else None
-        summed = last is not None and _first_grad(optimizer) is last
-        if summed and not record.cleared and self.clock.chunk > record.chunk:
-            record.uncleared += 1
-            if record.uncleared == REPEATS:
-                detail = (
-                    "Nothing cleared the gradients since the previous step, so this step uses them"
-                    " again."
-                )
-                self.findings.add("TT302", line, detail)
+        same = last is not None and grad is last
+        if same and not record.cleared and self.clock.chunk > record.chunk:
+            detail = (
+                "Nothing cleared the gradients since the previous step, so this step uses them"
+                " again."
+            )
+            self.findings.add("TT302", line, detail, after=REPEATS)
 
     def _check_means(self) -> None:
         """Check the means of each line since the last step."""

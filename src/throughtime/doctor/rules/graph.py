@@ -11,9 +11,7 @@ why:
 
 import itertools
 import math
-import re
 import resource
-import statistics
 import time
 from bisect import bisect_left
 from collections import deque
@@ -25,11 +23,10 @@ from torch import Tensor
 
 from throughtime.doctor._autograd import (
     CHANGED,
-    CHANGED_TENSOR,
     FREED,
+    ChangedTensor,
     StaleEdge,
-    changed_node,
-    changed_shape,
+    changed_tensor,
     is_leaf,
     parameters_of_node,
     reachable_nodes,
@@ -40,7 +37,6 @@ from throughtime.doctor._frames import (
     Instruction,
     SourceLine,
     find_append_line,
-    find_container,
     line_of,
 )
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord
@@ -105,10 +101,6 @@ class GrowthRule(Rule):
         self.unsent: dict[Instruction, UnsentSum] = {}
         self.sent: set[Instruction] = set()  # sums that need no graph for long, or are sent back
         self.start = 0.0
-        self.steps = 0  # of any optimizer
-
-    def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
-        self.steps += 1
 
     def before_backward(self, backward: BackwardCall) -> None:
         """Count the earlier chunks that a retained graph still reaches."""
@@ -129,8 +121,8 @@ class GrowthRule(Rule):
                 oldest = min(oldest, sequence(node))
         reach = sum(size.root >= oldest for size in sizes)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        number, chunk = sequence(root), self.clock.chunk
-        sizes.append(RetainedGraph(reach, nodes, memory, number, self.steps, chunk))
+        clock = self.clock
+        sizes.append(RetainedGraph(reach, nodes, memory, backward.number, clock.steps, clock.chunk))
 
     def after_backward(self, backward: BackwardCall) -> None:
         if sizes := self.retained.get(backward.line):
@@ -154,15 +146,16 @@ class GrowthRule(Rule):
         if not all(b.reach == a.reach + 1 and b.nodes > a.nodes for a, b in pairs):
             return
         count, chunk = len(sizes), self.clock.chunk
+        first, last, chunks = sizes[0], sizes[-1], max(count - 1, 1)
         crossed = any(c in self.clock.crossed for c in range(chunk - count, chunk + 1))
-        if sizes[0].steps == sizes[-1].steps and not crossed:
+        if first.steps == last.steps and not crossed:
             return  # several losses of one forward
-        nodes, seconds, memory = (
-            statistics.linear_regression(range(count), column).slope if count > 1 else 0.0
-            for column in zip(*((s.nodes, s.seconds, s.memory) for s in sizes), strict=True)
+        growth = (
+            f"{(last.nodes - first.nodes) / chunks:+.0f} nodes,"
+            f" {1e3 * (last.seconds - first.seconds) / chunks:+.2f} ms,"
+            f" {(last.memory - first.memory) / 1024 / chunks:+.0f} kB"
         )
-        growth = f"{nodes:+.0f} nodes, {1e3 * seconds:+.2f} ms, {memory / 1024:+.0f} kB"
-        detail = f"It reaches {sizes[-1].reach} chunks back. Per chunk: {growth}."
+        detail = f"It reaches {last.reach} chunks back. Per chunk: {growth}."
         paths = [v.path for entered in self.watcher.carried.values() for v in entered if v.path]
         name = paths[0] if paths else ""
         self.findings.add("TT102", line, detail, name, fix=detach_fix(paths, line, retained=True))
@@ -182,9 +175,7 @@ class GrowthRule(Rule):
     def _report_kept(self, tensors: list[Tensor]) -> None:
         if len(tensors) < MIN_KEPT or not reaches_unusable(tensors[0].grad_fn, 60, FREED):
             return
-        container = find_container(tensors)
-        filled = find_append_line(container, self.watcher.files) if container is not None else None
-        if filled:
+        if filled := find_append_line(tensors, self.watcher.files):
             line, name = filled
             self.findings.add("TT104", line, f"{len(tensors)} of them still exist.", name)
 
@@ -261,15 +252,6 @@ class GrowthRule(Rule):
 
 
 @dataclass(frozen=True)
-class PastBackward:
-    """A backward that ended without an error."""
-
-    boundary: int  # nodes up to this sequence number were created before its end
-    root: int  # the sequence number of its loss
-    call: BackwardCall
-
-
-@dataclass(frozen=True)
 class PastStep:
     """An optimizer step."""
 
@@ -284,7 +266,7 @@ class AutogradErrorRule(Rule):
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.backwards: list[PastBackward] = []
+        self.backwards: list[BackwardCall] = []  # that ended without an error
         self.steps = deque[PastStep](maxlen=MAX_STEPS)
 
     def after_step(self, optimizer: Any, line: SourceLine | None) -> None:
@@ -293,9 +275,8 @@ class AutogradErrorRule(Rule):
         self.steps.append(step)
 
     def after_backward(self, backward: BackwardCall) -> None:
-        root = sequence(backward.root) if backward.root is not None else -1
-        backward.root = None  # its graph must not live on
-        self.backwards.append(PastBackward(self.watcher.boundary, root, backward))
+        backward.boundary = self.watcher.boundary
+        self.backwards.append(backward)
         if len(self.backwards) > 2 * MAX_BACKWARDS:
             del self.backwards[:MAX_BACKWARDS]
 
@@ -311,40 +292,37 @@ class AutogradErrorRule(Rule):
 
     def _changed(self, root: Any, call: BackwardCall, message: str) -> Finding | None:
         """Explain a tensor that was changed in place."""
-        result, parts = changed_node(root, message), CHANGED_TENSOR.search(message)
-        if result is None or parts is None:
+        changed = changed_tensor(root, message)
+        if changed is None:
             return None
-        number, parameter = sequence(result[0]), result[1]
-        user = self.watcher.instruction_of(number)
+        user = self.watcher.instruction_of(sequence(changed.node))
         detail = f"It is needed by the operation at {line_of(user)}." if user else ""
-        lines = self._lines_of_change(parts, number, parameter)
+        lines = self._lines_of_change(changed)
         at, others = next(iter(lines), None), ", ".join(map(str, lines[1:]))
-        if parameter is None:
+        if changed.parameter is None:
             detail += f" It is also changed at {others}." if others else ""
             return self.findings.add("TT103", at, detail)
-        past = self.backwards[self._position(result[0]) :]
-        if not any(each.call.retain for each in past) and not reaches_unusable(
-            result[0], MAX_OLD_NODES, FREED
+        past = self.backwards[self._position(changed.node) :]
+        if not any(each.retain for each in past) and not reaches_unusable(
+            changed.node, MAX_OLD_NODES, FREED
         ):  # no backward has gone through it before
             return self.findings.add("TT103", at, detail, fix=BACKWARD_FIRST)
         change = f"Parameters of the older graph were changed{f' at {at}' if at else ''}."
         return self._entered(root, call, message, change)
 
-    def _lines_of_change(
-        self, parts: re.Match[str], number: int, parameter: Tensor | None
-    ) -> list[SourceLine]:
+    def _lines_of_change(self, changed: ChangedTensor) -> list[SourceLine]:
         """The lines of the optimizer step or the operations that changed a tensor in place."""
+        number, shape = sequence(changed.node), changed.shape
         for step in self.steps:
-            if parameter is not None and step.number >= number and id(parameter) in step.parameters:
+            if step.number >= number and id(changed.parameter) in step.parameters:
                 return [step.line] if step.line else []
-        shape, now, expected = changed_shape(parts), int(parts[2]), int(parts[3])
         later = [
-            (list(changed), instruction)
-            for version, changed, instruction, last in self.watcher.in_place
-            if expected < version <= now and last >= number - 64
+            (list(of), instruction)
+            for version, of, instruction, last in self.watcher.in_place
+            if changed.expected < version <= changed.version and last >= number - 64
         ]
-        same = [instruction for changed, instruction in later if changed == shape]
-        larger = [i for changed, i in later if math.prod(changed) >= math.prod(shape)]
+        same = [instruction for of, instruction in later if of == shape]
+        larger = [i for of, i in later if math.prod(of) >= math.prod(shape)]
         return list(dict.fromkeys(map(line_of, same or larger)))
 
     def _entered(
@@ -362,7 +340,7 @@ class AutogradErrorRule(Rule):
             return None
         edge = edges[0]
         entry, name = self._entry(edge), self._name(edge)
-        again = self.backwards[self._position(edge.old)].call.site == call.site
+        again = self.backwards[self._position(edge.old)].site == call.site
         if again and entry and entry == self.clock.recurrent and entry in self.watcher.earlier:
             return self._computed_once(edge, entry, name)
         if not self._alike(reachable_nodes(root, above=boundary), below(edge)):
@@ -421,7 +399,7 @@ class AutogradErrorRule(Rule):
         paths = [v.path for v in variables] or [name]
         at = next((v.line for v in variables if v.is_argument), None)
         at = at or (line_of(entry) if entry else line)
-        past = self.backwards[self._position(old)].call
+        past = self.backwards[self._position(old)]
         retained = past.retain and change != ""
         fix = detach_fix(paths, line, retained=retained)
         details = [change or "A backward has freed that graph."]
@@ -452,12 +430,12 @@ class AutogradErrorRule(Rule):
     def _sent_twice(self, node: Any, call: BackwardCall, name: str, change: str) -> Finding | None:
         """Report a graph that two backwards go through without a forward pass in between."""
         position, number = self._position(node), sequence(node)
-        past, what = self.backwards[position].call, name or "the loss"
+        past, what = self.backwards[position], name or "the loss"
         chunk = self._chunks(node)[0]
         stepped = any(step.chunk > chunk for step in self.steps)
         if past.is_grad:
             fix = RETAIN_IN_GRAD
-        elif any(number == each.root for each in self.backwards[position:]):
+        elif any(number == each.number for each in self.backwards[position:]):
             fix = "one backward for each forward pass: compute the loss anew before each backward"
         elif not stepped:
             fix = one_backward(past.line, call.line)

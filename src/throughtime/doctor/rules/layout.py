@@ -5,14 +5,29 @@ Codes TT209 and TT211.
 
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from throughtime.doctor._frames import Instruction, SourceLine, current_line, line_of
-from throughtime.doctor._order import ChunkOrder
-from throughtime.doctor._provenance import TensorElement, difference, locate, nonzero, stack_along
-from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, UnitCall, tensors
+from throughtime.doctor._frames import Instruction, current_line, line_of
+from throughtime.doctor._provenance import (
+    ChunkOrder,
+    difference,
+    locate,
+    nonzero,
+    stack_along,
+)
+from throughtime.doctor._records import (
+    MAX_STEPS,
+    BackwardCall,
+    Operation,
+    TensorRecord,
+    UnitCall,
+    lanes_and_step,
+    tensors,
+)
 from throughtime.doctor.findings import FindingList
 from throughtime.doctor.rules.rule import Rule
 from throughtime.doctor.watcher import Watcher
@@ -28,11 +43,10 @@ class LayoutRule(Rule):
         super().__init__(watcher, findings)
         self.order = ChunkOrder(watcher)
         self.evidence: dict[Instruction, tuple[UnitCall, str]] = {}  # in this chunk
-        self.counts: dict[Instruction, int] = {}
         # the last call whose state ended the inputs beside its own
         self.beside: dict[Instruction, UnitCall] = {}
         # the last error over lanes, which the loop may handle, and the finding that explains it
-        self.failure: tuple[BaseException, str, SourceLine | None, str, str] | None = None
+        self.failure: tuple[BaseException, Callable[[], Any]] | None = None
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         if op.is_layer and result.source is not None:
@@ -49,7 +63,7 @@ class LayoutRule(Rule):
         data, lane, time = call.data, call.lane_dim, call.time_dim
         if data is None or not _has_two_dims(call) or call.instruction in self.evidence:
             return
-        stacks = [stack_along(data, dim, self.watcher.table.record_of) for dim in (time, lane)]
+        stacks = [stack_along(data, dim, self.order.record_of) for dim in (time, lane)]
         of_steps, of_lanes = (stack is not None and stack.random for stack in stacks)
         if of_steps and not of_lanes:
             detail = "The steps that the layer reads are samples that the loader drew at random."
@@ -61,21 +75,24 @@ class LayoutRule(Rule):
         Targets at every step show that these inputs are no samples with a label each.
         """
         states = [r for r in op.records[1:] if r is not None and r.source is not None]
-        origin = next((r.source for r in states if not r.edited and r.rows is None), None)
+        origin = next((r.source for r in states if not r.edited and _is_whole(r)), None)
         if origin is None or origin.unit != call.unit or origin.chunk == call.chunk:
             return
         if not (_has_two_dims(call) and self.order.goes_on_along_lanes(origin, call)):
             return
         samples = call.data is not None and stack_along(
-            call.data, call.lane_dim, self.watcher.table.record_of
+            call.data, call.lane_dim, self.order.record_of
         )
         if not samples or call.batch == origin.batch:
             self.beside[call.instruction] = call
 
     def _check_selection(self, tensor: Tensor, record: TensorRecord, call: UnitCall) -> None:
         """Find a result that is computed from the last lane alone, at every step."""
-        lanes, dims = _lanes(call), (record.time_dim, record.lane_dim)
-        if record.rows == [lanes - 1] and dims == (0, None) and len(tensor) == call.steps:
+        lanes, index = _lanes(call), record.index
+        if index is None or not tensor.dim() or len(tensor) != call.steps:
+            return
+        last = [(lanes - 1) * MAX_STEPS + step for step in range(call.steps)]
+        if index[(slice(None), *(0,) * (index.dim() - 1))].tolist() == last:
             detail = f"The results are computed from the last of {lanes} lanes only."
             self.evidence.setdefault(call.instruction, (call, detail))
 
@@ -88,9 +105,10 @@ class LayoutRule(Rule):
             known = record is None or not record.learned
             if not known or tensor.requires_grad or tensor.numel() < size:
                 continue
-            if not (lanes := self.order.first_lanes(call)):
+            if not (lanes := self.order.lanes(call)):
                 return
-            first, target = lanes[0].first, self._first_element(tensor)
+            first, start = lanes[0].first, (0,) * tensor.dim()
+            target = locate(tensor, start, self.order.record_of)
             ahead = () if target is None else difference(first, target)
             if nonzero(ahead) & lanes[0].time_dims:
                 continue
@@ -101,17 +119,10 @@ class LayoutRule(Rule):
                 detail = "Each chunk goes on where the last lane ended, not where the steps ended."
                 self.evidence[call.instruction] = call, detail
 
-    def _first_element(self, tensor: Tensor) -> TensorElement | None:
-        return locate(tensor, (0,) * tensor.dim(), self.watcher.table.record_of)
-
     def before_backward(self, backward: BackwardCall) -> None:
         for instruction, (call, detail) in self.evidence.items():
-            count = self.counts[instruction] = self.counts.get(instruction, 0) + 1
-            if count == CHUNKS:
-                batch_first = call.time_dim == 1
-                self.findings.add(
-                    "TT209", line_of(instruction), detail, fix=_layout_fix(batch_first)
-                )
+            fix = _layout_fix(call.time_dim == 1)
+            self.findings.add("TT209", line_of(instruction), detail, fix=fix, after=CHUNKS)
         self.evidence.clear()
 
     def on_module_error(self, module: nn.Module) -> None:
@@ -152,12 +163,12 @@ class LayoutRule(Rule):
     ) -> None:
         """Note an error where a state and a chunk have unequal lanes; `steps` of a layer."""
         state, lanes, steps = sizes
-        line, loader = current_line(), self.clock.loader
+        loader = self.clock.loader
         if error is None or state == lanes or not re.search("match|hidden", str(error)):
             return
         if state == steps:
             detail = f"The state has {state} lanes, the layer takes {steps} for steps."
-            self.failure = error, "TT209", line, detail, _layout_fix(batch_first)
+            self._hold(error, "TT209", detail, _layout_fix(batch_first))
             return
         detail, fix = f"The state has {state} lanes, the chunk has {lanes}.", ""
         if lanes < state:
@@ -169,12 +180,14 @@ class LayoutRule(Rule):
             if loader is not None and self.clock.batch[1]:
                 detail += f" The loader at {loader} ends with a smaller batch."
                 fix = "DataLoader(..., drop_last=True)"
-        self.failure = error, "TT211", line, detail, fix
+        self._hold(error, "TT211", detail, fix)
+
+    def _hold(self, error: BaseException, code: str, detail: str, fix: str) -> None:
+        self.failure = error, partial(self.findings.add, code, current_line(), detail, fix=fix)
 
     def on_exit(self, error: BaseException) -> None:
         if self.failure is not None and self.failure[0] is error:
-            _, code, line, detail, fix = self.failure
-            self.findings.add(code, line, detail, fix=fix)
+            self.failure[1]()
 
 
 def _layout_fix(batch_first: bool) -> str:
@@ -195,6 +208,12 @@ def _changes_as_if_exchanged(call: UnitCall) -> bool:
     changes = (data.double().diff(dim=dim).abs().mean() for dim in dims if dim is not None)
     lanes, steps = map(float, changes)
     return lanes < steps * (SMOOTHER if call.time_dim == 1 else 1 / SMOOTHER)
+
+
+def _is_whole(record: TensorRecord) -> bool:
+    """Whether a state has its lanes in order."""
+    rows, _ = lanes_and_step(record.index)
+    return rows is None or rows == list(range(len(rows)))
 
 
 def _lanes(call: UnitCall) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from throughtime.doctor._frames import Instruction, SourceLine, current_frame, line_of, paths
-from throughtime.doctor._order import ChunkOrder, remember
-from throughtime.doctor._provenance import same_start
+from throughtime.doctor._provenance import ChunkOrder, remember, same_start
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, Unit, UnitCall
 from throughtime.doctor._torch_private import root_of
 from throughtime.doctor.findings import FindingList
@@ -48,34 +47,22 @@ class Wrap:
 
 
 class PassRule(Rule):
-    """Follows the passes of a unit over its data. `StateRule` passes on its calls.
-
-    Args:
-        last: the last call by unit and mode.
-    """
+    """Follows the passes of the units over their data. `StateRule` passes on their calls."""
 
     def __init__(
         self,
         watcher: Watcher,
         findings: FindingList,
         order: ChunkOrder,
-        last: dict[tuple[Unit, bool | None], UnitCall],
+        units: dict[Any, Unit],
     ) -> None:
         super().__init__(watcher, findings)
-        self.order, self.last = order, last
-        self.first: dict[Unit, UnitCall] = {}  # the first call of the pass
+        self.order, self.units = order, units
         # the first and the last call by unit, mode and recording
         self.starts: dict[Any, UnitCall] = {}
         self.ends: dict[Any, UnitCall] = {}
-        self.carried: set[Unit] = set()
-        self.samples: set[Unit] = set()  # units whose chunks are samples of their own
-        self.jumps: set[Unit] = set()  # units whose state jumped in time
-        self.fresh: dict[Unit, SameStarts] = {}
         self.pending: list[tuple[UnitCall, int, bool, tuple[str, str]]] = []  # in this chunk
         self.targets: dict[Instruction, int] = {}  # elements compared with results, by operation
-        self.wraps: dict[Unit, Wrap] = {}
-        self.reread: set[Unit] = set()  # units that read each chunk several times
-        self.repeated: dict[Unit, UnitCall] = {}
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
         """Count the elements that results are compared with, once a start is to be judged."""
@@ -106,9 +93,9 @@ class PassRule(Rule):
         if order == "jump" or (
             order == "again" and first is not None and not self._same(first, call)
         ):
-            self.samples.add(call.unit)
+            call.unit.samples = True
         drawn = self.clock.random and call.batch != before.batch
-        if order != "next" or drawn or call.unit in self.samples:
+        if order != "next" or drawn or call.unit.samples:
             return False
         names = paths(
             lambda value: any(value is state for state in states),
@@ -144,25 +131,26 @@ class PassRule(Rule):
     def before_backward(self, backward: BackwardCall) -> None:
         for call, length, zeros, names in self.pending:
             self._count_start(call, length, zeros, names)
-        for call in self.repeated.values():
-            if call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
+        for unit in self.units.values():
+            call, unit.repeated = unit.repeated, None
+            if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
                 self._report_repeats(call)
         self.pending.clear()
         self.targets.clear()
-        self.repeated.clear()
 
     def _count_start(
         self, call: UnitCall, length: int, zeros: bool, names: tuple[str, str]
     ) -> None:
-        last = self.last.get((call.unit, call.training), call)
+        unit = call.unit
+        last = unit.last.get(call.training, call)
         steps = last.graph_steps if last.chunk == call.chunk else call.steps
         lanes = 1 if call.lane_dim is None or call.data is None else call.data.shape[call.lane_dim]
         compared = next(reversed(self.targets.values()), 0)
         if 0 < compared < steps * lanes:  # one target for a window, which is a sample of its own
-            self.samples.add(call.unit)
-        if call.unit in self.samples:
+            unit.samples = True
+        if unit.samples:
             return
-        starts = self.fresh.setdefault(call.unit, SameStarts(call, zeros, names))
+        starts = unit.fresh = unit.fresh or SameStarts(call, zeros, names)
         starts.call, starts.names, starts.count = call, names, starts.count + 1
         starts.lengths.add(length)
         if starts.count == FRESH_CHUNKS:
@@ -170,7 +158,7 @@ class PassRule(Rule):
 
     def _report_starts(self, starts: SameStarts) -> None:
         # slices of unequal length are independent sequences
-        if (starts.zeros and starts.call.unit in self.carried) or len(starts.lengths) > 1:
+        if (starts.zeros and starts.call.unit.carried) or len(starts.lengths) > 1:
             return
         origin = "from zeros" if starts.zeros else "from the same state as before"
         detail = f"{starts.count} times the inputs continued and the state started {origin}."
@@ -186,25 +174,22 @@ class PassRule(Rule):
 
     def starts_fresh(self, call: UnitCall) -> None:
         """Handle a new or a masked state: what was repeated before it is a sample of its own."""
-        wrap = self.wraps.get(call.unit)
-        if wrap is not None and wrap.repeats and call.grad and call.training is not False:
-            self.reread.add(call.unit)
-            del self.wraps[call.unit]
+        unit = call.unit
+        if unit.wrap and unit.wrap.repeats and call.grad and call.training is not False:
+            unit.reread, unit.wrap = True, None
 
     def goes_on(self, unit: Unit) -> None:
         """Handle a state that enters the next chunk in time."""
-        self.carried.add(unit)
-        if unit in self.fresh and not self.fresh[unit].zeros:
-            del self.fresh[unit]
+        unit.carried = True
+        if unit.fresh and not unit.fresh.zeros:
+            unit.fresh = None
         self.moves_on(unit)
         self._report_wrap(unit)
 
     def moves_on(self, unit: Unit) -> None:
         """Handle a state that enters other inputs: those before were not all of the data."""
-        wrap = self.wraps.get(unit)
-        if wrap is not None and wrap.repeats:
-            wrap.ends_pass = False
-            self.reread.add(unit)
+        if unit.wrap and unit.wrap.repeats:
+            unit.wrap.ends_pass, unit.reread = False, True
             self._report_wrap(unit)
 
     def begins_again(
@@ -217,27 +202,22 @@ class PassRule(Rule):
         in_batch = self._in_batch(call, origin)
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return in_batch and call.repeats > 0
-        first = self.first.get(call.unit)
-        again = order == "again" or (first is not None and self._same(first, call))
+        unit = call.unit
+        again = order == "again" or (unit.first is not None and self._same(unit.first, call))
         if call.steps == 1 and _same_memory(origin.data, call.data):
             again = False  # the same input at every step
         if not (again or call.repeats):
             return False
         if not call.repeats:
-            self._report_wrap(call.unit)
-        ends_pass = again and not (call.repeats and (in_batch or call.unit in self.reread))
+            self._report_wrap(unit)
+        ends_pass = again and not (call.repeats and (in_batch or unit.reread))
         chunks = origin.chunk, call.chunk
-        self.wraps[call.unit] = Wrap(line, name, chunks, call.repeats, ends_pass)
+        unit.wrap = Wrap(line, name, chunks, call.repeats, ends_pass)
         return True
 
-    def jumps_to(self, unit: Unit) -> None:
-        """Handle a state that enters a chunk elsewhere."""
-        self.jumps.add(unit)
-        self.wraps.pop(unit, None)
-
     def _report_wrap(self, unit: Unit) -> None:
-        wrap = self.wraps.pop(unit, None)
-        if wrap is None or unit in self.jumps:
+        wrap, unit.wrap = unit.wrap, None
+        if wrap is None or unit.jumps:
             return
         code, detail, fix = "TT208", f"The state enters at {wrap.line}.", ""
         if not wrap.ends_pass:
@@ -257,7 +237,7 @@ class PassRule(Rule):
             return False
         call.repeats = origin.repeats + 1
         if call.grad and begin is origin and (at_once or self._in_batch(call, origin)):
-            self.repeated[call.unit] = call
+            call.unit.repeated = call
         return at_once
 
     def _in_batch(self, call: UnitCall, origin: UnitCall) -> bool:
@@ -272,11 +252,10 @@ class PassRule(Rule):
         self.findings.add("TT210", line_of(call.instruction), detail, fix=fix)
 
     def close(self) -> None:
-        for starts in self.fresh.values():
-            if starts.count >= FRESH_CHUNKS - 1:
-                self._report_starts(starts)
-        for unit, wrap in list(self.wraps.items()):
-            if wrap.ends_pass:
+        for unit in self.units.values():
+            if unit.fresh and unit.fresh.count >= FRESH_CHUNKS - 1:
+                self._report_starts(unit.fresh)
+            if unit.wrap and unit.wrap.ends_pass:
                 self._report_wrap(unit)
 
 

@@ -4,7 +4,9 @@ Codes TT202 and TT204 to TT207. A lane is a row of the batch; a recording is one
 sequence of data.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -12,14 +14,21 @@ from torch import Tensor, is_grad_enabled, nn
 
 from throughtime.doctor._frames import Instruction, SourceLine, enclosing_loop, line_of
 from throughtime.doctor._operations import has_mask
-from throughtime.doctor._order import ChunkOrder, remember
-from throughtime.doctor._provenance import data_of, difference, layer_dims, nonzero
+from throughtime.doctor._provenance import (
+    ChunkOrder,
+    data_of,
+    difference,
+    layer_dims,
+    nonzero,
+    remember,
+)
 from throughtime.doctor._records import (
     BackwardCall,
     Operation,
     TensorRecord,
     Unit,
     UnitCall,
+    numbers,
     tensors,
 )
 from throughtime.doctor._torch_private import base_of, root_of
@@ -56,15 +65,12 @@ class StateRule(Rule):
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.last: dict[tuple[Unit, bool | None], UnitCall] = {}
+        self.units: dict[Any, Unit] = {}  # by their key
         self.order = ChunkOrder(watcher)
-        self.passes = PassRule(watcher, findings, self.order, self.last)
+        self.passes = PassRule(watcher, findings, self.order, self.units)
         self.recordings: dict[int, Tensor] = {}  # tensors of which two adjacent chunks were read
-        # tensors that a state of another recording entered, with line, name and chunks
-        self.entered: dict[int, tuple[Tensor, SourceLine, str, tuple[int, int]]] = {}
-        self.mixed: set[Unit] = set()  # units that read several tensors within one chunk
-        self.evaluations: dict[Unit, UnitCall] = {}  # the last call of a connected graph
-        self.trained: dict[Unit, int] = {}  # the most calls connected before a backward
+        # tensors that a state of another recording entered, each with what reports it
+        self.entered: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
         self.longest: UnitCall | None = None
         self.running: dict[int, UnitCall] = {}  # by module, the first call in the chunk
 
@@ -75,7 +81,7 @@ class StateRule(Rule):
             return
         call = self._layer_or_cell(op, result)
         outputs = op.outputs[1:] if op.is_layer else op.outputs
-        self.watcher.table.layers.remember(outputs, call, 1 if op.is_layer else 0)
+        self.watcher.table.latest[call.unit] = outputs, call, int(op.is_layer)
 
     def before_module(self, module: nn.Module, inputs: Any, frame: FrameType | None) -> None:
         """Handle a layer or cell that is called while the watcher is off.
@@ -125,11 +131,12 @@ class StateRule(Rule):
         call = self.running.get(id(module))
         if call is not None and result is not None:
             layer = isinstance(module, nn.RNNBase)
-            self.watcher.table.layers.remember(result[1] if layer else result, call, int(layer))
+            outputs = result[1] if layer else result
+            self.watcher.table.latest[call.unit] = outputs, call, int(layer)
 
     def _new_call(
         self,
-        unit: Unit,
+        key: Any,
         instruction: Instruction,
         data: Tensor | None,
         steps: int = 1,
@@ -137,9 +144,10 @@ class StateRule(Rule):
         time_dim: int | None = None,
     ) -> UnitCall:
         clock = self.clock
-        before = self.last.get((unit, clock.training))
+        unit = self.units.setdefault(key, Unit(key))
+        before = unit.last.get(clock.training)
         if before is not None and before.chunk < clock.chunk:
-            self.trained[unit] = max(self.trained.get(unit, 0), before.graph_calls)
+            unit.trained = max(unit.trained, before.graph_calls)
         return UnitCall(
             unit,
             instruction,
@@ -160,15 +168,16 @@ class StateRule(Rule):
         args, inputs, layer = op.args, op.inputs[0], op.is_layer
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
-        unit = id(weights[0] if layer else weights)
         dims = layer_dims(inputs, layer, layer and args[8])
         if packed:
             dims = len(args[1]), None, None
-        batched = packed or inputs.dim() > 2
-        result.lane_dim = 0 if not layer else [dims[1], 1, 1] if batched else None
-        result.time_dim = [dims[2], None, None]
-        result.repeated |= dims[0] > 1 or unit in result.path
-        result.path, result.lineage = result.path | {unit}, result.lineage | {unit}
+        # the outputs of all steps, then states, whose lanes are in dimension 1
+        of_state = (1 if packed or inputs.dim() > 2 else None, None)
+        lanes_and_time = [dims[1:], of_state, of_state] if layer else 2 * [(0, None)]
+        result.index = [
+            numbers(out, *where, dims[0])
+            for out, where in zip(op.outputs, lanes_and_time, strict=False)
+        ]
         record = op.records[0]
         data = inputs if record is None or not record.learned else record.data
         leading = 1 if packed else inputs.dim() - 1
@@ -179,7 +188,9 @@ class StateRule(Rule):
         copy = None if data is None else self.watcher.table.record_of(data)
         if copy is not None and copy.origin is not None and not copy.origin.random:
             self.watcher.follows_data |= all(r() is not data for r in self.clock.contents)
-        call = self._new_call(unit, op.instruction, data, *dims)
+        call = self._new_call(id(weights[0] if layer else weights), op.instruction, data, *dims)
+        result.repeated |= call.steps > 1 or call.unit in result.path
+        result.path, result.lineage = result.path | {call.unit}, result.lineage | {call.unit}
         call.batch_sizes = args[1] if packed else None
         self._compare(call, [state] if isinstance(state, Tensor) else list(state))
         result.source, result.edited = call, False
@@ -189,27 +200,26 @@ class StateRule(Rule):
         """Any other operation; it is a recurrent unit if it takes in a result of its own."""
         out, key = op.outputs[0], op.instruction
         is_state = out.dim() in STATE_DIMS and out.numel() > 1
-        if not op.loop_inputs and is_state and (key, self.clock.training) in self.last:
+        if not op.loop_inputs and is_state and self._last_of(key):
             self._hand_written_start(op, result)
             return
         if not op.loop_inputs or not is_state:
             result.source = None if out.numel() == 1 else result.source
             return
         states = [tensor for tensor, _ in op.loop_inputs]
-        data, result.lane_dim = data_of(op, states)
+        data, lane_dim = data_of(op, states)
         if data is None:
             if all(t.requires_grad or (r is not None and r.learned) for t, r in op.pairs()):
                 self._keep_source(op, result)  # no data, thus no mask
             return
-        call = self._new_call(key, key, data, lane_dim=result.lane_dim)
+        call = self._new_call(key, key, data, lane_dim=lane_dim)
         call.masks = has_mask(op)
         earlier = op.loop_inputs[0][1].data
-        if key not in self.passes.first and earlier is not None and earlier.shape == data.shape:
-            self.passes.first[key] = self._new_call(
-                key, key, earlier, lane_dim=result.lane_dim
-            )  # the first step
+        if call.unit.first is None and earlier is not None and earlier.shape == data.shape:
+            call.unit.first = self._new_call(key, key, earlier, lane_dim=lane_dim)  # the first step
         self._compare(call, states)
         result.data, result.source, result.edited = data, call, False
+        result.index = numbers(out, lane_dim, None, 1)
 
     def _keep_source(self, op: Operation, result: TensorRecord) -> None:
         """Record a value within a step as the state of the unit that ran last in it.
@@ -222,7 +232,7 @@ class StateRule(Rule):
             return
         for record in op.records:
             source = record.source if record is not None and not record.edited else None
-            if source is not None and self.last.get((source.unit, source.training)) is source:
+            if source is not None and source.unit.last.get(source.training) is source:
                 result.source, result.edited = source, False
 
     def _hand_written_start(self, op: Operation, result: TensorRecord) -> None:
@@ -239,11 +249,12 @@ class StateRule(Rule):
         if data is None:
             return
         call = self._new_call(op.instruction, op.instruction, data, lane_dim=lane_dim)
-        self.passes.first[call.unit] = call
-        if self._at_boundary(call, self.last[call.unit, call.training]):
-            self.passes.start(call, self.last[call.unit, call.training], [])
-        self.last[call.unit, call.training] = call
-        result.source, result.edited, result.data, result.lane_dim = call, False, data, lane_dim
+        before, call.unit.first = call.unit.last[call.training], call
+        if self._at_boundary(call, before):
+            self.passes.start(call, before, [])
+        call.unit.last[call.training] = call
+        result.source, result.edited, result.data = call, False, data
+        result.index = numbers(op.outputs[0], lane_dim, None, 1)
 
     def _compare(self, call: UnitCall, states: list[Tensor], state_known: bool = True) -> None:
         """Compare a call with the one that its state comes from."""
@@ -254,14 +265,15 @@ class StateRule(Rule):
         # a state that is a leaf with a record was detached, to read its gradient
         record_of = self.watcher.table.record_of
         has_graph = any(t.requires_grad and not (t.is_leaf and record_of(t)) for t in states)
-        before = self.last.get((call.unit, call.training))
+        unit = call.unit
+        before = unit.last.get(call.training)
         if state is not None and origin is not None:
             call.copies = state.copies
             if origin.chunk != call.chunk:
                 self.clock.crossed.add(call.chunk)
             elif origin.call != call.call and call.steps > 1:
                 continued = self.clock.continued
-                continued[call.unit] = continued.get(call.unit, 0) + 1
+                continued[unit] = continued.get(unit, 0) + 1
             self._count_graph(call, origin, has_graph)
             origin.parent = None  # no older call is asked for
             if call.steps == origin.steps == 1:
@@ -270,24 +282,23 @@ class StateRule(Rule):
             if not self._at_boundary(call, origin):
                 call.start, call.begin = origin.start, origin.begin or origin
                 call.repeats = max(call.repeats, origin.repeats if call.steps == 1 else 0)
-            elif not repeats and not self._starts_again(call, before, origin, states):
+            elif not repeats and not self.passes.start(
+                call, None if before is origin else before, states
+            ):  # nor does the state of an older chunk enter, as it entered the last one
                 self._check_carried(call, origin, state)
         elif state_known and not records and not has_graph:
-            self.passes.first[call.unit] = call
+            unit.first = call
             self.passes.starts_fresh(call)
             if before is None or self._at_boundary(call, before):
                 self.passes.start(call, before, states)
-        elif not self.passes.first.get(call.unit):
-            self.passes.first[call.unit] = call
-        self.last.pop((call.unit, call.training), None)
-        self.last[call.unit, call.training] = call
-        self.clock.recurrent = self.clock.units[call.unit] = call.instruction
+        else:
+            unit.first = unit.first or call
+        unit.last[call.training] = call
+        self.clock.recurrent = self.clock.units[unit] = call.instruction
 
-    def _starts_again(
-        self, call: UnitCall, before: UnitCall | None, origin: UnitCall, states: list[Tensor]
-    ) -> bool:
-        """Whether the state of an older chunk enters, as it entered the last one."""
-        return self.passes.start(call, None if before is origin else before, states)
+    def _last_of(self, key: Instruction) -> UnitCall | None:
+        """The last call of a unit by hand in this mode."""
+        return self.units[key].last.get(self.clock.training) if key in self.units else None
 
     def _at_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""
@@ -325,7 +336,7 @@ class StateRule(Rule):
             return
         code, source, detail, fix = self._fault(call, origin, state, order, line)
         if code == "TT207":
-            self.passes.jumps_to(call.unit)
+            call.unit.jumps, call.unit.wrap = True, None
         elif not code and call.training == origin.training:
             self.passes.moves_on(call.unit)
         if code:
@@ -349,13 +360,13 @@ class StateRule(Rule):
         if order == "rows" and not state.edited:
             return "TT206", line, "", SELECT if call.time_dim is not None else ""
         # what lies between may belong to other states, such as those of other users
-        only = self.last.get((call.unit, call.training)) is origin
+        only = call.unit.last.get(call.training) is origin
         if order == "jump" and only and call.chunk != origin.chunk:
             source = self.clock.loader if new_batch else enclosing_loop(line)
             return "TT207", source or line, detail, self._fix_of_order(call, origin)
         if call.chunk == origin.chunk and order in {"start", "other"}:
-            self.mixed.add(call.unit)
-        elif order == "other" and call.unit not in self.mixed:
+            call.unit.mixed = True
+        elif order == "other" and not call.unit.mixed:
             return "TT204", line, "", ""
         if order == "start" and starts:
             self._enter_recording(call, origin, state, line)
@@ -391,10 +402,10 @@ class StateRule(Rule):
         self, call: UnitCall, origin: UnitCall, state: TensorRecord, line: SourceLine
     ) -> None:
         """Remember a state that enters other data, which may be another recording."""
-        name = self._name(call, state)
+        chunks = origin.chunk, call.chunk
+        report = partial(self.findings.add, "TT204", line, "", self._name(call, state), chunks)
         for lane in call.lanes:
-            root = lane.first.root
-            remember(self.entered, id(root), (root, line, name, (origin.chunk, call.chunk)))
+            remember(self.entered, id(lane.first.root), (lane.first.root, report))
         if self._is_recording(call):
             self._add_recording(call)
 
@@ -403,28 +414,27 @@ class StateRule(Rule):
 
         A state that entered one of them from another recording is reported then.
         """
-        for lane in call.lanes:
+        for lane in call.lanes or ():
             root = lane.last.root
             remember(self.recordings, id(root), root)
             if id(root) in self.entered:
-                _, line, name, chunks = self.entered.pop(id(root))
-                self.findings.add("TT204", line, "", name, chunks)
+                self.entered.pop(id(root))[1]()
 
     def _is_recording(self, call: UnitCall) -> bool:
-        return any(id(lane.last.root) in self.recordings for lane in call.lanes)
+        return any(id(lane.last.root) in self.recordings for lane in call.lanes or ())
 
     def _count_graph(self, call: UnitCall, origin: UnitCall, has_graph: bool) -> None:
         """Count the steps connected in one graph that no backward has freed."""
         if not has_graph or origin.chunk != call.chunk:
-            old = self.evaluations.get(call.unit)
+            old = call.unit.evaluation
             if old is not None and call.training and old.training is False:
-                self._report_connected(self.evaluations.pop(call.unit))
+                self._report_connected(call.unit)
             return
         call.graph_steps, call.graph_calls = origin.graph_steps + call.steps, origin.graph_calls + 1
         call.model_calls = origin.model_calls + self._is_new_part(call, origin)
-        longer = call.graph_calls > 2 * self.trained.get(call.unit, call.graph_calls)
+        longer = call.graph_calls > 2 * (call.unit.trained or call.graph_calls)
         if call.training is False or self.clock.chunk == 0 or longer:
-            self.evaluations[call.unit] = call
+            call.unit.evaluation = call
         if self.longest is None or call.graph_steps > self.longest.graph_steps:
             self.longest = call
 
@@ -439,7 +449,10 @@ class StateRule(Rule):
             return wholes[0] is not wholes[1]
         return (origin.call, origin.batch) != (call.call, call.batch)
 
-    def _report_connected(self, call: UnitCall) -> None:
+    def _report_connected(self, unit: Unit) -> None:
+        call, unit.evaluation = unit.evaluation, None
+        if call is None:
+            return
         limit = CONNECTED_CHUNKS if call.steps > 1 else CONNECTED_STEPS
         if call.chunk == self.clock.chunk and call.graph_calls >= limit:
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
@@ -450,8 +463,8 @@ class StateRule(Rule):
 
     def close(self) -> None:
         self.passes.close()
-        for call in self.evaluations.values():
-            self._report_connected(call)
+        for unit in self.units.values():
+            self._report_connected(unit)
         longest = self.longest
         if self.clock.chunk != 1 or longest is None or longest.chunk != 0:
             return
