@@ -264,3 +264,324 @@ def test_a_case_that_is_repaired_as_advised_has_no_finding(name: str, tmp_path: 
     doctor, error = diagnosed(script)
     assert not error
     assert not doctor.findings
+
+
+IMPORT = ("import torch\n", "import throughtime as tt\nimport torch\n")
+OWN_STATE = (
+    "start validation from a state of its own, such as zeros, and go on afterwards with the one"
+)
+NEW_STATE = "start every batch from a new zero state, made in the loop as before the first batch"
+IN_ORDER = "read the pieces in order: DataLoader(..., shuffle=False), no random sampler"
+ORDER_OF_CALLS = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
+STEP_TO_STEP = "pass the state itself from step to step"
+
+# Each case with a part of its advice, word by word, and the same put in by hand.
+ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "detached_at_every_step": (
+        STEP_TO_STEP,
+        (
+            ("            h = h.detach()  # <- TT203\n", ""),
+            ("        ys = []\n", "        h, ys = h.detach(), []\n"),
+        ),
+    ),
+    "state_through_numpy": (
+        "(or copy it by .data or NumPy) only between chunks, outside the loop over time",
+        (
+            (
+                "        for t in range(begin, begin + 15):\n",
+                (
+                    "        h = torch.from_numpy(states[begin])\n"
+                    "        for t in range(begin, begin + 15):\n"
+                ),
+            ),
+            ("cell(x[t], torch.from_numpy(states[t]))", "cell(x[t], h)"),
+            ("            states[t + 1] = h.detach().numpy()  # <- TT203\n", ""),
+            (
+                "        optimizer.zero_grad()\n",
+                "        states[begin + 15] = h.detach().numpy()\n        optimizer.zero_grad()\n",
+            ),
+        ),
+    ),
+    "step_on_data": (
+        "(or copy it by .data or NumPy) only between chunks, outside the loop over time",
+        (
+            ("            h_in = h.data  # <- TT203\n", ""),
+            ("path[t], h_in)", "path[t], h)"),
+            ("        loss = 0\n", "        h, loss = h.data, 0\n"),
+        ),
+    ),
+    "lightning_detach_in_the_time_loop": (
+        STEP_TO_STEP,
+        (
+            (
+                (
+                    "            h, c = self.cell(x_t, self.state)\n"
+                    "            self.state = (h.detach(), c.detach())  # <- TT203\n"
+                ),
+                "            h, c = self.state = self.cell(x_t, self.state)\n",
+            ),
+            (
+                "        return nn.f",
+                "        self.state = (h.detach(), c.detach())\n        return nn.f",
+            ),
+        ),
+    ),
+    "one_dictionary_for_both_phases": (
+        OWN_STATE,
+        (
+            (
+                '    for phase in ("train", "val"):\n',
+                (
+                    '    for phase in ("train", "val"):\n'
+                    "        memory = {i: 2 * (torch.zeros(B, H),) for i in range(2)}\n"
+                ),
+            ),
+        ),
+    ),
+    "validation_goes_on_from_training": (
+        OWN_STATE,
+        (("run(net, valid, h)", "run(net, valid, torch.zeros(1, 2, 8))"),),
+    ),
+    "validation_hands_its_state_back": (
+        OWN_STATE,
+        (
+            (
+                "score, state = validate(model, held_out, state)",
+                (
+                    "zeros = (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8))\n"
+                    "            score, _ = validate(model, held_out, zeros)"
+                ),
+            ),
+        ),
+    ),
+    "validation_inside_the_stream": (
+        OWN_STATE,
+        (
+            ("    model.eval()\n", "    model.eval()\n    kept, model.state = model.state, None\n"),
+            ("    model.train()\n", "    model.train()\n    model.state = kept\n"),
+        ),
+    ),
+    "lightning_shared_by_validation": (
+        OWN_STATE,
+        (
+            (
+                "    def step(self, batch):\n",
+                (
+                    "    def on_validation_epoch_start(self):\n"
+                    "        self.kept, self.hidden = self.hidden, None\n\n"
+                    "    def on_validation_epoch_end(self):\n"
+                    "        self.hidden = self.kept\n\n"
+                    "    def step(self, batch):\n"
+                ),
+            ),
+        ),
+    ),
+    "first_frame_every_time": (
+        "pass one step at a time, x[t : t + 1] instead of x",
+        (("model(x, hidden)", "model(x[t : t + 1], hidden)"), ("prediction[t]", "prediction[0]")),
+    ),
+    "three_updates_per_batch": (
+        "y, new = net(x, h), and h = tt.state.detach(new) after the last of them",
+        (
+            IMPORT,
+            ("logits, hidden = net(", "logits, new = net("),
+            ("            hidden = tuple(h.detach() for h in hidden)\n", ""),
+            (
+                "            optimizer.step()\n",
+                "            optimizer.step()\n        hidden = tt.state.detach(new)\n",
+            ),
+        ),
+    ),
+    "lanes_fewer_than_states": (
+        "y, new = net(x, h[:, rows]), then h = h.index_copy(1, rows, new.detach())",
+        (
+            (
+                "        live = [r for r in recordings if len(r) > start + 20]\n",
+                (
+                    "        live = [r for r in recordings if len(r) > start + 20]\n"
+                    "        lengths = enumerate(map(len, recordings))\n"
+                    "        rows = torch.tensor([k for k, n in lengths if n > start + 20])\n"
+                ),
+            ),
+            (
+                'out, h = model["gru"](chunk[:-1], h)',
+                'out, new = model["gru"](chunk[:-1], h[:, rows])',
+            ),
+            ("        h = h.detach()\n", "        h = h.index_copy(1, rows, new.detach())\n"),
+        ),
+    ),
+    "zeros_for_eight_lanes": (
+        "DataLoader(..., drop_last=True)",
+        (("batch_size=8, shuffle=True)", "batch_size=8, shuffle=True, drop_last=True)"),),
+    ),
+    "chunks_in_random_order": (
+        "visit the chunks in the order of time",
+        (("torch.randperm(len(chunks)).tolist()", "range(len(chunks))"),),
+    ),
+    "windows_moved_by_one": (
+        "advance by the length of the window, so that windows do not overlap",
+        (("range(60)", "range(0, 60, width)"),),
+    ),
+    "every_second_window": (IN_ORDER, (("sampler=sampler", "shuffle=False"),)),
+    "shuffled_windows": (IN_ORDER, (("shuffle=True", "shuffle=False"),)),
+    "ignite_random_sampler": (IN_ORDER, (("sampler=RandomSampler(windows)", "shuffle=False"),)),
+    "lightning_shuffled_windows": (IN_ORDER, (("shuffle=True", "shuffle=False"),)),
+    "random_excerpts": (
+        NEW_STATE,
+        (
+            (
+                "        source, target = excerpt(",
+                "        hidden = torch.zeros(1, 10)\n        source, target = excerpt(",
+            ),
+        ),
+    ),
+    "replay_with_the_last_state": (
+        NEW_STATE,
+        (("        picked = ", "        hidden = torch.zeros(1, 4, 8)\n        picked = "),),
+    ),
+    "reviews_share_a_state": (
+        NEW_STATE,
+        (("h = tuple(each.data for each in h)", "h = net.init_hidden(8)"),),
+    ),
+    "neighbours_side_by_side": (
+        NEW_STATE,
+        (
+            (
+                "        output, hidden",
+                "        hidden = torch.zeros(1, 4, 8)\n        output, hidden",
+            ),
+        ),
+    ),
+    "ignite_cleared_by_the_wrong_event": (
+        ORDER_OF_CALLS,
+        (
+            (
+                "        loss.backward()\n",
+                "        optimizer.zero_grad()\n        loss.backward()\n",
+            ),
+            ("        optimizer.zero_grad()  # <- TT302\n", "        pass\n"),
+        ),
+    ),
+    "ignite_evaluator_with_gradients": (
+        "with torch.no_grad(): around an evaluation",
+        (
+            (
+                '        prediction, states["h"] = ',
+                '        with torch.no_grad():\n            prediction, states["h"] = ',
+            ),
+        ),
+    ),
+    "ignite_losses_kept": (
+        "history.append(loss.detach())",
+        (("history.append(loss)", "history.append(loss.detach())"),),
+    ),
+    "ignite_state_across_recordings": (
+        "before each recording, set the state to what it was before the first one",
+        (
+            (
+                "        losses = []\n",
+                (
+                    "        losses = []\n"
+                    "        engine.state.carried = (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8))\n"
+                ),
+            ),
+        ),
+    ),
+    "ignite_state_on_the_engine": (
+        AFTER_BACKWARD + "engine.state.hidden = engine.state.hidden.detach()",
+        (
+            (
+                "        loss.backward()\n",
+                (
+                    "        loss.backward()\n"
+                    "        engine.state.hidden = engine.state.hidden.detach()\n"
+                ),
+            ),
+        ),
+    ),
+    "ignite_step_under_a_retained_graph": (
+        "self.state = tt.state.detach(self.state); and loss.backward() without retain_graph=True",
+        (
+            IMPORT,
+            (
+                "        loss.backward(retain_graph=True)  # <- TT102\n",
+                "        loss.backward()\n        self.state = tt.state.detach(self.state)\n",
+            ),
+        ),
+    ),
+    "ignite_trainer_fed_with_chunks": (
+        "where a trainer cuts its batches into chunks, a whole recording as one batch",
+        (("trainer.run(chunks,", "trainer.run([(stream[:-1], stream[1:])],"),),
+    ),
+    "lightning_gradients_never_cleared": (
+        ORDER_OF_CALLS,
+        (
+            (
+                "            self.manual_backward(loss)\n",
+                "            opt.zero_grad()\n            self.manual_backward(loss)\n",
+            ),
+        ),
+    ),
+    "lightning_losses_in_a_list": (
+        "self.losses.append(loss.detach())",
+        (("self.losses.append(loss)", "self.losses.append(loss.detach())"),),
+    ),
+    "lightning_recording_to_recording": (
+        "before each recording, set the state to what it was before the first one",
+        (
+            (
+                "        optimizer = self.optimizers()\n",
+                (
+                    "        optimizer = self.optimizers()\n"
+                    "        self.hidden = torch.zeros(1, 1, 8)\n"
+                ),
+            ),
+        ),
+    ),
+    "lightning_retained_graph": (
+        AFTER_BACKWARD + "h = h.detach(); and loss.backward() without retain_graph=True",
+        (
+            (
+                "len(pieces), retain_graph=True)  # <- TT102\n",
+                "len(pieces))\n            h = h.detach()\n",
+            ),
+        ),
+    ),
+    "lightning_state_never_carried": (
+        "y, state = net(x, state), then state = tt.state.detach(state)",
+        (
+            IMPORT,
+            ("        optimizer = self", "        state = None\n        optimizer = self"),
+            ("self(x_t)", "self(x_t, state)"),
+            (
+                "            optimizer.step()\n",
+                "            optimizer.step()\n            state = tt.state.detach(state)\n",
+            ),
+        ),
+    ),
+    "lightning_state_with_graph": (
+        "at the start of each step: self.hidden = tt.state.detach(self.hidden)",
+        (
+            IMPORT,
+            (
+                "        x, y = batch\n",
+                "        self.hidden = tt.state.detach(self.hidden)\n        x, y = batch\n",
+            ),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_a_case_has_the_advice_that_repairs_it(name: str, tmp_path: Path) -> None:
+    advice, changes = ADVICE[name]
+    doctor, _ = diagnosed(BROKEN / f"{name}.py")
+    assert any(advice in finding.fix for finding in doctor.findings), str(doctor)
+    script, text = tmp_path / f"{name}.py", (BROKEN / f"{name}.py").read_text(encoding="utf-8")
+    for before, after in changes:
+        assert before in text
+        text = text.replace(before, after)
+    script.write_text(text, encoding="utf-8")
+    doctor, error = diagnosed(script)
+    assert not error
+    assert not doctor.findings
