@@ -158,8 +158,22 @@ CHAINS: dict[str, Callable[[], nn.Module]] = {
     "learned start": LearnedStart,
     "bare layer": lambda: tt.nn.LSTM(3, 8),
 }
+
+
+class LastOutput(nn.Module):
+    """The head on the last step alone, as most tutorials write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "cells": Cells,
+    "last output": LastOutput,
     "scan": MinGRU,
     "normalised": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
     "bare cell": lambda: nn.GRUCell(3, 5),
@@ -240,7 +254,11 @@ def test_a_file_agrees_for_100_000_steps(name: str, kind: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "name", ["cells", *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS if n != "cells")]
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("cells", "last output") else pytest.mark.slow)
+        for n in OTHERS
+    ],
 )
 def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
     _, written = exported(tmp_path, OTHERS[name], "net.onnx")

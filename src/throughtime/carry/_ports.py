@@ -272,7 +272,8 @@ def _at_every_step(layer: nn.Module, y: Tensor, hx: State) -> tuple[Tensor, Stat
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     h = rows.new_full((states[0].shape[0], rows.shape[0], states[0].shape[-1]), torch.nan)
     h = torch.cat([h[:-1], rows.unsqueeze(0)])
-    unknown = [rows.new_full((s.shape[0], len(rows), s.shape[-1]), torch.nan) for s in states[1:]]
+    count = rows.shape[0]  # len(rows) would fix the lanes of an exported program
+    unknown = [rows.new_full((s.shape[0], count, s.shape[-1]), torch.nan) for s in states[1:]]
     outputs = rows.unsqueeze(1 if batch_first else 0)
     return outputs, h if isinstance(hx, Tensor) else (h, *unknown)
 
