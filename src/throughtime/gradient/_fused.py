@@ -20,7 +20,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 import cmath
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
 from operator import attrgetter, is_, itemgetter
 from threading import get_ident
 from typing import Any, TypeAlias
@@ -44,9 +43,8 @@ from throughtime.state import State
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 _traits = attrgetter(
-    "shape", "dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"
+    "grad", "shape", "dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
-_grad = attrgetter("grad")  # not a trait: torch's comparison of a tensor with None takes 10 us
 _form = attrgetter("shape", "dtype", "requires_grad", "is_cpu")
 _address = Tensor.data_ptr
 MOST_MATCHES = 20  # a net that changes again and again is run with a graph
@@ -267,37 +265,34 @@ class FusedNet:
             if not self._accepts(weights):
                 return None
             self._checked, self._addresses = weights, addresses
-        if not all(map(Tensor.is_contiguous, weights)) or not self._has_traits(weights):
+        if not all(map(Tensor.is_contiguous, weights)):
             return None
-        grads = list(map(_grad, weights))
-        if all(map(is_, grads, repeat(None))):  # the usual case
-            return weights, None, addresses
-        return (weights, grads, addresses) if self._accepts_grads(grads) else None
-
-    def _accepts_grads(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether a kernel may write to gradients."""
-        written: list[Tensor] = []
-        for grad, (shape, dtype, *_) in zip(grads, self._traits, strict=True):
-            if grad is None:
-                continue
-            # as `_readable`, which would be a call for each in every update
-            if type(grad) is not Tensor or _form(grad) != (shape, dtype, False, True):
-                return False
-            written.append(grad)
-        return all(map(Tensor.is_contiguous, written)) and not any(map(Tensor.is_neg, written))
-
-    def _has_traits(self, weights: Sequence[Tensor]) -> bool:
-        """Whether the traits of weights are as expected; hooks may have been removed again."""
         traits = list(map(_traits, weights))
-        return traits == self._traits or all(
-            (*own,) == expected[:3] and not hooks and not later_hooks
-            for expected, (*own, hooks, later_hooks) in zip(self._traits, traits, strict=True)
-        )
+        # the usual case: no gradients yet; torch compares a gradient with None in 10 us
+        if traits[0][0] is None and traits == self._traits:
+            return weights, None, addresses
+        grads = self._grads(traits)
+        return None if grads is None else (weights, grads, addresses)
+
+    def _grads(self, traits: Sequence[tuple[Any, ...]]) -> list[Tensor | None] | None:
+        """The gradients among the traits of weights; None if a kernel must not write to one."""
+        written: list[Tensor] = []
+        for (_, *expected, _, _), (grad, *own, hooks, later) in zip(
+            self._traits, traits, strict=True
+        ):
+            if own != expected or hooks or later:
+                return None
+            if grad is not None:  # as `_readable`, which would be a call for each in every update
+                if type(grad) is not Tensor or _form(grad) != (*expected[:2], False, True):
+                    return None
+                written.append(grad)
+        readable = all(map(Tensor.is_contiguous, written)) and not any(map(Tensor.is_neg, written))
+        return [grad for grad, *_ in traits] if readable else None
 
     def _accepts(self, weights: Sequence[Tensor]) -> bool:
         """Whether a kernel may read new weights; notes the traits that they must keep."""
         dtype = weights[0].dtype
-        self._traits = [(shape, dtype, True, None, None) for shape in self._shapes]
+        self._traits = [(None, shape, dtype, True, None, None) for shape in self._shapes]
         return len({id(weight) for weight in weights}) == len(weights) and all(
             type(weight) is nn.Parameter
             and weight.dtype is dtype
