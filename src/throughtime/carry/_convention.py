@@ -197,7 +197,7 @@ def _leading_dims(order: str, dims: tuple[int, int], steps: int, lanes: int) -> 
 
 
 @dataclass(frozen=True)
-class Source:
+class StateSource:
     """Where the state of a module is.
 
     Attributes:
@@ -395,7 +395,7 @@ class Convention:
 
     call: Call
     inputs: InputLayout
-    source: Source = Source()
+    source: StateSource = StateSource()
     start: Start = Start("zeros")
     outputs: OutputLayout = OutputLayout((), "TB")
     lanes: LaneLayout = NO_LANES

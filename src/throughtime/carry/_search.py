@@ -19,7 +19,7 @@ from throughtime.carry._convention import (
     MisfitError,
     OutputLayout,
     Path,
-    Source,
+    StateSource,
     item_at,
     path_name,
     tensor_paths,
@@ -292,7 +292,7 @@ class _Trials:
         return layouts
 
 
-def _located(source: Source, result: Any) -> Iterator[Source]:
+def _located(source: StateSource, result: Any) -> Iterator[StateSource]:
     """The source, with each place of the next state in the result that is possible."""
     if source.arguments is None:
         yield source
@@ -321,7 +321,7 @@ def _start_tensors(module: nn.Module, layout: LaneLayout) -> tuple[str, ...]:
     return tuple(names) if len(names) == len(layout.dims) else ()
 
 
-def _torch_lanes(source: Source, state: State, lanes: int) -> tuple[LaneDim, ...] | None:
+def _torch_lanes(source: StateSource, state: State, lanes: int) -> tuple[LaneDim, ...] | None:
     """The dimensions of lanes in the states of torch's layers and cells; None for others."""
     if source.arguments is not None or source.attributes:
         return None

@@ -14,8 +14,8 @@ from throughtime.carry._adapter import is_state
 from throughtime.carry._convention import (
     Convention,
     ResetArgument,
-    Source,
     Start,
+    StateSource,
     call_start,
     key_name,
 )
@@ -106,7 +106,7 @@ def _in_arguments(
     subject: Subject, base: Convention, names: tuple[str, ...]
 ) -> Iterator[Convention]:
     """A state in arguments, with each way in which it may start."""
-    module, plain = subject.module, replace(base, source=Source(names))
+    module, plain = subject.module, replace(base, source=StateSource(names))
     starts = [Start("method", (name,)) for name in initial_methods(module)]
     starts += [
         Start("method", pair)
@@ -120,7 +120,7 @@ def _in_arguments(
     forms: list[str] = []
     for name, layer in layers.items() if len(layers) == 1 else ():
         is_layer = isinstance(layer, nn.RNNBase)
-        shown = Source(names, ports={name: LAYER if is_layer else CELL})
+        shown = StateSource(names, ports={name: LAYER if is_layer else CELL})
         yield replace(base, source=shown, start=Start("captured"))
         forms = [name, *([f"{name}#rows", f"{name}#lanes"] if is_layer else [])]
     for form in (*forms, "scalar"):
@@ -143,7 +143,7 @@ def _internal(subject: Subject, base: Convention, x: Tensor) -> Iterator[Convent
     hint = subject.hints.state
     if hint is not None:
         keys = tuple(key for key in after if hint in (key[1], key_name(key)))
-        sources = [(Source(attributes=keys), starts)]
+        sources = [(StateSource(attributes=keys), starts)]
     elif calls is None:
         sources = _sources_for_other_lanes(subject, before, starts)
     else:
@@ -152,32 +152,34 @@ def _internal(subject: Subject, base: Convention, x: Tensor) -> Iterator[Convent
         ports, *others = _ports_of(subject.module, calls, len(x))
         inside = [Start("zeros"), Start("captured")]
         choices = [
-            (Source(ports=choice, scratch=mirrors(choice, calls, after)), inside)
+            (StateSource(ports=choice, scratch=mirrors(choice, calls, after)), inside)
             for choice in (ports, *others)
             if choice
         ]
         count = bool(ports)
         sources = [*choices[:count], *_in_attributes(held, starts), *choices[count:]]
         if ports and held:
-            sources.append((Source(ports=ports, attributes=held), [Start("captured")]))
+            sources.append((StateSource(ports=ports, attributes=held), [Start("captured")]))
     for source, own in sources:
         yield from _started(subject, replace(base, source=source), own)
 
 
-def _in_attributes(held: tuple[Key, ...], starts: list[Start]) -> list[tuple[Source, list[Start]]]:
+def _in_attributes(
+    held: tuple[Key, ...], starts: list[Start]
+) -> list[tuple[StateSource, list[Start]]]:
     """A state in some attributes together, or in one of them."""
     choices = dict.fromkeys((held, *((key,) for key in held))) if held else ()
-    return [(Source(attributes=keys), starts) for keys in choices]
+    return [(StateSource(attributes=keys), starts) for keys in choices]
 
 
 def _sources_for_other_lanes(
     subject: Subject, before: dict[Key, object], starts: list[Start]
-) -> list[tuple[Source, list[Start]]]:
+) -> list[tuple[StateSource, list[Start]]]:
     """The sources of a module that holds a state for other lanes than those of the trial."""
     ports = torch_ports(subject.module, None, 0)
     held = tuple(key for key in before if names_state(key[1].strip("_")))
     states = tuple(key for key in held if before[key] is None or is_state(before[key]))
-    layers = [(Source(ports=ports, scratch=held), [Start("zeros", template="layers")])]
+    layers = [(StateSource(ports=ports, scratch=held), [Start("zeros", template="layers")])]
     return [*(layers if ports else []), *_in_attributes(states, starts)]
 
 
