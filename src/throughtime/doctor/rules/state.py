@@ -122,7 +122,10 @@ class StateRule(Rule):
         """The data of inputs while the watcher is off; `None` for a copy that it did not record."""
         record = self.watcher.table.record_or_base(inputs)
         if record is not None and record.learned:
-            return record.data
+            # a step of a whole whose data are known has the same lanes, or is not known
+            data, leading = record.data, inputs.dim() - 1
+            fits = data is not None and data.shape[:leading] == inputs.shape[:leading]
+            return data if fits or (data is not None and data.dim() == 1 < leading) else None
         unknown = self.watcher.follows_data and record is None and base_of(inputs) is None
         return None if unknown or inputs.requires_grad else inputs
 
