@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -67,7 +67,8 @@ def test_a_child_that_was_replaced_is_refused_and_not_the_one_before_trained(
     net = make("lstm")
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     before = len(calls)
-    net.module[child] = copy.deepcopy(net.module[child])
+    children = cast(nn.Sequential, net.module)
+    children[child] = copy.deepcopy(children[child])
     with pytest.raises(ModelError, match="was replaced after"):
         epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     with pytest.raises(ModelError, match="was replaced after"):
