@@ -376,6 +376,20 @@ def test_dropout_between_layers_draws_as_torch_does(name: str) -> None:
     assert max_difference(call_and_grad(fused.eval(), x), call_and_grad(plain.eval(), x)) < 1e-12
 
 
+@pytest.mark.parametrize("lanes", [2, None], ids=["lanes", "unbatched"])
+@pytest.mark.parametrize("layers", [1, 2])
+@every_layer
+def test_a_state_is_detached_in_place_as_in_torch(
+    name: str, layers: int, lanes: int | None
+) -> None:
+    x = torch.randn(7, 4) if lanes is None else torch.randn(7, lanes, 4)
+    for cls in LAYERS[name]:
+        _, state = cls(4, 6, num_layers=layers)(x)
+        for leaf in leaves_of(state):
+            assert leaf.requires_grad
+            assert not leaf.detach_().requires_grad
+
+
 @every_layer
 def test_copies_and_pickles_behave_the_same(name: str) -> None:
     fused = LAYERS[name][1](4, 6, num_layers=2)

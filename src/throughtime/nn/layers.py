@@ -395,11 +395,9 @@ def _run_both_directions(
 
 def _joined_states(ends: Sequence[States], batched: bool) -> Any:
     """The state as torch.nn returns it: `(L, B, P)`, for an LSTM with `(L, B, H)`."""
-    if len(ends) == 1:  # the usual case
-        leaves = [leaf.unsqueeze(0) for leaf in ends[0]] if batched else list(ends[0])
-    else:
-        join = torch.stack if batched else torch.cat
-        leaves = [join(rows) for rows in zip(*ends, strict=True)]
+    # copies, also of one layer: users may call detach_() on a state, which refuses a view
+    join = torch.stack if batched else torch.cat
+    leaves = [join(rows) for rows in zip(*ends, strict=True)]
     return tuple(leaves) if len(leaves) > 1 else leaves[0]
 
 
