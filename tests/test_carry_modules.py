@@ -551,6 +551,65 @@ def test_a_state_that_is_detached_in_training_only_is_noticed(
     assert not any(leaf.requires_grad for leaf in tt.state.tensors(state))
 
 
+class MixesLanesInTraining(nn.Module):
+    """Adds another lane while it trains."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.outer, self.mix = nn.Linear(4, 4), nn.Linear(3, 4), mix
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = x.new_zeros(x.shape[1], 4) if h is None else h
+        outputs: list[Tensor] = []
+        for step in x:
+            h = torch.tanh(self.inner(h) + self.outer(step))
+            h = h + 0.3 * self.mix(h) if self.training else h
+            outputs.append(h)
+        return torch.stack(outputs), h
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda h: h[:1],
+        lambda h: h[-1:],
+        lambda h: torch.cat([torch.zeros_like(h[:1]), h[:-1]]),
+        lambda h: torch.cat([h[1:], torch.zeros_like(h[:1])]),
+    ],
+    ids=["first", "last", "before", "after"],
+)
+def test_lanes_that_mix_one_way_in_training_are_noticed(mix: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ModelError, match="in training mode, the inputs of one lane change another"):
+        tt.carry(MixesLanesInTraining(mix), torch.randn(7, 3, 3))
+
+
+class MeanOfCall(nn.Module):
+    """Keeps a mean over the steps of a call in its state, beside a number that is infinite."""
+
+    def __init__(self, beside: float) -> None:
+        super().__init__()
+        self.inner, self.outer, self.beside = nn.Linear(4, 4), nn.Linear(3, 4), beside
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, kept = (x.new_zeros(x.shape[1], n) for n in (4, 2)) if state is None else state
+        outputs: list[Tensor] = []
+        for step in x:
+            h = torch.tanh(self.inner(h) + self.outer(step))
+            outputs.append(h)
+        mean = kept[:, :1] / 2 + x.mean(0)[:, :1]
+        return torch.stack(outputs), (h, torch.cat([mean, torch.full_like(mean, self.beside)], 1))
+
+
+@pytest.mark.parametrize("beside", [7.0, float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_hide_no_other_number_of_a_state(beside: float) -> None:
+    x = torch.randn(7, 3, 3)
+    net = tt.carry(MeanOfCall(beside), x)
+    _, whole = net(x, net.initial_state(3))
+    _, state = net(x[3:], net(x[:3], net.initial_state(3))[1])
+    for one, other in zip(tt.state.tensors(whole), tt.state.tensors(state), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
 # ------------------------------------------------------------ lags that are longer than a trial
 
 

@@ -444,6 +444,36 @@ def test_a_change_between_two_updates_is_noticed(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+class Extends(Net):
+    """Runs modules that are added later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleList()
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.more:
+            x = module(x)
+        y, _ = self.rnn(x)
+        return self.head(y)
+
+
+def test_an_empty_container_that_is_filled_is_noticed(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make(Extends)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert calls
+    more = net.module.get_submodule("more")
+    assert isinstance(more, nn.ModuleList)
+    more.append(nn.Tanh())
+    twin = deepcopy(net)
+    seen = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    by_graph(monkeypatch)
+    assert_same(seen, epoch(twin, nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
+
+
 def test_a_forward_that_is_replaced_in_its_class_is_noticed(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

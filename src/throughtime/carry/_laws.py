@@ -14,6 +14,7 @@ Those that compare with the module as its author calls it are in `_subject`. Eve
 deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -293,7 +294,8 @@ class Laboratory:
             return 0.0
         moved = float(self._moved[:, : lanes - 1].max())
         if self.training is not None:  # where a mask may be drawn for each row of the batch
-            return moved
+            y, _ = self.run(changed_inputs(self.x, len(self.x) // 2, 0))  # or it mixes upwards
+            return max(moved, difference(y[:, 1:], self._y[:, 1:]))
         cut = self._cut
         picks = torch.tensor([lanes - 1, 0], device=self.x.device)
         state, together = self._parts.before, self._parts.second
@@ -448,7 +450,10 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 
 
 def difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors; infinite if their shapes differ."""
+    """The largest difference of two tensors; infinite if their shapes differ.
+
+    Infinities of one sign are equal, and so are two NaN.
+    """
     a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape:
         return float("inf")
@@ -456,7 +461,13 @@ def difference(a: Tensor, b: Tensor) -> float:
         return 0.0
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    return float((a.detach().double() - b.detach().double()).abs().max()) if a.numel() else 0.0
+    a, b = a.detach().double(), b.detach().double()
+    distance = (a - b).abs()
+    largest = float(distance.max()) if a.numel() else 0.0
+    if math.isnan(largest):  # it would hide the other numbers; of two infinities it is a part
+        same = (a == b) | (a.isnan() & b.isnan())
+        largest = float(distance.nan_to_num(math.inf, math.inf).masked_fill(same, 0).max())
+    return largest
 
 
 def state_difference(a: State, b: State) -> float:

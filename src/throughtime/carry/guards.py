@@ -96,7 +96,12 @@ class ModuleGuards:
     def __init__(self, module: nn.Module, source: Guards | None = None) -> None:
         self.modules = (*module.modules(),)
         self._source = source if source is not None and (source.entries or source.methods) else None
-        self._children = [(m._modules, [*m._modules.values()]) for m in self.modules if m._modules]
+        # an empty container may be filled later
+        self._children = [
+            (m._modules, [*m._modules.values()])
+            for m in self.modules
+            if m._modules or not m._parameters
+        ]
         self._traits = [
             (m, m.__dict__, type(m), type(m).forward, _own_hooks(m)) for m in self.modules
         ]
