@@ -73,6 +73,26 @@ def zarr_packed(version: Any) -> Callable[[Path], Array]:
     return make
 
 
+def zarr_filled(version: Any) -> Callable[[Path], Array]:
+    def make(path: Path) -> Array:
+        values = np.where(np.arange(STEPS) == 3, np.nan, X[:, 0]).astype("f4")
+        data = xr.Dataset({"u": ("time", values)}, coords={"time": HOURS})
+        filled = {"dtype": "f4", "_FillValue": -9999.0}
+        data.to_zarr(path, encoding={"u": filled}, zarr_format=version, consolidated=False)
+        return values
+
+    return make
+
+
+def hdf5_filled(path: Path) -> Array:
+    """A mark in double precision for values in single precision."""
+    values = np.where(np.arange(STEPS) == 3, 1e20, X[:, 0]).astype("f4")
+    with h5py.File(path, "w") as file:
+        file["t"] = values
+        file["t"].attrs["missing_value"] = 1e20
+    return np.where(values > 1e19, np.nan, values)
+
+
 def zarr_times(path: Path) -> Array:
     group = zarr.open_group(path, mode="w", zarr_format=2)
     for name, values in (("when", HOURS.astype("M8[s]")), ("x", X)):
@@ -144,6 +164,8 @@ FILES: dict[str, tuple[str, Callable[[Path], Array]]] = {
     "hdf5 packed": ("r.h5", hdf5_packed),
     "zarr 2 packed": ("r.zarr", zarr_packed(2)),
     "zarr 3 packed": ("r.zarr", zarr_packed(3)),
+    "zarr 3 filled": ("r.zarr", zarr_filled(3)),
+    "hdf5 filled": ("r.h5", hdf5_filled),
     "zarr times": ("r.zarr", zarr_times),
     "parquet index": ("r.parquet", parquet_index),
     "parquet decimals": ("r.parquet", parquet_decimals),

@@ -229,6 +229,21 @@ def test_edf_signals_of_another_rate_are_refused_together(tmp_path: Path) -> Non
         table.read(0, 10, table.columns)
 
 
+@pytest.mark.parametrize("rates", [(100, 100, 100, 1, 1, 1, 1), (1, 100), (1, 100, 100)])
+def test_edf_steps_are_those_of_most_samples(tmp_path: Path, rates: tuple[int, ...]) -> None:
+    """As in sleep recordings: few signals of 100 Hz and more of 1 Hz. Mutant: counted by signal."""
+    signals = [
+        edfio.EdfSignal(np.arange(rate * 3.0), rate, label=f"s{i}") for i, rate in enumerate(rates)
+    ]
+    edfio.Edf(signals).write(tmp_path / "r.edf")
+    table = open_table(tmp_path / "r.edf")
+    fast = tuple(f"s{i}" for i, rate in enumerate(rates) if rate == 100)
+    assert (table.rate, len(table)) == (100, 300)
+    assert table.read(10, 20, fast).shape == (10, len(fast))
+    with pytest.raises(DataError, match=r"has 1 samples per second, .* 100; choose columns"):
+        table.read(0, 10, table.columns)
+
+
 def bdf_bytes(integers: Array, per_record: int) -> bytes:
     """A BDF file by its specification: two signals of 24-bit integers and one of annotations."""
     steps, count = len(integers) // per_record, 3

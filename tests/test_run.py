@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -363,6 +364,26 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
     write_recordings(data, (400, 260, 330))
     with pytest.raises(DataError, match=r"a statistic of the training split, was .* and is now"):
         Training.resume(training.folder.path)
+
+
+def test_a_checkpoint_that_lacks_a_field_of_the_description_goes_on(tmp_path: Path) -> None:
+    """Written before the field was; and a rate that was not known is no change of the data."""
+    from throughtime.app.dataset import changed_data
+    from throughtime.app.train import Training
+
+    data = write_recordings(tmp_path / "data")
+    training = Training.begin(make_config(settings(data, tmp_path / "run")))
+    training.save()
+    training.folder.unlock()
+    content = load_checkpoint(training.folder.checkpoint)
+    del content["spec"]["layout"]["rate_set"]
+    training.folder.checkpoint.write_bytes(checkpoint_bytes(content))
+    Training.resume(training.folder.path).folder.unlock()
+    spec = training.dataset.spec
+    timed = replace(spec, layout=replace(spec.layout, rate=100.0))
+    assert not changed_data(timed, {}, content["spec"], {})
+    slower = replace(spec, layout=replace(spec.layout, rate=50.0))
+    assert changed_data(slower, {}, asdict(timed), {}) == ["rate were 100.0 and are now 50.0"]
 
 
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:

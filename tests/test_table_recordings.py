@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import throughtime as tt
 from test_sources import QUIET, T, frame, hdf5, netcdf, raw, values, zarr_group
 from throughtime.errors import DataError
+from throughtime.stream.formats.table import Array
 
 
 def saved_csv(folder: Path) -> Path:
@@ -168,6 +169,29 @@ def test_whole_numbers_are_names_of_classes_too() -> None:
     data = frame().assign(code=np.tile([300, 7], T)[:T].astype(float))
     recording = tt.recording(data, inputs=["a"], targets="code", classes=[7, 300])
     assert target_values(recording)[:3].tolist() == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "expected"),
+    [
+        (np.array(["N", None, "V", np.nan], object), ["N", "V"], [0, -100, 1, -100]),
+        (np.array(["None", None, 7, "NA"], object), ["None", 7, "NA"], [0, -100, 1, 2]),
+        (np.array([b"N", b"V", b"", b"N"]), ["N", "V"], [0, 1, -100, 0]),
+        (np.array([True, False, True, False]), [False, True], [1, 0, 1, 0]),
+    ],
+)
+def test_names_of_classes_have_any_type(
+    labels: Array, classes: list[Any], expected: list[int]
+) -> None:
+    inputs = np.zeros((4, 1))
+    recording = tt.recording(inputs, targets=labels, classes=classes)
+    assert np.asarray(recording.read(0, 4).targets).tolist() == expected
+
+
+def test_booleans_of_a_frame_are_classes() -> None:
+    frame = pd.DataFrame({"a": np.zeros(3), "on": [True, False, True]})
+    recording = tt.recording(frame, targets="on", classes=[True, False])
+    assert np.asarray(recording.read(0, 3).targets).tolist() == [0, 1, 0]
 
 
 def test_text_without_classes_is_refused_with_the_classes_to_write() -> None:

@@ -191,6 +191,9 @@ RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
     "an empty one": (np.append(np.arange(50) * 1e9, np.nan), None),
     "too few to tell": (np.arange(5) * 1e9, None),
     "one": (np.zeros(1), None),
+    "2.5 s in seconds": (np.floor(np.arange(500) * 2.5) * 1e9, 0.4),
+    "10 s, then 15 s": (np.cumsum([10] * 200 + [15] * 200) * 1e9, None),
+    "a slower stretch": (np.cumsum([10] * 90 + [12] * 20 + [10] * 90) * 1e9, None),
 }
 
 

@@ -335,6 +335,8 @@ def changed_data(
 ) -> list[str]:
     """How the data differ from those of a checkpoint, in words.
 
+    What its description lacks was not known then and is no difference, nor is a rate found since.
+
     Args:
         spec: of the model that fits the data.
         statistics: those of the training split.
@@ -346,7 +348,7 @@ def changed_data(
         f"{key} were {old[key]!r} and are now {value!r}"
         for new, old in ((now["layout"], before["layout"]), (now, before))
         for key, value in new.items()
-        if key != "layout" and old[key] != value
+        if key != "layout" and old.get(key, value) != value and (key, old[key]) != ("rate", None)
     ] or [
         f"'{name}', a statistic of the training split, was {weights[name].tolist()}"
         f" and is now {value.tolist()}"

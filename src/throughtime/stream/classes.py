@@ -15,7 +15,9 @@ from throughtime.stream.recording import Recording, RecordingView, StepArrays
 
 def class_name(value: object) -> str:
     """The name of a class: integers without a decimal point, empty for a missing value."""
-    text = str(value).strip()
+    if value is None:
+        return ""
+    text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
     if re.fullmatch(r"-?[0-9]+", text):
         return str(int(text))
     try:
@@ -71,8 +73,12 @@ class ClassRecording(RecordingView[Recording]):
                 f"recording '{self.name}': classification needs one column of targets, got"
                 f" {targets.shape[1]}; choose it with --targets"
             )
+        if targets.dtype.kind == "O":  # Python values of several types have no order
+            targets = np.array([class_name(value) for value in targets], np.str_)
         values, inverse = np.unique(targets, return_inverse=True)
         index = {name: i for i, name in enumerate(self.classes)} | {"": IGNORE_INDEX}
+        if {*self.classes} == {"False", "True"}:  # tables have them as numbers
+            index |= {"0": index["False"], "1": index["True"]}
         codes = np.array([index.get(name, -1) for name in map(class_name, values)], np.int64)
         if (codes == -1).any():
             wrong = values[codes == -1][0]

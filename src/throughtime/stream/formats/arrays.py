@@ -4,6 +4,8 @@ Opening reads the names and shapes; the longest arrays are the columns. Shorter 
 of channels) and those of more than two dimensions are no columns.
 """
 
+import re
+from base64 import standard_b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from throughtime.stream.formats.table import (
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
+_EIGHT_BYTES = re.compile(r"[A-Za-z0-9+/]{11}=")  # in base 64
 _DAMAGED = (
     OSError,
     RuntimeError,
@@ -238,6 +241,9 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
         dimensions = attributes.get("_ARRAY_DIMENSIONS")  # of xarray, in version 2 of the format
         if dimensions and array.fill_value is not None:
             attributes.setdefault("_FillValue", array.fill_value)
+        fill = attributes.get("_FillValue")  # of xarray, in version 3: a float64 as text
+        if array.dtype.kind == "f" and isinstance(fill, str) and _EIGHT_BYTES.fullmatch(fill):
+            attributes["_FillValue"] = np.frombuffer(standard_b64decode(fill), "<f8")
         dimensions = dimensions or getattr(array.metadata, "dimension_names", None)
         if own not in coordinates and [own] != list(dimensions or ()):
             arrays[name] = unpacked(array, attributes)
@@ -322,7 +328,9 @@ class PackedArray(ArrayView):
         values = stored * (1.0 if scale is None else scale[0])
         values = (values + (0.0 if offset is None else offset[0])).astype(self.dtype)
         for name in _PACKING[2:]:
-            values[np.isin(stored, self.numbers.get(name, ()))] = np.nan
+            marks = np.asarray(self.numbers.get(name, ()))
+            marks = marks.astype(stored.dtype) if stored.dtype.kind == "f" else marks  # rounded
+            values[np.isin(stored, marks)] = np.nan
         return values
 
 

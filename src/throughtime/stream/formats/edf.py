@@ -39,8 +39,8 @@ class _Signal(NamedTuple):
 class EdfFile(TableFile):
     """Signals are columns by their labels, in their physical units (float64).
 
-    A label that comes again is `label (2)`; annotations are left out. The steps are those of most
-    signals, and of the first where two rates are as frequent. A signal of another sampling rate is
+    A label that comes again is `label (2)`; annotations are left out. The steps are those of
+    the signals of one rate that have most samples together. A signal of another sampling rate is
     listed, and refused when it is read: it has no value at each step. Leave it out, or resample the
     file.
 
@@ -76,7 +76,9 @@ class EdfFile(TableFile):
         if not self._signals or not duration > 0:
             raise DataError(f"{path}: holds no signal")
         self.columns, self._duration = tuple(self._signals), duration
-        counts = Counter(signal.samples for signal in self._signals.values())
+        counts = Counter[int]()
+        for signal in self._signals.values():
+            counts[signal.samples] += signal.samples
         self._samples = counts.most_common(1)[0][0]
         self.rate, self.length = self._samples / duration, records * self._samples
 
@@ -89,7 +91,7 @@ class EdfFile(TableFile):
         ]
         if others:
             first = next(name for name, signal in self._signals.items() if signal.samples == size)
-            what = "the first signal" if first == self.columns[0] else "most signals, such as"
+            what = "the first signal" if first == self.columns[0] else "most samples are those of"
             raise DataError(
                 f"{self.path}: {listed(others)}, {what} '{first}' {self.rate:g}; choose columns of"
                 " one rate, or resample it"

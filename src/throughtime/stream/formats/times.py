@@ -216,6 +216,8 @@ class TimeSummary:
     shortest: int = _LONGEST
     unit: int = 0
     _span: int = 0
+    _count: int = 0
+    _mean: tuple[float, float] = (0.0, float("inf"))  # range of those that rounded stamps can have
     _steps: Counter[int] = field(default_factory=Counter[int])  # in nanoseconds, three digits
     _last: Array = field(default_factory=lambda: np.empty(0, "M8[ns]"))
 
@@ -236,7 +238,11 @@ class TimeSummary:
             self.backward = (int(rows[index]), before, after)
         self.shortest = min(self.shortest, int(steps.min()))
         self.unit = int(np.gcd.reduce(steps, initial=self.unit))
-        self._span += int(steps.sum())
+        passed = self._span + np.cumsum(steps)
+        counts = self._count + np.arange(1, len(steps) + 1)
+        self._count, self._span = int(counts[-1]), int(passed[-1])
+        low, high = (passed - self.unit) / counts, (passed + self.unit) / counts
+        self._mean = max(self._mean[0], low.max()), min(self._mean[1], high.min())
         longest = int(steps.argmax())
         if steps[longest] > self.longest[0]:
             self.longest = (int(steps[longest]), int(rows[longest]))
@@ -259,11 +265,12 @@ class TimeSummary:
     def is_even(self) -> bool:
         """Whether rows are evenly spaced.
 
-        Stamps may be rounded: their steps differ by at most the unit in which they are written, or
-        by a fiftieth.
+        Stamps may be rounded: each differs from its time by less than the unit in which they are
+        written. Or their steps differ by a fiftieth.
         """
         jitter = self.longest[0] - self.shortest
-        close = jitter <= max(self.unit, self._span / 50 / max(1, self.rows - 1))
+        rounded = jitter <= self.unit and self._mean[0] <= self._mean[1]
+        close = rounded or jitter <= self._span / 50 / max(1, self.rows - 1)
         return close and self.shortest > 0 and not self.missing and not self.gaps
 
     @property
