@@ -319,6 +319,25 @@ def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
     assert np.mean(means) != pytest.approx(weighted, rel=1e-3)
 
 
+def test_a_loss_that_computes_gradients_is_evaluated() -> None:
+    """A penalty on the gradient, say: that of a mean square is four times as large as the loss."""
+
+    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
+        assert not outputs.requires_grad
+        leaf = outputs.detach().requires_grad_()
+        loss = (leaf - targets).square().mean()
+        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        return loss + gradient.square().sum() * leaf.numel()
+
+    net, sources = named("hides-layer").net(), recordings([31, 7])
+    found, plain = (
+        tt.evaluate(net, tt.Stream(sources, 2, 6), loss_fn).loss
+        for loss_fn in (penalised, nn.MSELoss())
+    )
+    assert not found.requires_grad
+    assert found.item() == pytest.approx(5 * plain.item(), rel=1e-9)
+
+
 def test_classification_by_recording() -> None:
     net = named("hides-layer").net()
     sources = [

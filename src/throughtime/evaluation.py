@@ -262,7 +262,8 @@ class Evaluator(Generic[L]):
             return outputs
         self._steps += chunk.valid_steps
         if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
-            loss = self._objective.loss(outputs, chunk)
+            with torch.enable_grad():  # a loss may compute gradients itself
+                loss = self._objective.loss(outputs, chunk).detach()
             # the host need not wait for a device
             self._loss += loss.item() * weight if loss.is_cpu else loss.to(real_type(loss)) * weight
             self._weight += weight
