@@ -347,7 +347,7 @@ class OptimizerRule(Rule):
 
     def _carried_since(self, chunk: int) -> bool:
         """Whether a recurrent state connects the chunks since that one."""
-        return any(chunk < crossed < self.clock.chunk for crossed in self.clock.crossed)
+        return any(c in self.clock.crossed for c in range(chunk + 1, self.clock.chunk))
 
     def _check_uncleared(
         self, grad: Tensor | None, record: OptimizerRecord, line: SourceLine
