@@ -571,6 +571,27 @@ def test_reset_starts_the_lane_anew_after_the_step() -> None:
     torch.testing.assert_close(later[:, 2], tt.Predictor(net)(x[:3, 2]), rtol=0, atol=1e-6)
 
 
+class Level(nn.Module):
+    """A net whose outputs have no dimension of features: `(T, B)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.readout = nn.GRU(3, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, state = self.recurrent(x, h)
+        return self.readout(y).squeeze(-1), state
+
+
+def test_steps_are_left_out_of_outputs_without_features() -> None:
+    net, x = tt.carry(Level()), torch.randn(12, 2, 3)
+    expected = tt.Predictor(net, 2)(x)
+    x[4, 1, 0] = math.nan
+    outputs = tt.Predictor(net, 2, on_nan="hold")(x)
+    assert torch.equal(outputs.isnan().nonzero(), torch.tensor([[4, 1]]))
+    assert torch.equal(outputs[:, 0], expected[:, 0])
+
+
 @pytest.mark.parametrize("on_nan", ["hold", "reset"])
 def test_a_reset_at_a_step_that_is_left_out_counts_at_the_next(on_nan: Any) -> None:
     net, x = streamed()

@@ -325,7 +325,8 @@ class Predictor:
                     missing = ~finite.flatten(2).all(2)
                     outputs, after = self._run_around(x, missing, resets)
                     answered = send(~missing, x.device)
-                    nan = outputs.isnan().flatten(2).any(2) & answered
+                    nan = outputs.isnan()
+                    nan &= answered[(..., *[None] * (nan.dim() - 2))]
         except ValueError:  # of the trials at the first inputs
             self._refuse_weights("the net cannot be tried")
             raise
