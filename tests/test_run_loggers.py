@@ -114,12 +114,13 @@ def test_mlflow_continues_in_the_same_run(tmp_path: Path, file_store: str) -> No
 def test_wandb_continues_in_the_same_run_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("wandb")
+    wandb: Any = pytest.importorskip("wandb")
     monkeypatch.setenv("HOME", str(tmp_path))  # no key, so nothing is sent
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     data = write_recordings(tmp_path / "data")
     folder = stop_and_resume(settings(data, tmp_path / "run", **MORE, logger=["wandb"]))
+    wandb.teardown()  # another process writes its files: wait for it
     files = sorted((folder.path / "wandb").glob("offline-run-*/run-*.wandb"))
     ids = json.loads(folder.loggers.read_text(encoding="utf-8"))
     assert {path.stem for path in files} == {f"run-{ids['wandb']}"}
@@ -129,7 +130,10 @@ def test_wandb_continues_in_the_same_run_offline(
             history.setdefault(step, {}).update(row)
     for (kind, name), tag in NAMES.items():
         found = {step: row[tag] for step, row in history.items() if tag in row}
-        assert same(found, expected(folder, kind, name)), tag
+        wanted = expected(folder, kind, name)
+        missing = found.keys() ^ wanted.keys()
+        assert not missing, (tag, [path.stat().st_size for path in files])
+        assert same(found, wanted), (tag, sorted(found.items()), sorted(wanted.items()))
 
 
 def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
