@@ -3,6 +3,7 @@
 import linecache
 import runpy
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -254,16 +255,21 @@ REPAIRS: dict[str, tuple[tuple[str, str], ...]] = {
 }
 
 
-@pytest.mark.parametrize("name", REPAIRS)
-def test_a_case_that_is_repaired_as_advised_has_no_finding(name: str, tmp_path: Path) -> None:
-    script, text = tmp_path / f"{name}.py", (BROKEN / f"{name}.py").read_text(encoding="utf-8")
-    for before, after in REPAIRS[name]:
+def check_repaired(name: str, changes: Iterable[tuple[str, str]], folder: Path) -> None:
+    """The case has no finding once the lines are changed as advised."""
+    script, text = folder / f"{name}.py", (BROKEN / f"{name}.py").read_text(encoding="utf-8")
+    for before, after in changes:
         assert before in text
         text = text.replace(before, after)
     script.write_text(text, encoding="utf-8")
     doctor, error = diagnosed(script)
     assert not error
     assert not doctor.findings
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_a_case_that_is_repaired_as_advised_has_no_finding(name: str, tmp_path: Path) -> None:
+    check_repaired(name, REPAIRS[name], tmp_path)
 
 
 IMPORT = ("import torch\n", "import throughtime as tt\nimport torch\n")
@@ -577,11 +583,4 @@ def test_a_case_has_the_advice_that_repairs_it(name: str, tmp_path: Path) -> Non
     advice, changes = ADVICE[name]
     doctor, _ = diagnosed(BROKEN / f"{name}.py")
     assert any(advice in finding.fix for finding in doctor.findings), str(doctor)
-    script, text = tmp_path / f"{name}.py", (BROKEN / f"{name}.py").read_text(encoding="utf-8")
-    for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    script.write_text(text, encoding="utf-8")
-    doctor, error = diagnosed(script)
-    assert not error
-    assert not doctor.findings
+    check_repaired(name, changes, tmp_path)

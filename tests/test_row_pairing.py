@@ -286,15 +286,20 @@ def test_metrics_are_checked_and_updated_once() -> None:
         tt.evaluate(net, stream, metrics=MeanError(flat=False))
 
 
-def test_only_the_first_call_on_several_rows_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-    check = check_rows
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of a loss that is checked."""
+    rows_checked: list[int] = []
 
     def count(function: Loss, rows: Tensor, targets: Tensor, role: str) -> Tensor:
-        checked.append(len(rows))
-        return check(function, rows, targets, role)
+        rows_checked.append(len(rows))
+        return check_rows(function, rows, targets, role)
 
     monkeypatch.setattr("throughtime.gradient.objective.check_rows", count)
+    return rows_checked
+
+
+def test_only_the_first_call_on_several_rows_is_checked(checked: list[int]) -> None:
     objective = Objective(lambda o, t: (o - t).square().mean())
     for steps in (1, 1, 5, 6):
         chunk = tt.Chunk.from_tensors(torch.zeros(steps, 1, 2), torch.zeros(steps, 1))
@@ -303,15 +308,7 @@ def test_only_the_first_call_on_several_rows_is_checked(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loop_checks_its_loss_once(accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked: list[int] = []
-    check = check_rows
-
-    def count(function: Loss, rows: Tensor, targets: Tensor, role: str) -> Tensor:
-        checked.append(len(rows))
-        return check(function, rows, targets, role)
-
-    monkeypatch.setattr("throughtime.gradient.objective.check_rows", count)
+def test_a_loop_checks_its_loss_once(accumulate: int, checked: list[int]) -> None:
     net, stream = net_and_stream(chunk=5)
     loss_fn: Loss = lambda o, t: (o - t).square().mean()  # noqa: E731
     policy = tt.Truncated(5)
