@@ -1,6 +1,6 @@
 """How much of our Python one update and one training run go through.
 
-    python benchmarks/calls.py            # the sixth update of the README's loop
+    python benchmarks/calls.py            # updates of the README's loop, and one of tt.Exact()
     python benchmarks/calls.py --train    # and a short `throughtime train`
 
 Counts calls of functions defined in `throughtime` under `sys.setprofile`: how many, how deep they
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 import throughtime as tt
+from throughtime.updates import Updates
 
 PACKAGE = str(Path(tt.__file__).parent)
 
@@ -56,7 +57,7 @@ class CallCounter:
         return f"{self.calls} calls, {self.deepest} deep, in {len(self.files)} files"
 
 
-def readme_updates() -> tt.Updates:
+def readme_updates() -> Updates:
     """The README's loop."""
     lengths = (5_000, 3_000, 4_000)
     recordings = [{"inputs": torch.randn(n, 3), "targets": torch.randint(2, (n,))} for n in lengths]
@@ -66,15 +67,31 @@ def readme_updates() -> tt.Updates:
     return tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=gradient)
 
 
+def exact_updates() -> Updates:
+    """One update of 10,000 steps, of a net that has been prepared."""
+    recording = {"inputs": torch.randn(10_000, 3), "targets": torch.randint(2, (10_000,))}
+    stream = tt.Stream(recording, lanes=1, chunk=100)
+    net = tt.carry(torch.nn.Sequential(torch.nn.LSTM(3, 32), torch.nn.Linear(32, 2)))
+    net.prepare(torch.randn(5, 1, 3))
+    return tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Exact())
+
+
 def count_updates() -> None:
-    """Print the counts of the first and the sixth update."""
+    """Print the counts of the README's first and sixth update, and of tt.Exact()'s first."""
     updates = readme_updates()
     for number in range(1, 7):
         counter = CallCounter().run(lambda: next(updates))
         if number in {1, 6}:
-            print(f"update {number}: {counter}")
-            for file, calls in counter.files.most_common():
-                print(f"  {calls:4} {file}")
+            report(f"update {number}", counter)
+    updates = exact_updates()
+    report("first update of tt.Exact()", CallCounter().run(lambda: next(updates)))
+
+
+def report(name: str, counter: CallCounter) -> None:
+    """Print the counts, and the calls in each file."""
+    print(f"{name}: {counter}")
+    for file, calls in counter.files.most_common():
+        print(f"  {calls:4} {file}")
 
 
 def count_train() -> None:

@@ -20,6 +20,7 @@ from benchmarks.bench.implementations import (
     OURS,
     STEP_GRAPHS,
     by_hand,
+    equals_of,
     implementations_of,
     retained,
     windows,
@@ -64,6 +65,8 @@ TINY = {
     "resets": replace(BASE, kind="resets"),
     "trace": replace(BASE, kind="trace"),
     "class": replace(BASE, kind="class"),
+    "exact": replace(BASE, kind="exact", steps=250, fused=False),
+    "exact in chunks": replace(BASE, kind="exact", steps=250, chunk=7),
 }
 SHORT = Settings(rounds=2, turn=0.005, peers=(), checked=6)
 
@@ -74,7 +77,7 @@ def workload(request: pytest.FixtureRequest) -> Workload:
 
 
 def test_all_sides_of_a_case_compute_the_same(workload: Workload) -> None:
-    apart = max_differences(workload, implementations_of(workload), 20)
+    apart = max_differences(workload, equals_of(workload, implementations_of(workload)), 20)
     assert apart
     assert all(0 <= far < 1e-5 for far in apart.values())
 
@@ -157,6 +160,12 @@ def test_a_shorter_horizon_is_refused() -> None:
             {STEP_GRAPHS: partial(retained, grain=1), "shorter": lambda _: windows(shorter)},
             6,
         )
+
+
+def test_the_strides_of_a_recording_do_not_pass_as_its_gradient() -> None:
+    workload = workload_of(TINY["exact"])
+    with pytest.raises(RunError, match="gradients"):
+        max_differences(workload, implementations_of(workload), 1)
 
 
 def test_nan_and_missing_updates_are_no_agreement() -> None:

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import throughtime
 from test_cli import ended
 from throughtime.doctor import doctor
 
+PACKAGE = str(Path(throughtime.__file__).parent)
 NET = """\
 import torch
 from torch import nn
@@ -58,6 +60,12 @@ def frames(traceback: str) -> list[str]:
     """The files and functions of a traceback."""
     lines = [line.split(", ") for line in traceback.splitlines() if line.startswith("  File ")]
     return [f"{Path(file[8:-1]).name} {name[0][3:] if name else ''}" for file, _, *name in lines]
+
+
+def says_throughtime(text: str) -> bool:
+    """Whether a frame or a message is ours; folders above torch may have our name as well."""
+    messages = [line for line in text.splitlines() if not line.startswith("  File ")]
+    return PACKAGE in text or "throughtime" in "\n".join(messages)
 
 
 def plain_traceback(folder: Path, script: str) -> str:
@@ -128,7 +136,7 @@ def test_an_error_in_a_with_block_has_its_findings_once_and_no_frame_of_the_doct
         fail_from_a_cause()
     text = "".join(traceback.format_exception(raised.value))
     assert text.count("tt.doctor: TT101") == 1
-    assert "throughtime/doctor" not in text.replace("docs/reference/doctor", "")
+    assert PACKAGE not in text
     assert "in never_detached" in text
     assert "in fail_from_a_cause" in text
 
@@ -288,7 +296,7 @@ def test_workers_of_a_loader_are_not_watched(folder: Path, bad: int) -> None:
     code, printed, complained = watch(folder, WORKERS.replace("{bad}", str(bad)))
     assert code == (bad > 0)
     assert "the recurrent state of train.py:19" in printed
-    assert "throughtime" not in complained
+    assert not says_throughtime(complained)
     assert ("torch.zeros(2, 3) @ torch.zeros(2, 3)" in complained) == (bad > 0)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from throughtime.errors import ConfigError
 
-Kind = Literal["train", "horizon", "resets", "trace", "class"]
+Kind = Literal["train", "horizon", "resets", "trace", "class", "exact"]
 Cell = Literal["LSTM", "GRU", "RNN"]
 GATES: dict[Cell, int] = {"LSTM": 4, "GRU": 3, "RNN": 1}
 NARROW_GOAL = 1.0  # with two threads, or a narrower instruction set: nothing slower than torch.nn
@@ -28,7 +28,8 @@ class Case:
         kind: "train", whole updates; "horizon", gradients of overlapping windows at fixed weights,
             without a step of the optimizer; "resets", one step in a hundred begins a recording;
             "trace", the norm of every state's gradient is captured; "class", the net is a class
-            of the user's instead of an `nn.Sequential`.
+            of the user's instead of an `nn.Sequential`; "exact", the gradient of a whole recording
+            at fixed weights, beside those of every hundred steps of it.
         cell: of the recurrent layers.
         dtype: float32 or float64.
         lanes: B.
@@ -41,6 +42,8 @@ class Case:
         steps: T of a chunk, or the horizon.
         stride: steps between two updates of "horizon"; default T.
         vocabulary: number of words where inputs are words.
+        chunk: steps that a graph of "exact" holds; default: as many as `tt.Exact()` takes.
+        fused: whether the layers of "exact" are those of `tt.nn`; of other kinds they are.
         stretch: a goal beyond the goal.
         quick: whether `--quick` takes it.
     """
@@ -58,6 +61,8 @@ class Case:
     steps: int = 100
     stride: int = 0
     vocabulary: int = 0
+    chunk: int | None = None
+    fused: bool = True
     stretch: float | None = None
     quick: bool = True
 
@@ -74,7 +79,7 @@ class Case:
     @property
     def at_most(self) -> bool:
         """Whether the goal is a price, at most, and not a gain, at least."""
-        return self.kind in {"resets", "trace", "class"}
+        return self.kind in {"resets", "trace", "class", "exact"}
 
     def goal_at(self, threads: int, narrow: bool) -> float:
         """What is aimed at with so many threads; `narrow`: without AVX-512."""
@@ -180,6 +185,20 @@ def _strides() -> list[Case]:
     return [replace(case, name=f"horizon-{case.name}") for case in result]
 
 
+def _exact() -> list[Case]:
+    """The exact gradient of 5,000 steps: nets of torch.nn, and small fused ones."""
+    like, result = replace(_ONE, kind="exact", steps=5_000), list[Case]()
+    for layer, widths, goal in (("lstm", (8, 32, 128), 1.8), ("fused-lstm", (8, 32), 7.0)):
+        for hidden in widths:
+            case = replace(like, hidden=hidden, fused=layer != "lstm")
+            name = f"{layer}-h{hidden}-f32"
+            result += [
+                replace(case, name=f"exact-{name}", goal=1.3),
+                replace(case, name=f"exact-chunk100-{name}", chunk=100, goal=goal),
+            ]
+    return result
+
+
 _ALL = [
     *_sized("b1-h50", _ONE_GOALS, _ONE),
     *_sized("b32-h128", _MANY_GOALS, _MANY),
@@ -189,6 +208,7 @@ _ALL = [
     *_priced("resets", 1.05),
     *_priced("trace", 1.02),
     *_priced("class", 1.15),
+    *_exact(),
 ]
 CASES: dict[str, Case] = {case.name: case for case in _ALL}
 

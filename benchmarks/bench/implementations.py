@@ -1,8 +1,9 @@
 """Ours and the loops by hand."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import trace
-from throughtime.gradient import Truncated
+from throughtime.gradient import Exact, Truncated
 from throughtime.optim import Adam
 from throughtime.stream import Stream
 from throughtime.updates import updates
@@ -30,6 +31,7 @@ STEP_GRAPHS, STRIDE_GRAPHS, RECOMPUTED = (
     "graphs kept, stride by stride",
     "window run again",
 )
+EXACT, TRUNCATED, STRIDE = "tt.Exact", "tt.Truncated(100)", 100
 
 
 def ours(
@@ -85,17 +87,54 @@ def _by_hand(net: Net, workload: Workload) -> Iterator[Tensor]:
 
 def overlapping(workload: Workload) -> Implementation:
     """Gradients of a horizon longer than the stride, by `tt.updates`; the weights stay."""
-    net = carry(nn.Sequential(*workload.modules()), fused=True)
-    stream = Stream(workload.recordings(), workload.case.lanes, workload.case.steps, seed=None)
-    return Loop(net, _overlapping(net, stream, workload))
+    return _unchanged(workload, Truncated(workload.case.every, workload.case.steps))
 
 
-def _overlapping(net: Carried, stream: Stream, workload: Workload) -> Iterator[Tensor]:
-    gradient, loss_fn = Truncated(workload.case.every, workload.case.steps), nn.CrossEntropyLoss()
+def whole_recording(workload: Workload) -> Implementation:
+    """The exact gradient of the recording."""
+    chunk = workload.case.chunk
+    return _unchanged(workload, Exact() if chunk is None else Exact(chunk=chunk))
+
+
+def strides_of(workload: Workload, stride: int = STRIDE) -> Implementation:
+    """The truncated gradients of all strides of the recording; that of the last is kept."""
+    return _unchanged(workload, Truncated(stride), len(workload.inputs) // stride)
+
+
+def _unchanged(workload: Workload, gradient: Any, count: int = 1) -> Implementation:
+    """Gradients at fixed weights; so many updates count as one."""
+    case = workload.case
+    net = carry(nn.Sequential(*workload.modules()), fused=case.fused)
+    stream = Stream(workload.recordings(), case.lanes, min(case.steps, STRIDE), seed=None)
+    return Loop(net, _last_of(count, _gradients(net, stream, gradient)))
+
+
+def _gradients(net: Carried, stream: Stream, gradient: Any) -> Iterator[Tensor]:
     while True:
-        for update in updates(net, stream, loss_fn, gradient=gradient):
+        for update in updates(net, stream, nn.CrossEntropyLoss(), gradient=gradient):
             yield update.loss
             net.zero_grad()
+
+
+def _last_of(count: int, losses: Iterator[Tensor]) -> Iterator[Tensor]:
+    while True:
+        *_, last = islice(losses, count)
+        yield last
+
+
+def one_graph(workload: Workload) -> Implementation:
+    """By hand: the gradient of the recording from one graph."""
+    net = Net(workload.modules())
+    return Loop(net, _one_graph(net, workload))
+
+
+def _one_graph(net: Net, workload: Workload) -> Iterator[Tensor]:
+    while True:
+        y, _ = net(workload.inputs)
+        loss = nn.functional.cross_entropy(y.flatten(0, 1), workload.targets.flatten())
+        loss.backward()
+        yield loss.detach()
+        net.zero_grad()
 
 
 def windows(workload: Workload) -> Implementation:
@@ -225,6 +264,20 @@ def implementations_of(workload: Workload) -> dict[str, Make]:
             OURS: ours,
             TORCH_WITH_RESETS: partial(with_resets, fused=False),
         }
+    if workload.case.kind == "exact":
+        return {EXACT: whole_recording, TRUNCATED: strides_of}
     if workload.case.kind == "class":
         return {AS_CLASS: partial(ours, as_class=True), OURS: ours}
     return {WITH_TRACE: partial(ours, traced=True), OURS: ours}
+
+
+def equals_of(workload: Workload, makes: Mapping[str, Make]) -> Mapping[str, Make]:
+    """What must compute the same as the first, before all are measured.
+
+    The strides of a recording have other gradients than the recording. In their place stands one
+    stride as long as the recording, and one graph by hand.
+    """
+    if workload.case.kind != "exact":
+        return makes
+    whole = partial(strides_of, stride=len(workload.inputs))
+    return {EXACT: whole_recording, TRUNCATED: whole, HAND: one_graph}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from benchmarks.bench.cases import Case
 from benchmarks.bench.implementation import Implementation
-from benchmarks.bench.implementations import OURS, Make, implementations_of
+from benchmarks.bench.implementations import OURS, Make, equals_of, implementations_of
 from benchmarks.bench.peers import PEERS
 from benchmarks.bench.workload import Workload, workload_of
 from torch import Tensor
@@ -26,6 +26,7 @@ from throughtime.nn import GRU, LSTM, RNN, backend
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}  # relative
 CHECKED = 20  # updates
+FIXED = {"horizon", "exact"}  # kinds in which the weights stay
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def measure(
     """
     workload, load = workload_of(case), os.getloadavg()[0]
     makes, absent = _makes(workload, settings.peers)
-    apart = max_differences(workload, makes, settings.checked)
+    checked = 1 if case.kind == "exact" else settings.checked  # of a whole recording
+    apart = max_differences(workload, equals_of(workload, makes), checked)
     with ExitStack() as stack:
         implementations = {name: make(workload) for name, make in makes.items()}
         for implementation in implementations.values():
@@ -86,7 +88,7 @@ def measure(
     }
     row |= {
         "load": [round(load, 2), round(os.getloadavg()[0], 2)],
-        "checked": settings.checked,
+        "checked": checked,
         "apart": apart,
         "absent": absent,
     }
@@ -100,6 +102,8 @@ def measure(
 
 def _runs(workload: Workload) -> str:
     """Which code plays the recurrent layer."""
+    if not workload.case.fused:
+        return "torch.nn"
     like = {"LSTM": LSTM, "GRU": GRU, "RNN": RNN}[workload.case.cell]
     layer = like(workload.case.inputs, workload.case.hidden).to(workload.case.dtype)
     return str(
@@ -138,7 +142,7 @@ def max_differences(workload: Workload, makes: Mapping[str, Make], count: int) -
             try:
                 result[name] = (
                     gradients(implementation, count)
-                    if case.kind == "horizon"
+                    if case.kind in FIXED
                     else [loss.clone() for loss in implementation.run(count)]
                 )
             finally:
@@ -146,7 +150,7 @@ def max_differences(workload: Workload, makes: Mapping[str, Make], count: int) -
     first, *others = result
     apart = {name: difference(result[name], result[first]) for name in others}
     if not all(far <= TOLERANCE[case.dtype] for far in apart.values()):
-        what = "gradients" if case.kind == "horizon" else "losses"
+        what = "gradients" if case.kind in FIXED else "losses"
         raise RunError(
             f"{case.name}: the {what} of the first {count} updates differ from those of"
             f" '{first}' by {apart} of their size, expected at most {TOLERANCE[case.dtype]:g}:"

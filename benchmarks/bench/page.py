@@ -188,6 +188,7 @@ _PRICE = _columns(
     "times the time",
     {"times as fast as torch.nn": _beside(TORCH_WITH_RESETS)},
 )
+_EXACT = _columns("ms, tt.Exact", "ms, tt.Truncated(100)", "times the time", {})
 _PARTS: Iterable[tuple[str, set[str], dict[str, Cell], Callable[[Row], bool]]] = (
     (
         "Whole updates, one thread",
@@ -205,5 +206,6 @@ _PARTS: Iterable[tuple[str, set[str], dict[str, Cell], Callable[[Row], bool]]] =
     ("Resets", {"resets"}, _PRICE, _wide),
     ("Gradient norms of every state", {"trace"}, _PRICE, _wide),
     ("A net written as a class, beside the nn.Sequential", {"class"}, _PRICE, _wide),
+    ("The exact gradient of 5,000 steps, beside strides of 100", {"exact"}, _EXACT, _wide),
     ("Without AVX-512", {"train", "horizon"}, _TRAIN, _narrow),
 )

@@ -61,7 +61,7 @@ def workload_of(case: Case) -> Workload:
     random = torch.Generator().manual_seed(1)
     bytes_of_a_step = case.lanes * (8 if case.vocabulary else case.inputs * case.dtype.itemsize)
     chunks = max(2, min(CHUNKS, int(BYTES / (bytes_of_a_step * case.steps))))
-    steps = chunks * case.steps
+    steps = case.steps * (1 if case.kind == "exact" else chunks)
     if case.vocabulary:
         inputs = torch.randint(case.vocabulary, (steps, case.lanes), generator=random)
     else:
