@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from record import parser_of, write
+from throughtime.carry import Carried
 
 STEPS, LANES, FEATURES, CLASSES = 100, 1, 4, 3
 Layer = type[nn.LSTM] | type[nn.GRU]
@@ -53,7 +54,7 @@ FORMS = {"sequential": chain, "hooks": Hiding, "explicit": Explicit}
 LAYERS: dict[str, Layer] = {"LSTM": nn.LSTM, "GRU": nn.GRU}
 
 
-def check(module: nn.Module, net: tt.Carried, x: Tensor) -> None:
+def check(module: nn.Module, net: Carried, x: Tensor) -> None:
     """Compare a carried net with torch's layers."""
     layers, readout = (m for m in module.children())
     with torch.no_grad():

@@ -44,6 +44,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.gradient import Policy
+from throughtime.updates import Updates
 
 MEMORY, SYMBOLS, LANES, HIDDEN, EPOCHS = 10, 6, 64, 50, 210
 STEPS = {"train": 4_000, "valid": 1_000, "test": 1_000}
@@ -103,7 +104,7 @@ def network() -> nn.Sequential:
     return net
 
 
-def epoch(optimizer: torch.optim.Optimizer, updates: tt.Updates) -> Iterator[int]:
+def epoch(optimizer: torch.optim.Optimizer, updates: Updates) -> Iterator[int]:
     """Trains on all lanes once.
 
     The learning rate and the clipping follow the number of losses of each update, which it yields.

@@ -31,6 +31,7 @@ from torch import nn
 
 import throughtime as tt
 from record import parser_of, write
+from throughtime.carry import Carried
 
 LANES, CHUNK, COLUMNS = 16, 100, 8
 WORKERS: tuple[Any, ...] = (0, "thread", 2)
@@ -106,7 +107,7 @@ def stream_of(source: Any, workers: Any = 0) -> tt.Stream:
     return tt.Stream(source, LANES, CHUNK, dtype=torch.float32, workers=workers)
 
 
-def small(name: str) -> tt.Carried:
+def small(name: str) -> Carried:
     torch.manual_seed(0)
     layer, width = (nn.RNN(1, 8), 8) if name == "rnn-8" else (nn.LSTM(1, 32), 32)
     return tt.carry(nn.Sequential(layer, nn.Linear(width, 1)))

@@ -29,6 +29,7 @@ from torch import nn
 
 import throughtime as tt
 from record import parser_of, write
+from throughtime.carry import Carried
 from throughtime.deploy.verify import C_FLAGS, play_c
 from wasm import wasm_steps
 
@@ -140,7 +141,7 @@ def require_same(got: Any, expected: Any, name: str) -> None:
         raise SystemExit(f"{name} differs from the net by {error:.1g}; nothing to measure")
 
 
-def exports(net: tt.Carried, folder: Path, example: Any) -> dict[str, dict[str, float]]:
+def exports(net: Carried, folder: Path, example: Any) -> dict[str, dict[str, float]]:
     """Seconds to write each format, without and with verification; the last files stay."""
     result: dict[str, dict[str, float]] = {}
     for suffix in ("onnx", "c", "js"):

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from record import parser_of, write
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 
 HIDDEN, FEATURES = 128, 4
 
@@ -39,13 +41,13 @@ def data(steps: int) -> tuple[Tensor, Tensor]:
     return torch.randn(steps, FEATURES), torch.randn(steps, 1)
 
 
-def plain(net: tt.Carried, x: Tensor, t: Tensor) -> None:
+def plain(net: Carried, x: Tensor, t: Tensor) -> None:
     """One graph over all steps."""
     y, _ = net(x.unsqueeze(1), net.initial_state(1))
     nn.functional.mse_loss(y[:, 0], t).backward()
 
 
-def exact(net: tt.Carried, x: Tensor, t: Tensor, **setting: Any) -> None:
+def exact(net: Carried, x: Tensor, t: Tensor, **setting: Any) -> None:
     """The same gradient in pieces."""
     stream = tt.Stream({"inputs": x, "targets": t}, lanes=1, chunk=1000)
     for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Exact(**setting)):
@@ -53,7 +55,7 @@ def exact(net: tt.Carried, x: Tensor, t: Tensor, **setting: Any) -> None:
 
 
 def gradient(
-    run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any
+    run: Callable[..., None], net: Carried, x: Tensor, t: Tensor, **setting: Any
 ) -> Tensor:
     net.zero_grad()
     run(net, x, t, **setting)
@@ -145,7 +147,7 @@ def audited(steps: int, rounds: int, horizons: tuple[int, ...]) -> dict[str, Any
 
 
 def saved_bytes(
-    run: Callable[..., None], net: tt.Carried, x: Tensor, t: Tensor, **setting: Any
+    run: Callable[..., None], net: Carried, x: Tensor, t: Tensor, **setting: Any
 ) -> int:
     """Peak bytes of the tensors saved for backward, each counted until its storage is freed."""
     alive: dict[int, int] = {}
@@ -192,13 +194,13 @@ def gruslys(rounds: int) -> dict[str, Any]:
         torch.randn(steps, lanes, FEATURES),
         torch.randn(steps, lanes, 1),
     )
-    chunks = [tt.Chunk.from_tensors(x, t)]
+    chunks = [Chunk.from_tensors(x, t)]
 
-    def whole(net: tt.Carried, x: Tensor, t: Tensor) -> None:
+    def whole(net: Carried, x: Tensor, t: Tensor) -> None:
         y, _ = net(x, net.initial_state(lanes))
         nn.functional.mse_loss(y, t).backward()
 
-    def pieces(net: tt.Carried, x: Tensor, t: Tensor) -> None:
+    def pieces(net: Carried, x: Tensor, t: Tensor) -> None:
         del x, t
         for _ in tt.updates(net, chunks, nn.MSELoss(), gradient=tt.Exact(chunk=chunk)):
             pass

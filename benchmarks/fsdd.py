@@ -40,6 +40,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.gradient import Update
 
 RATE, HOP, SPAN, FFT, BANDS = 8_000, 80, 200, 256, 20
 STRIDE, LANES, HIDDEN, UPDATES = 50, 24, 96, 4_000
@@ -169,7 +171,7 @@ def in_windows(recordings: Recordings, length: int) -> list[Any]:
     return [*tt.windows(recordings, length)]
 
 
-def training(net: tt.Carried, row: Row, recordings: Recordings, seed: int) -> Iterator[tt.Update]:
+def training(net: Carried, row: Row, recordings: Recordings, seed: int) -> Iterator[Update]:
     """Trains without end; one item is one update."""
     played = in_windows(recordings, row.window) if row.window else recordings
     stream = tt.Stream(played, lanes=FRAMES // row.stride, chunk=row.stride, seed=seed)
@@ -198,7 +200,7 @@ def cold_starts(test: Recordings) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(np.stack(inputs, axis=1)), torch.from_numpy(np.stack(targets, axis=1))
 
 
-def by_time(net: tt.Carried, started: tuple[Tensor, Tensor], kind: str) -> list[dict[str, float]]:
+def by_time(net: Carried, started: tuple[Tensor, Tensor], kind: str) -> list[dict[str, float]]:
     """The scores in each stretch of time since the start, the state carried."""
     player, found = tt.Predictor(net, lanes=started[0].shape[1]), list[dict[str, float]]()
     for start, stop in pairwise(EDGES):

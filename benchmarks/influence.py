@@ -14,16 +14,19 @@ persistent evolution strategies, ICML 2021). float64, SGD, one thread.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
 from record import parser_of, write
-from throughtime.gradient import Policy
+from throughtime.chunk import Chunk
+from throughtime.gradient import Policy, UpdatePolicy
 
 STATES, PLUS, START, BEST = 23, 10, 0.5, -1 / 6
 
@@ -48,19 +51,27 @@ class Balance(nn.Module):
         return self.theta.new_ones(lanes, STATES).detach()
 
     def forward(self, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        """The inputs say only how many steps there are."""
+        """The inputs are zeros: they say only how many steps there are."""
         outputs: list[Tensor] = []
-        for _ in range(len(x)):
+        for step in x:
             s = s @ self.get_buffer("a").T + self.theta * self.get_buffer("b")
-            outputs.append(s[:, :1])
+            outputs.append(s[:, :1] + step)
         return torch.stack(outputs), s
+
+
+def online() -> UpdatePolicy:
+    """Real-time recurrent learning, an example."""
+    sys.path.append(str(Path(__file__).parent.parent))
+    from examples.policies.rtrl import RTRL
+
+    return RTRL(stride=1)
 
 
 @dataclass(frozen=True)
 class Row:
     """A way to train: its policy, steps, learning rate, and what is expected."""
 
-    policy: Callable[[], Policy]
+    policy: Callable[[], Policy | UpdatePolicy]
     steps: int
     lr: float
     expected: str
@@ -79,7 +90,7 @@ ROWS = {
     "exact, segments of 3,000": Row(
         lambda: tt.Exact(cut_every=3_000, chunk=500), 90_000, 0.02, "-1/6"
     ),
-    "online": Row(lambda: tt.RTRL(1), 6_000, 1e-4, "-1/6"),
+    "online": Row(online, 6_000, 1e-4, "-1/6"),
     "randomized, mean horizon 16": Row(
         lambda: tt.Randomized(16, alpha=6, grain=1), 30_000, 16e-5, "-0.167, 5 of 5 seeds", seeds=5
     ),
@@ -91,11 +102,11 @@ def half_square(y: Tensor, t: Tensor) -> Tensor:
     return 0.5 * (y - t).square().mean()
 
 
-def endless(steps: int) -> Iterator[tt.Chunk]:
+def endless(steps: int) -> Iterator[Chunk]:
     """Steps without an end that carry no input."""
     for start in range(0, steps, 1_000):
         zeros = torch.zeros(1_000, 1, 1, dtype=torch.float64)
-        yield tt.Chunk.from_tensors(
+        yield Chunk.from_tensors(
             zeros, zeros + 1, position=torch.arange(start, start + 1_000).unsqueeze(1)
         )
 

@@ -35,6 +35,8 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 from throughtime.gradient import Policy
 
 WINDOW, BATCH, HIDDEN = 100, 100, 8
@@ -63,7 +65,7 @@ class Signals:
         return tt.Stream(self.part(0, len(self.inputs)), lanes=1, chunk=len(self.inputs))
 
 
-Source: TypeAlias = tt.Stream | Iterable[tt.Chunk]
+Source: TypeAlias = tt.Stream | Iterable[Chunk]
 Epochs: TypeAlias = Callable[[Signals, int], Iterator[Source]]
 
 
@@ -95,9 +97,7 @@ def windows(ignored: int) -> Epochs:
                 :-1
             ]  # the last batch is incomplete
             yield (
-                tt.Chunk.from_tensors(
-                    inputs[:, starts], targets[:, starts], resets=resets, mask=mask
-                )
+                Chunk.from_tensors(inputs[:, starts], targets[:, starts], resets=resets, mask=mask)
                 for starts in chosen
             )
 
@@ -114,7 +114,7 @@ def abreast(train: Signals, seed: int) -> Iterator[Source]:
     ]
     while True:
         yield (
-            tt.Chunk.from_tensors(
+            Chunk.from_tensors(
                 inputs[:, lanes],
                 targets[:, lanes],
                 resets=resets if lanes.start == 0 else None,
@@ -188,7 +188,7 @@ def load(folder: Path) -> dict[str, Signals]:
     return found
 
 
-def training(net: tt.Carried, row: Row, train: Signals, seed: int) -> Iterator[None]:
+def training(net: Carried, row: Row, train: Signals, seed: int) -> Iterator[None]:
     """Trains without end; one item is one update."""
     gradient, optimizer = row.gradient(), torch.optim.Adam(net.parameters(), lr=3e-4)
     policy_state = None

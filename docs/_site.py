@@ -21,7 +21,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 import throughtime
 
-_CODE = re.compile(r"(tt|torch|nn)((?:\.\w+)+)(?:\(.*\))?", re.DOTALL)
+_CODE = re.compile(r"(tt|throughtime|torch|nn)((?:\.\w+)+)(?:\(.*\))?", re.DOTALL)
 _QUESTION_WORDS = frozenset(
     [
         "between",
@@ -48,7 +48,7 @@ _CHINESE_OR_NOT = re.compile(r"[\u4e00-\u9fff]+|[^\W\u4e00-\u9fff]+")
 _BACKTICKS = re.compile(r"(?<![`\w:])`([^`]+)`(?![`\w])")
 _LETTER = re.compile(r"^(\s+\w+: )([A-Z])\.$", re.MULTILINE)
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*")
-_PACKAGES = {"tt": "throughtime", "torch": "torch", "nn": "torch.nn"}
+_PACKAGES = {"tt": "throughtime", "throughtime": "throughtime", "torch": "torch", "nn": "torch.nn"}
 
 
 class CodeLinks(SphinxPostTransform):

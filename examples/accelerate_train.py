@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.integrations.accelerate import prepare, updates
 
 LANES = 4  # of all processes together
@@ -26,7 +27,7 @@ def save(accelerator: Accelerator, folder: Path) -> None:
         unfinished.rename(folder)
 
 
-def train(accelerator: Accelerator, checkpoints: Path, last: int, every: int) -> tt.Carried:
+def train(accelerator: Accelerator, checkpoints: Path, last: int, every: int) -> Carried:
     """Make updates up to number `last`, with a checkpoint after every `every` of them."""
     torch.manual_seed(0)  # the same recordings and the same weights in every process
     recordings = [

@@ -15,13 +15,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.updates import Updates
 
 LANES = 4  # of all ranks together
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 def save(
-    net: tt.Carried, optimizer: torch.optim.Optimizer, updates: tt.Updates, done: int, path: Path
+    net: Carried, optimizer: torch.optim.Optimizer, updates: Updates, done: int, path: Path
 ) -> None:
     """Replace the file in one step; every rank takes part, the first one writes."""
     weights, moments = get_state_dict(net, optimizer, options=WHOLE)

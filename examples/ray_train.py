@@ -17,6 +17,7 @@ from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 
 LANES = 4  # of all workers together
 
@@ -40,7 +41,7 @@ def read(kind: str) -> Any:
         return torch.load(Path(name, f"{kind}.pt"), map_location=get_device())
 
 
-def parts(lanes: int) -> tuple[tt.Stream, tt.Carried, torch.optim.Optimizer]:
+def parts(lanes: int) -> tuple[tt.Stream, Carried, torch.optim.Optimizer]:
     """Stream, net and optimizer, equal on every worker."""
     torch.manual_seed(0)  # the same recordings and the same weights
     recordings = [

@@ -1,13 +1,11 @@
 """`tt.Adaptive` that records its horizons, to test that they outlast an epoch."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import throughtime as tt
-from throughtime.carry.carried import Carried
 from throughtime.chunk import Source
-from throughtime.gradient import Objective, Update
-from throughtime.gradient.adaptive import AdaptiveState
-from throughtime.state import State
+from throughtime.gradient import Probe, Progress, Window
 
 
 @dataclass(frozen=True)
@@ -18,11 +16,10 @@ class RecordingAdaptive(tt.Adaptive):
         default_factory=list[tuple[int, int, int | None]], repr=False
     )
 
-    def update(
-        self, net: Carried, source: Source, objective: Objective, state: AdaptiveState
-    ) -> tuple[Update | None, AdaptiveState]:
-        self.record.append((source.position, state.horizon, state.since_measured))
-        return super().update(net, source, objective, state)
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        memory: dict[str, Any] = at.memory or {"horizon": self.min, "since": None}
+        self.record.append((at.step, memory["horizon"], memory["since"]))
+        return super().plan(source, at, probe)
 
     def hand_overs(self) -> list[tuple[int, int]]:
         """The horizon at the end of each epoch, and that at the start of the next one."""
@@ -34,6 +31,5 @@ class RecordingAdaptive(tt.Adaptive):
 class ForgetfulAdaptive(RecordingAdaptive):
     """A mutant: every epoch starts from the shortest horizon."""
 
-    def init(self, carried: State, previous: AdaptiveState | None) -> AdaptiveState:
-        del previous
-        return super().init(carried, None)
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        return super().plan(source, at if at.step else at._replace(memory=None), probe)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from strategies import recordings
-from throughtime.gradient import Policy
+from throughtime.carry import Carried
+from throughtime.gradient import Policy, Update
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 from lightning.pytorch import Trainer  # noqa: E402
@@ -37,7 +38,7 @@ LENGTHS = (150, 90, 205, 33)
 LR = 1e-2
 
 
-def net_of(dropout: float = 0.0) -> tt.Carried:
+def net_of(dropout: float = 0.0) -> Carried:
     torch.manual_seed(1)
     return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Dropout(dropout), nn.Linear(4, 1))).double()
 
@@ -51,7 +52,7 @@ class Module(StreamModule):
 
     def __init__(
         self,
-        net: tt.Carried | None = None,
+        net: Carried | None = None,
         *,
         scheduler: Callable[[Any], dict[str, Any]] | None = None,
         **options: Any,
@@ -69,7 +70,7 @@ class Module(StreamModule):
             else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
         )
 
-    def on_update(self, update: tt.Update) -> None:
+    def on_update(self, update: Update) -> None:
         assert update.steps > 0
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
 

@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any, NamedTuple
 
@@ -29,8 +29,12 @@ from strategies import (
     rotation_step,
     start,
 )
-from throughtime.chunk import Source
-from throughtime.gradient import Objective, Policy
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, Source
+from throughtime.gradient import Objective, Policy, Probe, Progress, Update, UpdatePolicy, Window
+from throughtime.gradient.executor import Executor
+from throughtime.gradient.window import Credit
+from throughtime.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -65,13 +69,13 @@ class PolicyData:
         )
 
     @classmethod
-    def of(cls, chunk: tt.Chunk) -> "PolicyData":
+    def of(cls, chunk: Chunk) -> "PolicyData":
         assert chunk.targets is not None
         return cls(chunk.inputs, chunk.targets, chunk.resets, chunk.mask)
 
     @property
-    def chunk(self) -> tt.Chunk:
-        return tt.Chunk.from_tensors(self.x, self.targets, resets=self.resets, mask=self.mask)
+    def chunk(self) -> Chunk:
+        return Chunk.from_tensors(self.x, self.targets, resets=self.resets, mask=self.mask)
 
 
 UpdateGrads = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
@@ -126,7 +130,7 @@ ORACLES = pytest.mark.parametrize(
 
 
 def plain(
-    net: tt.Carried, data: PolicyData, bounds: Sequence[int] | None = None, loss_fn: Any = None
+    net: Carried, data: PolicyData, bounds: Sequence[int] | None = None, loss_fn: Any = None
 ) -> UpdateGrads:
     """One forward and one backward pass for every stretch.
 
@@ -154,7 +158,7 @@ def unbroken(data: PolicyData) -> list[int]:
 
 
 def data_for(
-    net: tt.Carried, steps: int, lanes: int, seed: int = 0, resets: float = 0.0, masked: float = 0.0
+    net: Carried, steps: int, lanes: int, seed: int = 0, resets: float = 0.0, masked: float = 0.0
 ) -> PolicyData:
     """Data with as many targets as the net has outputs."""
     x = inputs(1, lanes)
@@ -164,13 +168,16 @@ def data_for(
 
 
 def policy_gradients(
-    net: tt.Carried, source: tt.Stream | Sequence[tt.Chunk], policy: Policy, loss_fn: Any = None
+    net: Carried,
+    source: tt.Stream | Sequence[Chunk],
+    policy: Policy | UpdatePolicy,
+    loss_fn: Any = None,
 ) -> UpdateGrads:
     """The gradient of every update at fixed weights."""
     return gradients_of(net, tt.updates(net, source, loss_fn or nn.MSELoss(), gradient=policy))
 
 
-def gradients_of(net: tt.Carried, run: tt.Updates) -> UpdateGrads:
+def gradients_of(net: Carried, run: Updates) -> UpdateGrads:
     """The gradient of every update of a run whose weights stay as they are."""
     results: UpdateGrads = []
     for update in run:
@@ -179,7 +186,7 @@ def gradients_of(net: tt.Carried, run: tt.Updates) -> UpdateGrads:
     return results
 
 
-def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -> list[float]:
+def train(optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000) -> list[float]:
     """The losses of the updates that are left, or of so many of them, each stepped on."""
     losses: list[float] = []
     for update in islice(run, most):
@@ -190,13 +197,13 @@ def train(optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000) -
 
 
 def exact_updates(
-    net: tt.Carried,
+    net: Carried,
     data: PolicyData,
-    policy: tt.Exact | None = None,
+    policy: Policy | None = None,
     loss_fn: Any = None,
     **options: Any,
-) -> list[tt.Update]:
-    """The updates of `tt.Exact`, one unless it is told otherwise."""
+) -> list[Update]:
+    """The updates of `tt.Exact(chunk=4)`, or of another policy."""
     return list(
         tt.updates(
             net,
@@ -213,9 +220,7 @@ POLICIES: dict[str, Policy] = {
     "segments": tt.Exact(chunk=4, cut_every=10),
     "truncated": tt.Truncated(10),
     "overlapping": tt.Truncated(10, 15),
-    "retained": tt.Truncated(10, 15, graphs="retain"),
     "randomized": tt.Randomized(10, grain=5),
-    "rtrl": tt.RTRL(10),
 }
 every_policy = pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 
@@ -249,20 +254,24 @@ class Changed:
     """A source whose chunks are changed on their way."""
 
     inner: Source
-    change: Callable[[tt.Chunk], tt.Chunk]
+    change: Callable[[Chunk], Chunk]
+
+    @property
+    def once(self) -> bool:
+        return self.inner.once
 
     @property
     def position(self) -> int:
         return self.inner.position
 
-    def take(self, steps: int) -> tt.Chunk | None:
+    def take(self, steps: int) -> Chunk | None:
         chunk = self.inner.take(steps)
         return None if chunk is None else self.change(chunk)
 
     def remaining(self, steps: int) -> int:
         return self.inner.remaining(steps)
 
-    def read(self, start: int, stop: int) -> tt.Chunk:
+    def read(self, start: int, stop: int) -> Chunk:
         return self.change(self.inner.read(start, stop))
 
     def steps_to_common_reset(self) -> int:
@@ -271,40 +280,67 @@ class Changed:
 
 @dataclass(frozen=True)
 class Marked:
-    """A policy that sees each stride changed by `change`."""
+    """A policy whose steps are changed by `change`."""
 
     inner: Policy
-    change: Callable[[tt.Chunk], tt.Chunk]
-
-    def init(self, carried: Any, previous: Any) -> Any:
-        return self.inner.init(carried, previous)
-
-    def state_dict(self, state: Any) -> dict[str, Any]:
-        return self.inner.state_dict(state)
-
-    def load_state_dict(self, values: Any, source: Source) -> Any:
-        return self.inner.load_state_dict(values, source)
+    change: Callable[[Chunk], Chunk]
 
     def update(
-        self, net: tt.Carried, source: Source, objective: Objective, state: Any
-    ) -> tuple[tt.Update | None, Any]:
-        return self.inner.update(net, Changed(source, self.change), objective, state)
+        self, net: Carried, source: Source, objective: Objective, at: Progress
+    ) -> tuple[Update | None, Progress]:
+        executor = Executor(net, Changed(source, self.change), objective, self.inner)
+        executor.move(at)
+        return executor.step(), executor.at
 
 
-def last_loss_only(chunk: tt.Chunk) -> tt.Chunk:
+def credit_norms(credit: Credit) -> Tensor:
+    """The norm of each lane over all leaves, `(B,)`."""
+    squares = [leaf.abs().flatten(1).square().sum(1) for leaf in credit if leaf is not None]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+@dataclass(frozen=True, eq=False)
+class CreditRecorder:
+    """A policy that records the credit which crosses from one segment to the one before.
+
+    Attributes:
+        arriving: by the step that it crosses, the norms `(B,)`, the latest step first.
+        leaving: the norms after the gate of the policy itself.
+    """
+
+    inner: Policy
+    arriving: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    leaving: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        plan, memory = self.inner.plan(source, at, probe)
+        if plan is None:
+            return None, memory
+        own = plan.gate
+
+        def gate(step: int, credit: Credit) -> Credit:
+            self.arriving[step] = credit_norms(credit)
+            credit = credit if own is None else own(step, credit)
+            self.leaving[step] = credit_norms(credit)
+            return credit
+
+        return plan._replace(gate=gate), memory
+
+
+def last_loss_only(chunk: Chunk) -> Chunk:
     mask = torch.zeros_like(chunk.mask)
     mask[-1] = chunk.mask[-1]
-    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
+    return Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
 
 
-def no_resets(chunk: tt.Chunk) -> tt.Chunk:
-    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, mask=chunk.mask)
+def no_resets(chunk: Chunk) -> Chunk:
+    return Chunk.from_tensors(chunk.inputs, chunk.targets, mask=chunk.mask)
 
 
-def every_stride_resets(chunk: tt.Chunk) -> tt.Chunk:
+def every_stride_resets(chunk: Chunk) -> Chunk:
     resets = chunk.resets.clone()
     resets[0] = True
-    return tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
+    return Chunk.from_tensors(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
 
 
 class Complex(nn.Module):

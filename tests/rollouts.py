@@ -11,6 +11,7 @@ from torch import Tensor
 
 import throughtime as tt
 from strategies import Weights, apart, gradients, start, states_apart
+from throughtime.carry import Carried
 from throughtime.state import State
 
 EXACT = 1e-10
@@ -53,7 +54,7 @@ class Played(NamedTuple):
 
 
 def played(
-    net: tt.Carried, play: LaneSlice, x: Tensor, state: State, resets: Tensor | None, loss: Loss
+    net: Carried, play: LaneSlice, x: Tensor, state: State, resets: Tensor | None, loss: Loss
 ) -> Played:
     net.zero_grad()
     x = x.detach().clone().requires_grad_()
@@ -71,11 +72,11 @@ def played(
     return Played(y.detach(), tt.state.detach(after), found)
 
 
-def whole(net: tt.Carried) -> LaneSlice:
+def whole(net: Carried) -> LaneSlice:
     return lambda x, state, resets: net(x, start(net, x) if state is None else state, resets)
 
 
-def rolled(net: tt.Carried, **options: Any) -> LaneSlice:
+def rolled(net: Carried, **options: Any) -> LaneSlice:
     return lambda x, state, resets: tt.rollout(net, x, state, resets=resets, **options)
 
 
@@ -87,7 +88,7 @@ def deviation(a: Played, b: Played) -> float:
     )
 
 
-def random_state(net: tt.Carried, x: Tensor, seed: int = 9) -> State:
+def random_state(net: Carried, x: Tensor, seed: int = 9) -> State:
     draw = torch.Generator().manual_seed(seed)
     return tt.state.map_leaves(
         lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) * 0.5,

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.carry._laws import Law
 
 FEATURES = 3
@@ -235,7 +236,7 @@ class Row:
             torch.manual_seed(7)
             return remembering(self.make())
 
-    def net(self) -> tt.Carried:
+    def net(self) -> Carried:
         return tt.carry(self.module(), batch_first=self.batch_first)
 
 
@@ -280,7 +281,7 @@ NETS = (
 every_net = pytest.mark.parametrize("row", NETS, ids=lambda row: row.name)
 
 
-def lawless(net: tt.Carried, x: Tensor) -> tt.Carried:
+def lawless(net: Carried, x: Tensor) -> Carried:
     """The net, prepared without measuring a law: for nets that break one on purpose."""
     training = net.training
     with mock.patch.object(Law, "holds", new=True):
@@ -297,7 +298,7 @@ def some_nets(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("row", [named(name) for name in names], ids=lambda row: row.name)
 
 
-def start(net: tt.Carried, x: Tensor) -> Any:
+def start(net: Carried, x: Tensor) -> Any:
     return net.initial_state(x.shape[1], like=x)
 
 
@@ -308,7 +309,7 @@ def inputs(steps: int, lanes: int, *, seed: int = 0, features: int = FEATURES) -
 
 
 def in_chunks(
-    net: tt.Carried,
+    net: Carried,
     x: Tensor,
     lengths: Sequence[int],
     state: Any = None,

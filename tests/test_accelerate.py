@@ -29,8 +29,10 @@ import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
 from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
 from throughtime.integrations.accelerate import prepare, updates
+from throughtime.updates import Updates
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_train.py"
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
@@ -59,7 +61,7 @@ def steep(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def parts(
     dtype: torch.dtype = torch.float64, lr: float = 0.5
-) -> tuple[tt.Carried, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+) -> tuple[Carried, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     torch.manual_seed(0)
     net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).to(dtype)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
@@ -350,7 +352,7 @@ def test_an_update_that_was_not_finite_leaves_the_saved_files_as_they_are(
     def refuse(_: object) -> None:
         raise RunError("not finite")
 
-    monkeypatch.setattr(tt.Updates, "_read_flag", refuse)
+    monkeypatch.setattr(Updates, "_read_flag", refuse)
     with pytest.raises(RunError):
         accelerator.save_state(str(tmp_path))
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == saved
@@ -397,7 +399,7 @@ def test_a_training_resumed_in_the_second_epoch_continues_with_its_horizon(
     run_updates(accelerator, tmp_path / "first", 4, 0, stop, first)
     (path,) = (tmp_path / "first").glob("custom_checkpoint_*.pkl")
     saved = torch.load(path, weights_only=False)
-    policy = saved["positions"][0]["policy"]
+    policy = saved["positions"][0]["policy"]["memory"]
     assert policy["horizon"] > 2
     if horizon is not None:
         policy["horizon"] = horizon

@@ -23,6 +23,7 @@ from strategies import (
     Rotation,
     Row,
     apart,
+    gradients,
     inputs,
     lawless,
     named,
@@ -33,11 +34,10 @@ from strategies import (
     weights,
 )
 from test_truncated_options import windowed
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError
-from throughtime.gradient._bias import BiasProbe, Comparison
-from throughtime.gradient.adaptive import AdaptiveState
-from throughtime.gradient.schedule import Window
-from throughtime.gradient.truncated import TruncatedState
+from throughtime.updates import Updates
 
 BIASES = st.dictionaries(
     st.sampled_from([2, 4, 8, 16, 24]),
@@ -50,7 +50,7 @@ def stream(*lengths: int, lanes: int = 2, chunk: int = 16) -> tt.Stream:
     return tt.Stream(recordings(lengths or [400, 400]), lanes=lanes, chunk=chunk)
 
 
-def forgetful() -> tt.Carried:
+def forgetful() -> Carried:
     """A net that retains under 1 % of its state per step: one step of credit is nearly all."""
     net = named("hides-layer").net()
     net.module.get_parameter("lstm.weight_hh_l0").data.mul_(1e-3)
@@ -67,22 +67,21 @@ class Scripted:
         self.asked: list[list[int]] = []
         self.steps: list[int] = []
         self._coming = itertools.chain(coming, itertools.repeat(coming[-1]))
+        right = tt.Adaptive.plan
+        patch.setattr(
+            tt.Adaptive, "plan", lambda self_, source, at, _: right(self_, source, at, self.probe)
+        )
 
-        def compare(probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
-            return self.compare(probe, plans)
-
-        patch.setattr(BiasProbe, "compare", compare)
-
-    def compare(self, probe: BiasProbe, plans: Sequence[Sequence[Window]]) -> Comparison:
-        biases = next(self._coming)
-        horizons = [max(window.stop - window.start for window in plan) for plan in plans]
-        self.asked.append(horizons)
-        self.steps.append(probe.steps)
-        truncated = [
-            [torch.tensor([1 + biases.get(horizon, 0.0)], dtype=torch.float64)]
-            for horizon in horizons
-        ]
-        return Comparison(0.0, [torch.ones(1, dtype=torch.float64)], truncated)
+    def probe(self, policy: Any, steps: int) -> list[Tensor]:
+        """The exact gradient, which is asked for first, is 1."""
+        if isinstance(policy, tt.Truncated):
+            horizon = policy.horizon or policy.stride
+            self.asked[-1].append(horizon)
+            return [torch.tensor([1 + self._biases.get(horizon, 0.0)], dtype=torch.float64)]
+        self._biases = next(self._coming)
+        self.asked.append([])
+        self.steps.append(steps)
+        return [torch.ones(1, dtype=torch.float64)]
 
 
 def enough(biases: dict[int, float], tolerance: float, longest: int) -> int:
@@ -124,7 +123,7 @@ def test_horizon_grows_at_once_and_shrinks_one_step_after_some_patience(
         run = tt.updates(net, stream(3000, 3000), nn.MSELoss(), gradient=policy)
         for _ in itertools.islice(run, len(expected)):
             net.zero_grad()
-            seen.append(run.policy_state.horizon)
+            seen.append(run.policy_state["horizon"])
     assert seen == expected
     assert all(asked == horizons for asked in script_.asked)
     assert len(script_.asked) == len(script)
@@ -153,64 +152,62 @@ def test_long_credit_makes_the_horizon_grow_at_once() -> None:
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32)
     run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
     first = next(run)
-    assert run.policy_state.horizon == 32
+    assert run.policy_state["horizon"] == 32
     assert first.chunk.steps == 32
-    assert all(bias > 0.1 for bias in run.policy_state.biases.values())
+    assert all(bias > 0.1 for bias in dict(run.policy_state["biases"]).values())
 
 
 def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum() -> None:
     net, policy = forgetful(), tt.Adaptive(0.1, 4, 32, every=2, patience=3)
-    long = AdaptiveState(TruncatedState(), horizon=32)
+    long = {"horizon": 32, "biases": [], "shorter": 0, "since": 2}
     run = tt.updates(net, stream(500, 500), nn.MSELoss(), gradient=policy, policy_state=long)
-    seen = [run.policy_state.horizon for _ in itertools.islice(run, 26)]
+    seen = [run.policy_state["horizon"] for _ in itertools.islice(run, 26)]
     assert seen[:5] == [32, 32, 32, 32, 16]  # measured before updates 1, 3 and 5
     assert [h for h, _ in itertools.groupby(seen)] == [32, 16, 8, 4]
-    assert all(bias < 0.1 for bias in run.policy_state.biases.values())
+    assert all(bias < 0.1 for bias in dict(run.policy_state["biases"]).values())
+
+
+def measured(net: Carried, data: PolicyData, state: Any, policy: tt.Truncated) -> float:
+    """The relative bias of a truncation over all of the data, by autograd over the whole of it."""
+    y, _ = net(data.x, start(net, data.x) if state is None else state, data.resets)
+    nn.functional.mse_loss(y[data.mask], data.targets[data.mask]).backward()
+    exact = gradients(net)
+    net.zero_grad()
+    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy, state=state)
+    results = gradients_of(net, run)
+    valid = sum(steps for steps, *_ in results)
+    errors = [sum(g[name] * (n / valid) for n, _, g in results) - exact[name] for name in exact]
+    sizes = [torch.cat([g.flatten() for g in part]).norm() for part in (errors, exact.values())]
+    return (sizes[0] / sizes[1]).item()
 
 
 @pytest.mark.covering
+@pytest.mark.parametrize("least", [3, 13])
 @pytest.mark.parametrize("stride", [None, 1, 3])
 @pytest.mark.parametrize("warm", [False, True])
-def test_biases_are_those_of_the_audit_on_the_steps_ahead(stride: int | None, warm: bool) -> None:
-    """At fixed weights; within an epoch the steps ahead start from the carried state."""
-    net, source, count = (
-        named("hides-layer").net(),
-        stream(80, 60),
-        3 if stride is None else 20 // stride,
-    )
-    policy = tt.Adaptive(0.1, 3, 13, stride, every=count, probe=31)
+def test_biases_are_those_on_the_steps_ahead(stride: int | None, warm: bool, least: int) -> None:
+    """At fixed weights, from the carried state, also where windows reach back to the start."""
+    net, source = named("hides-layer").net(), stream(80, 60)
+    count = 3 if stride is None else 20 // stride
+    policy = tt.Adaptive(0.1, least, 13, stride, every=count, probe=31)
     run = tt.updates(net, source, nn.MSELoss(), gradient=policy)
     done = list(itertools.islice(run, count)) if warm else []
-    place, state = source.position, done[-1].state if warm else None
-    looked = stream(80, 60)
+    position, state = source.position, done[-1].state if warm else None
+    net.zero_grad()
+    next(run)
+    net.zero_grad()
+    ahead = stream(80, 60)
     if warm:
-        looked.take(place)
-    next(run)
-    results = tt.audit(
-        net,
-        looked,
-        nn.MSELoss(),
-        horizons=list(run.policy_state.biases),
-        stride=stride,
-        steps=31,
-        state=state,
-    )
-    assert list(run.policy_state.biases) == [3, 6, 12, 13]
-    assert [row.bias for row in results.rows] == pytest.approx(
-        list(run.policy_state.biases.values()), rel=1e-9
-    )
-
-
-def test_probe_starts_from_the_carried_state_while_the_window_reaches_back_to_the_start() -> None:
-    net, source = named("hides-layer").net(), stream(80, 60)
-    policy = tt.Adaptive(0.1, 13, 13, stride=3, every=2, probe=31)
-    run = tt.updates(net, source, nn.MSELoss(), gradient=policy)
-    state = list(itertools.islice(run, 2))[-1].state
-    looked = stream(80, 60)
-    looked.take(source.position)
-    next(run)
-    results = tt.audit(net, looked, nn.MSELoss(), horizons=[13], stride=3, steps=31, state=state)
-    assert results.rows[0].bias == pytest.approx(run.policy_state.biases[13], rel=1e-9)
+        ahead.take(position)
+    chunk = ahead.take(31)
+    assert chunk is not None
+    data = PolicyData.of(chunk.to(next(net.parameters()).device))
+    assert [h for h, _ in run.policy_state["biases"]] == policy.horizons
+    for horizon, bias in run.policy_state["biases"]:
+        truncation = tt.Truncated(stride or horizon, horizon)
+        expected = measured(net, data, state, truncation)
+        assert expected > 1e-3
+        assert bias == pytest.approx(expected, rel=1e-9)
 
 
 @examples(8)
@@ -240,7 +237,7 @@ def test_grown_horizon_gives_the_updates_of_a_truncation_at_it(stride: int | Non
     net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 16, stride, every=10_000)
     grown = tt.updates(net, stream(90, 90), nn.MSELoss(), gradient=policy)
     results = gradients_of(net, grown)
-    assert grown.policy_state.horizon == 16
+    assert grown.policy_state["horizon"] == 16
     assert (
         deviation(results, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16)))
         == 0
@@ -281,26 +278,23 @@ def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
 
 def test_horizon_persists_from_epoch_to_epoch() -> None:
     net, policy, source = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32, every=1000), stream()
-    learnt: AdaptiveState | None = None
+    learnt: Any = None
     for _ in range(2):
         run = tt.updates(net, source, nn.MSELoss(), gradient=policy, policy_state=learnt)
         assert [u.chunk.steps for u in run] == [32] * 12 + [16]
         net.zero_grad()
         learnt = run.policy_state
-    assert learnt is not None
-    assert learnt.since_measured == 26
-    assert policy.init(None, learnt).horizon == 32
-    assert policy.init(None, None).horizon == 2
+    assert learnt["since"] == 26  # measured before the first update alone
 
 
 def train(
-    optimizer: torch.optim.Optimizer, run: tt.Updates[AdaptiveState], most: int = 1000
+    optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000
 ) -> list[tuple[int, float]]:
     results: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
         optimizer.step()
         optimizer.zero_grad()
-        results.append((run.policy_state.horizon, update.loss.item()))
+        results.append((run.policy_state["horizon"], update.loss.item()))
     return results
 
 
@@ -310,7 +304,7 @@ def train(
 def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
     """The horizon, and when the next measurement is due, lie in `updates.state_dict()`."""
 
-    def beginning() -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates[AdaptiveState]]:
+    def beginning() -> tuple[Carried, torch.optim.Optimizer, Updates]:
         net, policy = (
             named("hides-layer").net(),
             tt.Adaptive(0.3, 3, 12, stride, every=4, patience=2),
@@ -356,7 +350,7 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
         later = tt.updates(net, source, nn.MSELoss(), gradient=policy)
         for _ in itertools.islice(later, 3):
             pass  # gradients add up
-        assert not isinstance(policy, tt.Adaptive) or later.policy_state.biases
+        assert not isinstance(policy, tt.Adaptive) or later.policy_state["biases"]
         assert net.training == training
         buffers = [buffer.clone() for buffer in net.buffers()]
         return (
@@ -406,7 +400,7 @@ def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_me
     )
     run = tt.updates(net, stream(35, 35), nn.MSELoss(), gradient=policy)
     for _ in run:
-        seen.append(run.policy_state.horizon)
+        seen.append(run.policy_state["horizon"])
     assert set(seen) == {4}
 
 
@@ -416,7 +410,7 @@ def test_steps_that_do_not_count_are_not_measured() -> None:
     mask[38:] = True
     policy = tt.Adaptive(0.1, 2, 4, every=1)
     results = policy_gradients(
-        net, [tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)], policy
+        net, [Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)], policy
     )
     assert [steps for steps, *_ in results] == [2]
 
@@ -491,11 +485,11 @@ class Silent(Rotation):
 def test_gradient_of_zero_has_no_bias() -> None:
     policy = tt.Adaptive(0.1, 2, 8)
     net = lawless(tt.carry(Silent().double()), inputs(3, 2))
-    chunk = tt.Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))
+    chunk = Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))
     run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
     gradients_of(net, run)
-    assert run.policy_state.horizon == 2
-    assert set(run.policy_state.biases.values()) == {0.0}
+    assert run.policy_state["horizon"] == 2
+    assert set(dict(run.policy_state["biases"]).values()) == {0.0}
 
 
 def test_carried_state_is_that_of_one_long_forward() -> None:

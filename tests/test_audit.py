@@ -5,6 +5,7 @@ Shapes: `T` steps, `B` lanes.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,12 +36,13 @@ from strategies import (
     start,
     weights,
 )
+from throughtime.carry import Carried
 from throughtime.chunk import join
-from throughtime.diagnose.audit import Truncation
+from throughtime.diagnose import Audit
+from throughtime.diagnose._slice import CreditGate
+from throughtime.diagnose.audit import Truncation, WindowGroup, window_groups
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
-from throughtime.gradient import schedule
-from throughtime.gradient._backward import CreditFlow
-from throughtime.gradient.schedule import Window, WindowGroup
+from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
 mpl.use("Agg")
@@ -52,7 +54,7 @@ def flat(results: Weights) -> Tensor:
 
 
 def truncated(
-    net: tt.Carried, data: PolicyData, state: State, stride: int, horizon: int
+    net: Carried, data: PolicyData, state: State, stride: int, horizon: int
 ) -> tuple[Weights, int]:
     """The gradient of the mean loss of all steps by `tt.updates`, and the number of updates."""
     run = tt.updates(
@@ -68,7 +70,7 @@ def truncated(
     return sums, count
 
 
-def exact(net: tt.Carried, data: PolicyData, state: State) -> tuple[Weights, float]:
+def exact(net: Carried, data: PolicyData, state: State) -> tuple[Weights, float]:
     """By plain autograd, and the mean loss."""
     y, _ = net(data.x, start(net, data.x) if state is None else state, data.resets)
     loss = nn.functional.mse_loss(y[data.mask], data.targets[data.mask])
@@ -83,7 +85,7 @@ def ratio(part: Tensor, whole: Tensor) -> float:
     return (part.norm() / whole.norm()).item() if part.norm() else 0.0
 
 
-def agrees(results: tt.Audit, net: tt.Carried, data: PolicyData, state: State = None) -> bool:
+def agrees(results: Audit, net: Carried, data: PolicyData, state: State = None) -> bool:
     """Whether every figure is that of gradients computed one after another."""
     whole, loss = exact(net, data, state)
     size = flat(whole).norm().item()
@@ -118,7 +120,7 @@ def stream_of(
     )
 
 
-def width(net: tt.Carried) -> int:
+def width(net: Carried) -> int:
     x = inputs(1, 1)
     return net(x, start(net, x))[0].shape[2]
 
@@ -132,7 +134,7 @@ def width(net: tt.Carried) -> int:
     ),
     stride=st.sampled_from([None, 1, 2, 5]),
     warm_up=st.sampled_from([0, 3]),
-    piece=st.sampled_from([1, 2, 7, 50, "auto"]),
+    piece=st.sampled_from([1, 2, 7, 50, None]),
 )
 @some_nets("tensor-state", "lstm", "hides-cell", "dict-state", "learnt-start")
 def test_figures_are_those_of_separate_gradients(
@@ -160,50 +162,52 @@ def test_figures_are_those_of_separate_gradients(
 Change = Callable[[pytest.MonkeyPatch], None]
 
 
+def changed_groups(patch: pytest.MonkeyPatch, change: Callable[..., WindowGroup]) -> None:
+    """Replace the groups of windows; `change` gets one, and all of its truncation."""
+
+    def groups(*given: int) -> list[WindowGroup]:
+        right = window_groups(*given)
+        return [change(group, right) for group in right]
+
+    patch.setattr(sys.modules["throughtime.diagnose.audit"], "window_groups", groups)
+
+
 def gates_that_do_not_cut(patch: pytest.MonkeyPatch) -> None:
-    right = schedule.group_windows
-
-    def groups(plan: Sequence[Window]) -> list[WindowGroup]:
-        return [WindowGroup(group.spans, frozenset()) for group in right(plan)]
-
-    patch.setattr(schedule, "group_windows", groups)
+    right: Any = CreditGate.forward
+    patch.setattr(
+        CreditGate,
+        "forward",
+        staticmethod(lambda ctx, values, _, *sources: right(ctx, values, None, *sources)),
+    )
 
 
 def cuts_of_the_other_groups(patch: pytest.MonkeyPatch) -> None:
-    right = schedule.group_windows
-
-    def groups(plan: Sequence[Window]) -> list[WindowGroup]:
-        results = right(plan)
-        every = frozenset(cut for group in results for cut in group.cuts)
-        return [WindowGroup(group.spans, every) for group in results]
-
-    patch.setattr(schedule, "group_windows", groups)
+    changed_groups(
+        patch, lambda group, every: group._replace(cuts=set().union(*(g.cuts for g in every)))
+    )
 
 
 def cuts_one_step_late(patch: pytest.MonkeyPatch) -> None:
-    right = schedule.group_windows
-
-    def groups(plan: Sequence[Window]) -> list[WindowGroup]:
-        return [
-            WindowGroup(group.spans, frozenset(cut + 1 for cut in group.cuts))
-            for group in right(plan)
-        ]
-
-    patch.setattr(schedule, "group_windows", groups)
+    changed_groups(patch, lambda group, _: group._replace(cuts={cut + 1 for cut in group.cuts}))
 
 
 def counts_windows(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WindowGroup, "counts", lambda *_: True)
+    def change(group: WindowGroup, _: Any) -> WindowGroup:
+        starts = sorted(group.cuts)
+        return group._replace(
+            spans=[(cut, stop) for cut, (_, stop) in zip(starts, group.spans, strict=True)]
+        )
+
+    changed_groups(patch, change)
 
 
 def forgets_at_edges(patch: pytest.MonkeyPatch) -> None:
-    right = CreditFlow.through
+    right: Any = Segment.backward
 
-    def through(flow: CreditFlow, *given: Any, **options: Any) -> None:
-        right(flow, *given, **options)
-        flow.cotangents = None
+    def backward(ctx: Any, losses: Any, *credit: Any) -> Any:
+        return right(ctx, losses, *[None] * len(credit))
 
-    patch.setattr(CreditFlow, "through", through)
+    patch.setattr(Segment, "backward", staticmethod(backward))
 
 
 MUTANTS: dict[str, Change] = {
@@ -360,19 +364,6 @@ def test_dropout_is_the_same_in_every_gradient_compared(chunk: int) -> None:
     assert short.steps == long.steps
 
 
-@pytest.mark.parametrize("offload", [None, "cpu", "folder"])
-@pytest.mark.parametrize("verify", ["first", "all", "off"])
-def test_where_edge_states_are_kept_changes_no_figure(
-    offload: Any, verify: Any, tmp_path: Any
-) -> None:
-    net = named("hides-layer").net()
-    folder = tmp_path if offload == "folder" else offload
-    results = tt.audit(
-        net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5, offload=folder, verify=verify
-    )
-    assert results == tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8), chunk=5)
-
-
 def test_classes_and_their_weights_count_as_in_one_loss() -> None:
     net = named("hides-layer").net()
     draw = torch.Generator().manual_seed(0)
@@ -401,12 +392,12 @@ def test_default_horizons_are_those_shorter_than_the_stretch(
     assert [row.horizon for row in results.rows] == expected
 
 
-def rows_of(biases: dict[int, float]) -> tt.Audit:
+def rows_of(biases: dict[int, float]) -> Audit:
     rows = tuple(
         Truncation(h, h, bias, 0.9, 0.8, 100 // h, {"lstm.weight": bias, "head.bias": bias / 2})
         for h, bias in biases.items()
     )
-    return tt.Audit(100, 2, 0.5, 1.5, rows)
+    return Audit(100, 2, 0.5, 1.5, rows)
 
 
 @pytest.mark.parametrize(
@@ -430,12 +421,6 @@ def test_bias_that_is_no_number_is_not_within_the_tolerance() -> None:
     assert rows_of({1: math.nan, 2: 0.01}).suggest(0.1) == 2
 
 
-def test_unknown_word_for_verify_is_refused() -> None:
-    word: Any = "sometimes"
-    with pytest.raises(ConfigError, match="verify='sometimes': expected 'first', 'all' or 'off'"):
-        audited(verify=word)
-
-
 def test_table_says_the_figures_and_the_worst_parameter() -> None:
     results = rows_of({1: 0.5, 20: 0.25})
     lines = results.table().splitlines()
@@ -456,7 +441,7 @@ def test_table_says_the_figures_and_the_worst_parameter() -> None:
     assert lines[4] == "over 100 steps of 2 lanes, at fixed weights; loss 0.5, |g| 1.5"
 
 
-def text_below_table(results: tt.Audit) -> str:
+def text_below_table(results: Audit) -> str:
     lines = results.table().splitlines()[len(results.rows) + 3 :]
     assert all(len(line) <= 80 for line in lines)
     return " ".join(lines)
@@ -549,7 +534,7 @@ def test_parameter_without_gradient_has_no_bias() -> None:
 
 def audited(
     net: Any = None, source: Any = None, horizons: Any = (3,), loss_fn: Any = None, **options: Any
-) -> tt.Audit:
+) -> Audit:
     return tt.audit(
         net or named("hides-layer").net(),
         source or stream_of([20], 1),
@@ -565,18 +550,18 @@ def at_the_end() -> tt.Stream:
     return source
 
 
-def explodes() -> tt.Carried:
+def explodes() -> Carried:
     net = named("tensor-state").net()
     net.prepare(inputs(3, 2))
     net.module.get_parameter("turn").data.mul_(1e200)
     return net
 
 
-def frozen() -> tt.Carried:
+def frozen() -> Carried:
     return named("hides-layer").net().requires_grad_(False)
 
 
-REFUSED: dict[str, tuple[Callable[[], tt.Audit], type[Exception], str]] = {
+REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
     "horizon 0": (
         lambda: audited(horizons=(0, 3)),
         ConfigError,
@@ -604,8 +589,6 @@ REFUSED: dict[str, tuple[Callable[[], tt.Audit], type[Exception], str]] = {
         ConfigError,
         "chunk=0: expected a whole number of at least 1",
     ),
-    "memory": (lambda: audited(memory="much"), ConfigError, "memory='much': expected an amount"),
-    "memory too small": (lambda: audited(memory=10), ConfigError, "too small"),
     "no valid step": (
         lambda: audited(source=stream_of([20], 1, warm_up=20)),
         DataError,
@@ -656,7 +639,7 @@ REFUSED: dict[str, tuple[Callable[[], tt.Audit], type[Exception], str]] = {
 
 @pytest.mark.parametrize(("call", "kind", "message"), list(REFUSED.values()), ids=list(REFUSED))
 def test_what_cannot_be_audited_is_refused(
-    call: Callable[[], tt.Audit], kind: type[Exception], message: str
+    call: Callable[[], Audit], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
         call()

@@ -33,6 +33,7 @@ from strategies import (
     start,
     states_apart,
 )
+from throughtime.carry import Carried
 from throughtime.errors import ModelError, StateError
 from throughtime.testing import check_carry
 
@@ -41,7 +42,7 @@ UNEVEN = (1, 7, 2, 13, 5, 23)
 
 
 def run_net(
-    net: tt.Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor | None = None
+    net: Carried, x: Tensor, lengths: tuple[int, ...], resets: Tensor | None = None
 ) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """Outputs, final state, and gradients of a loss of every output and the final state."""
     net.zero_grad()
@@ -143,7 +144,7 @@ def test_user_module_stays_usable_by_itself(row: Row) -> None:
     assert torch.equal(module(x), before)
 
 
-def run_separately(net: tt.Carried, x: Tensor, resets: Tensor) -> Tensor:
+def run_separately(net: Carried, x: Tensor, resets: Tensor) -> Tensor:
     """The oracle: each lane's recordings, cut at its resets, run alone from the initial state."""
     lanes: list[Tensor] = []
     for lane in range(x.shape[1]):

@@ -19,6 +19,7 @@ import throughtime as tt
 from modules import BY_NAME, CASES
 from modules.case import Case
 from modules.check import build, error, errors, gradients, lengths_of, restarted
+from throughtime.carry import Carried
 from throughtime.carry._laws import Laboratory, Law
 from throughtime.carry._subject import Subject as TrialSubject
 from throughtime.errors import ModelError, StateError
@@ -72,7 +73,7 @@ def contents(module: nn.Module) -> Contents:
 class Subject(NamedTuple):
     """A carried net, the same module by itself, a stream, and what carrying has left as it was."""
 
-    net: tt.Carried
+    net: Carried
     alone: nn.Module
     x: Tensor
     before: Contents
@@ -91,7 +92,7 @@ def carried(case: Case) -> Subject:
     return Subject(net, build(case)[0], x, before, after)
 
 
-def play(net: tt.Carried, x: Tensor, lengths: list[int], resets: Tensor | None = None) -> Tensor:
+def play(net: Carried, x: Tensor, lengths: list[int], resets: Tensor | None = None) -> Tensor:
     """The outputs `(T, B, C)` in chunks, with the state carried."""
     x = with_features(x)
     state, outputs = net.initial_state(x.shape[1], like=x), list[Tensor]()
@@ -113,7 +114,7 @@ class Expected:
         self.y = flat(y)
         self.grads = gradients(self.y, module)
 
-    def deviation(self, net: tt.Carried, y: Tensor) -> float:
+    def deviation(self, net: Carried, y: Tensor) -> float:
         """The largest difference of outputs and gradients."""
         y = flat(y)
         if y.shape != self.y.shape:
@@ -270,7 +271,7 @@ def test_a_module_of_one_lane_is_refused_for_more(case: Case) -> None:
 # ------------------------------------------------------------ lines of refusals, followed
 
 
-def assert_carried(case: Case, net: tt.Carried, alone: nn.Module, x: Tensor) -> None:
+def assert_carried(case: Case, net: Carried, alone: nn.Module, x: Tensor) -> None:
     expected = Expected(alone, case.oracle(alone, x, [len(x)]))
     for lengths in lengths_of(len(x)):
         assert expected.deviation(net, play(net, x, lengths)) <= EXACT, lengths

@@ -22,6 +22,7 @@ from strategies import (
     remembering,
     start,
 )
+from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError, StateError
 
 EXACT = 1e-12
@@ -330,7 +331,7 @@ def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(
     x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
     grads: list[float] = []
     for _ in tt.updates(
-        net, [tt.Chunk.from_tensors(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)
+        net, [Chunk.from_tensors(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)
     ):
         start = net.module.get_parameter("start")
         grads.append(0.0 if start.grad is None else start.grad.item())

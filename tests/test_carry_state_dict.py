@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import ModelError
 
 
@@ -148,7 +149,7 @@ def test_what_is_registered_on_the_carried_net_itself_keeps_its_name() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
 def test_copies_of_a_carried_net_save_the_plain_names(
-    copied: Callable[[tt.Carried], tt.Carried],
+    copied: Callable[[Carried], Carried],
 ) -> None:
     net = tt.carry(sequential())
     twin = copied(net)

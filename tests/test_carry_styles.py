@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import DataError, ModelError
 
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
@@ -25,7 +26,7 @@ def _float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-def in_chunks(net: tt.Carried, x: Tensor, *lengths: int) -> Tensor:
+def in_chunks(net: Carried, x: Tensor, *lengths: int) -> Tensor:
     """The outputs of chunks, with the state carried."""
     state, outputs = net.initial_state(x.shape[1], like=x), list[Tensor]()
     for part in x.split(lengths or (len(x),)):
@@ -34,7 +35,7 @@ def in_chunks(net: tt.Carried, x: Tensor, *lengths: int) -> Tensor:
     return torch.cat(outputs)
 
 
-def assert_author(net: tt.Carried, x: Tensor, expected: Tensor) -> None:
+def assert_author(net: Carried, x: Tensor, expected: Tensor) -> None:
     """Outputs and gradients are those of the author's loop, however the steps are divided."""
     leaves = list(net.module.parameters())
     weights = torch.randn(expected.shape)

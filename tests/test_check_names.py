@@ -42,6 +42,10 @@ def found_rows(match, *, path="found"):
 
 def run(tmp_path: Path, source: str) -> tuple[int, list[str]]:
     (tmp_path / "module.py").write_text(source, encoding="utf-8")
+    return check(tmp_path)
+
+
+def check(tmp_path: Path) -> tuple[int, list[str]]:
     words = [sys.executable, str(TOOL), str(tmp_path)]
     result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert not result.stderr
@@ -61,6 +65,55 @@ def test_a_clean_source_passes_with_its_totals(tmp_path: Path) -> None:
     code, lines = run(tmp_path, CLEAN)
     assert code == 0
     assert lines[0] == "0 faults"
-    assert lines[1].startswith("35 code tokens")
-    assert lines[2].startswith("1 modules")
-    assert "module.py (13)" in lines[3]
+    assert lines[1] == "root: 35 code tokens, at most 19,390, budget 18,000"
+    assert lines[2].startswith("all: 35 code tokens, budget 175,800")
+    assert lines[3].startswith("1 modules")
+    assert "module.py (13)" in lines[4]
+
+
+def write(file: Path, tokens: int) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("a;\n" * (tokens // 2), encoding="utf-8")
+
+
+def test_each_part_has_its_limit(tmp_path: Path) -> None:
+    write(tmp_path / "gradient/window.py", 17_002)
+    write(tmp_path / "diagnose/reach.py", 16_980)
+    code, lines = check(tmp_path)
+    assert code == 1
+    assert lines[1] == "diagnose: 16,980 code tokens, at most 16,980, budget 12,000"
+    size, modules = lines[2].split("; ")
+    assert size == "gradient: 17,002 code tokens, at most 17,000: TOO MANY, budget 18,500"
+    assert modules == "1 modules, at most 10"
+    write(tmp_path / "gradient/window.py", 17_000)
+    assert check(tmp_path)[0] == 0
+
+
+def test_the_modules_of_a_part_may_have_a_limit(tmp_path: Path) -> None:
+    for number in range(10):
+        write(tmp_path / f"gradient/part{number}.py", 2)
+    write(tmp_path / "gradient/__init__.py", 2)
+    assert check(tmp_path)[0] == 0
+    write(tmp_path / "gradient/part10.py", 2)
+    code, lines = check(tmp_path)
+    assert code == 1
+    assert lines[1].endswith("11 modules, at most 10: TOO MANY")
+
+
+def test_small_folders_and_the_drawing_of_the_report_are_counted_to_others(tmp_path: Path) -> None:
+    for file in ("_svg.py", "app/cli.py", "kernels/scan.py", "nn/layers.py", "state.py"):
+        write(tmp_path / file, 10)
+    code, lines = check(tmp_path)
+    assert code == 0
+    assert [line.split(",")[0] for line in lines[1:4]] == [
+        "app: 20 code tokens",
+        "kernels",
+        "root: 10 code tokens",
+    ]
+
+
+def test_a_part_without_a_limit_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "new/module.py", 2)
+    code, lines = check(tmp_path)
+    assert code == 1
+    assert lines[1] == "new: 2 code tokens, at most 0: TOO MANY, budget 0"

@@ -109,7 +109,7 @@ def test_a_slice_of_a_chunk_has_the_steps_of_the_same_slice_of_a_list(
 @pytest.mark.parametrize("index", [0, slice(None, None, 2)])
 def test_only_slices_of_adjacent_steps_index_a_chunk(index: Any) -> None:
     """Every second step is another recording, and a single chunk is not a list of chunks."""
-    chunk = tt.Chunk.from_tensors(torch.zeros(6, 2, 3), torch.zeros(6, 2))
+    chunk = Chunk.from_tensors(torch.zeros(6, 2, 3), torch.zeros(6, 2))
     with pytest.raises(TypeError, match="only slices of adjacent steps"):
         chunk[index]
     net = tt.carry(torch.nn.GRU(3, 1))

@@ -180,7 +180,7 @@ def test_words_of_settings_are_read_in_any_case() -> None:
 
 def test_a_shell_completes_flags_and_their_words() -> None:
     completed = {
-        "train --gradient ": {"truncated", "exact", "adaptive", "randomized", "rtrl"},
+        "train --gradient ": {"truncated", "exact", "adaptive", "randomized"},
         "train --model ": {"lstm", "gru", "rnn"},
         "train --la": {"--lanes", "--layers"},
         "ev": {"eval"},

@@ -19,9 +19,11 @@ from benchmarks.wasm import WASM_FLAGS, wasm_compiler, wasm_steps
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.deploy import export as exporting
 from throughtime.deploy import verify
 from throughtime.deploy.chain import Dense, read_chain
+from throughtime.deploy.export import Export
 from throughtime.errors import ConfigError, DataError, ModelError, StateError
 from throughtime.nn.affine import Affine
 
@@ -190,7 +192,7 @@ def example_of(module: nn.Module) -> Tensor:
 
 def exported(
     folder: Path, make: Callable[[], nn.Module], name: str, steps: int = STEPS, **options: Any
-) -> tuple[tt.Carried, tt.Export]:
+) -> tuple[Carried, Export]:
     torch.manual_seed(0)
     module = make()
     net = tt.carry(module).eval()
@@ -198,7 +200,7 @@ def exported(
 
 
 @pytest.fixture(scope="module")
-def gru(tmp_path_factory: pytest.TempPathFactory) -> tuple[tt.Carried, Path]:
+def gru(tmp_path_factory: pytest.TempPathFactory) -> tuple[Carried, Path]:
     net, written = exported(tmp_path_factory.mktemp("gru"), CHAINS["gru two"], "gru.onnx")
     return net, written.paths[0]
 
@@ -465,7 +467,7 @@ def test_lanes_are_independent_in_onnx(name: str, lanes: int, tmp_path: Path) ->
     assert close(session(x.numpy())[:, last], expected[:, last].detach())
 
 
-def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[tt.Carried, Path], tmp_path: Path):
+def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[Carried, Path], tmp_path: Path):
     x = np.random.default_rng(0).standard_normal((40, 2, 3)).astype(np.float32)
     session = tt.deploy.Session(gru[1], 2)
     session(x[:17])
@@ -490,7 +492,7 @@ def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[tt.Carried, Path], tm
         session.load(tmp_path / "missing.npz")
 
 
-def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[tt.Carried, Path]) -> None:
+def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Path]) -> None:
     x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
     first = tt.deploy.Session(gru[1])
     expected = first(x)
@@ -521,7 +523,7 @@ def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> 
         tt.deploy.Session(path, 3)(x.numpy())
 
 
-def test_one_step_at_a_time_equals_chunks(gru: tuple[tt.Carried, Path]) -> None:
+def test_one_step_at_a_time_equals_chunks(gru: tuple[Carried, Path]) -> None:
     x = np.random.default_rng(0).standard_normal((50, 2, 3)).astype(np.float32)
     chunks, steps = tt.deploy.Session(gru[1], 2), tt.deploy.Session(gru[1], 2)
     got = np.stack([steps.step(row) for row in x])
@@ -584,7 +586,7 @@ def test_a_runtime_that_computes_something_else_is_found(gru: Any, tmp_path: Pat
         tt.deploy.Session(path)
 
 
-def test_a_session_imports_no_torch(gru: tuple[tt.Carried, Path]) -> None:
+def test_a_session_imports_no_torch(gru: tuple[Carried, Path]) -> None:
     code = (
         "import sys, numpy as np; from throughtime.deploy import Session;"
         f"y = Session({str(gru[1])!r})(np.zeros((4, 3), np.float32));"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import throughtime as tt
+from throughtime.deploy.export import Export
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
 
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
@@ -66,7 +67,7 @@ class Cell(nn.Module):
         return torch.stack(outputs), h
 
 
-def export(module: nn.Module, path: Path, inputs: Any = X, **options: Any) -> tt.Export:
+def export(module: nn.Module, path: Path, inputs: Any = X, **options: Any) -> Export:
     settings: dict[str, Any] = {"steps": 200, **options}
     return tt.export(tt.carry(module), path, inputs=inputs, **settings)
 

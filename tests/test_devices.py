@@ -15,7 +15,7 @@ from torch import nn
 
 import throughtime as tt
 from throughtime import _device
-from throughtime.carry import _trial
+from throughtime.carry import Carried, _trial
 from throughtime.testing import check_no_leak, leaks
 
 SOURCES = Path(tt.__file__).parent
@@ -133,7 +133,7 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, touched)
 
 
-def net_with_dropout() -> tt.Carried:
+def net_with_dropout() -> Carried:
     return tt.carry(nn.Sequential(nn.LSTM(3, 4, 2, dropout=0.3), nn.Dropout(0.2), nn.Linear(4, 1)))
 
 

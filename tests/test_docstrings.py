@@ -4,6 +4,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,9 @@ def public() -> Iterator[tuple[str, Any]]:
     for name in tt.__all__:
         if name != "__version__" and name not in modules:  # a module is not a name of its own
             yield name, getattr(tt, name)
+    page = (Path(tt.__file__).parents[2] / "docs/reference/api.md").read_text(encoding="utf-8")
+    for module, name in re.findall(r"^   ([\w.]+)\.([A-Z]\w*)$", page, re.MULTILINE):
+        yield name, getattr(importlib.import_module(f"throughtime.{module}"), name)
     for module, loaded in modules.items():
         for name in names_of(loaded):
             if name.startswith("_"):  # of Ignite's own API
@@ -90,6 +94,6 @@ def test_the_public_methods_of_a_class_have_docstrings(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Policy", "Recording", "Updates", "Doctor"])
 def test_the_classes_with_invariants_say_them(name: str) -> None:
-    text = inspect.getdoc(getattr(tt, name)) or ""
+    text = inspect.getdoc(CLASSES[name]) or ""
     assert re.search(r"these (laws|hold)", text)
     assert len(re.findall(r"^- ", text, re.MULTILINE)) >= 4

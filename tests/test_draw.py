@@ -5,10 +5,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import pytest
 import torch
@@ -18,12 +16,10 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from recurrences import needs_kernels
-from throughtime.diagnose._graph import Graph, walk
-from throughtime.diagnose.draw import draw
+from throughtime.diagnose.draw import Drawing, draw
 from throughtime.errors import ConfigError, DataError
 
 D = torch.float64
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 class Net(nn.Module):
@@ -50,36 +46,36 @@ def detached(state: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return state[0].detach(), state[1].detach()
 
 
-def one_chunk(steps: int = 20) -> Graph:
+def one_chunk(steps: int = 20) -> Drawing:
     net = Net()
-    return walk(net.chunk(steps, net.initial())[0], net)
+    return draw(net.chunk(steps, net.initial())[0], net)
 
 
-def two_chunks(between: Callable[..., Any], *, both: bool = False) -> Graph:
+def two_chunks(between: Callable[..., Any], *, both: bool = False) -> Drawing:
     """The graph of the second of two chunks, or of both losses, with the state altered between."""
     net = Net()
     first, state = net.chunk(10, net.initial())
     second, _ = net.chunk(12, between(state))
-    return walk(first + second if both else second, net)
+    return draw(first + second if both else second, net)
 
 
-def retained(lengths: list[int]) -> Graph:
+def retained(lengths: list[int]) -> Drawing:
     net = Net()
     loss, state = torch.zeros(()), net.initial()
     for steps in lengths:
         loss, state = net.chunk(steps, state)
         loss.backward(retain_graph=True)
-    return walk(loss, net)
+    return draw(loss, net)
 
 
-def freed() -> Graph:
+def freed() -> Drawing:
     net = Net()
     first, state = net.chunk(10, net.initial())
     first.backward()
-    return walk(net.chunk(10, state)[0], net)
+    return draw(net.chunk(10, state)[0], net)
 
 
-def stepped() -> Graph:
+def stepped() -> Drawing:
     """Chunks of two steps, which only the versions of the weights tell apart."""
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -90,10 +86,10 @@ def stepped() -> Graph:
         for weight in net.cell.parameters():
             weight.grad = torch.zeros_like(weight)
         optimizer.step()
-    return walk(loss, net)
+    return draw(loss, net)
 
 
-def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: bool) -> Graph:
+def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: bool) -> Drawing:
     net, x = kind(3, 4, num_layers=2).to(dtype), torch.randn(7, 2, 3, dtype=dtype)
     y, state = net(x)
     y.pow(2).mean()  # a loss of its own
@@ -104,10 +100,10 @@ def layer(kind: type[nn.LSTM | nn.GRU | nn.RNN], dtype: torch.dtype, *, cut: boo
         if cut
         else state
     )
-    return walk(net(x, state)[0].pow(2).mean(), net)
+    return draw(net(x, state)[0].pow(2).mean(), net)
 
 
-def traced(kind: type[nn.LSTM | nn.GRU | nn.RNN], *, cut: bool) -> Graph:
+def traced(kind: type[nn.LSTM | nn.GRU | nn.RNN], *, cut: bool) -> Drawing:
     """As `layer`, every layer under a trace."""
     with pytest.MonkeyPatch.context() as patched, contextlib.ExitStack() as open_traces:
         init = kind.__init__
@@ -120,17 +116,17 @@ def traced(kind: type[nn.LSTM | nn.GRU | nn.RNN], *, cut: bool) -> Graph:
         return layer(kind, D, cut=cut)
 
 
-def outputs_joined() -> Graph:
+def outputs_joined() -> Drawing:
     """Chunks cut as they should be, their outputs in one loss."""
     net, state, outputs = nn.GRU(3, 4).to(D), None, list[Tensor]()
     for _ in range(3):
         y, state = net(torch.randn(9, 2, 3, dtype=D), state)
         state = state.detach()
         outputs.append(y)
-    return walk(nn.Linear(4, 1).to(D)(torch.cat(outputs)).pow(2).mean(), net)
+    return draw(nn.Linear(4, 1).to(D)(torch.cat(outputs)).pow(2).mean(), net)
 
 
-def upper_layer_not_cut(cut: tuple[bool, bool]) -> Graph:
+def upper_layer_not_cut(cut: tuple[bool, bool]) -> Drawing:
     lower, upper = nn.GRUCell(3, 4).to(D), nn.GRUCell(4, 4).to(D)
     a = b = torch.zeros(2, 4, dtype=D)
     loss = torch.zeros(())
@@ -142,56 +138,56 @@ def upper_layer_not_cut(cut: tuple[bool, bool]) -> Graph:
             b = upper(a, b)
             outputs.append(b)
         loss = torch.stack(outputs).pow(2).mean()
-    return walk(loss)
+    return draw(loss)
 
 
-def twins() -> Graph:
+def twins() -> Drawing:
     """Two inputs through one net, step by step: no chunk ends there."""
     net = nn.GRUCell(3, 4).to(D)
     a = b = torch.zeros(2, 4, dtype=D)
     for _ in range(15):
         a, b = net(torch.randn(2, 3, dtype=D), a), net(torch.randn(2, 3, dtype=D), b)
-    return walk((a - b).pow(2).sum(), net)
+    return draw((a - b).pow(2).sum(), net)
 
 
-def losses_on_the_way() -> Graph:
+def losses_on_the_way() -> Drawing:
     """One graph, a loss every ten steps: nothing is to be cut."""
     net, loss = Net(), torch.zeros(())
     state = net.initial()
     for _ in range(4):
         part, state = net.chunk(10, state)
         loss = loss + part
-    return walk(loss, net)
+    return draw(loss, net)
 
 
-def two_losses() -> Graph:
+def two_losses() -> Drawing:
     net = nn.GRU(3, 4).to(D)
     y, _ = net(torch.randn(9, 2, 3, dtype=D))
-    return walk([y.pow(2).mean(), y.abs().mean()], net)
+    return draw([y.pow(2).mean(), y.abs().mean()], net)
 
 
-def leaf_state() -> Graph:
+def leaf_state() -> Drawing:
     net = nn.GRUCell(3, 4).to(D)
     h = torch.zeros(2, 4, dtype=D, requires_grad=True)
     for _ in range(5):
         h = net(torch.randn(2, 3, dtype=D), h)
-    return walk(h.sum(), net)
+    return draw(h.sum(), net)
 
 
-def feed_forward() -> Graph:
-    return walk(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))(torch.randn(5, 3)).sum())
+def feed_forward() -> Drawing:
+    return draw(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))(torch.randn(5, 3)).sum())
 
 
-def learned_start() -> Graph:
+def learned_start() -> Drawing:
     net, h0 = nn.GRUCell(3, 4).to(D), nn.Parameter(torch.zeros(1, 4, dtype=D))
     h = h0.expand(2, 4)
     for _ in range(5):
         h = net(torch.randn(2, 3, dtype=D), h)
-    return walk(h.sum(), net)
+    return draw(h.sum(), net)
 
 
 # The graph; the steps of its chunks; its red crossings; how many more cross.
-KNOWN: dict[str, tuple[Callable[[], Graph], list[int], list[tuple[int, int]], int]] = {
+KNOWN: dict[str, tuple[Callable[[], Drawing], list[int], list[tuple[int, int]], int]] = {
     "one chunk": (one_chunk, [20], [], 0),
     "500 steps of a cell": (lambda: one_chunk(500), [500], [], 0),
     "two chunks, not cut": (lambda: two_chunks(lambda state: state), [10, 12], [(0, 1)], 0),
@@ -278,7 +274,7 @@ def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
     graph = make()
     assert [chunk.steps for chunk in graph.chunks] == steps
     assert [(link.source, link.target) for link in graph.overdue] == red
-    assert len(graph.links) == len(red) + more
+    assert len(graph.crossings) == len(red) + more
 
 
 def test_the_same_loop_cut_as_it_should_be_has_no_red_edge() -> None:
@@ -319,38 +315,42 @@ def test_no_node_is_lost_and_none_counts_twice() -> None:
         [first + second * 2 + third],
         [first, second, first * third],
     ):
-        graph = walk(losses, net)
+        graph = draw(losses, net)
         assert graph.nodes == all_nodes(*losses)
-        mutant = replace(graph, chunks=graph.chunks[1:])
-        assert mutant.nodes != all_nodes(*losses)
+        views = sum(leaf.uses for leaf in graph.leaves if "weight" in leaf.name)  # transposes
+        inner = graph.nodes - len(graph.leaves) - views
+        assert sum(chunk.nodes for chunk in graph.chunks) == inner
+        assert sum(chunk.nodes for chunk in graph.chunks[1:]) != inner  # the mutant
 
 
 def test_what_each_finding_is_known_from_is_said() -> None:
-    assert "freed by an earlier backward" in freed().links[0].why
-    assert freed().chunks[0].freed
-    assert not freed().chunks[1].freed
-    assert "weights were changed" in stepped().links[0].why
+    assert "freed by an earlier backward" in freed().crossings[0].why
+    assert "weights were changed" in stepped().crossings[0].why
     assert (
         "another part of the state was cut"
-        in two_chunks(lambda s: (s[0].detach(), s[1])).links[0].why
+        in two_chunks(lambda s: (s[0].detach(), s[1])).crossings[0].why
     )
-    assert "recorded in between" in retained([5, 5]).links[0].why
+    assert "recorded in between" in retained([5, 5]).crossings[0].why
     assert [chunk.to_loss for chunk in retained([5, 5]).chunks] == [False, True]
 
 
-def test_how_a_state_enters_is_known() -> None:
-    assert [chunk.enters for chunk in two_chunks(lambda state: state).chunks] == ["none", "graph"]
-    assert [chunk.enters for chunk in two_chunks(detached, both=True).chunks] == ["none", "none"]
-    assert leaf_state().chunks[0].enters == learned_start().chunks[0].enters == "leaf"
-    assert not feed_forward().chunks[0].enters
-    assert [leaf.name for leaf in leaf_state().leaves if not leaf.parameter] == ["leaf (2, 4)"]
+def test_where_a_state_enters_without_earlier_steps_is_known() -> None:
+    assert [chunk.starts for chunk in two_chunks(lambda state: state).chunks] == [True, False]
+    assert [chunk.starts for chunk in two_chunks(detached, both=True).chunks] == [True, True]
+    half = two_chunks(lambda s: (s[0].detach(), s[1]))
+    assert [chunk.starts for chunk in half.chunks] == [True, True]
+    assert leaf_state().chunks[0].starts
+    assert learned_start().chunks[0].starts
+    assert [leaf.name for leaf in leaf_state().leaves if "leaf" in leaf.name] == ["leaf (2, 4)"]
 
 
 @pytest.mark.parametrize(
     "fused", [False, pytest.param(True, marks=needs_kernels)], ids=["torch", "fused"]
 )
 @pytest.mark.parametrize("watched", [False, True], ids=["untraced", "traced"])
-def test_how_a_state_enters_a_layer_is_known(fused: bool, watched: bool) -> None:
+def test_the_state_of_a_layer_is_no_step_unless_a_step_computed_it(
+    fused: bool, watched: bool
+) -> None:
     """By the weights' place among what a node is made of, it would be a leaf always."""
     net, x = (tt.nn if fused else nn).GRU(3, 4, dtype=D), torch.randn(7, 2, 3, dtype=D)
     leaf, weight = (
@@ -359,13 +359,11 @@ def test_how_a_state_enters_a_layer_is_known(fused: bool, watched: bool) -> None
     )
     with tt.trace(net) if watched else contextlib.nullcontext():
         y, state = net(x)
-        enters = [
-            walk(net(x, h)[0].mean()).chunks[0].enters
-            for h in (None, leaf, leaf * weight, state.detach())
-        ]
-        again = walk(y.mean() + net(x, state)[0].mean()).chunks
-    assert [(chunk.steps, chunk.enters) for chunk in again] == [(7, "none"), (7, "graph")]
-    assert enters == ["none", "leaf", "computed", "none"]
+        for h in (None, leaf, leaf * weight, state.detach()):
+            (chunk,) = draw(net(x, h)[0].mean()).chunks
+            assert (chunk.steps, chunk.starts) == (7, True)
+        again = draw(y.mean() + net(x, state)[0].mean()).chunks
+    assert [(chunk.steps, chunk.starts) for chunk in again] == [(7, True), (7, False)]
 
 
 def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
@@ -373,23 +371,23 @@ def test_short_chunks_are_told_apart_by_the_state_that_entered() -> None:
     net = Net()
     _, state = net.chunk(1, net.initial())
     loss, _ = net.chunk(1, state)
-    assert len(walk(loss, net).chunks) == 1
-    graph = walk(loss, net, state=state)
+    assert len(draw(loss, net).chunks) == 1
+    graph = draw(loss, net, state=state)
     assert [chunk.steps for chunk in graph.chunks] == [1, 1]
     assert "state passed" in graph.overdue[0].why
-    assert not walk(net.chunk(1, detached(state))[0], net, state=detached(state)).overdue
+    assert not draw(net.chunk(1, detached(state))[0], net, state=detached(state)).overdue
 
 
 def test_leaves_are_named_by_their_attribute_paths() -> None:
     net = Net()
     loss, _ = net.chunk(4, net.initial())
-    assert [leaf.name for leaf in walk(loss, net).leaves] == [
+    assert {leaf.name for leaf in draw(loss, net).leaves} == {
         name for name, _ in net.named_parameters()
-    ]
-    assert {leaf.name for leaf in walk(loss).leaves} == {
+    }
+    assert {leaf.name for leaf in draw(loss).leaves} == {
         f"weight {tuple(weight.shape)}" for weight in net.parameters()
     }
-    assert {leaf.uses for leaf in walk(loss, net).leaves} == {4}
+    assert {leaf.uses for leaf in draw(loss, net).leaves} == {4}
 
 
 def test_drawing_changes_no_gradient() -> None:
@@ -427,68 +425,89 @@ def test_functions_written_in_python_are_nodes_like_others() -> None:
     for _ in range(8):
         h = Doubled.apply(torch.tanh(h @ weight))
     loss = h.sum()
-    assert walk(loss).nodes == all_nodes(loss)
-    assert [chunk.steps for chunk in walk(loss).chunks] == [8]
+    assert draw(loss).nodes == all_nodes(loss)
+    assert [chunk.steps for chunk in draw(loss).chunks] == [8]
 
 
-def picture(lengths: list[int]) -> str:
+def picture(lengths: list[int]) -> Drawing:
     net = Net()
     loss, state = torch.zeros(()), net.initial()
     for steps in lengths:
         loss, state = net.chunk(steps, state)
-    return draw(loss, net).svg
-
-
-def marks(svg: str, kind: str) -> int:
-    """Arrows of a kind, without the key's."""
-    return svg.count(f'class="{kind}"') - 1
+    return draw(loss, net)
 
 
 def test_every_chunk_and_every_red_edge_is_drawn_once() -> None:
-    svg = picture([5, 5, 5, 5])
-    assert marks(svg, "overdue") == 3
-    assert marks(svg, "joined") == 0
-    assert marks(svg, "cut") == 1
-    assert svg.count('class="chunk"') == 4
-    assert svg.count("should have been cut: ") == 3  # said, not only coloured
+    drawing = picture([5, 5, 5, 5])
+    for text, red, dashed, joined in (
+        (drawing.dot, "color=red,", "style=dashed", "penwidth=2.4"),
+        (drawing.mermaid, " ==x|", " -.-> ", " ==>|"),
+    ):
+        assert text.count(red) == text.count("should have been cut:") == 3  # not only coloured
+        assert text.count(dashed) == 1
+        assert text.count(joined) == 0
+        assert text.count("5 steps, ") == 4
+        assert sum(f"chunk {i}" in text for i in range(1, 9)) == 4
+
+
+def test_k1_and_k2_are_marked() -> None:
+    """k1: the steps of the losses; k2: how far credit flows back from them."""
+    for cut, k2 in (detached, ["12 steps"]), (lambda state: state, ["22 steps"]):
+        for text in (two_chunks(cut).dot, two_chunks(cut).mermaid):
+            assert re.findall(r"k1 \(stride\): (\d+ steps)", text) == ["12 steps"]
+            assert re.findall(r"k2 \(horizon\): (\d+ steps)", text) == k2
+    both = two_chunks(lambda state: state, both=True).dot
+    assert re.findall(r"k\d \(\w+\): (\d+ steps)", both) == ["10 steps", "22 steps", "22 steps"]
+    halves = outputs_joined().dot
+    assert re.findall(r"k2 \(horizon\): (\d+ steps)", halves) == ["9 steps"] * 3
+    assert "k1 (stride): 27 steps" in halves
 
 
 def test_many_chunks_are_folded_and_the_picture_stays_small() -> None:
     some, many = picture([3] * 12), picture([3] * 60)
-    assert some.count('class="chunk"') == many.count('class="chunk"') == 9
-    assert "chunks 5 to 56" in many
-    assert "51 crossings, 51 red" in many
-    assert abs(len(many) - len(some)) < 200
-    assert len(many) < 20_000
+    assert (len(some.chunks), len(many.chunks)) == (12, 60)
+    for few, text in (some.dot, many.dot), (some.mermaid, many.mermaid):
+        assert len(set(re.findall(r"^chunk\d+(?=\W)", text, re.MULTILINE))) == 9
+        assert "chunks 5 to 56" in text
+        assert "156 steps" in text
+        assert text.count("should have been cut") == 8
+        assert abs(len(text) - len(few)) < 200
+        assert len(text) < 4_000
 
 
-def test_the_picture_is_well_formed_and_says_in_words_what_it_shows() -> None:
-    net = Net()
-    drawing = draw(net.chunk(5, net.initial())[0], net)
-    root = ET.fromstring(drawing.svg)
-    assert (root.attrib["role"], root[0].tag, root[1].tag) == ("img", f"{SVG}title", f"{SVG}desc")
-    assert "chunk 1: 5 steps" in (root[1].text or "")
-    rest = drawing.svg.replace('xmlns="http://www.w3.org/2000/svg"', "")
-    assert not re.search(r"https?:|<script|\bsrc=|\bhref=", rest)
-    assert drawing._repr_svg_() == drawing.svg
-    for element in root.iter(f"{SVG}text"):
-        assert 0 <= float(element.attrib["x"]) <= 760
-    ids = re.findall(r'\sid="([^"]*)"', drawing.svg)
-    assert len(ids) == len(set(ids))
+def test_what_a_notebook_shows_is_mermaid_in_markdown() -> None:
+    drawing = one_chunk(5)
+    assert drawing._repr_markdown_() == f"```mermaid\n{drawing.mermaid}```\n"
+    assert drawing.mermaid.startswith("flowchart ")
+    assert "cell.weight_hh\u00a0x\u00a05" in drawing.mermaid
+
+
+def test_dot_is_what_graphviz_accepts() -> None:
+    """Statements between braces, every text quoted and without a line break inside."""
+    lines = picture([5, 5]).dot.splitlines()
+    assert (lines[0], lines[-1]) == ("digraph {", "}")
+    for line in lines[1:-1]:
+        assert re.fullmatch(r'\w+( -> \w+)?( \[(\w+=("[^"]*"|[\w.]+)(, )?)+\])?', line), line
 
 
 def test_names_of_the_user_are_escaped() -> None:
-    net = nn.ModuleDict({"<b>&": nn.GRUCell(2, 2)})
-    svg = draw(net["<b>&"](torch.ones(1, 2)).sum(), net).svg
-    assert "<b>" not in svg
-    assert "&lt;b&gt;&amp;.weight_ih" in svg
+    net = nn.ModuleDict({'<b>&"': nn.GRUCell(2, 2)})
+    drawing = draw(net['<b>&"'](torch.ones(1, 2)).sum(), net)
+    for text in (drawing.dot, drawing.mermaid):
+        assert "<b>" not in text
+        assert "&lt;b&gt;&amp;&quot;.weight_ih" in text
 
 
 def test_a_picture_is_saved_whole(tmp_path: Path) -> None:
     drawing = draw(torch.ones(2, requires_grad=True).sum())
-    assert drawing.save(tmp_path / "graph.svg").read_text(encoding="utf-8") == drawing.svg
-    with pytest.raises(ConfigError, match=r"drawing\.save\('.*graph\.svg'\)"):
-        drawing.save(tmp_path / "graph.png")
+    for name, text in (
+        ("graph.dot", drawing.dot),
+        ("graph.mmd", drawing.mermaid),
+        ("graph.md", drawing._repr_markdown_()),
+    ):
+        assert drawing.save(tmp_path / name).read_text(encoding="utf-8") == text
+    with pytest.raises(ConfigError, match=r"drawing\.save\('.*graph\.dot'\), then dot -Tsvg"):
+        drawing.save(tmp_path / "graph.svg")
 
 
 @pytest.mark.parametrize(
@@ -511,7 +530,7 @@ def test_what_is_deep_is_held_level_by_level() -> None:
     for _ in range(1_500):
         h = h * weight
     loss = h.sum()
-    walk(loss)
+    draw(loss)
     node, depth, held = loss.grad_fn, 0, dict[int, list[Any]]()
     while node is not None and node.name() != "torch::autograd::AccumulateGrad":
         metadata: Any = node.metadata  # torch's stubs call it a method
@@ -531,7 +550,7 @@ def deep(steps):
     for _ in range(steps):
         h = h * weight + weight
     drawing = draw(h.sum())
-    assert drawing.graph.chunks[0].steps >= steps and drawing.graph.nodes >= 2 * steps
+    assert drawing.chunks[0].steps >= steps and drawing.nodes >= 2 * steps
     del h
     print("freed")
 
@@ -561,7 +580,7 @@ def test_a_drawing_prints_its_findings_and_not_its_picture() -> None:
     first, state = net.chunk(4, net.initial())
     first.backward()
     drawing = draw(net.chunk(4, state)[0], net)
-    assert "<svg" not in repr(drawing)
+    assert "digraph" not in repr(drawing)
     assert (
         str(drawing).splitlines()[0].endswith("in 2 chunks, 1 of 1 crossings should have been cut")
     )

@@ -1,9 +1,8 @@
-"""The credit that crosses the edges of chunks: its norms, and what becomes of it if it is clipped.
+"""The credit that crosses from one segment to the one before, and what clipping makes of it.
 
-Shapes: `T` steps, `B` lanes, `E` edges.
+Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,23 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import PolicyData, data_for, exact_updates
+from policy_data import CreditRecorder, PolicyData, credit_norms, data_for, exact_updates
 from quick import examples
 from strategies import Row, Weights, apart, gradients, named, recordings, seeds, some_nets, start
-from throughtime.gradient import _backward
-from throughtime.gradient._backward import VJP
-from throughtime.gradient._segments import Cotangents, Segment
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 
-CLOSE = 1e-6  # norms are float32
+EXACT = 1e-10
 several_leaves = some_nets("tensor-state", "lstm", "hides-two-layers", "namedtuple-state")
 
 
-def norms(leaves: Sequence[Tensor]) -> Tensor:
-    return torch.stack([leaf.flatten(1).square().sum(1) for leaf in leaves]).sum(0).sqrt()
-
-
 def by_hand(
-    net: tt.Carried, data: PolicyData, chunk: int, most: float, *, lanes_together: bool = False
+    net: Carried, data: PolicyData, chunk: int, most: float, *, lanes_together: bool = False
 ) -> tuple[Weights, list[Tensor]]:
     """By hand: each chunk starts from a leaf; its clipped gradient goes to the chunk before."""
     entering, played, state = list[Any](), list[tuple[Tensor, Any]](), start(net, data.x)
@@ -54,7 +48,7 @@ def by_hand(
             for leaf in tt.state.tensors(entering[index])
         ]
         if index:
-            results.append(norms(back))
+            results.append(credit_norms(back))
             lengths = (
                 results[-1].square().sum().sqrt().expand_as(results[-1])
                 if lanes_together
@@ -98,23 +92,15 @@ def test_clipped_gradient_is_that_of_the_loop_written_by_hand(
     )
     expected, crossing = by_hand(net, data, chunk, most)
     net.zero_grad()
-    (update,) = tt.updates(
-        net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=chunk, clip_adjoint=most)
-    )
-    assert apart(gradients(net), expected) < CLOSE
-    assert update.adjoint_stats is not None
-    assert update.adjoint_stats.adjoints.shape == (len(crossing), lanes)
-    for got, want in zip(update.adjoint_stats.adjoints, crossing, strict=True):
-        assert torch.allclose(got.double(), want, rtol=1e-5, atol=1e-9)
-    surely, perhaps = (
-        sum(int((n > most * (1 + sign * 1e-5)).sum()) for n in crossing) for sign in (1, -1)
-    )
-    assert (
-        surely <= update.adjoint_stats.clipped <= perhaps
-    )  # a net that rotates hands on exactly the limit, again and again
+    recorder = CreditRecorder(tt.Exact(chunk=chunk, clip_adjoint=most))
+    exact_updates(net, data, recorder)
+    assert apart(gradients(net), expected) < EXACT
+    assert list(recorder.arriving) == [*reversed(range(chunk, steps, chunk))]
+    for arriving, norms in zip(recorder.arriving.values(), crossing, strict=True):
+        assert torch.allclose(arriving, norms, rtol=1e-9, atol=1e-12)
 
 
-def long_credit(row: Row) -> tuple[tt.Carried, PolicyData]:
+def long_credit(row: Row) -> tuple[Carried, PolicyData]:
     net = row.net()
     data = data_for(net, 29, 3, 4)
     return net, PolicyData(
@@ -126,35 +112,19 @@ def long_credit(row: Row) -> tuple[tt.Carried, PolicyData]:
 
 
 @several_leaves
-def test_no_lane_hands_on_more_than_the_limit(row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
-    crossed = list[Tensor]()
-    whole = _backward.vjp
-
-    def product(
-        segment: Segment,
-        weights: Sequence[Tensor],
-        roots: Any,
-        cotangents: Cotangents | None,
-        **options: Any,
-    ) -> VJP:
-        if cotangents is not None:
-            crossed.append(norms([leaf for leaf in cotangents if leaf is not None]))
-        return whole(segment, weights, roots, cotangents, **options)
-
-    monkeypatch.setattr(_backward, "vjp", product)
+def test_no_lane_hands_on_more_than_the_limit(row: Row) -> None:
     net, data = long_credit(row)
-    (free,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
-    assert free.adjoint_stats is not None
-    limit = free.adjoint_stats.adjoints.median().item()
-    assert torch.stack(crossed).max() > limit * (1 + CLOSE)
-    crossed.clear()
-    (update,) = tt.updates(
-        net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, clip_adjoint=limit)
-    )
-    assert len(crossed) == 7
-    assert torch.stack(crossed).max() <= limit * (1 + CLOSE)
-    assert update.adjoint_stats is not None
-    assert 0 < update.adjoint_stats.clipped < 7 * 3
+    free = CreditRecorder(tt.Exact(chunk=4))
+    exact_updates(net, data, free)
+    norms = torch.stack([*free.leaving.values()])
+    assert torch.equal(norms, torch.stack([*free.arriving.values()]))
+    limit = norms.median().item()
+    clipped = CreditRecorder(tt.Exact(chunk=4, clip_adjoint=limit))
+    exact_updates(net, data, clipped)
+    assert len(clipped.leaving) == 7
+    assert norms.max() > 1.1 * limit >= torch.stack([*clipped.leaving.values()]).max()
+    arriving = torch.stack([*clipped.arriving.values()])
+    assert 0 < (arriving > limit * (1 + EXACT)).sum() < 7 * 3
 
 
 @several_leaves
@@ -166,11 +136,9 @@ def test_lanes_are_clipped_apart(row: Row) -> None:
     net.zero_grad()
     together, _ = by_hand(net, data, 4, limit, lanes_together=True)
     net.zero_grad()
-    list(
-        tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, clip_adjoint=limit))
-    )
-    assert apart(gradients(net), expected) < CLOSE
-    assert apart(gradients(net), together) > 100 * CLOSE
+    exact_updates(net, data, tt.Exact(chunk=4, clip_adjoint=limit))
+    assert apart(gradients(net), expected) < EXACT
+    assert apart(gradients(net), together) > 1e-4
 
 
 @several_leaves
@@ -188,12 +156,12 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
         torch.stack(losses).sum(), [leaf for edge in inner for leaf in edge]
     )
     width = len(inner[0])
-    expected = [norms(results[i * width : (i + 1) * width]) for i in reversed(range(len(inner)))]
-    (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4))
-    assert update.adjoint_stats is not None
-    assert (update.adjoint_stats.chunk, update.adjoint_stats.clipped) == (4, 0)
-    assert torch.allclose(update.adjoint_stats.adjoints.double(), torch.stack(expected), rtol=1e-5)
-    assert expected[0].max() > 1e-3
+    recorder = CreditRecorder(tt.Exact(chunk=4))
+    exact_updates(net, data, recorder)
+    assert list(recorder.arriving) == [28, 24, 20, 16, 12, 8, 4]
+    for i, norms in enumerate(reversed(recorder.arriving.values())):
+        assert torch.allclose(norms, credit_norms(results[i * width : (i + 1) * width]), rtol=1e-9)
+        assert norms.max() > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -202,54 +170,44 @@ def test_norms_are_those_of_plain_autograd(row: Row) -> None:
     ids=repr,
 )
 @some_nets("hides-layer", "learnt-start")
-def test_every_edge_between_chunks_has_a_row_of_norms_and_no_other_place_has(
-    row: Row, policy: tt.Exact
-) -> None:
-    """What reaches the start of a stretch goes no further: it crosses nothing."""
+def test_credit_crosses_between_segments_and_nowhere_else(row: Row, policy: tt.Exact) -> None:
+    """The credit of the state that enters a window goes no further."""
     stream = tt.Stream(recordings([40] if policy.cut_every else [20, 20]), 1, 5, seed=None)
-    shapes = list[tuple[int, ...]]()
-    for update in tt.updates(row.net(), stream, nn.MSELoss(), gradient=policy):
-        assert update.adjoint_stats is not None
-        shapes.append(tuple(update.adjoint_stats.adjoints.shape))
-        assert update.adjoint_stats.clipped == (3 if policy.clip_adjoint else 0)
-    assert shapes == [(3, 1), (3, 1)]
+    recorder, steps = CreditRecorder(policy), list[list[int]]()
+    for _ in tt.updates(row.net(), stream, nn.MSELoss(), gradient=recorder):
+        steps.append([*recorder.arriving])
+        recorder.arriving.clear()
+    assert steps == [[15, 10, 5], [35, 30, 25]]
+
+
+def crossing(resets: Tensor | None, mask: Tensor | None) -> dict[int, list[bool]]:
+    """Which lanes hand credit back at each step between two segments of 5 steps."""
+    data, recorder = PolicyData.draw(20, 2, 0), CreditRecorder(tt.Exact(chunk=5))
+    chunk = Chunk.from_tensors(data.x, data.targets, resets=resets, mask=mask)
+    list(tt.updates(named("hides-layer").net(), [chunk], nn.MSELoss(), gradient=recorder))
+    return {step: (norms > 0).tolist() for step, norms in recorder.arriving.items()}
 
 
 def test_where_a_lane_resets_no_credit_crosses() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
-    resets = torch.zeros_like(data.resets)
+    resets = torch.zeros(20, 2, dtype=torch.bool)
     resets[10, 1] = True
-    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=resets)
-    (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    assert update.adjoint_stats is not None
-    assert (update.adjoint_stats.adjoints > 0).tolist() == [
-        [True, True],
-        [True, False],
-        [True, True],
-    ]
+    assert crossing(resets, None) == {15: [True, True], 10: [True, False], 5: [True, True]}
 
 
-def test_steps_without_loss_at_the_end_hand_no_credit_back_and_keep_their_rows() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
-    mask = data.mask.clone()
-    mask[8:] = False
-    chunk = tt.Chunk.from_tensors(data.x, data.targets, mask=mask)
-    (update,) = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    assert update.adjoint_stats is not None
-    assert (update.adjoint_stats.adjoints > 0).tolist() == [
-        [False, False],
-        [False, False],
-        [True, True],
-    ]
+def test_steps_without_loss_at_the_end_hand_no_credit_back() -> None:
+    mask = torch.arange(20).unsqueeze(1).expand(20, 2) < 8
+    assert crossing(None, mask) == {5: [True, True]}
 
 
 def test_clipping_under_a_scaler_is_that_without_one() -> None:
     data, policy = PolicyData.draw(23, 2, 0), tt.Exact(chunk=4, clip_adjoint=0.005)
     usual, scaled = named("hides-layer").net(), named("hides-layer").net()
-    (update,) = exact_updates(usual, data, policy)
-    exact_updates(scaled, data, policy, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**7))
-    assert update.adjoint_stats is not None
-    assert update.adjoint_stats.clipped
-    assert (
-        apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < 1e-7
-    )
+    plain, recorder = CreditRecorder(policy), CreditRecorder(policy)
+    exact_updates(usual, data, plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    exact_updates(scaled, data, recorder, scaler=scaler)
+    for step, norms in plain.arriving.items():
+        assert torch.allclose(recorder.arriving[step], norms, rtol=1e-9)
+    assert any((norms > 0.005).any() for norms in plain.arriving.values())
+    grads = {name: g / 2.0**7 for name, g in gradients(scaled).items()}
+    assert apart(grads, gradients(usual)) < EXACT

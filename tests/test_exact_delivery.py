@@ -3,9 +3,8 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-import contextlib
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -33,10 +32,12 @@ from strategies import (
     start,
     weights,
 )
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
-from throughtime.gradient import Policy, _backward, _retained, rtrl
-from throughtime.gradient._backward import GradientAccumulator
+from throughtime.gradient import Policy, executor
 from throughtime.gradient.objective import trainable_weights
+from throughtime.gradient.segment import Replay
 
 EXACT = 1e-10
 
@@ -76,7 +77,7 @@ def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
 
 
 def each_update(
-    net: tt.Carried, loss_fn: nn.Module, data: PolicyData, policy: Policy
+    net: Carried, loss_fn: nn.Module, data: PolicyData, policy: Policy
 ) -> list[tuple[int, Weights]]:
     """Where each update ends, and its gradient to the weights of net and loss."""
     torch.manual_seed(3)  # where the randomized one cuts
@@ -109,15 +110,22 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
         assert apart(got, {name: g / 2 for name, g in whole.items()}) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("exact", _backward), ("retained", _backward), ("retained", _retained), ("rtrl", rtrl)],
-)
-def test_hooks_that_are_not_held_are_called_for_every_piece(
-    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+in_segments = pytest.mark.parametrize("name", ["exact", "segments", "randomized"])
+
+
+@in_segments
+def test_hooks_that_are_not_suspended_are_called_for_every_segment(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant."""
-    monkeypatch.setattr(module, "suspended_hooks", lambda _: contextlib.nullcontext())
+
+    def gradients(
+        _: Replay, roots: Sequence[tuple[Tensor, Tensor]], sources: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        tensors, cotangents = zip(*roots, strict=True)
+        return torch.autograd.grad(tensors, sources, cotangents, allow_unused=True)
+
+    monkeypatch.setattr(Replay, "gradients", gradients)
     net, loss_fn, calls = named("hides-layer").net(), Tempered(), list[Tensor]()
     for p in (*net.parameters(), *loss_fn.parameters()):
         p.register_hook(calls.append)
@@ -171,7 +179,7 @@ def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
 
 
 def blamed_on_the_loss(
-    net: tt.Carried, loss_fn: nn.Module, data: PolicyData, ends: list[int]
+    net: Carried, loss_fn: nn.Module, data: PolicyData, ends: list[int]
 ) -> list[Tensor]:
     """Plain autograd: the gradient of the loss's own weight, for the steps up to each end."""
     y, _ = net(data.x, start(net, data.x), data.resets)
@@ -183,59 +191,45 @@ def blamed_on_the_loss(
     return results
 
 
+def loss_weight_error(policy: Policy) -> float:
+    """How far the gradients of the loss's own weight are from plain autograd."""
+    net, loss_fn = named("hides-layer").net(), Tempered()
+    data, errors = PolicyData.draw(30, 2, 0, masked=0.3), list[float]()
+    updates = each_update(net, loss_fn, data, policy)
+    ends = [end for end, _ in updates]
+    expected = blamed_on_the_loss(net, loss_fn, data, ends)
+    assert len(updates) > 1 or policy is POLICIES["exact"]
+    for (begin, end), (_, grads), want in zip(pairwise([0, *ends]), updates, expected, strict=True):
+        assert want.abs() > 1e-3
+        share = int(data.mask[begin:end].sum()) / (10 * 2)
+        weight = share if isinstance(policy, tt.Randomized) else 1.0
+        errors.append((grads["temperature"] - weight * want).abs().item())
+    return max(errors)
+
+
 @every_policy
 def test_weights_of_the_loss_get_the_gradient_of_plain_autograd(policy: Policy) -> None:
-    net, loss_fn, data = (
-        named("hides-layer").net(),
-        Tempered(),
-        PolicyData.draw(30, 2, 0, masked=0.3),
-    )
-    updates = each_update(net, loss_fn, data, policy)
-    expected = blamed_on_the_loss(net, loss_fn, data, [end for end, _ in updates])
-    assert len(updates) > 1 or policy is POLICIES["exact"]
-    for (begin, end), (_, got), want in zip(
-        pairwise([0, *(end for end, _ in updates)]), updates, expected, strict=True
-    ):
-        weight = (
-            int(data.mask[begin:end].sum()) / (10 * 2) if isinstance(policy, tt.Randomized) else 1.0
-        )
-        assert (got["temperature"] - weight * want).abs() < EXACT
-        assert want.abs() > 1e-3
+    assert loss_weight_error(policy) < EXACT
 
 
-@pytest.mark.parametrize(
-    ("name", "module"),
-    [("exact", _backward), ("randomized", _backward), ("retained", _retained), ("rtrl", rtrl)],
-)
-def test_loss_whose_weights_nobody_asks_for_gets_none(
-    name: str, module: Any, monkeypatch: pytest.MonkeyPatch
+@in_segments
+def test_weights_of_the_loss_that_no_segment_returns_a_gradient_for_lose_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant."""
-    monkeypatch.setattr(module, "trainable_weights", lambda net, _: trainable_weights(net))
-    loss_fn = Tempered()
-    list(
-        tt.updates(
-            named("hides-layer").net(),
-            [PolicyData.draw(30, 2, 0).chunk],
-            loss_fn,
-            gradient=POLICIES[name],
-        )
-    )
-    assert loss_fn.temperature.grad is None
+    monkeypatch.setattr(executor, "trainable_weights", lambda net, _: trainable_weights(net))
+    assert loss_weight_error(POLICIES[name]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["exact", "retained", "randomized", "rtrl"])
+@in_segments
 def test_weights_of_a_loss_inside_a_function_get_their_gradient_or_are_refused(name: str) -> None:
-    """As under `Truncated` with overlapping windows, whose backward pass is autograd's own."""
+    """As under `Truncated`, whose backward pass is autograd's own."""
     net, loss_fn, data = named("hides-layer").net(), Tempered(), PolicyData.draw(30, 2, 0)
-    for policy in (POLICIES["truncated"], POLICIES[name]):
-        loss_fn.zero_grad()
-        try:
-            user_loss = lambda y, t: loss_fn(y, t)  # noqa: E731, PLW0108  # as users do
-            list(tt.updates(net, [data.chunk], user_loss, gradient=policy))
-        except ModelError:
-            return
-        assert loss_fn.temperature.grad is not None
+    user_loss = lambda y, t: loss_fn(y, t)  # noqa: E731, PLW0108  # as users do
+    list(tt.updates(net, [data.chunk], user_loss, gradient=POLICIES["truncated"]))
+    assert loss_fn.temperature.grad is not None
+    with pytest.raises(ModelError, match=r"weights of its own inside.*Give the module itself"):
+        list(tt.updates(net, [data.chunk], user_loss, gradient=POLICIES[name]))
 
 
 class Decayed(nn.Module):
@@ -251,14 +245,8 @@ class Decayed(nn.Module):
 
 @pytest.mark.parametrize(
     "policy",
-    [
-        tt.Exact(chunk=4),
-        tt.Truncated(30),
-        tt.Truncated(30, 31),
-        tt.Truncated(30, 31, graphs="retain"),
-        tt.RTRL(30),
-    ],
-    ids=["exact", "truncated", "overlapping", "retained", "rtrl"],
+    [tt.Exact(chunk=4), tt.Truncated(30), tt.Truncated(30, 31)],
+    ids=["exact", "truncated", "overlapping"],
 )
 def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0, masked=0.3)
@@ -275,7 +263,6 @@ def test_weights_gathered_are_named_as_the_user_knows_them() -> None:
         *(name for name, _ in net.module.named_parameters()),
         "loss_fn.temperature",
     ]
-    assert list(GradientAccumulator(results).names) == list(results)
     assert [id(p) for p in results.values()] == [
         id(p) for p in (*net.parameters(), loss_fn.temperature)
     ]
@@ -312,7 +299,7 @@ def test_sparse_gradients_stay_sparse_and_equal_dense_ones() -> None:
         list(
             tt.updates(
                 net,
-                [tt.Chunk.from_tensors(tokens, targets)],
+                [Chunk.from_tensors(tokens, targets)],
                 nn.MSELoss(),
                 gradient=tt.Exact(chunk=4),
             )
@@ -326,10 +313,10 @@ def test_sparse_gradients_stay_sparse_and_equal_dense_ones() -> None:
 
 
 def test_weights_inside_a_function_are_found_where_the_last_steps_do_not_count() -> None:
-    """The mutant looks at the last piece only, which has no loss."""
+    """The mutant looks at the last segment only, which has no loss."""
     net, loss_fn, data = named("hides-layer").net(), Tempered(), PolicyData.draw(30, 2, 0)
     mask = torch.arange(30).unsqueeze(1).expand(30, 2) < 15
-    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
+    chunk = Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     user_loss = lambda y, t: loss_fn(y, t)  # noqa: E731, PLW0108  # as users do
     with pytest.raises(ModelError, match="weights of its own inside"):
         list(tt.updates(net, [chunk], user_loss, gradient=tt.Exact(chunk=10)))

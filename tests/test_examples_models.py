@@ -30,6 +30,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
 
 import throughtime as tt
 from strategies import HidesLayer, lawless, recordings, weights
+from throughtime.carry import Carried
 from throughtime.errors import LawError
 
 FOLDER = Path(__file__).parent.parent / "examples" / "models"
@@ -49,7 +50,7 @@ class Example:
     def names(self) -> dict[str, Any]:
         return runpy.run_path(str(FOLDER / f"{self.name}.py"))
 
-    def net(self) -> tt.Carried:
+    def net(self) -> Carried:
         torch.manual_seed(5)
         made = self.names()[self.module]
         return tt.carry(made(2, 4) if self.name == "min_gru" else made()).double()
@@ -405,10 +406,6 @@ PAIRS = {
         Trial(2, tt.Truncated(stride=5, horizon=20), 3e-2),
     ),
     "exact": (Trial(1, tt.Exact(chunk=9), 1e-2), Trial(2, tt.Exact(), 3e-2)),
-    "retained": (
-        Trial(1, tt.Truncated(10, 20, graphs="retain"), 1e-2),
-        Trial(2, tt.Truncated(10, 20, graphs="auto"), 3e-2),
-    ),
     "adaptive": (
         Trial(1, tt.Adaptive(tolerance=0.1, min=5, max=20), 1e-2),
         Trial(2, tt.Truncated(stride=10), 3e-2),

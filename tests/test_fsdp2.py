@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 import throughtime as tt
 from processes import LOOPBACK, Work, in_processes, torchrun
 from strategies import apart, recordings
+from throughtime.carry import Carried
 from throughtime.errors import ModelError
-from throughtime.gradient.policy import Policy
+from throughtime.gradient import Policy
 
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
 LANES, COUNT = 2, 50
@@ -32,22 +33,20 @@ LOSS = nn.MSELoss()
 POLICIES: dict[str, Callable[[], Policy]] = {
     "stride": lambda: tt.Truncated(7),
     "horizon": lambda: tt.Truncated(7, 15),
-    "retained": lambda: tt.Truncated(7, 15, graphs="retain"),
     "exact": lambda: tt.Exact(cut_every=20, chunk=7),
     "randomized": lambda: tt.Randomized(20),
     "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=2),
-    "rtrl": lambda: tt.RTRL(10),
 }
 FEW = ("exact",)  # tested every time
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp2.py"
 
 
-def plain() -> tt.Carried:
+def plain() -> Carried:
     torch.manual_seed(3)
     return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
 
 
-def sharded(*, parts: bool = False, **options: Any) -> tt.Carried:
+def sharded(*, parts: bool = False, **options: Any) -> Carried:
     """The net spread over all ranks, as a whole or the layer and the rest apart."""
     net, mesh = plain(), init_device_mesh("cpu", (distributed.get_world_size(),))
     if parts:
@@ -65,7 +64,7 @@ def whole(net: nn.Module) -> dict[str, Tensor]:
 
 
 def trained(
-    net: tt.Carried,
+    net: Carried,
     lanes: int,
     policy: Policy,
     accumulate: int = 1,
@@ -105,7 +104,7 @@ def gaps() -> list[dict[str, Any]]:
     return result
 
 
-def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
+def by_hand(net: Carried, lanes: int) -> dict[str, Tensor]:
     """Mean losses of chunks and their backward passes, as people write it for FSDP."""
     stream, optimizer = (
         tt.Stream(gaps(), lanes, 7, seed=None),
@@ -123,7 +122,7 @@ def by_hand(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
     return whole(net)
 
 
-def by_updates(net: tt.Carried, lanes: int) -> dict[str, Tensor]:
+def by_updates(net: Carried, lanes: int) -> dict[str, Tensor]:
     stream, optimizer = (
         tt.Stream(gaps(), lanes, 7, seed=None),
         torch.optim.SGD(net.parameters(), 0.1),

@@ -36,6 +36,7 @@ from strategies import (
     start,
     states_apart,
 )
+from throughtime.carry import Carried
 from throughtime.errors import DataError
 from throughtime.nn.layers import Recurrent
 from throughtime.testing import check_carry
@@ -96,11 +97,11 @@ SPLIT = {row.name for row in NETS if "cell" in row.name or "state" in row.name} 
 WHOLE = {row.name for row in FUSED} - SPLIT - {"sequential", "sequential-of-user-modules"}
 
 
-def fused(row: Row) -> tt.Carried:
+def fused(row: Row) -> Carried:
     return tt.carry(row.module(), batch_first=row.batch_first, fused=True)
 
 
-def everything(net: tt.Carried, x: Tensor, resets: Tensor) -> tuple[Tensor, Any, dict[str, Tensor]]:
+def everything(net: Carried, x: Tensor, resets: Tensor) -> tuple[Tensor, Any, dict[str, Tensor]]:
     """Outputs, state and gradients of a loss on all of them, over chunks of uneven lengths."""
     net.zero_grad()
     y, state = in_chunks(net, x, (7, 1, 13), resets=resets)
@@ -318,10 +319,8 @@ def test_resets_of_another_shape_are_refused() -> None:
 POLICIES: dict[str, Callable[[], Any]] = {
     "truncated": lambda: tt.Truncated(stride=7),
     "overlapping": lambda: tt.Truncated(stride=5, horizon=13),
-    "retained": lambda: tt.Truncated(stride=5, horizon=13, graphs="retain"),
     "exact": lambda: tt.Exact(chunk=6),
     "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=4, max=16),
-    "rtrl": lambda: tt.RTRL(stride=6),
 }
 
 

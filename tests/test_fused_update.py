@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import RunError
-from throughtime.gradient import _fused, truncated
+from throughtime.gradient import _fused, executor
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.library import library
 
@@ -56,12 +57,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def by_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truncated, "try_fused", lambda *_: None)
+    monkeypatch.setattr(executor, "try_fused", lambda *_: None)
 
 
 def make(
     kind: str, dtype: torch.dtype = torch.float64, classes: int = 4, width: int = 9
-) -> tt.Carried:
+) -> Carried:
     torch.manual_seed(3)
     layer = LAYERS[kind](5, width, dtype=dtype)
     out = getattr(layer, "proj_size", 0) or width
@@ -82,7 +83,7 @@ def recordings(dtype: torch.dtype, classes: int, *, regress: bool) -> list[dict[
 
 
 def epoch(
-    net: tt.Carried,
+    net: Carried,
     loss_fn: nn.Module,
     gradient: Any,
     *,
@@ -152,7 +153,7 @@ def test_one_call_in_single_precision(
 def test_modules_without_weights_may_prepare_the_inputs(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def net() -> tt.Carried:
+    def net() -> Carried:
         torch.manual_seed(3)
         return tt.carry(
             nn.Sequential(
@@ -228,41 +229,41 @@ def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(found, epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-4)
 
 
-def hooked(net: tt.Carried) -> None:
+def hooked(net: Carried) -> None:
     net.module.register_forward_hook(lambda *_: None)
 
 
-def hooked_below(net: tt.Carried) -> None:
+def hooked_below(net: Carried) -> None:
     next(net.module.children()).register_forward_pre_hook(lambda *_: None)
 
 
-def hooked_weight(net: tt.Carried) -> None:
+def hooked_weight(net: Carried) -> None:
     next(net.parameters()).register_hook(lambda gradient: gradient * 2)
 
 
-def hooked_after(net: tt.Carried) -> None:
+def hooked_after(net: Carried) -> None:
     next(net.parameters()).register_post_accumulate_grad_hook(lambda _: None)
 
 
-def frozen(net: tt.Carried) -> None:
+def frozen(net: Carried) -> None:
     next(net.parameters()).requires_grad_(False)
 
 
-def wrapped(net: tt.Carried) -> None:
+def wrapped(net: Carried) -> None:
     readout = list(net.module.children())[-1]
     plain = readout.forward
     readout.forward = lambda x: plain(x) * 2
 
 
-def weight_normed(net: tt.Carried) -> None:
+def weight_normed(net: Carried) -> None:
     nn.utils.parametrizations.weight_norm(list(net.module.children())[-1])
 
 
-def hooked_outside(net: tt.Carried) -> None:
+def hooked_outside(net: Carried) -> None:
     net.register_forward_hook(lambda *given: (given[2][0] * 2, given[2][1]))
 
 
-def replaced_outside(net: tt.Carried) -> None:
+def replaced_outside(net: Carried) -> None:
     plain = net.forward
 
     def doubled(x: Tensor, state: Any = None, resets: Tensor | None = None) -> tuple[Tensor, Any]:
@@ -272,7 +273,7 @@ def replaced_outside(net: tt.Carried) -> None:
     net.forward = doubled
 
 
-def tied(net: tt.Carried) -> None:
+def tied(net: Carried) -> None:
     layer = next(net.module.children())
     layer.bias_hh_l0 = layer.bias_ih_l0
 
@@ -283,7 +284,7 @@ class Doubled(tt.nn.LSTM):
         return 2 * y, after
 
 
-def subclassed(net: tt.Carried) -> None:
+def subclassed(net: Carried) -> None:
     next(net.module.children()).__class__ = Doubled
 
 
@@ -304,7 +305,7 @@ def subclassed(net: tt.Carried) -> None:
     ],
 )
 def test_a_net_that_is_more_than_it_seems_is_run_with_a_graph(
-    change: Callable[[tt.Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nets = make("lstm"), make("lstm")
     for net in nets:
@@ -423,7 +424,7 @@ def test_an_upper_layer_that_overflows_alone_is_named(calls: list[int]) -> None:
 def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another type, other parameters in their places, a copy."""
 
-    def course(net: tt.Carried) -> list[Seen]:
+    def course(net: Carried) -> list[Seen]:
         first = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
         copy = deepcopy(net)
         second = epoch(copy, nn.CrossEntropyLoss(), tt.Truncated(12))
@@ -445,26 +446,26 @@ def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.Mon
         assert_same(one, other, tolerance)
 
 
-def moved(net: tt.Carried) -> None:
+def moved(net: Carried) -> None:
     for weight in net.parameters():
         weight.data = weight.detach().clone()
 
 
-def moved_gradients(net: tt.Carried) -> None:
+def moved_gradients(net: Carried) -> None:
     for weight in net.parameters():
         weight.grad = torch.as_tensor(weight.grad).clone()
 
 
-def some_gradients(net: tt.Carried) -> None:
+def some_gradients(net: Carried) -> None:
     next(net.parameters()).grad = None
 
 
-def strided(net: tt.Carried) -> None:
+def strided(net: Carried) -> None:
     weight = torch.as_tensor(next(net.module.children()).weight_hh_l0)
     weight.data = weight.detach().t().contiguous().t()
 
 
-def strided_gradient(net: tt.Carried) -> None:
+def strided_gradient(net: Carried) -> None:
     weight = torch.as_tensor(next(net.module.children()).weight_hh_l0)
     weight.grad = torch.as_tensor(weight.grad).t().contiguous().t()
 
@@ -476,7 +477,7 @@ def strided_gradient(net: tt.Carried) -> None:
     "change", [moved, moved_gradients, some_gradients, strided, strided_gradient]
 )
 def test_weights_and_gradients_may_move_between_updates(
-    change: Callable[[tt.Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
+    change: Callable[[Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def course() -> list[Tensor]:
         net = make("lstm")

@@ -20,8 +20,7 @@ import throughtime as tt
 from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
-from throughtime.carry.structure import TensorCall
-from throughtime.gradient import _parts
+from throughtime.carry import Carried
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
@@ -166,7 +165,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def make(name: Callable[[], nn.Module]) -> tt.Carried:
+def make(name: Callable[[], nn.Module]) -> Carried:
     torch.manual_seed(3)
     return tt.carry(name().double())
 
@@ -190,24 +189,6 @@ def test_a_class_is_updated_in_one_call_as_by_the_graph(
     assert len(calls) == len(result.losses)
     by_graph(monkeypatch)
     assert_same(result, epoch(make(NETS[net]), loss_fn, policy, zero=zero), 1e-12)
-
-
-def test_log_probabilities_with_their_loss_are_cross_entropy(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = tt.Truncated(7, horizon=20)
-    result = epoch(make(LogProbabilities), nn.NLLLoss(), policy)
-    assert len(calls) == len(result.losses)
-    by_graph(monkeypatch)
-    assert_same(result, epoch(make(LogProbabilities), nn.NLLLoss(), policy), 1e-12)
-
-
-@pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["ce", "mse"])
-def test_log_probabilities_with_another_loss_are_run_with_a_graph(
-    loss_fn: nn.Module, calls: list[int]
-) -> None:
-    epoch(make(LogProbabilities), loss_fn, tt.Truncated(12))
-    assert not calls
 
 
 class CountsCalls(Net):
@@ -562,7 +543,7 @@ def test_a_learned_start_is_not_taken_for_zeros(
 def test_hooks_of_a_net_run_as_often_as_with_a_graph(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def runs(net: tt.Carried) -> int:
+    def runs(net: Carried) -> int:
         seen: list[int] = []
         handle = net.module.register_forward_hook(lambda *_: seen.append(1))
         epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
@@ -732,34 +713,15 @@ def test_outputs_of_a_net_that_ends_with_its_layers_are_not_overwritten(tails: l
     assert not torch.equal(updates[0].outputs, updates[1].outputs)
 
 
-LINEAR = nn.Linear(HIDDEN, CLASSES)
-
-
-@pytest.mark.parametrize(
-    ("tail", "log_probabilities"),
-    [
-        ([TensorCall(LINEAR)], False),
-        ([TensorCall(LINEAR), TensorCall(functional.log_softmax, (), {"dim": 2})], True),
-        ([TensorCall(LINEAR), TensorCall(nn.LogSoftmax(-1))], True),
-        ([TensorCall(LINEAR), TensorCall("view", (-1, CLASSES))], False),
-        (
-            [TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("log_softmax", (1,))],
-            True,
-        ),
-        ([TensorCall(LINEAR), TensorCall(functional.log_softmax, (), {"dim": 1})], None),
-        ([TensorCall(LINEAR), TensorCall("view", (-1, 2))], None),
-        ([TensorCall(LINEAR), TensorCall("flatten", (0, 1)), TensorCall("softmax", (1,))], None),
-        ([TensorCall(LINEAR), TensorCall(torch.tanh)], None),
-        ([TensorCall(LINEAR), TensorCall(LINEAR)], None),
-        ([TensorCall(torch.tanh), TensorCall(LINEAR)], None),
-        ([], None),
-    ],
-)
-def test_only_a_linear_readout_and_its_log_softmax_are_the_kernels(
-    tail: list[TensorCall], log_probabilities: bool | None
+@pytest.mark.parametrize("loss_fn", [nn.NLLLoss(), nn.MSELoss()], ids=["nll", "mse"])
+def test_log_probabilities_are_a_tail(
+    loss_fn: nn.Module, tails: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = (None, False) if log_probabilities is None else (LINEAR, log_probabilities)
-    assert _parts._readout(tail) == expected
+    policy = tt.Truncated(7, horizon=20)
+    result = epoch(make(LogProbabilities), loss_fn, policy)
+    assert len(tails) == len(result.losses)
+    by_graph(monkeypatch)
+    assert_same(result, epoch(make(LogProbabilities), loss_fn, policy), 1e-12)
 
 
 class Tied(Net):

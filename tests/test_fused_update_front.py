@@ -15,6 +15,7 @@ import throughtime as tt
 from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import Seen, assert_same, by_graph, calls
+from throughtime.carry import Carried
 from throughtime.errors import ModelError, RunError
 from throughtime.kernels import recurrent as kernel
 
@@ -87,7 +88,7 @@ FRONTS: dict[str, Callable[[], list[nn.Module]]] = {
 }
 
 
-def make(front: Callable[[], list[nn.Module]], *, tied: bool = False) -> tt.Carried:
+def make(front: Callable[[], list[nn.Module]], *, tied: bool = False) -> Carried:
     torch.manual_seed(3)
     layers = [tt.nn.LSTM(WIDTH, 9), tt.nn.GRU(9, WIDTH)]
     net = nn.Sequential(*front(), *layers, nn.Linear(WIDTH, WORDS if tied else CLASSES)).double()
@@ -98,7 +99,7 @@ def make(front: Callable[[], list[nn.Module]], *, tied: bool = False) -> tt.Carr
     return lawless(carried, torch.randint(WORDS, (5, 3))) if is_batch else carried
 
 
-def epoch(net: tt.Carried, gradient: Any, *, zero: bool = True) -> Seen:
+def epoch(net: Carried, gradient: Any, *, zero: bool = True) -> Seen:
     torch.manual_seed(4)
     data = [
         {"inputs": torch.randint(WORDS, (n,)), "targets": torch.randint(CLASSES, (n,))}
@@ -237,7 +238,7 @@ def shrink(readout: nn.Linear) -> None:
     readout.weight.data = readout.weight.data[:, : WIDTH - 1]
 
 
-def meddled(does: Callable[[nn.Linear], object]) -> tuple[tt.Carried, Meddler]:
+def meddled(does: Callable[[nn.Linear], object]) -> tuple[Carried, Meddler]:
     net = make(lambda: [Meddler(does)])
     meddler, *_, readout = net.module.children()
     assert isinstance(meddler, Meddler)

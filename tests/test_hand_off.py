@@ -18,15 +18,16 @@ import throughtime as tt
 from quick import examples
 from strategies import apart, draw_lanes, gradients, named, recordings, seeds, some_nets, start
 from throughtime import state as trees
+from throughtime.carry import Carried
 from throughtime.distributed import Ranks
-from throughtime.gradient.policy import Policy
+from throughtime.gradient import Policy
 from throughtime.stream import lanes as lanes_module
 
 REMEMBERING = some_nets("tensor-state", "hides-layer", "learnt-start", "hides-cell", "dict-state")
 Played = dict[tuple[int, int], Tensor]  # outputs by recording and first step of a part
 
 
-def play(net: tt.Carried, stream: tt.Stream, stride: int = 7) -> Played:
+def play(net: Carried, stream: tt.Stream, stride: int = 7) -> Played:
     """The outputs of an epoch at fixed weights, part by part."""
     rows: dict[tuple[int, int], list[Tensor]] = {}
     at: dict[int, tuple[int, int]] = {}
@@ -40,16 +41,14 @@ def play(net: tt.Carried, stream: tt.Stream, stride: int = 7) -> Played:
     return {part: torch.cat(outputs) for part, outputs in rows.items()}
 
 
-def unbroken(net: tt.Carried, source: dict[str, Any]) -> Tensor:
+def unbroken(net: Carried, source: dict[str, Any]) -> Tensor:
     """The outputs of the whole recording, run at once."""
     x = torch.from_numpy(source["inputs"]).unsqueeze(1)
     with torch.no_grad():
         return net(x, start(net, x))[0][:, 0]
 
 
-def by_hand(
-    net: tt.Carried, source: dict[str, Any], length: int, epochs: int
-) -> list[list[Tensor]]:
+def by_hand(net: Carried, source: dict[str, Any], length: int, epochs: int) -> list[list[Tensor]]:
     """Outputs by epoch and part: each part starts where the one before ended an epoch ago."""
     parts = torch.from_numpy(source["inputs"]).unsqueeze(1).split(length)
     ends: list[Any] = [start(net, parts[0])] * len(parts)
@@ -66,7 +65,7 @@ def by_hand(
     return epoch_outputs
 
 
-def check_hand_off(net: tt.Carried, lengths: list[int], lanes: int, epochs: int) -> None:
+def check_hand_off(net: Carried, lengths: list[int], lanes: int, epochs: int) -> None:
     """Every epoch as by hand.
 
     And as many epochs as a recording has parts give the outputs of one unbroken run.
@@ -136,11 +135,9 @@ def test_check_of_hand_off_fails_on_mutants(
 
 POLICIES: dict[str, Policy] = {
     "horizon": tt.Truncated(6, 15),
-    "retained": tt.Truncated(6, 15, graphs="retain"),
     "exact": tt.Exact(chunk=10),
     "segment": tt.Exact(cut_every=9, chunk=4),
     "randomized": tt.Randomized(8),
-    "rtrl": tt.RTRL(5),
 }
 
 

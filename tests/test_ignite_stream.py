@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
 from test_ignite import same, weights
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError
 from throughtime.integrations.ignite import (
     Loader,
@@ -49,7 +50,7 @@ def stream(**options: Any) -> tt.Stream:
     return tt.Stream(recordings(), **settings)
 
 
-def net_of(kind: str = "gru", seed: int = 0) -> tt.Carried:
+def net_of(kind: str = "gru", seed: int = 0) -> Carried:
     torch.manual_seed(seed)
     layer = nn.LSTM(3, 6) if kind == "lstm" else nn.GRU(3, 6)
     rest = [nn.Dropout(0.3)] if kind == "dropout" else []
@@ -64,16 +65,15 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "truncated": lambda: tt.Truncated(stride=10),
     "odd-stride": lambda: tt.Truncated(stride=7),
     "horizon": lambda: tt.Truncated(stride=10, horizon=25),
-    "exact": lambda: tt.Exact(memory="1MB", cut_every=40),
+    "exact": lambda: tt.Exact(chunk=9, cut_every=40),
     "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=5, max=20),
     "randomized": lambda: tt.Randomized(mean_horizon=8),
-    "online": lambda: tt.RTRL(stride=15),
 }
 EVERY = pytest.mark.parametrize("policy", list(POLICIES))
 
 
 def by_hand(
-    policy: str, epochs: int, net: tt.Carried | None = None, accumulate: int = 1
+    policy: str, epochs: int, net: Carried | None = None, accumulate: int = 1
 ) -> tuple[list[Tensor], list[tuple[float, int]]]:
     net = net_of() if net is None else net
     optimizer, own_stream, records = adam(net), stream(), list[tuple[float, int]]()
@@ -97,8 +97,8 @@ def by_hand(
 
 
 def trainer_of(
-    policy: str = "truncated", net: tt.Carried | None = None, **options: Any
-) -> tuple[StreamTrainer, tt.Carried, Any]:
+    policy: str = "truncated", net: Carried | None = None, **options: Any
+) -> tuple[StreamTrainer, Carried, Any]:
     net = net_of() if net is None else net
     optimizer = adam(net)
     trainer = StreamTrainer(net, optimizer, nn.MSELoss(), gradient=POLICIES[policy](), **options)
@@ -155,9 +155,9 @@ def test_a_run_resumed_in_the_second_epoch_continues_with_its_horizon(
     saved = {name: part.state_dict() for name, part in first.items()}
     position = saved["trainer"]["stream"]["position"]
     assert position["stream"]["epoch"] == 1
-    assert position["policy"]["horizon"] > 5
+    assert position["policy"]["memory"]["horizon"] > 5
     if horizon is not None:
-        position["policy"]["horizon"] = horizon
+        position["policy"]["memory"]["horizon"] = horizon
     Checkpoint.load_objects(later, saved)
     later["trainer"].run(stream(), max_epochs=3)
     count = len(policies[2].record)
@@ -404,7 +404,7 @@ def test_a_run_that_is_extended_keeps_the_number_of_iterations() -> None:
     assert own_stream.epoch == 4
 
 
-def to_save(trainer: StreamTrainer, net: tt.Carried, optimizer: Any) -> dict[str, Any]:
+def to_save(trainer: StreamTrainer, net: Carried, optimizer: Any) -> dict[str, Any]:
     return {"trainer": trainer, "net": net, "optimizer": optimizer}
 
 
@@ -451,7 +451,7 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("lost", ["edge", "stream"])
+@pytest.mark.parametrize("lost", ["edge", "step"])
 def test_a_checkpoint_without_the_state_or_with_another_position_does_not(lost: str) -> None:
     whole = trainer_of("horizon")
     whole[0].run(stream())
@@ -459,11 +459,10 @@ def test_a_checkpoint_without_the_state_or_with_another_position_does_not(lost: 
     first[0].add_event_handler(Events.ITERATION_COMPLETED(once=7), first[0].terminate)
     first[0].run(stream())
     saved = {name: thing.state_dict() for name, thing in to_save(*first).items()}
-    position = saved["trainer"]["stream"]["position"]
-    if lost == "stream":
-        position["stream"]["position"] -= 10
+    policy = saved["trainer"]["stream"]["position"]["policy"]
+    if lost == "step":
+        policy["step"] -= 10
     else:
-        policy = position["policy"]
         policy[lost] = tt.state.map_leaves(torch.zeros_like, policy[lost])
     later = trainer_of("horizon")
     Checkpoint.load_objects(to_save(*later), saved)
@@ -526,7 +525,7 @@ def test_a_stream_set_in_the_middle_of_a_run_needs_its_loader() -> None:
 def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="amp_mode='amp'"):
         trainer_of(scaler=torch.amp.GradScaler("cpu"))
-    with pytest.raises(DataError, match="chunks=0"):
+    with pytest.raises(ConfigError, match="chunks=0"):
         trainer_of(chunks=0)[0].run(stream())
 
 

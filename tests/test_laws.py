@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import throughtime as tt
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -22,6 +21,7 @@ from strategies import (
     remembering,
     weights,
 )
+from throughtime.carry import Carried
 from throughtime.errors import LawError, ModelError
 from throughtime.testing import check_carry
 
@@ -132,12 +132,12 @@ def test_check_carry_fails_on_a_module_that_mixes_across_a_reset() -> None:
 
 
 def test_check_carry_fails_where_resets_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tt.Carried.forward
+    plain = Carried.forward
 
-    def forward(net: tt.Carried, x: Tensor, state: Any, _: Tensor | None = None) -> Any:
+    def forward(net: Carried, x: Tensor, state: Any, _: Tensor | None = None) -> Any:
         return plain(net, x, state)
 
-    monkeypatch.setattr(tt.Carried, "forward", forward)
+    monkeypatch.setattr(Carried, "forward", forward)
     with pytest.raises(LawError, match=r"^reset: a lane that is reset"):
         check_carry(named("lstm").net(), inputs(28, 3))
 

@@ -30,6 +30,7 @@ from strategies import (
     seeds,
     start,
 )
+from throughtime.carry import Carried
 from throughtime.errors import DataError, LawError, ModelError
 from throughtime.testing import LeakReport, check_no_leak
 
@@ -74,7 +75,7 @@ def test_state_after_a_reset_is_the_initial_state_to_the_bit(row: Row) -> None:
     assert not torch.equal(unreset, expected)  # the mutant: no reset
 
 
-class IgnoresResets(tt.Carried):
+class IgnoresResets(Carried):
     """A mutant: it never hears of resets."""
 
     def forward(
@@ -106,12 +107,12 @@ class MixesLanes(TensorState):
         return super().forward(x - x.mean(1, keepdim=True), state)
 
 
-def ignoring() -> tt.Carried:
+def ignoring() -> Carried:
     net = named("tensor-state").net()
     return IgnoresResets(net.module, net.adapter)
 
 
-MUTANTS: dict[str, tuple[Callable[[], tt.Carried], int, str]] = {
+MUTANTS: dict[str, tuple[Callable[[], Carried], int, str]] = {
     "ignores resets": (
         ignoring,
         1,
@@ -132,7 +133,7 @@ MUTANTS: dict[str, tuple[Callable[[], tt.Carried], int, str]] = {
 
 @pytest.mark.parametrize(("make", "lanes", "cause"), list(MUTANTS.values()), ids=list(MUTANTS))
 def test_leak_is_reported_with_recordings_position_size_and_cause(
-    make: Callable[[], tt.Carried], lanes: int, cause: str
+    make: Callable[[], Carried], lanes: int, cause: str
 ) -> None:
     with pytest.raises(
         LawError,
@@ -204,7 +205,7 @@ def tokens(lengths: list[int], kinds: int = 5) -> list[dict[str, Any]]:
     ]
 
 
-def language_model() -> tt.Carried:
+def language_model() -> Carried:
     return tt.carry(nn.Sequential(nn.Embedding(5, FEATURES), nn.GRU(FEATURES, HIDDEN)))
 
 
@@ -276,7 +277,7 @@ class Hoards(TensorState):
         return y, state
 
 
-def hoarding() -> tt.Carried:
+def hoarding() -> Carried:
     net = tt.carry(Hoards())
     net(torch.zeros(2, 1, FEATURES), torch.zeros(1, HIDDEN))
     return net

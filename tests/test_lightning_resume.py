@@ -26,6 +26,7 @@ from lightning_streams import (
     weights,
 )
 from throughtime.errors import RunError
+from throughtime.gradient import Update
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
@@ -117,9 +118,9 @@ def test_resume_in_the_second_epoch_continues_with_its_horizon(
     )
     path = tmp_path / "step=27.ckpt"
     saved = torch.load(path, weights_only=False)
-    assert (saved["epoch"], of(saved)["updates"]["policy"]["horizon"]) == (1, 40)
+    assert (saved["epoch"], of(saved)["updates"]["policy"]["memory"]["horizon"]) == (1, 40)
     if horizon is not None:
-        of(saved)["updates"]["policy"]["horizon"] = horizon
+        of(saved)["updates"]["policy"]["memory"]["horizon"] = horizon
         torch.save(saved, path)
     trainer_of(tmp_path, max_epochs=3).fit(later, Loader(stream_of(), 2), ckpt_path=path)
     count = len(policies[1].record)
@@ -231,7 +232,7 @@ def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(
 class Failing(Module):
     """Fails once, between an update and its step."""
 
-    def on_update(self, update: tt.Update) -> None:
+    def on_update(self, update: Update) -> None:
         super().on_update(update)
         if len(self.rates) == 11:
             raise RuntimeError("enough")

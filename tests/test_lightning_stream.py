@@ -31,6 +31,7 @@ from lightning_streams import (
 )
 from strategies import recordings
 from throughtime.errors import ConfigError, DataError
+from throughtime.evaluation import Evaluator
 from throughtime.gradient import Policy
 
 pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
@@ -154,7 +155,7 @@ def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
     module = Module()
     trainer.fit(module, Loader(stream_of(), 4), loader_of_validation())
     first = list(tt.Stream(recordings(LENGTHS, seed=3, outputs=1), 1, 10))[:12]
-    evaluator = tt.Evaluator(module.net, nn.MSELoss())
+    evaluator = Evaluator(module.net, nn.MSELoss())
     for chunk in first:
         evaluator.add(chunk)
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
@@ -298,7 +299,7 @@ def test_stream_without_a_loader_is_refused_with_the_line_to_write(tmp_path: Pat
     with pytest.raises(DataError, match=r"got a list, expected a tt\.Stream"):
         Loader([1, 2])  # pyright: ignore[reportArgumentType]
     for wrong in (0, 1.5):
-        with pytest.raises(DataError, match=r"chunks=.*at least 1"):
+        with pytest.raises(ConfigError, match=r"chunks=.*at least 1"):
             Loader(stream_of(), wrong)  # pyright: ignore[reportArgumentType]
 
 

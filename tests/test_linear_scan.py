@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from examples.policies.rtrl import RTRL
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import DataError, StateError
 from throughtime.kernels import scan
 from throughtime.kernels.scan import linear_scan
@@ -347,7 +349,7 @@ class Layer(nn.Module):
         return states, states[-1]
 
 
-def layer() -> tt.Carried:
+def layer() -> Carried:
     torch.manual_seed(3)
     return tt.carry(Layer().double())
 
@@ -491,12 +493,11 @@ def test_batches_of_scans_by_vmap() -> None:
         tt.Exact(chunk=7),
         tt.Truncated(stride=80),
         tt.Truncated(stride=9, horizon=200),
-        tt.RTRL(stride=80),
+        RTRL(stride=80),
     ],
     ids=["exact", "whole", "windows", "rtrl"],
 )
 def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
-    """Forward-mode policies, which batch their products, fall back to one after another."""
     net, x = layer(), torch.randn(80, 3, dtype=torch.float64)
     targets = torch.randn(80, 4, dtype=torch.float64)
     oracle, _ = net(x.unsqueeze(1), net.initial_state(1))

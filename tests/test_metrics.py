@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 import throughtime as tt
 from strategies import seeds
 from throughtime.errors import ConfigError, DataError
+from throughtime.evaluation import Evaluation
 from throughtime.metrics import Classification, Regression, as_metric
 
 pieces = st.lists(st.sampled_from([1, 2, 5, 31, 97]), min_size=1, max_size=6)
@@ -141,7 +142,7 @@ def test_fresh_is_empty_and_of_the_same_kind() -> None:
 
 
 def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
-    with pytest.raises(DataError, match="targets run from 0 to 5"):
+    with pytest.raises(DataError, match="1 target is no class, expected 0 to 1 for"):
         Classification(("a", "b")).update(torch.zeros(2, 2), torch.tensor([0, 5]))
     with pytest.raises(DataError, match="outputs hold NaN"):
         Classification(("a", "b")).update(torch.full((2, 2), torch.nan), torch.tensor([0, 0]))
@@ -153,7 +154,7 @@ def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
     assert score.compute()["rmse"] == 1.0
 
 
-def _evaluated(metrics: Any) -> tt.Evaluation[None]:
+def _evaluated(metrics: Any) -> Evaluation:
     torch.manual_seed(0)
     net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)))
     recordings = [

@@ -10,6 +10,7 @@ import torchmetrics
 
 import throughtime as tt
 from processes import in_processes
+from throughtime.carry import Carried
 from throughtime.errors import DataError
 from throughtime.metrics import Classification, Regression, as_metric, is_mergeable
 
@@ -54,7 +55,7 @@ def metrics() -> dict[str, tuple[str, Any]]:
     }
 
 
-def net_for(kind: str) -> tt.Carried:
+def net_for(kind: str) -> Carried:
     torch.manual_seed(3)
     width = 3 if kind == "class" else 1
     return tt.carry(torch.nn.Sequential(torch.nn.GRU(2, 6), torch.nn.Linear(6, width)))

@@ -33,18 +33,19 @@ from strategies import (
     states_apart,
     weights,
 )
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
-from throughtime.evaluation import warn_of_cuts
+from throughtime.evaluation import Evaluator, warn_of_cuts
 
 LONG = 5000
 
 
-def one_forward(net: tt.Carried, x: Tensor) -> Tensor:
+def one_forward(net: Carried, x: Tensor) -> Tensor:
     with torch.no_grad():
         return net(x, start(net, x))[0]
 
 
-def in_parts(net: tt.Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+def in_parts(net: Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     predictor, outputs, begin = tt.Predictor(net, x.shape[1]), list[Tensor](), 0
     while begin < len(x):
         steps = sizes[len(outputs) % len(sizes)]
@@ -195,7 +196,7 @@ class PartlyEvaluating(nn.Module):
         return self.evaluated(self.frozen(self.body(x)))
 
 
-def evaluations(net: tt.Carried) -> list[Callable[[], Any]]:
+def evaluations(net: Carried) -> list[Callable[[], Any]]:
     source = recordings([30, 11], seed=9)
     predictor = tt.Predictor(net, lanes=2)
     return [
@@ -271,7 +272,7 @@ def with_gaps(lengths: list[int]) -> list[dict[str, Any]]:
     return result
 
 
-def direct(net: tt.Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def direct(net: Carried, source: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Outputs and targets of the valid steps of one recording, alone."""
     y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
     targets = torch.from_numpy(source["targets"])
@@ -366,8 +367,8 @@ def test_recording_cut_into_parts_counts_as_one() -> None:
     assert result.steps == 40
 
 
-def by_evaluator(net: tt.Carried, stream: tt.Stream, *, checked: bool) -> None:
-    evaluator = tt.Evaluator(net, nn.MSELoss())
+def by_evaluator(net: Carried, stream: tt.Stream, *, checked: bool) -> None:
+    evaluator = Evaluator(net, nn.MSELoss())
     if checked:
         evaluator.check(stream)
     for chunk in stream:
@@ -375,7 +376,7 @@ def by_evaluator(net: tt.Carried, stream: tt.Stream, *, checked: bool) -> None:
     evaluator.result(stream)
 
 
-EVALUATIONS: dict[str, Callable[[tt.Carried, tt.Stream], object]] = {
+EVALUATIONS: dict[str, Callable[[Carried, tt.Stream], object]] = {
     "evaluate": lambda net, stream: tt.evaluate(net, stream, nn.MSELoss()),
     "evaluator": lambda net, stream: by_evaluator(net, stream, checked=False),
     "checked-evaluator": lambda net, stream: by_evaluator(net, stream, checked=True),
@@ -384,7 +385,7 @@ EVALUATIONS: dict[str, Callable[[tt.Carried, tt.Stream], object]] = {
 
 @pytest.mark.parametrize("run", EVALUATIONS.values(), ids=EVALUATIONS)
 def test_recordings_that_a_stream_cuts_are_named_once(
-    run: Callable[[tt.Carried, tt.Stream], object],
+    run: Callable[[Carried, tt.Stream], object],
 ) -> None:
     net, sources = named("hides-layer").net(), recordings([40, 12])
     with pytest.warns(UserWarning, match="cuts recordings") as record:
@@ -439,7 +440,7 @@ def test_a_loss_exists_only_where_a_loss_function_is_given() -> None:
     net, source = named("hides-layer").net(), recordings([9])[0]
     assert tt.evaluate(net, source).loss is None
     assert tt.evaluate(net, source, metrics=tt.metrics.Regression()).loss is None
-    evaluator, stream = tt.Evaluator(net), tt.Stream(source, 1, 4)
+    evaluator, stream = Evaluator(net), tt.Stream(source, 1, 4)
     for chunk in stream:
         evaluator.add(chunk)
     assert evaluator.result(stream).loss is None
@@ -515,7 +516,7 @@ def test_chunk_changes_no_loss_however_rows_are_weighed(loss_fn: nn.CrossEntropy
 NOT_A_NUMBER = [math.nan, math.inf, -math.inf]
 
 
-def streamed(lanes: int = 3) -> tuple[tt.Carried, Tensor]:
+def streamed(lanes: int = 3) -> tuple[Carried, Tensor]:
     torch.manual_seed(0)
     net = tt.carry(nn.Sequential(nn.GRU(4, 6), nn.Linear(6, 2)))
     return net, torch.randn(12, lanes, 4)

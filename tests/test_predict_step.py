@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import DataError, ModelError, RunError, StateError
 from throughtime.kernels.library import library
 from throughtime.nn.affine import Affine
@@ -107,7 +108,7 @@ def rows_of(name: str, steps: int, lanes: int) -> Tensor:
     return x * 3 + 1e4 if name == "standardised" else x
 
 
-def make(name: str) -> tt.Carried:
+def make(name: str) -> Carried:
     torch.manual_seed(0)
     return tt.carry((NETS | OTHERS)[name]())
 
@@ -115,7 +116,7 @@ def make(name: str) -> tt.Carried:
 class Pair:
     """Two predictors of a net, one for steps and one for calls."""
 
-    def __init__(self, net: tt.Carried, lanes: int = 2, **options: Any) -> None:
+    def __init__(self, net: Carried, lanes: int = 2, **options: Any) -> None:
         self.step = tt.Predictor(net, lanes, **options)
         self.call = tt.Predictor(net, lanes, **options)
 

@@ -31,10 +31,10 @@ from strategies import (
     states_apart,
     weights,
 )
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, Source
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.gradient import Objective, Policy
-from throughtime.gradient._memory import MemoryBudget
-from throughtime.gradient._segments import CreditGate
+from throughtime.gradient import Objective, Policy, Probe, Progress
 from throughtime.gradient.randomized import Survival
 
 EXACT = 1e-12
@@ -73,7 +73,7 @@ def summed(results: UpdateGrads, policy: tt.Randomized, data: PolicyData) -> Wei
     }
 
 
-def expectation(net: tt.Carried, data: PolicyData, policy: tt.Randomized) -> Weights:
+def expectation(net: Carried, data: PolicyData, policy: tt.Randomized) -> Weights:
     """The mean of the estimate over every pattern of cuts."""
     mean = {name: torch.zeros_like(w) for name, w in weights(net).items()}
     whole = 0.0
@@ -88,7 +88,7 @@ def expectation(net: tt.Carried, data: PolicyData, policy: tt.Randomized) -> Wei
     return mean
 
 
-def exact(net: tt.Carried, data: PolicyData) -> Weights:
+def exact(net: Carried, data: PolicyData) -> Weights:
     ((_, _, results),) = plain(net, data)
     return results
 
@@ -123,32 +123,36 @@ def test_expectation_over_all_patterns_of_cuts_is_the_exact_gradient(
 
 
 Change = Callable[[pytest.MonkeyPatch], None]
+Factor = Callable[[tt.Randomized, int], float]  # of the credit, so many steps after the last cut
+
+
+def weigh(patch: pytest.MonkeyPatch, factor: Factor) -> None:
+    """Scale credit by another factor where it passes a possible cut."""
+    right = tt.Randomized.plan
+
+    def plan(policy: tt.Randomized, source: Source, at: Progress, probe: Probe) -> Any:
+        def gate(step: int, credit: Sequence[Tensor | None]) -> list[Tensor | None]:
+            return [
+                leaf if leaf is None else leaf * factor(policy, step - at.step) for leaf in credit
+            ]
+
+        window, memory = right(policy, source, at, probe)
+        return window and window._replace(gate=gate), memory
+
+    patch.setattr(tt.Randomized, "plan", plan)
 
 
 def no_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tt.Randomized, "_gates", lambda *_: {})
+    weigh(patch, lambda *_: 1.0)
 
 
 def weights_one_grain_late(patch: pytest.MonkeyPatch) -> None:
-    def gates(policy: tt.Randomized, steps: int) -> dict[int, CreditGate]:
-        survival, grain = policy._survival, policy._grain
-        return {
-            at: CreditGate(survival(at) / survival(at + grain)) for at in range(grain, steps, grain)
-        }
-
-    patch.setattr(tt.Randomized, "_gates", gates)
+    weigh(patch, lambda policy, at: policy._survival(at) / policy._survival(at + policy._grain))
 
 
 def memoryless_weights(patch: pytest.MonkeyPatch) -> None:
     """As if every place were cut with the same chance, 1 / mean."""
-
-    def gates(policy: tt.Randomized, steps: int) -> dict[int, CreditGate]:
-        return {
-            at: CreditGate(1 / (1 - policy._grain / policy.mean_horizon))
-            for at in range(policy._grain, steps, policy._grain)
-        }
-
-    patch.setattr(tt.Randomized, "_gates", gates)
+    weigh(patch, lambda policy, _: 1 / (1 - policy._grain / policy.mean_horizon))
 
 
 def squared_weights(patch: pytest.MonkeyPatch) -> None:
@@ -223,7 +227,7 @@ def multiple(results: Weights, truth: Weights) -> Weights:
 
 
 def weighted_oracle(
-    net: tt.Carried, data: PolicyData, lengths: Sequence[int], policy: tt.Randomized
+    net: Carried, data: PolicyData, lengths: Sequence[int], policy: tt.Randomized
 ) -> UpdateGrads:
     """Step by step: hooks on the states scale the gradient wherever a cut may fall."""
     survival, grain, state = policy._survival, policy._grain, start(net, data.x)
@@ -257,7 +261,6 @@ def weighted_oracle(
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     grain=st.sampled_from([1, 2, 5]),
-    piece=st.sampled_from([1, 2, 3, 50, None]),
     lanes=st.sampled_from([1, 3]),
     seed=st.integers(0, 999),
     resets=st.sampled_from([0.0, 0.2]),
@@ -268,19 +271,15 @@ def test_every_update_equals_plain_autograd_with_weighted_states(
     row: Row,
     lengths: list[int],
     grain: int,
-    piece: int | None,
     lanes: int,
     seed: int,
     resets: float,
     masked: float,
 ) -> None:
-    """However long the pieces are in which a stretch is run again."""
     net, policy = row.net(), tt.Randomized(6, grain=grain)
     data = data_for(net, sum(lengths), lanes, seed, resets, masked)
     with pytest.MonkeyPatch.context() as patch:
         cut_at(patch, lengths)
-        if piece is not None:
-            patch.setattr(MemoryBudget, "segment_steps", lambda *given, **_: min(piece, given[2]))
         results = policy_gradients(net, [data.chunk], policy)
     assert deviation(results, weighted_oracle(net, data, lengths, policy)) < 1e-10
 
@@ -298,7 +297,7 @@ def z_scores(samples: Sequence[Weights], truth: Weights) -> Tensor:
 
 
 def estimates(
-    net: tt.Carried, data: PolicyData, policy: Policy, count: int, factor: float | None
+    net: Carried, data: PolicyData, policy: Policy, count: int, factor: float | None
 ) -> list[Weights]:
     """The gradient of the mean loss that an epoch of each seed says.
 
@@ -440,7 +439,7 @@ def test_stretch_without_valid_step_yields_nothing_but_carries_the_state(
     cut_at(monkeypatch, (8, 5, 7, 4))
     run = tt.updates(
         net,
-        [tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)],
+        [Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)],
         nn.MSELoss(),
         gradient=tt.Randomized(5, grain=1),
     )
@@ -458,7 +457,7 @@ def test_gradient_that_is_not_finite_is_refused_and_nothing_touched(
     run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Randomized(5, grain=5))
     before, results = weights(net), [gradients(net) for _ in itertools.islice(run, 2)]
     with pytest.raises(
-        RunError, match=r"gradient of '\w+' is not finite .* steps 10 to 19 of the epoch"
+        RunError, match=r"is not finite .* steps 10 to 14 of the epoch \(recording 0\)"
     ):
         next(run)
     assert apart(gradients(net), results[-1]) == 0
@@ -483,7 +482,6 @@ REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
         r"mean_horizon=1000.0: expected a whole number of at least 1",
     ),
     "mean zero": ({"mean_horizon": 0}, "mean_horizon=0: expected a whole number of at least 1"),
-    "memory of nothing": ({"memory": "0 GB"}, "memory='0 GB': expected an amount"),
 }
 
 
@@ -491,12 +489,6 @@ REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
 def test_setting_out_of_range_is_refused(setting: Mapping[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tt.Randomized(**{"mean_horizon": 100, **setting})
-
-
-def test_memory_too_small_is_refused_saying_how_much_it_takes() -> None:
-    net, data = named("lstm").net(), PolicyData.draw(40, 2, 0, outputs=4)
-    with pytest.raises(ConfigError, match=r"at least [0-9.]+ kB are needed"):
-        policy_gradients(net, [data.chunk], tt.Randomized(20, grain=20, memory=50))
 
 
 def test_iterator_of_chunks_is_as_good_as_a_list() -> None:
@@ -535,8 +527,8 @@ def test_loss_weights_and_mask_are_those_of_the_objective() -> None:
 
 def test_no_targets_means_no_valid_step() -> None:
     net = named("lstm").net()
-    assert policy_gradients(net, [tt.Chunk.from_tensors(inputs(9, 1))], tt.Randomized(3)) == []
-    chunk = tt.Chunk.from_tensors(inputs(9, 1), mask=torch.ones(9, 1, dtype=torch.bool))
+    assert policy_gradients(net, [Chunk.from_tensors(inputs(9, 1))], tt.Randomized(3)) == []
+    chunk = Chunk.from_tensors(inputs(9, 1), mask=torch.ones(9, 1, dtype=torch.bool))
     with pytest.raises(DataError, match="have no targets"):
         policy_gradients(net, [chunk], tt.Randomized(3))
 
@@ -548,4 +540,4 @@ def test_calls_of_the_net_have_few_lengths() -> None:
     stream = tt.Stream(recordings([2000], outputs=4, features=3), lanes=1, chunk=100)
     for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Randomized(20, grain=1)):
         pass
-    assert lengths == {1, 16, 48}  # from cut to cut, and the two of a measurement
+    assert lengths == {1}  # from one possible cut to the next

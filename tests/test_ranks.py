@@ -8,22 +8,22 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from struct import Struct
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from examples.policies.rtrl import RTRL
 from torch import Tensor, distributed, nn
 
 import throughtime as tt
 from processes import in_processes
 from strategies import apart, named, recordings
+from throughtime.carry import Carried
 from throughtime.distributed import Ranks
 from throughtime.errors import DataError, RunError
-from throughtime.gradient.policy import Policy
-from throughtime.kernels.shared_sum import SharedSum
+from throughtime.gradient import Policy, Update, UpdatePolicy
 from throughtime.stream.recording import StepArrays
 from throughtime.stream.sources import as_recording
 
@@ -60,7 +60,7 @@ def classes(lengths: tuple[int, ...]) -> list[dict[str, Any]]:
 class Case:
     """A training, played by ranks or by one process."""
 
-    policy: Callable[[], Policy]
+    policy: Callable[[], Policy | UpdatePolicy]
     data: Callable[[], list[dict[str, Any]]] = field(default=lambda: recordings(LENGTHS, outputs=1))
     options: dict[str, Any] = field(default_factory=dict[str, Any])
     loss_fn: Callable[[], nn.Module] = nn.MSELoss
@@ -70,7 +70,7 @@ class Case:
     accumulate: int = 1
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def net(self) -> tt.Carried:
+    def net(self) -> Carried:
         torch.manual_seed(3)
         return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, self.outputs))).double()
 
@@ -106,7 +106,7 @@ class Case:
         return {"weights": {name: p.detach() for name, p in net.named_parameters()}, "told": told}
 
 
-def evenly(ranks: Ranks, update: tt.Update, weights: list[Tensor]) -> tt.Update | None:
+def evenly(ranks: Ranks, update: Update, weights: list[Tensor]) -> Update | None:
     """A mutant: every rank counts the same, as under DistributedDataParallel."""
     total = Ranks.__dict__["unweighted"](
         ranks, replace(update, steps=1, weight=1.0) if update.steps else update, weights
@@ -122,7 +122,11 @@ def mean_of_ranks() -> AbstractContextManager[Any]:
 
 def kept_on_the_rank() -> AbstractContextManager[Any]:
     """A mutant: states go round within each rank."""
-    return mock.patch.object(Ranks, "_from_previous_rank", lambda _, leaf: leaf)
+
+    def shift_lanes(_: Ranks, state: Any) -> Any:
+        return tt.state.map_leaves(lambda leaf: leaf.detach().roll(1, 0), state)
+
+    return mock.patch.object(Ranks, "shift_lanes", shift_lanes)
 
 
 def weighted() -> nn.Module:
@@ -134,7 +138,6 @@ SEGMENT = tt.Exact(cut_every=20, chunk=7)
 CASES: dict[str, Case] = {
     "stride": Case(lambda: tt.Truncated(7)),
     "horizon": Case(lambda: tt.Truncated(7, 15)),
-    "retained": Case(lambda: tt.Truncated(7, 15, graphs="retain")),
     "refreshed": Case(lambda: tt.Truncated(7, 15, burn_in=5)),
     "jitter": Case(lambda: tt.Truncated(9, jitter=True)),
     "warm-up": Case(lambda: tt.Truncated(6, warm_up=9)),
@@ -142,17 +145,15 @@ CASES: dict[str, Case] = {
     "segment": Case(lambda: SEGMENT),
     "randomized": Case(lambda: tt.Randomized(20)),
     "adaptive": Case(lambda: tt.Adaptive(0.2, 10, 40, every=2)),
-    "rtrl": Case(lambda: tt.RTRL(10)),
+    "rtrl": Case(lambda: RTRL(10)),
     "gaps-stride": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS)),
     "gaps-horizon": Case(lambda: tt.Truncated(5, 12), lambda: with_gaps(LENGTHS), {"warm_up": 2}),
     "gaps-segment": Case(lambda: SEGMENT, lambda: with_gaps(LENGTHS)),
     "gaps-randomized": Case(lambda: tt.Randomized(8), lambda: with_gaps(LENGTHS)),
-    "gaps-online": Case(lambda: tt.RTRL(6), lambda: with_gaps(LENGTHS)),
+    "gaps-online": Case(lambda: RTRL(6), lambda: with_gaps(LENGTHS)),
     "classes": Case(lambda: tt.Truncated(7), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "classes-segment": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
-    "classes-online": Case(
-        lambda: tt.RTRL(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3
-    ),
+    "classes-online": Case(lambda: RTRL(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "unequal": Case(lambda: tt.Truncated(7, 15), lambda: recordings(UNEQUAL, outputs=1)),
     "unequal-exact": Case(lambda: tt.Exact(chunk=50), lambda: recordings(UNEQUAL, outputs=1)),
     "handed-on": Case(
@@ -220,7 +221,7 @@ def refused(call: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
-def flipped(rank: int) -> tt.Carried:
+def flipped(rank: int) -> Carried:
     """The same numbers at other positions of every rank: their float64 sum is equal to the bit."""
     net = CASES["stride"].net().float()
     with torch.no_grad():
@@ -229,12 +230,12 @@ def flipped(rank: int) -> tt.Carried:
     return net
 
 
-def seeded_by_rank(rank: int) -> tt.Carried:
+def seeded_by_rank(rank: int) -> Carried:
     torch.manual_seed(rank)
     return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
 
 
-def frozen_on_the_first(rank: int) -> tt.Carried:
+def frozen_on_the_first(rank: int) -> Carried:
     net = CASES["stride"].net()
     for weight in list(net.parameters())[: 2 * (1 - rank)]:
         weight.requires_grad = False
@@ -362,7 +363,7 @@ def reduced(rank: int) -> tuple[int, float, list[Tensor | None]]:
     weights[2].grad = torch.full((2, 3), 1.0 + rank * 1j)
     chunk = next(iter(CASES["stride"].stream(LANES)))
     steps = (MANY, MANY // 2)[rank]
-    update = tt.Update(torch.tensor(1.5), steps, None, chunk.inputs, chunk)
+    update = Update(torch.tensor(1.5), steps, None, chunk.inputs, chunk, steps)
     result = Ranks(rank, 2, torch.device("cpu")).reduce_update(update, weights)
     assert result is not None
     return result.steps, result.loss.item(), [weight.grad for weight in weights]
@@ -370,7 +371,7 @@ def reduced(rank: int) -> tuple[int, float, list[Tensor | None]]:
 
 def rounded_counts() -> AbstractContextManager[Any]:
     """A mutant: counts travel in the type of the gradients."""
-    return mock.patch.multiple("throughtime.distributed", _BITS=Struct("4d"), _PIECES=4)
+    return mock.patch("throughtime.distributed._COUNTS", torch.float32)
 
 
 def one_is_sparse(rank: int) -> str:
@@ -378,7 +379,7 @@ def one_is_sparse(rank: int) -> str:
     weight = torch.zeros(3)
     weight.grad = torch.ones(3) if rank else torch.ones(3).to_sparse()
     chunk = next(iter(CASES["stride"].stream(LANES)))
-    update = tt.Update(torch.zeros(()), 1, None, chunk.inputs, chunk)
+    update = Update(torch.zeros(()), 1, None, chunk.inputs, chunk, 1)
     return refused(lambda: Ranks(rank, 2, torch.device("cpu")).reduce_update(update, [weight]))
 
 
@@ -402,8 +403,6 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
     """Everything that ranks do in these tests, one name after another."""
     for name, case in CASES.items():
         yield name, case.train(LANES)
-    with mock.patch.object(SharedSum, "open", return_value=None):
-        yield "in messages of the group", CASES["gaps-horizon"].train(LANES)
     yield "measured", MEASURED.train(LANES)
     for name, case in MUTANTS.items():
         with case.inside():
@@ -501,12 +500,6 @@ def test_ranks_give_the_weights_losses_and_steps_of_one_process(name: str, ranks
         assert deviation(told[name], found(ranks)[0][name]) == 0
 
 
-@RANKS
-def test_ranks_without_shared_memory_give_the_same_weights(ranks: int) -> None:
-    for told in found(ranks):
-        assert deviation(told["in messages of the group"], told["gaps-horizon"]) < 1e-12
-
-
 def test_adaptive_ranks_choose_the_horizon_of_one_process() -> None:
     assert deviation(found(2)[0]["measured"], found(2)[1]["measured"]) == 0
     assert deviation(found(2)[0]["measured"], MEASURED.train(2 * LANES)) < 1e-12
@@ -601,7 +594,7 @@ def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
     assert second_kept
 
 
-def test_gradients_of_all_types_and_exact_counts_travel_in_one_message() -> None:
+def test_gradients_of_all_types_are_added_up_and_counts_are_exact() -> None:
     for told in found(2):
         steps, loss, grads = told["reduced"]
         assert (steps, loss) == (MANY + MANY // 2, 1.5)

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -34,14 +35,15 @@ from strategies import (
     start,
     weights,
 )
-from throughtime.diagnose._slice import AnchorSet, StreamSlice
-from throughtime.diagnose.reach import SHARES, ReachProfile, _decay, within
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
+from throughtime.diagnose._slice import CreditGate, StreamSlice
+from throughtime.diagnose.reach import SHARES, Reach, _decay, within
 from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.gradient import _backward
-from throughtime.gradient._backward import VJP
-from throughtime.gradient._segments import CreditGate, Segment
+from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
+reach: Any = import_module("throughtime.diagnose.reach")  # not the function of this name
 mpl.use("Agg")
 CLOSE = 1e-9
 
@@ -57,19 +59,19 @@ class Anchor(NamedTuple):
 def record_anchors(patch: pytest.MonkeyPatch) -> list[Anchor]:
     """A list to which every anchor that `tt.reach` draws is added."""
     drawn: list[Anchor] = []
-    add_window, draw, begin = ReachProfile.add_window, AnchorSet.draw, [0]
+    read, draw, begin = StreamSlice.read, reach._draw, [0]
 
-    def add_noted_window(profile: ReachProfile, window: StreamSlice, *args: Any) -> None:
-        begin[0] = window.begin
-        add_window(profile, window, *args)
+    def read_noted(section: StreamSlice, start: int, stop: int) -> Chunk:
+        begin[0] = section.begin + start
+        return read(section, start, stop)
 
-    def draw_noted(*args: Any) -> AnchorSet:
-        result = draw(*args)
-        drawn.extend(Anchor(lane, begin[0] + step, begin[0]) for lane, step, _ in result.anchors)
-        return result
+    def draw_noted(*args: Any) -> Any:
+        anchors = draw(*args)
+        drawn.extend(Anchor(lane, begin[0] + step, begin[0]) for lane, step, _ in anchors)
+        return anchors
 
-    patch.setattr(ReachProfile, "add_window", add_noted_window)
-    patch.setattr(AnchorSet, "draw", draw_noted)
+    patch.setattr(StreamSlice, "read", read_noted)
+    patch.setattr(reach, "_draw", draw_noted)
     return drawn
 
 
@@ -83,8 +85,8 @@ class Brute(NamedTuple):
 
 
 def brute(
-    net: tt.Carried,
-    chunk: tt.Chunk,
+    net: Carried,
+    chunk: Chunk,
     anchors: Sequence[Anchor],
     state: State = None,
     offset: int = 0,
@@ -138,7 +140,7 @@ def stream_of(
     )
 
 
-def width(net: tt.Carried) -> int:
+def width(net: Carried) -> int:
     x = inputs(1, 1)
     return net(x, start(net, x))[0].shape[2]
 
@@ -150,7 +152,7 @@ def width(net: tt.Carried) -> int:
     warm_up=st.sampled_from([0, 2]),
     max_lag=st.sampled_from([1, 5, 9, 100]),
     anchors=st.sampled_from([1, 4]),
-    piece=st.sampled_from([1, 3, 50, "auto"]),
+    piece=st.sampled_from([1, 3, 50, None]),
     seed=seeds,
 )
 @some_nets("tensor-state", "lstm", "hides-cell", "dict-state", "namedtuple-state", "learnt-start")
@@ -161,7 +163,7 @@ def test_norms_are_those_of_one_backward_pass_per_loss(
     warm_up: int,
     max_lag: int,
     anchors: int,
-    piece: Any,
+    piece: int | None,
     seed: int,
 ) -> None:
     """Of the whole state and of every leaf, whatever the pieces.
@@ -215,32 +217,28 @@ Change = Callable[[pytest.MonkeyPatch], None]
 
 
 def forgets_between_pieces(patch: pytest.MonkeyPatch) -> None:
-    right = _backward.vjp
+    right = Segment.backward
 
-    def product(segment: Segment, weights: Any, roots: Any, _: Any, **options: Any) -> VJP:
-        return right(segment, weights, roots, None, **options)
+    def backward(ctx: Any, *credit: Tensor | None) -> Any:
+        return right(ctx, credit[0], *[None] * (len(credit) - 1))
 
-    patch.setattr(_backward, "vjp", product)
+    patch.setattr(Segment, "backward", staticmethod(backward))
 
 
 def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
-    right = CreditGate.__init__
+    right = CreditGate.backward
 
-    def init(gate: CreditGate, *args: Any, **options: Any) -> None:
-        right(gate, *args, **options)
-        gate.factor = 0.0
+    def backward(ctx: Any, *credit: Tensor | None) -> Any:
+        return (None,) * len(right(ctx, *credit))
 
-    patch.setattr(CreditGate, "__init__", init)
+    patch.setattr(CreditGate, "backward", staticmethod(backward))
 
 
 def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
-    right = AnchorSet.draw
-
-    def draw(*args: Any) -> AnchorSet:
-        result = right(*args)
-        return AnchorSet(result.chunk, [one._replace(oldest=0) for one in result.anchors])
-
-    patch.setattr(AnchorSet, "draw", draw)
+    right = reach._draw
+    patch.setattr(
+        reach, "_draw", lambda *args: [(lane, step, step + 1) for lane, step, _ in right(*args)]
+    )
 
 
 MUTANTS: dict[str, Change] = {
@@ -263,7 +261,7 @@ def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-def linear(rate: float) -> tt.Carried:
+def linear(rate: float) -> Carried:
     """`h' = rate * h Q + x W`: credit falls by exactly `rate` in every step."""
     net = named("tensor-state").net()
     turn = net.module.get_parameter("turn")
@@ -298,7 +296,7 @@ def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: in
 
 
 def test_lyapunov_of_long_lags_stays_a_number() -> None:
-    """0.5^600 underflows in float32, so cotangents are normalized segment by segment."""
+    """0.5^600 underflows in float32, so growth is read while float32 has all digits."""
     net = tt.carry(TensorState().float())
     nn.init.orthogonal_(net.module.get_parameter("turn"), gain=0.5)
     source = tt.Stream(recordings([900, 900]), 2, 16, dtype=torch.float32)
@@ -622,7 +620,7 @@ def test_plot_draws_the_norms_over_the_lag() -> None:
     plt.close("all")
 
 
-def reached(net: Any = None, source: Any = None, loss_fn: Any = None, **options: Any) -> tt.Reach:
+def reached(net: Any = None, source: Any = None, loss_fn: Any = None, **options: Any) -> Reach:
     return tt.reach(
         net or named("hides-layer").net(),
         source or stream_of([20]),
@@ -631,7 +629,7 @@ def reached(net: Any = None, source: Any = None, loss_fn: Any = None, **options:
     )
 
 
-REFUSED: dict[str, tuple[Callable[[], tt.Reach], type[Exception], str]] = {
+REFUSED: dict[str, tuple[Callable[[], Reach], type[Exception], str]] = {
     "max_lag 0": (
         lambda: reached(max_lag=0),
         ConfigError,
@@ -692,7 +690,7 @@ REFUSED: dict[str, tuple[Callable[[], tt.Reach], type[Exception], str]] = {
 
 @pytest.mark.parametrize(("call", "kind", "message"), list(REFUSED.values()), ids=list(REFUSED))
 def test_what_cannot_be_looked_at_is_refused(
-    call: Callable[[], tt.Reach], kind: type[Exception], message: str
+    call: Callable[[], Reach], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
         call()

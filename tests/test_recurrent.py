@@ -332,7 +332,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, dtype: torch.dt
 
 @every_cell
 def test_rows_of_a_jacobian_come_in_one_pass(cell: Cell) -> None:
-    """As `tt.RTRL` asks for them."""
+    """As `torch.func.jacrev` asks for them."""
     data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3)
     leaves = data.leaves()
     y, *_ = data.run(recurrent.run, leaves)

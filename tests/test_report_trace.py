@@ -87,7 +87,7 @@ def oracle(look: AuditJob, run_trace: RunTrace, cut: TracePlan) -> dict[str, Ten
         torch.tensor(look.first.read(0, end).inputs, dtype=torch.float64)
     )
     targets = torch.tensor(look.first.read(0, end).targets, dtype=torch.long)
-    apart = look.config.train_on == "windows" and look.config.start == "zero"
+    apart = look.config.train_on == "windows"
     sums = {gate: torch.zeros(cut.steps, layer.hidden_size, dtype=x.dtype) for gate in GATES}
     for counted in range(run_trace.start, end, cut.stride):
         stop = min(counted + cut.stride, end)
@@ -121,7 +121,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "segment": {"gradient": "exact", "stride": None, "cut_every": 90, "updates": 4},
     "exact": {"gradient": "exact", "stride": None, "updates": 3},
     "windows": {"train_on": "windows", "stride": 64},
-    "windows-carried": {"train_on": "windows", "stride": 64, "start": "carried"},
 }
 
 
@@ -386,14 +385,10 @@ def test_file_without_a_trace_is_read(traced: tuple[AuditJob, RunTrace], tmp_pat
         ),
         (
             {"train_on": "windows", "stride": 64},
-            "Each window of 64 steps starts from a zero state, and no credit leaves it.",
-        ),
-        (
-            {"train_on": "windows", "stride": 64, "start": "noise"},
-            "starts from noise like the states in which windows end, and no credit leaves it.",
+            "trained on windows of 64 steps from a zero state; no credit leaves a window.",
         ),
     ],
-    ids=["stride", "horizon", "exact", "windows", "noise"],
+    ids=["stride", "horizon", "exact", "windows"],
 )
 def test_the_caption_says_how_the_run_cuts(
     tmp_path: Path, more: dict[str, Any], expected: str

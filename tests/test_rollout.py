@@ -4,8 +4,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,56 +53,48 @@ from strategies import (
     states_apart,
 )
 from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.gradient import _backward
-from throughtime.gradient._backward import VJP
-from throughtime.gradient._segments import Cotangents, Segment
+from throughtime.gradient import segment
+from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
 
 @examples(12)
 @given(
     steps=st.sampled_from([1, 2, 7, 23]),
-    chunk=st.sampled_from([1, 2, 3, 7, 50, "auto"]),
+    chunk=st.sampled_from([1, 2, 3, 7, 50, None]),
     lanes=st.sampled_from([1, 2]),
     seed=seeds,
     resets=st.booleans(),
     given_state=st.booleans(),
-    verify=st.sampled_from(["first", "all", "off"]),
     loss=st.sampled_from(LOSSES),
 )
 @every_net
 def test_rollout_is_the_net(
     row: Row,
     steps: int,
-    chunk: Any,
+    chunk: int | None,
     lanes: int,
     seed: int,
     resets: bool,
     given_state: bool,
-    verify: Any,
     loss: Loss,
 ) -> None:
     """Outputs, state, and the gradients to parameters, inputs and the state that enters."""
     net, x = row.net(), inputs(steps, lanes, seed=seed) * 0.3
     state = random_state(net, x, seed) if given_state else None
     where = random_resets(steps, lanes, seed) if resets else None
-    found = played(net, rolled(net, chunk=chunk, verify=verify), x, state, where, loss)
+    found = played(net, rolled(net, chunk=chunk), x, state, where, loss)
     assert deviation(found, played(net, whole(net), x, state, where, loss)) < EXACT
 
 
-def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
-    right = _backward.vjp
+def drops_credit(patch: pytest.MonkeyPatch) -> None:
+    """Segment 1 gets no credit from the state after it."""
+    backward = Segment.backward
 
-    def product(
-        segment: Segment,
-        weights: Sequence[Tensor],
-        roots: Any,
-        cotangents: Cotangents | None,
-        **options: Any,
-    ) -> VJP:
-        return right(segment, weights, roots, None if segment.index == 1 else cotangents, **options)
+    def changed(ctx: Any, outputs: Tensor | None, *credit: Tensor | None) -> Any:
+        return backward(ctx, outputs, *([None] * len(credit) if ctx.index == 1 else credit))
 
-    patch.setattr(_backward, "vjp", product)
+    patch.setattr(Segment, "backward", staticmethod(changed))
 
 
 @pytest.mark.covering
@@ -112,7 +103,7 @@ def drops_an_adjoint(patch: pytest.MonkeyPatch) -> None:
 def test_rollout_that_loses_something_is_not_the_net(
     row: Row, loss: Loss, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutants: no resets, no state, credit lost at an edge, no credit from the end state."""
+    """The mutants: no resets, no state, credit lost at a boundary."""
     net, x = row.net(), inputs(23, 2) * 0.3
     state, resets = random_state(net, x), torch.zeros(23, 2, dtype=torch.bool)
     resets[20, 1] = True
@@ -141,8 +132,7 @@ def test_rollout_that_loses_something_is_not_the_net(
         )
         > 1e-6
     )
-    monkeypatch.setattr("throughtime.gradient._segments.CheckpointedPass._compare", lambda *_: None)
-    drops_an_adjoint(monkeypatch)
+    drops_credit(monkeypatch)
     broken = played(net, play, x, state, resets, loss).gradients
     for part in (
         "x",
@@ -213,39 +203,17 @@ def test_gradient_is_that_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(play, (x, *leaves))
 
 
-@pytest.mark.parametrize("offload", ["cpu", "folder"])
-def test_offload_changes_no_bit_and_leaves_no_file(offload: str, tmp_path: Path) -> None:
-    net, x = named("namedtuple-state").net(), inputs(23, 2)
-    kept = played(net, rolled(net, chunk=3), x, None, None, of_both)
-    moved = played(
-        net,
-        rolled(net, chunk=3, offload=tmp_path if offload == "folder" else offload),
-        x,
-        None,
-        None,
-        of_both,
-    )
-    assert deviation(moved, kept) == 0
-    y, _ = tt.rollout(net, x, chunk=3, offload=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert y.requires_grad
-
-
-def test_memory_changes_no_gradient() -> None:
+def test_automatic_chunk_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = named("hides-layer").net(), inputs(97, 2)
-    expected = played(net, whole(net), x, None, None, of_both)
-    calls = list[int]()
-    net.module.register_forward_hook(lambda _, given, __: calls.append(len(given[0])))
+    expected, calls = played(net, whole(net), x, None, None, of_both), list[int]()
+    net.module.register_forward_hook(lambda _, args, __: calls.append(len(args[0])))
     lengths = set[int]()
-    for memory in ("150kB", "180kB", 250_000, "512MB"):
-        assert (
-            deviation(played(net, rolled(net, memory=memory), x, None, None, of_both), expected)
-            < EXACT
-        )
-        lengths.add(max(calls[-2:]))
-    assert len(lengths) > 2
-    with pytest.raises(ConfigError, match="a memory of 100 bytes is too small for 97 steps"):
-        tt.rollout(net, x, memory=100)
+    for most in (1, 30_000, 10**9):
+        calls.clear()
+        monkeypatch.setattr(segment, "MOST_BYTES", most)
+        assert deviation(played(net, rolled(net), x, None, None, of_both), expected) < EXACT
+        lengths.add(calls[1])  # after the trial
+    assert {1, 97} < lengths
 
 
 class Reads(nn.Module):
@@ -374,14 +342,12 @@ class RestlessReadout(HidesLayer):
 def test_net_that_does_not_repeat_is_refused(make: Callable[[], nn.Module]) -> None:
     x = inputs(23, 2)
     net = lawless(tt.carry(make().double()), x)
-    for verify in ("first", "all"):
-        with pytest.raises(
-            ModelError,
-            match="the forward pass does not repeat: run again, steps 20 to 22 of the stretch",
-        ):
-            of_all(*tt.rollout(net, x, chunk=4, verify=verify)).backward()
+    with pytest.raises(
+        ModelError,
+        match="the forward pass does not repeat: run again, steps 20 to 22 differ in",
+    ):
+        of_all(*tt.rollout(net, x, chunk=4)).backward()
     assert all(p.grad is None for p in net.parameters())
-    of_all(*tt.rollout(net, x, chunk=4, verify="off")).backward()
 
 
 def test_complex_states_hand_back_their_credit() -> None:
@@ -393,15 +359,7 @@ def test_complex_states_hand_back_their_credit() -> None:
 @pytest.mark.parametrize(
     ("x", "options", "error", "reason"),
     [
-        (
-            inputs(23, 2)[:0],
-            {},
-            DataError,
-            (
-                r"inputs have shape \(0, 2, 3\), expected \(T, B, D\) or \(T, B\) with at least one"
-                r" step"
-            ),
-        ),
+        (inputs(23, 2)[:0], {}, DataError, r"\(0, 2, 3\) has no steps, expected one at least"),
         (torch.zeros(23), {}, DataError, r"inputs have shape \(23,\), expected \(T, B, D\)"),
         (
             inputs(23, 2),
@@ -415,16 +373,8 @@ def test_complex_states_hand_back_their_credit() -> None:
             ConfigError,
             "chunk=0: expected a whole number of at least 1",
         ),
-        (inputs(23, 2), {"memory": "much"}, ConfigError, "memory='much'"),
-        (inputs(23, 2), {"offload": "/no/such/folder"}, ConfigError, "or a folder that exists"),
-        (
-            inputs(23, 2),
-            {"verify": "some"},
-            ConfigError,
-            "verify='some': expected 'first', 'all' or 'off'",
-        ),
     ],
-    ids=["no steps", "one dimension", "resets", "chunk", "memory", "offload", "verify"],
+    ids=["no steps", "one dimension", "resets", "chunk"],
 )
 def test_what_cannot_be_rolled_out_is_refused(
     x: Tensor, options: dict[str, Any], error: type[Exception], reason: str

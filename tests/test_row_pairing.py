@@ -4,8 +4,6 @@ unchanged.
 Shapes: `N` rows, `C` outputs.
 """
 
-import pathlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
 from throughtime.gradient import Objective, _pairing
 from throughtime.gradient._pairing import check_rows, paired_size
@@ -144,7 +144,6 @@ INTENDED: dict[str, Loss] = {
     "transposed": lambda o, t: ((o - o.T) - (t - t.T)).square().mean(),
     "pairs of scores": lambda o, t: (o[:, 0][:, None] - t[:, 0][None]).abs().mean(),
     "ranking": ranking,
-    "outer": lambda o, t: torch.outer(o[:, 0], t[:, 0]).mean(),
     "einsum": lambda o, t: torch.einsum("i,jk->ij", o[:, 0], t).mean(),
     "dot": lambda o, t: (o[:, 0] @ t).sum() / len(o),
     "cdist": lambda o, t: torch.cdist(o, t).mean(),
@@ -183,26 +182,19 @@ def test_other_losses_give_the_same_loss_gradient_and_random_numbers(loss_fn: Lo
     assert all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize("names", [("o", "t"), ("outputs", "labels")], ids=str)
-def test_the_refusal_names_the_line_and_the_line_to_write(names: tuple[str, str]) -> None:
-    loss_fn: Loss = Squeezes() if names[0] == "outputs" else ACCIDENTS["flat outputs"]
-    o, t = names
+def test_the_refusal_says_what_is_paired_and_what_to_write() -> None:
     with pytest.raises(ModelError) as error:
-        check_rows(loss_fn, *pair(), "loss_fn")
+        check_rows(ACCIDENTS["flat outputs"], *pair(), "loss_fn")
     text = str(error.value)
-    assert f"write {t}[:, 0] beside {o}[:, 0], or {o} beside {t}. " in text
+    assert text.startswith("loss_fn pairs each row with every other: sub broadcasts (7,)")
     assert "(7,) against (7, 1) to (7, 7)" in text
-    assert __file__ in text
-    number = int(re.findall(r"in line (\d+) of", text)[0])
-    with pathlib.Path(__file__).open(encoding="utf-8") as file:
-        line = file.readlines()[number - 1].strip()
-    assert f"in `{line}`" in text
-    assert "mean()" in line
+    assert "write targets[:, 0] beside outputs[:, 0], or outputs beside targets. " in text
 
 
 def test_whole_numbers_as_targets_of_one_output() -> None:
     o, _ = pair()
-    with pytest.raises(ModelError, match=r"write o\[:, 0\] beside t, or t\[:, None\] beside o"):
+    advice = r"write outputs\[:, 0\] beside targets, or targets\[:, None\] beside outputs"
+    with pytest.raises(ModelError, match=advice):
         check_rows(lambda o, t: (o - t).square().mean(), o, torch.arange(ROWS), "loss_fn")
 
 
@@ -223,7 +215,7 @@ def test_shapes_that_pair_by_accident() -> None:
         assert paired_size(a, b) == 0
 
 
-def net_and_stream(chunk: int = 10) -> tuple[tt.Carried, tt.Stream]:
+def net_and_stream(chunk: int = 10) -> tuple[Carried, tt.Stream]:
     torch.manual_seed(0)
     recording = {"inputs": torch.randn(40, 2), "targets": torch.randn(40)}
     net = tt.carry(nn.Sequential(tt.nn.GRU(2, 4), nn.Linear(4, 1)))
@@ -234,7 +226,6 @@ POLICIES = {
     "truncated": tt.Truncated(10),
     "horizon": tt.Truncated(10, horizon=20),
     "exact": tt.Exact(),
-    "rtrl": tt.RTRL(10),
     "adaptive": tt.Adaptive(0.5, min=5, max=20),
 }
 
@@ -242,17 +233,17 @@ POLICIES = {
 @pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 def test_every_policy_refuses_before_a_gradient(policy: Any) -> None:
     net, stream = net_and_stream()
-    with pytest.raises(ModelError, match="loss_fn in line"):
+    with pytest.raises(ModelError, match="loss_fn pairs each row"):
         next(tt.updates(net, stream, ACCIDENTS["flat outputs"], gradient=policy))
     assert all(weight.grad is None for weight in net.parameters())
 
 
 def test_evaluate_and_audit_refuse_it() -> None:
     net, stream = net_and_stream()
-    with pytest.raises(ModelError, match="loss_fn in line"):
+    with pytest.raises(ModelError, match="loss_fn pairs each row"):
         tt.evaluate(net, stream, ACCIDENTS["flat outputs"])
     _, stream = net_and_stream()
-    with pytest.raises(ModelError, match="loss_fn in line"):
+    with pytest.raises(ModelError, match="loss_fn pairs each row"):
         tt.audit(net, stream, ACCIDENTS["flat outputs"], horizons=(5,))
 
 
@@ -282,7 +273,7 @@ def test_metrics_are_checked_and_updated_once() -> None:
     targets = torch.from_numpy(stream.recordings[0].read(0, 40).targets)
     assert metrics["error"] == pytest.approx((outputs[:, 0] - targets).abs().mean().item())
     _, stream = net_and_stream()
-    with pytest.raises(ModelError, match="metrics in line"):
+    with pytest.raises(ModelError, match="metrics pairs each row"):
         tt.evaluate(net, stream, metrics=MeanError(flat=False))
 
 
@@ -302,7 +293,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_only_the_first_call_on_several_rows_is_checked(checked: list[int]) -> None:
     objective = Objective(lambda o, t: (o - t).square().mean())
     for steps in (1, 1, 5, 6):
-        chunk = tt.Chunk.from_tensors(torch.zeros(steps, 1, 2), torch.zeros(steps, 1))
+        chunk = Chunk.from_tensors(torch.zeros(steps, 1, 2), torch.zeros(steps, 1))
         objective.loss(torch.zeros(steps, 1, 1), chunk)
     assert checked == [5]
 

@@ -247,10 +247,6 @@ RESUMED = [
     {"train_on": "stream"},
     {"train_on": "stream", "horizon": 25, "model": "gru", "layers": 2},
     {"train_on": "windows", "updates": 90},
-    pytest.param(
-        {"train_on": "windows", "updates": 90, "start": "carried"}, marks=pytest.mark.slow
-    ),
-    pytest.param({"train_on": "windows", "updates": 90, "start": "noise"}, marks=pytest.mark.slow),
     {"epochs": 3, "updates": None, "warm_up": 5, "dtype": "float64"},
     {"gradient": "exact", "cut_every": 25, "stride": None},
 ]

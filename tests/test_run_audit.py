@@ -21,6 +21,7 @@ from throughtime.app.load import load_run
 from throughtime.app.model import StandardisedMSE, one_thread
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
+from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import Decay
 from throughtime.diagnose.settling import ColdStart
@@ -247,9 +248,9 @@ def truncation(horizon: int, bias: float, stride: int | None = None) -> Truncati
 def audited(
     *rows: Truncation, memory_used: bool = True, norm: float = 1.0, **more: Any
 ) -> AuditReport:
-    found = tt.Audit(8000, 4, 0.5, norm, rows)
+    found = Audit(8000, 4, 0.5, norm, rows)
     contexts = {1: 1.0, 2: 0.9}
-    goes = tt.Reach(
+    goes = Reach(
         (1, 2),
         (1.0, 0.5),
         {"h": (1.0, 0.5)},
@@ -263,7 +264,7 @@ def audited(
         memory_used,
     )
     starts = (ColdStart("0", 500, 100, 12),)
-    cold = tt.SettlingTime(starts, {0.5: 12, 0.9: 12, 0.99: 12, 1.0: 12}, 0, 0.01, 1.0, {0: 0.5})
+    cold = SettlingTime(starts, {0.5: 12, 0.9: 12, 0.99: 12, 1.0: 12}, 0, 0.01, 1.0, {0: 0.5})
     return AuditReport("train", "d", 7, 100_000, 0.1, found, replace(goes, **more), cold)
 
 

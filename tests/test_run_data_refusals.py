@@ -265,12 +265,6 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
             "hand_off=True and train_on='windows' are both given",
         ),
         ({"offset": 3, "train_on": "windows"}, "offset=3 and train_on='windows' are both given"),
-        ({"start": "carried"}, "start='carried' is for windows, and training is on the stream"),
-        ({"start": "warm"}, "start='warm': expected one of 'zero', 'carried', 'noise'"),
-        (
-            {"start": "carried", "train_on": "windows", "strategy": "ddp", "devices": 2},
-            "start='carried' and strategy='ddp' are both given",
-        ),
         ({"static": 3}, "static=3: expected a list of column names"),
         ({"target_evry": 3}, "unknown key 'target_evry', did you mean 'target_every'"),
     ],

@@ -16,7 +16,7 @@ from throughtime.app.load import load_run
 from throughtime.app.report.run_page import write_report
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError
-from throughtime.gradient import Exact
+from throughtime.gradient import Exact, executor
 from throughtime.updates import updates
 
 
@@ -38,36 +38,46 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
-def test_an_exact_run_is_cut_into_the_same_pieces_wherever_it_goes_on(tmp_path: Path) -> None:
-    """Graph size differs at resets; a segment length measured there would round otherwise."""
+def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a window is cut into segments decides how its sums are rounded."""
+    lengths, plain = list[int](), executor.automatic_chunk
+
+    def automatic_chunk(*sizes: Any) -> int:
+        lengths.append(plain(*sizes))
+        return lengths[-1]
+
+    monkeypatch.setattr(executor, "automatic_chunk", automatic_chunk)
     np.savez(
         tmp_path / "long.npz",
-        inputs=np.random.default_rng(0).normal(size=(30_000, 3)),
-        targets=np.arange(30_000) // 7 % 3,
+        inputs=np.random.default_rng(0).normal(size=(60_000, 3)),
+        targets=np.arange(60_000) // 7 % 3,
     )
     more = {
         "gradient": "exact",
         "stride": None,
-        "cut_every": 500,
-        "lanes": 32,
-        "hidden": 128,
+        "cut_every": 3000,
+        "lanes": 8,
+        "hidden": 32,
         "updates": 3,
         "valid_every": 0,
         "holdout": 0.0,
     }
     whole = finish(settings(tmp_path / "long.npz", tmp_path / "whole", **more))
+    expected = [*lengths]
+    assert len(expected) == 3
+    assert expected[0] < 3000  # more than one segment, or nothing could differ
     stopped = Training.begin(
         make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more))
     )
     for _ in stopped.run():
         stopped.stop()
+    lengths.clear()
     resumed = Training.resume(stopped.folder.path)
     assert resumed.count == 1
-    assert resumed.policy == stopped.policy
-    assert isinstance(resumed.policy, Exact)
-    assert isinstance(resumed.policy.chunk, int)
-    assert resumed.policy.chunk < 500  # more than one piece, or nothing could differ
     list(resumed.run())
+    assert lengths == expected[1:]
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 

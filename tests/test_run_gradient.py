@@ -31,7 +31,7 @@ from throughtime.app.values import read_toml
 from throughtime.errors import ConfigError
 
 OWN = '''
-"""Truncated, the gradient scaled."""
+"""Truncated, the credit scaled where it crosses the end of an update."""
 from dataclasses import dataclass
 
 import throughtime as tt
@@ -43,35 +43,32 @@ class Scaled:
     factor: float = 0.5
     name: str | None = None
 
-    @property
-    def truncated(self):
-        return tt.Truncated(self.stride, 2 * self.stride)
+    def plan(self, source, at, probe):
+        window, memory = tt.Truncated(self.stride, 2 * self.stride).plan(source, at, probe)
+        if window is None:
+            return None, memory
+        return window._replace(chunk=self.stride, gate=self._scale), memory
 
-    def init(self, carried, previous):
-        return self.truncated.init(carried, previous)
-
-    def state_dict(self, state):
-        return self.truncated.state_dict(state)
-
-    def load_state_dict(self, values, source):
-        return self.truncated.load_state_dict(values, source)
-
-    def update(self, net, source, objective, state):
-        result = self.truncated.update(net, source, objective, state)
-        for weight in net.parameters():
-            if weight.grad is not None:
-                weight.grad *= self.factor
-        return result
+    def _scale(self, step, credit):
+        return [c if c is None else self.factor * c for c in credit]
 
 
 class Empty:
     """No policy."""
 '''
+EXAMPLES = Path(__file__).parent.parent / "examples" / "policies"
+FILES = {
+    "rtrl": f"{EXAMPLES / 'rtrl.py'}:RTRL",
+    "carried": f"{EXAMPLES / 'starts.py'}:CarriedStart",
+    "noise": f"{EXAMPLES / 'starts.py'}:NoiseStart",
+}
 POLICIES: dict[str, dict[str, Any]] = {
     "truncated": {"gradient_args": {"horizon": 25, "burn_in": 5}, "stride": 10},
     "adaptive": {"gradient_args": {"tolerance": 0.1, "min": 10, "max": 40, "every": 5}},
     "randomized": {"gradient_args": {"mean_horizon": 12}},
-    "rtrl": {"gradient_args": {"max_state": 64}, "stride": 10, "model": "rnn", "hidden": 4},
+    "rtrl": {"stride": 10, "model": "rnn", "hidden": 4},
+    "carried": {"stride": 10, "train_on": "windows"},
+    "noise": {"stride": 10, "train_on": "windows"},
     "own": {"gradient_args": {"factor": 0.25}, "stride": 10},
 }
 
@@ -86,7 +83,7 @@ def own(tmp_path: Path) -> str:
 
 def values(folder: Path, name: str, policy: str, own: str) -> dict[str, Any]:
     more: dict[str, Any] = {"stride": None, "updates": 40, **POLICIES[policy]}
-    chosen = own if policy == "own" else policy
+    chosen = {"own": own, **FILES}.get(policy, policy)
     return settings(folder / "data", folder / name, gradient=chosen, **more)
 
 
@@ -165,6 +162,21 @@ def test_a_policy_of_ones_own_is_run_from_toml_killed_and_goes_on_to_the_same_bi
     assert any(not torch.equal(a, b) for a, b in pairs)  # the policy was the user's
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_the_examples_are_run_from_the_command_line(tmp_path: Path, name: str) -> None:
+    data, flags = write_recordings(tmp_path / "data"), ["--stride", "10", "--updates", "6"]
+    flags += ["--hidden", "4", "--lanes", "2", "--task", "classify", "--keep", "last"]
+    flags += [] if name == "rtrl" else ["--train-on", "windows"]
+    run("train", data, "--gradient", FILES[name], *flags, "--out", tmp_path / "run")
+    report = RunFolder(tmp_path / "run").report.read_text(encoding="utf-8")
+    assert FILES[name].rpartition(":")[2] + "(stride=10)" in report
+    plain = [*flags, "--out", tmp_path / "plain"]
+    run("train", data, *plain)
+    nets = [load_model(RunFolder(tmp_path / folder).model)[0] for folder in ("run", "plain")]
+    pairs = zip(*(net.parameters() for net in nets), strict=True)
+    assert any(not torch.equal(a, b) for a, b in pairs)
+
+
 def test_arguments_are_typed_by_the_policy_and_flags_win_over_toml(
     tmp_path: Path, own: str
 ) -> None:
@@ -186,10 +198,9 @@ def test_arguments_are_typed_by_the_policy_and_flags_win_over_toml(
     [
         ({}, tt.Truncated(100)),
         ({"stride": 20, "horizon": 50}, tt.Truncated(20, 50)),
-        ({"gradient_args": {"graphs": "auto"}}, tt.Truncated(100, graphs="auto")),
+        ({"gradient_args": {"burn_in": 7}}, tt.Truncated(100, burn_in=7)),
         ({"gradient": "exact", "cut_every": 7}, tt.Exact(cut_every=7)),
-        ({"gradient": "exact", "gradient_args": {"memory": "2GiB"}}, tt.Exact(memory="2GiB")),
-        ({"gradient": "rtrl"}, tt.RTRL(100)),
+        ({"gradient": "exact", "gradient_args": {"chunk": 500}}, tt.Exact(chunk=500)),
         ({"gradient": "randomized", "gradient_args": {"mean_horizon": 9}}, tt.Randomized(9)),
     ],
 )
@@ -220,7 +231,8 @@ def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> N
         ({"gradient": "truncate"}, "gradient='truncate': expected truncated, exact"),
         ({"gradient": "adaptive", "horizon": 3}, "horizon=3 belongs to gradient=truncated"),
         ({"stride": 3, "gradient_args": {"stride": 3}}, "stride=3 is given again"),
-        ({"gradient": "rtrl", "train_on": "windows"}, "train_on='windows' are both given"),
+        ({"gradient": "exact", "train_on": "windows"}, "train_on='windows' are both given"),
+        ({"gradient": "rtrl"}, "gradient='rtrl': expected truncated, exact"),
     ],
 )
 def test_a_wrong_policy_or_argument_is_refused_by_name(

@@ -120,16 +120,6 @@ def test_a_folder_without_a_run_is_called_that_by_every_command(
         assert "--resume" not in complained
 
 
-def test_a_start_that_is_for_windows_says_what_to_write(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data", (400, 250, 300))
-    values = settings(data, tmp_path / "run", start="carried")
-    complained = run(*flags(values), ok=False)
-    assert (
-        "--start carried is for windows, and training is on the stream, where the state is"
-        " carried anyway: leave it out, or set --train-on windows" in complained
-    )
-
-
 def test_a_device_that_is_none_names_those_of_this_machine(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data", (400, 250, 300))
     complained = run(*flags(settings(data, tmp_path / "run", device="nonsense")), ok=False)

@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 import throughtime as tt
 from throughtime.app import cli, selftest
 from throughtime.app.selftest import LAWS, TOLERANCES, Setting, run_law
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -58,13 +59,13 @@ def wrong_state(y: Any, after: Any) -> Any:
 def test_a_device_that_computes_something_else_is_noticed(
     name: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = tt.Carried.forward
+    forward = Carried.forward
 
     def on_the_device(net: Any, *arguments: Any) -> Any:
         results = forward(net, *arguments)
         return results if _get_current_function_mode_stack() else change(*results)
 
-    monkeypatch.setattr(tt.Carried, "forward", on_the_device)
+    monkeypatch.setattr(Carried, "forward", on_the_device)
     assert not run_law(name, Setting(CPU, torch.float64)).holds
 
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
+from throughtime.carry import Carried
+from throughtime.deploy.export import Export
 from throughtime.diagnose.settling import ColdStart
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 
@@ -62,7 +64,7 @@ class Rotating(nn.Module):
         return torch.stack(outputs), h
 
 
-def readout(layer: nn.Module) -> tt.Carried:
+def readout(layer: nn.Module) -> Carried:
     torch.manual_seed(1)
     return tt.carry(nn.Sequential(layer, nn.Linear(8, 2)).to(WIDE))
 
@@ -72,9 +74,7 @@ def signals(*lengths: int, width: int = 1) -> list[Tensor]:
     return [torch.randn(n, width, dtype=WIDE, generator=generator) for n in lengths]
 
 
-def steps_by_definition(
-    net: tt.Carried, signal: Tensor, start: ColdStart, limit: float
-) -> int | None:
+def steps_by_definition(net: Carried, signal: Tensor, start: ColdStart, limit: float) -> int | None:
     """Both runs by themselves, and the last compared step at which they differ."""
     position, stop = start.position, start.position + start.compared
     carried, _ = tt.predict(net, signal)
@@ -282,7 +282,7 @@ def test_the_result_is_plain_json() -> None:
     assert plain["starts"][0]["compared"] == 10
 
 
-def export(folder: Path, name: str, **more: Any) -> tuple[tt.Export, dict[str, Any]]:
+def export(folder: Path, name: str, **more: Any) -> tuple[Export, dict[str, Any]]:
     """The result of an export, and what the file says of itself."""
     torch.manual_seed(0)
     net = tt.carry(nn.Sequential(nn.GRU(2, 8), nn.Linear(8, 2)))

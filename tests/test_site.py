@@ -1,6 +1,8 @@
 """The site: its pages are sorted and reachable, and its reference has every public name."""
 
+import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,15 @@ def test_every_page_is_of_one_kind() -> None:
 def test_every_public_name_is_in_the_api_reference_once() -> None:
     names = [name for name in listed("reference/api.md") if "." not in name and name != "errors"]
     assert sorted(names) == sorted(set(tt.__all__) - {"__version__"})
+
+
+def test_every_class_of_the_api_reference_is_importable_and_none_is_in_the_namespace() -> None:
+    classes = [name for name in listed("reference/api.md") if re.search(r"\.[A-Z]\w*$", name)]
+    assert len(classes) > 10
+    for module, _, name in (name.rpartition(".") for name in classes):
+        value = getattr(importlib.import_module(f"throughtime.{module}"), name)
+        assert inspect.isclass(value)
+        assert name not in tt.__all__
 
 
 def site_module(name: str) -> Any:

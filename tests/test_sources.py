@@ -25,6 +25,7 @@ from torch.utils.data import Subset, TensorDataset
 
 import throughtime as tt
 from test_stream import all_same, rest_of_epoch
+from throughtime.chunk import Chunk
 from throughtime.errors import DataError
 from throughtime.stream.sources import as_recordings
 
@@ -155,7 +156,7 @@ PAIRS: dict[str, Callable[[Path], Any]] = {
 QUIET = pytest.mark.filterwarnings("ignore:This filename .* does not conform to MNE naming")
 
 
-def play(data: Any, **options: Any) -> list[tt.Chunk]:
+def play(data: Any, **options: Any) -> list[Chunk]:
     return list(tt.Stream(data, lanes=3, chunk=20, **options))
 
 

@@ -1,4 +1,4 @@
-"""Training on windows that start from carried states, or from noise like them.
+"""The examples of windows that start from carried states, or from noise like them.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from examples.policies.starts import AVERAGED, CarriedStart, NoiseStart
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError
-from throughtime.gradient._starts import StateMoments, StoredStates
-from throughtime.gradient.truncated import TruncatedState
+from throughtime.gradient import Policy, Update
 from throughtime.stream.recording import preceding
 
 WIDE = torch.float64
@@ -34,7 +35,7 @@ def recordings(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
     ]
 
 
-def make_net(*, fused: bool = False) -> tt.Carried:
+def make_net(*, fused: bool = False) -> Carried:
     torch.manual_seed(3)
     net = tt.carry(nn.Sequential(nn.LSTM(2, 6), nn.Linear(6, 1)).to(WIDE), fused=fused)
     with torch.no_grad():
@@ -47,7 +48,7 @@ def make_stream(lanes: int, window: int = 5, lengths: tuple[int, ...] = LENGTHS)
 
 
 def train(
-    net: tt.Carried, stream: tt.Stream, policy: tt.Truncated, epochs: int = 3
+    net: Carried, stream: tt.Stream, policy: Policy, epochs: int = 3
 ) -> Iterator[tuple[float, Tensor]]:
     """The loss and the outputs of every update; the weights move after each."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -62,36 +63,43 @@ def train(
 
 
 class Oracle:
-    """The same by hand: each lane by itself, step by step, and a dict of final states."""
+    """The same by hand: each lane by itself, step by step, and a list of final states.
 
-    def __init__(self, net: tt.Carried, stream: tt.Stream) -> None:
-        self.net, self.stream, self.table = net, stream, dict[int, Any]()
+    A window has ended when its lane starts another one, or with the epoch.
+    """
+
+    def __init__(self, net: Carried, stream: tt.Stream) -> None:
+        self.net, self.stream = net, stream
         self.before = preceding(stream.recordings)
+        self.ended: list[tuple[int, Any]] = []
 
     def initial(self, recording: int) -> Any:
-        return self.table.get(self.before[recording]) or self.net.initial_state(1)
+        """The state that enters a window."""
+        ends = [state for r, state in self.ended if r == self.before[recording]]
+        return ends[-1] if ends else self.net.initial_state(1)
 
     def epoch(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, Tensor]]:
         chunks = list(self.stream)
         lanes = chunks[0].lanes
         states: list[Any] = [None] * lanes
         playing = [-1] * lanes
+        now = playing
         for chunk in chunks:
             rows: list[list[Tensor]] = [[] for _ in range(lanes)]
             for t in range(chunk.steps):
                 now, starts = chunk.recording[t].tolist(), chunk.resets[t].tolist()
+                starting = [lane for lane in range(lanes) if starts[lane]]
+                for lane in starting:
+                    if playing[lane] >= 0:
+                        self.ended.append((playing[lane], tt.state.detach(states[lane])))
+                for lane in starting:
+                    states[lane], playing[lane] = self.initial(now[lane]), now[lane]
                 for lane in range(lanes):
-                    if playing[lane] >= 0 and (starts[lane] or now[lane] != playing[lane]):
-                        self.table[playing[lane]] = tt.state.detach(states[lane])
-                for lane in range(lanes):
-                    if starts[lane]:
-                        states[lane] = self.initial(now[lane])
                     y = torch.zeros(1, 1, 1, dtype=WIDE)
                     if now[lane] >= 0:
                         x = chunk.inputs[t : t + 1, lane : lane + 1]
                         y, states[lane] = self.net(x, states[lane])
                     rows[lane].append(y[0])
-                playing = now
             states = [tt.state.detach(state) for state in states]
             columns = [torch.stack(r) for r in rows]
             outputs = torch.cat(columns, dim=1)
@@ -101,9 +109,7 @@ class Oracle:
             optimizer.step()
             optimizer.zero_grad()
             yield float(loss.detach()), outputs.detach() * chunk.mask.unsqueeze(2)
-        for lane, recording in enumerate(playing):
-            if recording >= 0:
-                self.table[recording] = states[lane]
+        self.ended += [(r, states[k]) for k, r in enumerate(playing) if now[k] == r >= 0]
 
     def run(self, epochs: int = 3) -> Iterator[tuple[float, Tensor]]:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -111,69 +117,90 @@ class Oracle:
             yield from self.epoch(optimizer)
 
 
-@pytest.fixture(params=[1, 5, 64], ids="table every {}".format)
-def table(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are moved to the table at once, now and then, or not in so few updates."""
-    monkeypatch.setattr("throughtime.gradient._starts._LATEST", request.param)
+class NoiseOracle(Oracle):
+    """Noise with the mean and deviation of all states in which windows have ended."""
+
+    def initial(self, recording: int) -> Any:
+        del recording
+        fresh = self.net.initial_state(1)
+        if not self.ended:
+            return fresh
+        rows = zip(*(tt.state.tensors(state) for _, state in self.ended), strict=True)
+        drawn = [self.drawn(torch.cat(leaves)) for leaves in rows]
+        return tt.state.map_leaves(lambda _: drawn.pop(0).unsqueeze(0), fresh)
+
+    @staticmethod
+    def drawn(rows: Tensor) -> Tensor:
+        return rows.mean(0) + rows.std(0, correction=0) * torch.randn_like(rows[0])
+
+
+ORACLES: dict[str, tuple[Policy, type[Oracle]]] = {
+    "carried": (CarriedStart(5), Oracle),
+    "noise": (NoiseStart(5), NoiseOracle),
+}
 
 
 @pytest.mark.covering
-@pytest.mark.usefixtures("table")
+@pytest.mark.parametrize(("policy", "oracle"), list(ORACLES.values()), ids=list(ORACLES))
 @pytest.mark.parametrize(("lanes", "fused"), [(1, False), (2, False), (3, False), (3, True)])
 @pytest.mark.parametrize("lengths", [LENGTHS, (20, 10, 30)], ids=["uneven", "even"])
-def test_carried_starts_are_the_states_in_which_the_windows_before_ended(
-    lanes: int, lengths: tuple[int, ...], *, fused: bool
+def test_windows_start_from_the_states_of_the_definition(
+    policy: Policy, oracle: type[Oracle], lanes: int, lengths: tuple[int, ...], *, fused: bool
 ) -> None:
-    net, stream = make_net(fused=fused), make_stream(lanes, lengths=lengths)
-    policy = tt.Truncated(5, start="carried")
-    count = 0
-    for got, expected in zip(
-        train(net, stream, policy),
-        Oracle(make_net(), make_stream(lanes, lengths=lengths)).run(),
-        strict=True,
-    ):
-        assert got[0] == pytest.approx(expected[0], rel=1e-9)
-        mask = expected[1] != 0
-        assert torch.allclose(got[1][mask], expected[1][mask], rtol=1e-9, atol=1e-12)
-        count += 1
-    assert count == 3 * len(stream)
+    stream = make_stream(lanes, lengths=lengths)
+    torch.manual_seed(0)
+    own = list(train(make_net(fused=fused), stream, policy))
+    torch.manual_seed(0)
+    expected = list(oracle(make_net(), make_stream(lanes, lengths=lengths)).run())
+    assert len(own) == len(expected) == 3 * len(stream)
+    for (loss, outputs), (other, rows) in zip(own, expected, strict=True):
+        assert loss == pytest.approx(other, rel=1e-9)
+        mask = rows != 0
+        assert torch.allclose(outputs[mask], rows[mask], rtol=1e-9, atol=1e-12)
 
 
-def test_the_starts_matter_and_zero_is_the_default() -> None:
-    losses = {
-        start: [loss for loss, _ in train(make_net(), make_stream(2), tt.Truncated(5, start=start))]
-        for start in ("zero", "carried", "noise")
-    }
-    plain = [loss for loss, _ in train(make_net(), make_stream(2), tt.Truncated(5))]
-    assert losses["zero"] == plain
-    assert losses["carried"][:1] == losses["noise"][:1] == plain[:1]
-    assert losses["carried"][-1] != losses["noise"][-1] != plain[-1]
+@pytest.mark.parametrize(("policy", "oracle"), list(ORACLES.values()), ids=list(ORACLES))
+def test_starts_of_the_other_definition_are_refused(policy: Policy, oracle: type[Oracle]) -> None:
+    """The mutant: zero states, and those of the other oracle."""
+    for other in ({Oracle, NoiseOracle} - {oracle}).pop(), ZeroOracle:
+        torch.manual_seed(0)
+        own = [loss for loss, _ in train(make_net(), make_stream(2), policy)]
+        torch.manual_seed(0)
+        expected = [loss for loss, _ in other(make_net(), make_stream(2)).run()]
+        assert own != pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_windows_in_order_from_carried_states_are_the_stream(lanes: int) -> None:
-    data = recordings((40,) * lanes)
-    windows = [w for parts in zip(*(tt.windows(r, 5) for r in data), strict=True) for w in parts]
-    ordered = tt.Stream(windows, lanes=lanes, chunk=5, seed=None)
-    whole = tt.Stream(data, lanes=lanes, chunk=5, seed=None)
-    assert ordered.read(0, 40).recording[::5].tolist() == [
-        list(range(lanes * k, lanes * k + lanes)) for k in range(8)
-    ]
-    carried = train(make_net(), ordered, tt.Truncated(5, start="carried"), 1)
-    for got, expected in zip(carried, train(make_net(), whole, tt.Truncated(5), 1), strict=True):
+class ZeroOracle(Oracle):
+    def initial(self, recording: int) -> Any:
+        del recording
+        return self.net.initial_state(1)
+
+
+def test_the_first_windows_start_from_the_initial_state() -> None:
+    policies: list[Policy] = [tt.Truncated(5), CarriedStart(5), NoiseStart(5)]
+    losses = [[loss for loss, _ in train(make_net(), make_stream(2), p)] for p in policies]
+    assert losses[0][0] == losses[1][0] == losses[2][0]
+    assert len({run[-1] for run in losses}) == 3
+
+
+def test_windows_in_order_from_carried_states_are_the_stream() -> None:
+    data = recordings((40,))
+    ordered = tt.Stream(tt.windows(data, 5), lanes=1, chunk=5, seed=None)
+    whole = tt.Stream(data, lanes=1, chunk=5, seed=None)
+    own = train(make_net(), ordered, CarriedStart(5), 1)
+    for got, expected in zip(own, train(make_net(), whole, tt.Truncated(5), 1), strict=True):
         assert got[0] == expected[0]
         assert torch.equal(got[1], expected[1])
 
 
-@pytest.mark.parametrize("start", ["zero", "carried", "noise"])
+@pytest.mark.parametrize("policy", [CarriedStart(5), NoiseStart(5)], ids=["carried", "noise"])
 @pytest.mark.parametrize("at", [1, 4, 7, 9])
-def test_a_saved_training_resumes_to_the_bit(start: Any, at: int) -> None:
-    policy = tt.Truncated(5, start=start)
+def test_a_saved_training_resumes_to_the_bit(policy: Policy, at: int) -> None:
     net, stream = make_net(), make_stream(3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     saved: dict[str, Any] = {}
 
-    def step(update: tt.Update) -> float:
+    def step(update: Update) -> float:
         optimizer.step()
         optimizer.zero_grad()
         return float(update.loss)
@@ -206,10 +233,9 @@ def test_a_saved_training_resumes_to_the_bit(start: Any, at: int) -> None:
     assert resumed == losses[at:]
 
 
-@pytest.mark.usefixtures("table")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_an_update_that_is_made_again_starts_from_the_same_states(accumulate: int) -> None:
-    policy, net, other = tt.Truncated(5, start="carried"), make_net(), make_net()
+    policy, net, other = CarriedStart(5), make_net(), make_net()
     several: dict[str, Any] = {"gradient": policy, "accumulate": accumulate}
     optimizer, state = torch.optim.SGD(net.parameters(), lr=0.1), None
     stream = make_stream(3)
@@ -227,9 +253,8 @@ def test_an_update_that_is_made_again_starts_from_the_same_states(accumulate: in
         state = epoch.policy_state
 
 
-@pytest.mark.usefixtures("table")
 def test_what_was_saved_stays_as_it_is_while_training_goes_on() -> None:
-    policy = tt.Truncated(5, start="carried")
+    policy = CarriedStart(5)
 
     def losses(epoch: Any) -> list[float]:
         return [float(update.loss) for update in epoch]
@@ -256,88 +281,100 @@ def test_what_was_saved_stays_as_it_is_while_training_goes_on() -> None:
 
 
 def test_windows_of_an_epoch_that_was_left_have_not_ended() -> None:
-    policy, net, stream = tt.Truncated(3, start="carried"), make_net(), make_stream(2)
+    policy, net, stream = CarriedStart(3), make_net(), make_stream(2)
     epoch = tt.updates(net, stream, Loss(), gradient=policy)
     next(epoch)
     again = tt.updates(net, stream, Loss(), gradient=policy, policy_state=epoch.policy_state)
     next(again)
-    assert again.policy_state.starts is not None
-    store = again.policy_state.starts.store
-    assert isinstance(store, StoredStates)
-    assert store.ended is None
-    assert not store.known.any()
+    ends, playing = again.policy_state
+    assert not ends
+    assert sorted(playing) == [0, 1]
 
 
-def test_noise_has_the_moments_of_the_states_in_which_windows_ended() -> None:
-    generator = torch.Generator().manual_seed(0)
-    ended = torch.randn(50, 16, 2, dtype=WIDE, generator=generator) * 3 + torch.tensor([1.0, -4.0])
-    moments = StateMoments()
-    for rows in ended:
-        moments = moments.learn(torch.zeros(16), (rows,))
-    assert torch.allclose(moments.mean[0], ended.mean((0, 1)))
-    torch.manual_seed(0)
-    drawn = moments.draw(torch.zeros(20_000), torch.zeros(20_000, 2, dtype=WIDE))
-    assert torch.allclose(drawn.mean(0), ended.mean((0, 1)), atol=0.1)
-    assert torch.allclose(drawn.std(0), ended.flatten(0, 1).std(0), rtol=0.03)
-    assert abs(float(torch.corrcoef(drawn.T)[0, 1])) < 0.03
+class Last(nn.Module):
+    """Its state is the last input, and the number of steps since the start, a whole number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, dtype=WIDE))
+
+    def initial_state(self, lanes: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(lanes, 2, dtype=WIDE), torch.zeros(lanes, dtype=torch.long)
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        before = torch.cat([state[0].unsqueeze(0), x[:-1]])
+        y = ((x + before) * self.weight).sum(2, keepdim=True)
+        return y, (x[-1], state[1] + len(x))
 
 
-def test_the_moments_follow_states_that_change() -> None:
-    moments = StateMoments()
-    for value in (0.0,) * 300 + (1.0,) * 300:
-        moments = moments.learn(torch.zeros(2), (torch.full((2, 1), value),))
-    assert moments.count == 1200
-    assert float(moments.mean[0]) == pytest.approx(1 - 0.6 * 0.998**100)
-    nothing = moments.learn(torch.zeros(0), (torch.zeros(0, 1),))
-    assert nothing is moments
+def test_the_moments_follow_states_that_change_and_leave_counters() -> None:
+    """As a running mean: the latest thousand count."""
+    values = torch.arange(AVERAGED + 100, dtype=WIDE)
+    data = {"inputs": torch.stack([values, values.sin()], 1), "targets": torch.zeros(len(values))}
+    stream = tt.Stream(tt.windows(data, 1), lanes=1, chunk=1, seed=None, dtype=WIDE)
+    epoch = tt.updates(tt.carry(Last()), stream, Loss(), gradient=NoiseStart(1))
+    assert all(update.state[1].tolist() == [1] for update in epoch)
+    known, _ = epoch.policy_state
+    assert known["count"] == len(values)
+    mean = square = torch.zeros(2, dtype=WIDE)
+    for count, row in enumerate(data["inputs"], 1):
+        share = 1 / min(count, AVERAGED)
+        mean, square = mean + share * (row - mean), square + share * (row.square() - square)
+    torch.testing.assert_close(known["moments"][0], torch.stack([mean, square]))
 
 
 def test_noise_starts_all_windows_of_an_epoch_but_the_first_ones() -> None:
     net, stream = make_net(), make_stream(2, lengths=(20, 10, 30))
     torch.manual_seed(0)
-    policy = tt.Truncated(5, start="noise")
-    for i, update in enumerate(tt.updates(net, stream, Loss(), gradient=policy)):
+    for i, update in enumerate(tt.updates(net, stream, Loss(), gradient=NoiseStart(5))):
         zero, _ = net(update.chunk.inputs, net.initial_state(2))
         same = torch.allclose(update.outputs, zero)
         assert same == (i == 0)
-        assert bool(update.chunk.resets[0].all())  # the chunk is as the stream gave it
+        assert bool(update.chunk.resets[0].all())  # the chunk is that of the stream
 
 
-def test_counters_of_a_state_are_no_noise() -> None:
-    moments = StateMoments().learn(torch.zeros(2), (torch.tensor([[3], [4]]), torch.ones(2, 1)))
-    counter, leaf = moments.draw(torch.zeros(1), (torch.zeros(1, 1).long(), torch.zeros(1, 1)))
-    assert int(counter) == 0
-    assert float(leaf) == 1.0
+def test_a_learned_initial_state_gets_its_gradient_from_the_windows_that_start_there() -> None:
+    net = tt.carry(Learned())
+    next(tt.updates(net, make_stream(2), Loss(), gradient=CarriedStart(5)))
+    expected = tt.carry(Learned())
+    next(tt.updates(expected, make_stream(2), Loss(), gradient=tt.Truncated(5)))
+    start, other = (part.get_parameter("module.start").grad for part in (net, expected))
+    assert start is not None
+    assert other is not None
+    assert torch.allclose(start, other, rtol=1e-12)
+    assert bool(start.abs().min() > 0)
+
+
+class Learned(nn.Module):
+    """A GRU from a learned state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.start = nn.Parameter(torch.randn(4, dtype=WIDE))
+        self.rnn = nn.GRU(2, 4).double()
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.start.expand(lanes, 4)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, state = self.rnn(x, state.unsqueeze(0).contiguous())
+        return y[..., :1], state[0]
 
 
 def test_accumulated_updates_carry_the_starts() -> None:
-    policy, net = tt.Truncated(5, start="carried"), make_net()
-    epoch = tt.updates(net, make_stream(2), Loss(), gradient=policy, accumulate=2)
+    epoch = tt.updates(make_net(), make_stream(2), Loss(), gradient=CarriedStart(5), accumulate=2)
     assert len(list(epoch)) == math.ceil(len(make_stream(2)) / 2)
-    assert isinstance(epoch.policy_state, TruncatedState)
-    assert epoch.policy_state.starts is not None
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ({"start": "warm"}, "expected 'zero', 'carried' or 'noise'"),
-        ({"start": "carried", "horizon": 10}, "credit ends with it"),
-        ({"start": "noise", "burn_in": 5}, "credit ends with it"),
-    ],
-)
-def test_settings_that_exclude_each_other_are_refused(policy: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
-        tt.Truncated(5, **policy)
+    ends, _ = epoch.policy_state
+    assert set(ends) <= set(range(len(make_stream(2).recordings)))
+    assert len(ends) > 5
 
 
 def test_whole_recordings_continue_nothing() -> None:
     stream = tt.Stream(recordings(), lanes=2, chunk=5)
     with pytest.raises(ConfigError, match=r"tt\.windows\(recordings, 100\)"):
-        next(tt.updates(make_net(), stream, Loss(), gradient=tt.Truncated(5, start="carried")))
-    noise = tt.updates(make_net(), stream, Loss(), gradient=tt.Truncated(5, start="noise"))
+        next(tt.updates(make_net(), stream, Loss(), gradient=CarriedStart(5)))
+    noise = tt.updates(make_net(), stream, Loss(), gradient=NoiseStart(5))
     assert len(list(noise)) == len(stream)
-
-
-def test_the_policy_says_where_windows_start() -> None:
-    assert tt.Truncated(5, start="noise").describe().endswith(", windows start from noise states")

@@ -27,7 +27,7 @@ from strategies import (
     recordings,
     seeds,
 )
-from throughtime.chunk import join
+from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError
 from throughtime.stream import windows
 from throughtime.stream.recording import StepArrays, TableRecording
@@ -37,7 +37,7 @@ from throughtime.stream.sources import as_recording
 lane_wishes = st.sampled_from([1, 2, 3, 7, 40])
 
 
-def same(a: tt.Chunk, b: tt.Chunk) -> bool:
+def same(a: Chunk, b: Chunk) -> bool:
     """To the bit; NaN equals NaN."""
     pairs = [
         (a.inputs, b.inputs),
@@ -59,16 +59,16 @@ def same(a: tt.Chunk, b: tt.Chunk) -> bool:
     )
 
 
-def all_same(a: Sequence[tt.Chunk], b: Sequence[tt.Chunk]) -> bool:
+def all_same(a: Sequence[Chunk], b: Sequence[Chunk]) -> bool:
     return len(a) == len(b) and all(same(p, q) for p, q in zip(a, b, strict=True))
 
 
-def whole(stream: tt.Stream) -> tt.Chunk:
+def whole(stream: tt.Stream) -> Chunk:
     """An epoch as one chunk."""
     return join(list(stream))
 
 
-def check_epoch(chunks: Sequence[tt.Chunk], lengths: list[int], lanes: int, chunk: int) -> None:
+def check_epoch(chunks: Sequence[Chunk], lengths: list[int], lanes: int, chunk: int) -> None:
     """Every step once, in order, with a reset at each start, idle lanes only at their end.
 
     Ragged at the end only.
@@ -102,27 +102,27 @@ def test_an_epoch_has_every_step_once_in_order_with_a_reset_at_every_start(
     )
 
 
-def without_resets(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
+def without_resets(chunks: list[Chunk]) -> list[Chunk]:
     return [
-        tt.Chunk.from_tensors(c.inputs, c.targets, recording=c.recording, position=c.position)
+        Chunk.from_tensors(c.inputs, c.targets, recording=c.recording, position=c.position)
         for c in chunks
     ]
 
 
-def reset_at_every_chunk(chunks: list[tt.Chunk]) -> list[tt.Chunk]:
-    collected: list[tt.Chunk] = []
+def reset_at_every_chunk(chunks: list[Chunk]) -> list[Chunk]:
+    collected: list[Chunk] = []
     for c in chunks:
         resets = c.resets.clone()
         resets[0] = True
         collected.append(
-            tt.Chunk.from_tensors(
+            Chunk.from_tensors(
                 c.inputs, c.targets, resets=resets, recording=c.recording, position=c.position
             )
         )
     return collected
 
 
-MUTANT_EPOCHS: dict[str, Callable[[list[tt.Chunk]], list[tt.Chunk]]] = {
+MUTANT_EPOCHS: dict[str, Callable[[list[Chunk]], list[Chunk]]] = {
     "last chunk dropped": lambda chunks: chunks[:-1],
     "chunks shuffled": lambda chunks: [chunks[i] for i in (2, 0, 1, *range(3, len(chunks)))],
     "chunk repeated": lambda chunks: [chunks[0], *chunks],
@@ -133,7 +133,7 @@ MUTANT_EPOCHS: dict[str, Callable[[list[tt.Chunk]], list[tt.Chunk]]] = {
 
 @pytest.mark.parametrize("mutant", list(MUTANT_EPOCHS.values()), ids=list(MUTANT_EPOCHS))
 def test_check_of_an_epoch_fails_on_mutants(
-    mutant: Callable[[list[tt.Chunk]], list[tt.Chunk]],
+    mutant: Callable[[list[Chunk]], list[Chunk]],
 ) -> None:
     lengths = [31, 7, 20, 5]
     chunks = list(tt.Stream(recordings(lengths), 2, 7))
@@ -182,14 +182,14 @@ def test_iterating_again_starts_the_epoch_again_and_a_whole_one_counts() -> None
     assert (stream.position, stream.epoch) == (0, 1)
 
 
-def rest_of_epoch(stream: tt.Stream, chunk: int) -> list[tt.Chunk]:
-    collected: list[tt.Chunk] = []
+def rest_of_epoch(stream: tt.Stream, chunk: int) -> list[Chunk]:
+    collected: list[Chunk] = []
     while (taken := stream.take(chunk)) is not None:
         collected.append(taken)
     return collected
 
 
-def remaining(stream: tt.Stream, epochs: int = 2) -> list[tt.Chunk]:
+def remaining(stream: tt.Stream, epochs: int = 2) -> list[Chunk]:
     return [chunk for _ in range(epochs) for chunk in stream]
 
 
@@ -339,7 +339,7 @@ def test_only_the_rows_read_of_a_memory_mapped_file_are_loaded(tmp_path: Path) -
     assert sorted(chunk.inputs[0, :, 0].tolist()) == [0, 75_000, 150_000, 225_000]
 
 
-def one(inputs: Any, targets: Any = None, **options: Any) -> tt.Chunk:
+def one(inputs: Any, targets: Any = None, **options: Any) -> Chunk:
     source = {"name": "it", "inputs": inputs} | ({} if targets is None else {"targets": targets})
     setting: dict[str, Any] = {"lanes": 1, "chunk": 4} | options
     return whole(tt.Stream(source, **setting))
@@ -513,13 +513,13 @@ def test_windows_of_no_length_are_refused() -> None:
 
 
 def test_chunks_by_hand_are_checked_and_filled_in() -> None:
-    chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2))
+    chunk = Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2))
     assert (chunk.steps, chunk.lanes, chunk.valid_steps, chunk.any_reset) == (5, 2, 10, False)
-    assert tt.Chunk.from_tensors(torch.zeros(5, 2)).valid_steps == 0
+    assert Chunk.from_tensors(torch.zeros(5, 2)).valid_steps == 0
     with pytest.raises(DataError, match=r"inputs have shape \(5,\), expected \(T, B, D\)"):
-        tt.Chunk.from_tensors(torch.zeros(5))
+        Chunk.from_tensors(torch.zeros(5))
     with pytest.raises(DataError) as caught:
-        tt.Chunk.from_tensors(
+        Chunk.from_tensors(
             torch.zeros(5, 2, 3),
             torch.zeros(2, 5),
             resets=torch.zeros(4, 2, dtype=torch.bool),
@@ -536,8 +536,8 @@ def test_chunks_by_hand_are_checked_and_filled_in() -> None:
 
 @given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_chunk_cut_and_cut_again_keeps_its_marks(cuts: list[int]) -> None:
-    chunk: tt.Chunk = whole(tt.Stream(recordings([17, 5, 9]), lanes=2, chunk=50, warm_up=2))
-    begin, parts = 0, list[tt.Chunk]()
+    chunk: Chunk = whole(tt.Stream(recordings([17, 5, 9]), lanes=2, chunk=50, warm_up=2))
+    begin, parts = 0, list[Chunk]()
     for steps in [*cuts, chunk.steps]:
         stop = min(begin + steps, chunk.steps)
         if begin < stop:

@@ -16,6 +16,7 @@ import throughtime as tt
 from quick import examples
 from strategies import draw_lanes, recordings, seeds
 from test_stream import whole
+from throughtime.chunk import Chunk
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -35,7 +36,7 @@ def on_ranks(
     ]
 
 
-def check_epoch(epochs: Sequence[tt.Chunk], lengths: Sequence[int], offset: int = 0) -> None:
+def check_epoch(epochs: Sequence[Chunk], lengths: Sequence[int], offset: int = 0) -> None:
     """Every step once, in order within its lane, with a reset wherever a lane does not continue."""
     counts, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     assert len({epoch.steps for epoch in epochs}) == 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import DataError
 
 T = 300
@@ -19,7 +20,7 @@ LABELS = random.integers(0, 2, T)
 NUMBERS = random.normal(size=T).astype(np.float32)
 
 
-def net(outputs: int, dtype: torch.dtype = torch.float32) -> tt.Carried:
+def net(outputs: int, dtype: torch.dtype = torch.float32) -> Carried:
     torch.manual_seed(0)
     return tt.carry(nn.Sequential(nn.GRU(3, 4), nn.Linear(4, outputs)).to(dtype))
 

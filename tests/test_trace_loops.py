@@ -23,7 +23,8 @@ from strategies import (
     some_nets,
     start,
 )
-from throughtime.diagnose._trace_record import BackwardRecord
+from throughtime.carry import Carried
+from throughtime.diagnose._trace_record import TracedCall
 from throughtime.diagnose.trace import Trace, trace
 from throughtime.gradient import Policy
 
@@ -32,11 +33,9 @@ STRIDE, LANES = 10, 2
 POLICIES: dict[str, Policy] = {
     "truncated": tt.Truncated(STRIDE),
     "horizon": tt.Truncated(STRIDE, horizon=25),
-    "retained": tt.Truncated(STRIDE, horizon=25, graphs="retain"),
     "exact": tt.Exact(chunk=7),
     "adaptive": tt.Adaptive(tolerance=0.1, min=STRIDE, max=40),
     "randomized": tt.Randomized(mean_horizon=STRIDE, alpha=4),
-    "online": tt.RTRL(stride=STRIDE),
 }
 CARRIED = some_nets("hides-layer", "hides-cell")
 
@@ -45,7 +44,7 @@ def stream(*lengths: int) -> tt.Stream:
     return tt.Stream(recordings(lengths), lanes=LANES, chunk=STRIDE, dtype=torch.float64)
 
 
-def trained(net: tt.Carried, policy: Policy) -> tuple[list[Tensor], dict[str, Tensor]]:
+def trained(net: Carried, policy: Policy) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of an epoch, and the weights after it."""
     torch.manual_seed(3)
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.01), list[Tensor]()
@@ -73,7 +72,7 @@ def test_training_is_the_same_traced(row: Any, policy: str) -> None:
 
 
 def expected(
-    net: tt.Carried, data: PolicyData, counted: int, stop: int, state: Any = None
+    net: Carried, data: PolicyData, counted: int, stop: int, state: Any = None
 ) -> dict[str, Tensor]:
     """Norms of one plain graph over the first steps of `data`; mean loss from `counted` on."""
     with trace(net) as results:
@@ -91,13 +90,10 @@ def furthest(results: Trace, wanted: dict[str, Tensor]) -> float:
 
 
 @CARRIED
-@pytest.mark.parametrize("graphs", ["recompute", "retain"])
-def test_a_window_of_several_strides_is_one_pass(row: Any, graphs: Any) -> None:
+def test_a_window_of_several_strides_is_one_pass(row: Any) -> None:
     net, data = row.net(), PolicyData.draw(30, LANES, 0, resets=0.1)
     with trace(net, keep=3) as results:
-        for _ in tt.updates(
-            net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30, graphs=graphs)
-        ):
+        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30)):
             net.zero_grad()
     assert len(results.passes) == results.count == 3
     assert furthest(results, expected(net, data, 20, 30)) < EXACT
@@ -105,10 +101,7 @@ def test_a_window_of_several_strides_is_one_pass(row: Any, graphs: Any) -> None:
 
 @CARRIED
 def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
-    """`tt.Exact` runs many backward passes, the last piece first.
-
-    The trace puts them together again.
-    """
+    """`tt.Exact` runs backward passes within one, the last piece first: all are that one."""
     net, data = row.net(), PolicyData.draw(45, LANES, 0, resets=0.03)
     with trace(net, keep=9) as results:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
@@ -120,7 +113,13 @@ def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
 
 def test_pieces_that_are_not_put_together_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: every run of the engine a pass of its own."""
-    monkeypatch.setattr(BackwardRecord, "precedes", lambda *_: False)
+    init = TracedCall.__init__
+
+    def alone(self: TracedCall, *args: Any) -> None:
+        init(self, *args)
+        self._run = None
+
+    monkeypatch.setattr(TracedCall, "__init__", alone)
     with pytest.raises(AssertionError):
         test_the_pieces_of_a_sweep_are_one_pass(named("hides-layer"))
 
@@ -181,17 +180,6 @@ def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
         ):
             carried.zero_grad()
     assert [len(one["layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
-
-
-@pytest.mark.parametrize("kind", [nn.GRU, nn.GRUCell])
-def test_online_learning_shows_the_gradient_of_its_losses_only(kind: Any) -> None:
-    """The rows of the Jacobian that `tt.RTRL` takes besides are no gradients of a loss."""
-    net, data = tt.carry(kind(3, 2).double()), PolicyData.draw(40, LANES, 0)
-    with trace(net, keep=99) as results:
-        updates = sum(
-            1 for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.RTRL(stride=10))
-        )
-    assert results.count == updates == 4
 
 
 def tensors_alive() -> int:

@@ -19,7 +19,8 @@ import throughtime as tt
 from processes import PATIENCE
 from recurrences import needs_kernels
 from test_fused_update import LAYERS, by_graph, calls, make, recordings
-from throughtime.diagnose._trace_record import PassSampler
+from throughtime.carry import Carried
+from throughtime.diagnose._trace_record import History
 from throughtime.diagnose.trace import SAMPLED, BackwardRecord, Trace, trace
 from throughtime.errors import RunError
 
@@ -27,17 +28,17 @@ pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
 
 EXACT = 1e-12
-NETS: dict[str, Callable[[], tt.Carried]] = {name: lambda name=name: make(name) for name in LAYERS}
+NETS: dict[str, Callable[[], Carried]] = {name: lambda name=name: make(name) for name in LAYERS}
 
 
-def stacked() -> tt.Carried:
+def stacked() -> Carried:
     """Modules of one and two layers, behind one that prepares the inputs."""
     torch.manual_seed(3)
     layers = nn.Tanh(), tt.nn.LSTM(5, 7, num_layers=2), tt.nn.GRU(7, 6), nn.Linear(6, 4)
     return tt.carry(nn.Sequential(*layers).double())
 
 
-def fronted() -> tt.Carried:
+def fronted() -> Carried:
     """Behind a front that learns."""
     torch.manual_seed(3)
     return tt.carry(
@@ -48,7 +49,7 @@ def fronted() -> tt.Carried:
 NETS["stacked"], NETS["behind a front"] = stacked, fronted
 
 
-def updates(net: tt.Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
+def updates(net: Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
     """An epoch, with a step of plain descent after each update.
 
     Recordings of several lengths give resets, masks and a ragged end.
@@ -67,16 +68,16 @@ def updates(net: tt.Carried, policy: Any = None, *, zero: bool = True) -> Iterat
             net.zero_grad()
 
 
-def train(net: tt.Carried, **options: Any) -> None:
+def train(net: Carried, **options: Any) -> None:
     for _ in updates(net, **options):
         pass
 
 
-def weights(net: tt.Carried) -> Tensor:
+def weights(net: Carried) -> Tensor:
     return torch.cat([weight.detach().flatten() for weight in net.parameters()])
 
 
-def plain(make: Callable[[], tt.Carried]) -> tt.Carried:
+def plain(make: Callable[[], Carried]) -> Carried:
     """The same net with layers of torch.nn."""
     net = make()
     for name, layer in list(net.module.named_children()):
@@ -216,28 +217,28 @@ def test_each_layer_may_have_a_trace_of_its_own(calls: list[int]) -> None:
     assert max((last[name] - expected[f"1.{name}"]).abs().max() for name in last.names) < EXACT
 
 
-def wrap(net: tt.Carried) -> None:
+def wrap(net: Carried) -> None:
     layer = next(net.module.children())
     layer.forward = partial(layer.forward)
 
 
-def wrapped_before(net: tt.Carried) -> Trace:
+def wrapped_before(net: Carried) -> Trace:
     wrap(net)
     return trace(net, keep=9)
 
 
-def wrapped_after(net: tt.Carried) -> Trace:
+def wrapped_after(net: Carried) -> Trace:
     result = trace(net, keep=9)
     wrap(net)
     return result
 
 
-def hooked(net: tt.Carried) -> Trace:
+def hooked(net: Carried) -> Trace:
     next(net.module.children()).register_forward_hook(lambda *_: None)
     return trace(net, keep=9)
 
 
-MORE: dict[str, Callable[[tt.Carried], Trace]] = {
+MORE: dict[str, Callable[[Carried], Trace]] = {
     "tensors": lambda net: trace(net, keep=9, tensors=True),
     "another-module": lambda net: trace(net, keep=9, names={"1": ("y",)}),
     "wrapped-before": wrapped_before,
@@ -336,8 +337,8 @@ def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
 
 @pytest.mark.parametrize(
     "policy",
-    [tt.Exact(chunk=7), tt.Truncated(6, horizon=20), tt.RTRL(stride=6)],
-    ids=["exact", "horizon", "rtrl"],
+    [tt.Exact(chunk=7), tt.Truncated(6, horizon=20)],
+    ids=["exact", "horizon"],
 )
 def test_an_update_of_any_policy_is_one_pass_of_so_many(policy: Any) -> None:
     """However many runs of autograd's engine it takes."""
@@ -407,11 +408,11 @@ def test_of_so_many_backward_passes_of_a_loop_one_is_traced(kind: str, chunks: i
 def test_a_decision_at_every_forward_call_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: calls are counted, not backward passes."""
 
-    def decide(self: PassSampler) -> bool:
-        self._index += 1
-        return self.active
+    def decide(self: History) -> bool:
+        self.index += 1
+        return self.index % self.every == 0
 
-    monkeypatch.setattr(PassSampler, "decide", decide)
+    monkeypatch.setattr(History, "decide", decide)
     with pytest.raises(AssertionError):
         test_of_so_many_backward_passes_of_a_loop_one_is_traced("torch", 3)
 

@@ -45,10 +45,10 @@ from strategies import (
     start,
     states_apart,
 )
-from throughtime.chunk import Source, join
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import DataError, ModelError
-from throughtime.gradient import Objective, Policy
-from throughtime.gradient.truncated import TruncatedState
+from throughtime.gradient import Probe, Progress, Window
 
 EXACT = 1e-11
 
@@ -89,31 +89,12 @@ def test_gradient_equals_plain_autograd(
 class CountsWindow(tt.Truncated):
     """The mutant that counts every loss of the window."""
 
-    def update(
-        self, net: tt.Carried, source: Source, objective: Objective, state: TruncatedState
-    ) -> tuple[tt.Update | None, TruncatedState]:
-        chunk = source.take(self.stride)
-        if chunk is None:
-            return None, state
-        whole = chunk if state.past is None else join((state.past, chunk))
-        start = (
-            net.initial_state(whole.lanes, like=whole.inputs) if state.edge is None else state.edge
-        )
-        y, end = net(whole.inputs, start, whole.resets)
-        objective.loss(y, whole).backward()
-        past = whole[max(0, whole.steps - self._horizon + self.stride) : whole.steps]
-        with torch.no_grad():
-            _, edge = (
-                net(whole.inputs[: whole.steps - past.steps], start)
-                if past.steps < whole.steps
-                else (None, state.edge)
-            )
-        after = tt.state.detach(end)
-        update = tt.Update(torch.zeros(()), chunk.valid_steps, after, y.detach(), chunk)
-        return update, TruncatedState(after, edge, past)
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        window, memory = super().plan(source, at, probe)
+        return window and window._replace(counted=window.start), memory
 
 
-MUTANTS: dict[str, Policy] = {
+MUTANTS: dict[str, Any] = {
     "counts every loss of the window": CountsWindow(5, 11),
     "counts the last loss only": Marked(tt.Truncated(5, 11), last_loss_only),
     "ignores resets": Marked(tt.Truncated(5, 11), no_resets),
@@ -129,20 +110,22 @@ MUTANTS: dict[str, Policy] = {
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
 @ORACLES
 def test_mutant_is_not_the_gradient_of_plain_autograd(
-    row: Row, step: Step, leaves: int, mutant: Policy
+    row: Row, step: Step, leaves: int, mutant: Any
 ) -> None:
     net, data = row.net(), PolicyData.draw(29, 2, 3, resets=0.03)
     assert data.resets[1:].any()
     expected = oracle(step, leaves, dict(net.named_parameters()), data, 5, 11)
     assert deviation(policy_gradients(net, [data.chunk], tt.Truncated(5, 11)), expected) < EXACT
-    assert deviation(policy_gradients(net, [data.chunk], mutant), expected) > 1e-6
+    results = policy_gradients(net, [data.chunk], mutant)
+    if len(results) == len(expected):  # else it makes updates at other steps
+        assert max(apart(g, h) for (*_, g), (*_, h) in zip(results, expected, strict=True)) > 1e-6
 
 
-def blamed(net: tt.Carried, data: PolicyData, policy: tt.Truncated) -> list[Tensor]:
+def blamed(net: Carried, data: PolicyData, policy: tt.Truncated) -> list[Tensor]:
     """The gradient norm `(T, B)` that every update sends to the inputs."""
     x = data.x.clone().requires_grad_()
     chunk, results = (
-        tt.Chunk.from_tensors(x, data.targets, resets=data.resets, mask=data.mask),
+        Chunk.from_tensors(x, data.targets, resets=data.resets, mask=data.mask),
         list[Tensor](),
     )
     for _ in tt.updates(net, [chunk], nn.MSELoss(), gradient=policy):
@@ -290,13 +273,13 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
     net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
     mask[9, 1] = mask[22] = True
-    chunk = tt.Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
+    chunk = Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
     for policy in (tt.Truncated(3), tt.Truncated(3, 10)):
         run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
         assert [update.steps for update in run] == [1, 2]
         _, end = net(data.x, start(net, data.x))
         assert states_apart(run.state, end) < EXACT
-    silent = tt.Chunk.from_tensors(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
+    silent = Chunk.from_tensors(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
     run = tt.updates(net, [silent], nn.MSELoss(), gradient=tt.Truncated(5))
     assert list(run) == []
     assert states_apart(run.state, end) < EXACT
@@ -308,7 +291,7 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
 def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> None:
     net, data = row.net(), PolicyData.draw(23, 2, 0, resets=0.1)
     y, end = net(data.x, start(net, data.x), data.resets)
-    chunk = tt.Chunk.from_tensors(data.x, torch.zeros_like(y.detach()), resets=data.resets)
+    chunk = Chunk.from_tensors(data.x, torch.zeros_like(y.detach()), resets=data.resets)
     for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, horizon)):
         last = int(update.chunk.position[-1, 0]) + 1
         _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
@@ -330,7 +313,7 @@ def refused(source: Any, net: Any = None, loss_fn: Any = None) -> None:
     )
 
 
-def some_chunks() -> list[tt.Chunk]:
+def some_chunks() -> list[Chunk]:
     return list(tt.Stream(recordings([40, 30]), lanes=2, chunk=5, seed=None))
 
 
@@ -351,7 +334,7 @@ def test_chunks_that_are_not_adjacent_are_refused_naming_the_lane() -> None:
         ),
     ):
         refused([chunks[0], *chunks[2:]])
-    other = tt.Chunk.from_tensors(
+    other = Chunk.from_tensors(
         chunks[1].inputs,
         chunks[1].targets,
         recording=chunks[1].recording,
@@ -378,7 +361,7 @@ def test_recording_may_end_and_the_next_may_start_between_chunks() -> None:
         ),
         (
             lambda: [(torch.zeros(5, 2, 3), torch.zeros(5, 2))],
-            r"the stream gave a tuple, expected a Chunk: .*tt\.Chunk\.from_tensors",
+            r"the stream gave a tuple, expected a Chunk: .*or Chunk\.from_tensors",
         ),
         (list, "the stream gave no chunk at all"),
         (
@@ -443,7 +426,7 @@ def test_frozen_net_is_refused() -> None:
         refused(some_chunks(), net)
 
 
-def by_hand(net: tt.Carried, chunk: tt.Chunk, loss: Callable[[Tensor, Tensor], Tensor]) -> Weights:
+def by_hand(net: Carried, chunk: Chunk, loss: Callable[[Tensor, Tensor], Tensor]) -> Weights:
     y, _ = net(chunk.inputs, start(net, chunk.inputs), chunk.resets)
     assert chunk.targets is not None
     net.zero_grad()
@@ -459,7 +442,7 @@ def test_one_column_matches_with_and_without_its_dimension(column: bool, masked:
     net = tt.carry(HidesLayer(outputs=1).double())
     data = PolicyData.draw(10, 2, 0, masked=masked)
     targets = data.targets[:, :, :1] if column else data.targets[:, :, 0]
-    chunk = tt.Chunk.from_tensors(data.x, targets, mask=data.mask)
+    chunk = Chunk.from_tensors(data.x, targets, mask=data.mask)
     ((_, _, results),) = policy_gradients(net, [chunk], tt.Truncated(10))
     expected = by_hand(net, chunk, lambda y, t: (y.flatten() - t.flatten()).square().mean())
     assert apart(results, expected) < EXACT
@@ -487,7 +470,7 @@ def test_plain_losses_work_unchanged(
 ) -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(10, 3, 0, masked=0.3)
     targets = (data.targets[:, :, 0] > 0).long() if classes else data.targets
-    chunk = tt.Chunk.from_tensors(data.x, targets, mask=data.mask)
+    chunk = Chunk.from_tensors(data.x, targets, mask=data.mask)
     ((_, _, results),) = policy_gradients(net, [chunk], tt.Truncated(10), loss_fn)
     assert apart(results, by_hand(net, chunk, formula)) < EXACT
 
@@ -505,7 +488,7 @@ def test_ignored_classes_do_not_count() -> None:
     (chunk,) = tt.Stream(source, lanes=1, chunk=20)
     expected = by_hand(
         net,
-        tt.Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets),
+        Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets),
         nn.CrossEntropyLoss(),
     )
     assert results[0][0] == 14

@@ -1,4 +1,4 @@
-"""Options of truncated BPTT: jitter, burn_in, retained graphs, warm-up; and the forum's loop.
+"""Options of truncated BPTT: jitter, burn_in, warm-up; and the forum's loop.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -31,14 +31,17 @@ from strategies import (
     states_apart,
     weights,
 )
-from throughtime.errors import ConfigError, DataError
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
+from throughtime.errors import ConfigError
 from throughtime.state import State
+from throughtime.updates import Updates
 
 EXACT = 1e-11
 Window = tuple[int, int, int]  # where its graph starts, where its losses start, where it stops
 
 
-def windowed(net: tt.Carried, data: PolicyData, windows: Sequence[Window]) -> UpdateGrads:
+def windowed(net: Carried, data: PolicyData, windows: Sequence[Window]) -> UpdateGrads:
     """Each window alone: earlier steps without a graph, then one forward and one backward pass."""
     results: UpdateGrads = []
     for begin, counted, stop in windows:
@@ -164,7 +167,7 @@ def test_resuming_in_the_middle_of_an_epoch_does_not_jitter_again(done: int) -> 
     assert apart(weights(net_again), weights(net)) == 0
 
 
-def _training(policy: tt.Truncated) -> tuple[tt.Carried, torch.optim.Optimizer, tt.Updates]:
+def _training(policy: tt.Truncated) -> tuple[Carried, torch.optim.Optimizer, Updates]:
     net = named("hides-layer").net()
     stream = tt.Stream(recordings([40, 33]), lanes=2, chunk=8)
     return (
@@ -175,7 +178,7 @@ def _training(policy: tt.Truncated) -> tuple[tt.Carried, torch.optim.Optimizer, 
 
 
 def _train(
-    optimizer: torch.optim.Optimizer, run: tt.Updates, most: int = 1000
+    optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000
 ) -> list[tuple[int, float]]:
     results: list[tuple[int, float]] = []
     for update in itertools.islice(run, most):
@@ -212,7 +215,7 @@ def test_refresh_changes_nothing_at_fixed_weights(
     )
 
 
-def downhill(net: tt.Carried, rate: float) -> None:
+def downhill(net: Carried, rate: float) -> None:
     with torch.no_grad():
         for weight in net.parameters():
             if weight.grad is not None:
@@ -221,7 +224,7 @@ def downhill(net: tt.Carried, rate: float) -> None:
 
 
 def with_burn_in(
-    net: tt.Carried, data: PolicyData, stride: int, horizon: int, burn_in: int, rate: float
+    net: Carried, data: PolicyData, stride: int, horizon: int, burn_in: int, rate: float
 ) -> list[Weights]:
     """By the definition, the weights going downhill: `burn_in` steps before each window run again
     from where the state is known.
@@ -296,104 +299,6 @@ def test_last_stride_looks_back_the_horizon_however_short_it_is() -> None:
     assert deviation(results, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("steps", [1, 5, 6, 11, 23, 60, 61])
-@some_nets("hides-cell", "hides-layer", "tensor-state")
-def test_graphs_kept_or_run_again_give_the_same(row: Row, steps: int) -> None:
-    """Whatever `auto` chooses, for a last stride of a single step as for the others."""
-    data = PolicyData.draw(steps, 1, 0, resets=0.05)
-    expected = policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32))
-    assert (
-        deviation(expected, windowed(row.net(), data, looking_back(strides(steps, 5), 5, 32)))
-        < EXACT
-    )
-    for graphs in ("retain", "auto"):
-        assert (
-            deviation(
-                policy_gradients(row.net(), [data.chunk], tt.Truncated(5, 32, graphs=graphs)),
-                expected,
-            )
-            < EXACT
-        )
-
-
-def with_old_graphs(
-    net: tt.Carried, data: PolicyData, stride: int, horizon: int, rate: float
-) -> list[Weights]:
-    """Every step has its own copy of the weights as they were when it was run.
-
-    An update sums over those of the last `horizon` steps.
-    """
-    state = start(net, data.x)
-    copies: list[Weights] = []
-    results: list[Weights] = []
-    for counted, stop in strides(len(data.x), stride):
-        outputs: list[Tensor] = []
-        for step in range(counted, stop):
-            copies.append({name: w.requires_grad_() for name, w in weights(net).items()})
-            y, state = torch.func.functional_call(
-                net, copies[-1], (data.x[step : step + 1], state, data.resets[step : step + 1])
-            )
-            outputs.append(y)
-        loss = nn.functional.mse_loss(torch.cat(outputs), data.targets[counted:stop])
-        window = copies[max(0, stop - horizon) :]
-        parts = torch.autograd.grad(
-            loss,
-            [w for copy in window for w in copy.values()],
-            retain_graph=True,
-            materialize_grads=True,
-        )
-        results.append(
-            {
-                name: torch.stack(parts[i :: len(copies[0])]).sum(0)
-                for i, name in enumerate(copies[0])
-            }
-        )
-        for name, weight in net.named_parameters():
-            weight.data.sub_(results[-1][name], alpha=rate)
-    return results
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(("stride", "horizon"), [(3, 4), (3, 9), (5, 11), (1, 7), (6, 100)])
-@some_nets("tensor-state", "hides-cell")
-def test_kept_graphs_belong_to_the_weights_they_were_run_with(
-    row: Row, stride: int, horizon: int
-) -> None:
-    """While the optimizer changes the present ones in place."""
-    net, data, results = row.net(), PolicyData.draw(30, 2, 0, resets=0.05), list[Weights]()
-    again = list[Weights]()
-    for _ in tt.updates(
-        net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon, graphs="retain")
-    ):
-        results.append(gradients(net))
-        downhill(net, 0.05)
-    expected = with_old_graphs(row.net(), data, stride, horizon, 0.05)
-    assert max(apart(a, b) for a, b in zip(results, expected, strict=True)) < EXACT
-    net = row.net()
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon)):
-        again.append(gradients(net))
-        downhill(net, 0.05)
-    assert (
-        max(apart(a, b) for a, b in zip(again, expected, strict=True)) > 1e-6
-    )  # the mutant: windows run again
-
-
-def test_kept_graphs_have_no_saved_place() -> None:
-    run = tt.updates(
-        named("lstm").net(),
-        tt.Stream(recordings([40], outputs=4), 1, 8),
-        nn.MSELoss(),
-        gradient=tt.Truncated(5, 12, graphs="retain"),
-    )
-    next(run)
-    with pytest.raises(
-        DataError,
-        match=r"retains graphs of earlier weights, which no file can hold.*graphs='recompute'",
-    ):
-        run.state_dict()
-
-
 @examples(20)
 @given(
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=5),
@@ -402,7 +307,6 @@ def test_kept_graphs_have_no_saved_place() -> None:
     stride=st.sampled_from([1, 4, 9]),
     further=st.sampled_from([0, 5]),
     chunk=st.sampled_from([3, 500]),
-    graphs=st.sampled_from(["recompute", "retain"]),
 )
 @some_nets("hides-layer")
 def test_warm_up_of_the_policy_is_that_of_the_stream(
@@ -413,7 +317,6 @@ def test_warm_up_of_the_policy_is_that_of_the_stream(
     stride: int,
     further: int,
     chunk: int,
-    graphs: Any,
 ) -> None:
     lanes = min(lanes, sum(lengths))
     cold = tt.Stream(recordings(lengths), lanes, chunk)
@@ -422,7 +325,7 @@ def test_warm_up_of_the_policy_is_that_of_the_stream(
         tt.Stream(recordings(lengths), lanes, chunk, warm_up=warm_up),
         tt.Truncated(stride, stride + further),
     )
-    policy = tt.Truncated(stride, stride + further, warm_up=warm_up, graphs=graphs)
+    policy = tt.Truncated(stride, stride + further, warm_up=warm_up)
     assert deviation(policy_gradients(row.net(), cold, policy), expected) < EXACT
     assert (
         deviation(
@@ -449,7 +352,7 @@ def test_resuming_in_the_middle_of_a_warm_up_goes_on_with_it(done: int) -> None:
 
 def test_state_that_was_brought_along_is_warm() -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
-    chunk = tt.Chunk.from_tensors(data.x, data.targets)
+    chunk = Chunk.from_tensors(data.x, data.targets)
     state = start(net, data.x)
     warm = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12), state=state)
     assert [update.steps for update in warm] == [10, 10, 10, 10]
@@ -510,17 +413,16 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
         (100, [0.9, 0.36, 0.108]),
         (2, [0.9, 0.36, 0.072]),
     ):
-        for policy in (tt.Truncated(1, horizon), tt.Truncated(1, horizon, graphs="retain")):
-            results = policy_gradients(
-                lawless(tt.carry(Scale()), zeros),
-                [tt.Chunk.from_tensors(zeros, zeros)],
-                policy,
-                lambda y, _: y.mean(),
-            )
-            assert [g["module.w"].item() for *_, g in results] == pytest.approx(expected, abs=1e-12)
+        results = policy_gradients(
+            lawless(tt.carry(Scale()), zeros),
+            [Chunk.from_tensors(zeros, zeros)],
+            tt.Truncated(1, horizon),
+            lambda y, _: y.mean(),
+        )
+        assert [g["module.w"].item() for *_, g in results] == pytest.approx(expected, abs=1e-12)
     whole = policy_gradients(
         lawless(tt.carry(Scale()), zeros),
-        [tt.Chunk.from_tensors(zeros, zeros)],
+        [Chunk.from_tensors(zeros, zeros)],
         tt.Truncated(3),
         lambda y, _: y.sum(),
     )
@@ -531,14 +433,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "burn_in negative": ({"burn_in": -1}, "burn_in=-1: expected a whole number of at least 0"),
     "burn_in a float": ({"burn_in": 1.5}, r"burn_in=1\.5: expected a whole number of at least 0"),
     "warm_up negative": ({"warm_up": -1}, "warm_up=-1: expected a whole number of at least 0"),
-    "unknown graphs": (
-        {"graphs": "keep"},
-        "graphs='keep': expected 'recompute', 'retain' or 'auto'",
-    ),
-    "burn_in of retained graphs": (
-        {"burn_in": 2, "graphs": "retain"},
-        "burn_in=2 runs steps again under the new weights, which retained graphs",
-    ),
 }
 
 

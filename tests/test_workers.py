@@ -25,6 +25,7 @@ import throughtime.stream.stream as stream_module
 from quick import examples
 from strategies import draw_lanes, named, recordings, seeds
 from test_stream import Counting, all_same, rest_of_epoch, same
+from throughtime.chunk import Chunk
 from throughtime.errors import DataError
 from throughtime.stream.recording import StepArrays
 
@@ -92,8 +93,8 @@ def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: A
         stream.take(8)
     saved = here.state_dict()
 
-    def results(stream: tt.Stream) -> list[tt.Chunk | None]:
-        read_chunks: list[tt.Chunk | None] = [stream.take(n) for n in (5, 1, 17)]
+    def results(stream: tt.Stream) -> list[Chunk | None]:
+        read_chunks: list[Chunk | None] = [stream.take(n) for n in (5, 1, 17)]
         read_chunks += [stream.read(0, 9), stream.take(5), *rest_of_epoch(stream, 5)]
         stream.load_state_dict(saved)
         read_chunks += [stream.take(3), next(iter(stream)), *rest_of_epoch(stream, 4)]

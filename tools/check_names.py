@@ -9,8 +9,8 @@ Prints `file:line: fault` for
 - a variable, parameter, attribute or function called `found`, `given`, `told` and so on;
 - a line of more than 100 columns.
 
-Then it prints the code tokens, the modules and the modules of fewer than 60 lines. Exit code 1: a
-fault, or a total above its limit.
+Then it prints the code tokens of every part with its limit and its budget, the modules, and those
+of fewer than 60 lines. Exit code 1: a fault, or a number above its limit.
 """
 
 import ast
@@ -18,15 +18,12 @@ import io
 import re
 import sys
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-# The goal was 165,000 code tokens in 120 modules, before tt.carry took any module by trials, and
-# nets written as classes took the one-call update, the doctor had ten codes more, any table became
-# a recording, and nets were exported. The limits only stop growth: lower them as it shrinks.
-MAX_TOKENS, MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 313_500, 183, 100, 60
+MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 183, 100, 60
 PRAGMA = re.compile(r"\s*# (noqa|pyright:|type:).*$")  # as ruff, do not count them in a line
 BANNED = frozenset(["found", "given", "told", "made", "had", "there", "place", "way", "side"])
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|\d+")
@@ -53,6 +50,32 @@ LAYOUT = {
     tokenize.ENCODING,
     tokenize.ENDMARKER,
 }
+
+
+class Part(NamedTuple):
+    """Code tokens of a part of the package: the limit now, which never rises, and the goal."""
+
+    limit: int
+    budget: int
+    modules: int | None = None
+
+
+# The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow.
+PARTS = {
+    "root": Part(19_390, 18_000),
+    "stream": Part(44_430, 25_000),
+    "kernels, nn": Part(18_332, 16_000),
+    "carry": Part(41_738, 20_000),
+    "gradient": Part(17_000, 18_500, modules=10),
+    "diagnose": Part(16_980, 12_000),
+    "doctor": Part(34_718, 18_000),
+    "deploy": Part(18_940, 13_000),
+    "integrations": Part(9_972, 8_000),
+    "app": Part(63_887, 24_000),
+    "testing": Part(2_714, 3_300),
+}
+# _svg.py draws for the report, and goes with its charts.
+PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn", "_svg.py": "app"}
 
 
 class Fault(NamedTuple):
@@ -129,13 +152,14 @@ def check(folder: Path) -> tuple[list[Fault], list[str]]:
     """The faults of all sources below a folder, and the totals, those above a limit marked."""
     faults: list[Fault] = []
     classes: dict[str, list[tuple[Path, int]]] = defaultdict(list)
-    tokens, modules, short = 0, 0, list[str]()
+    tokens, modules, short = Counter[str](), Counter[str](), list[str]()
     for file in sorted(folder.rglob("*.py")):
         source = file.read_text(encoding="utf-8")
         tree, lines = ast.parse(source), source.splitlines()
-        tokens += count_tokens(source, tree)
+        part = part_of(file.relative_to(folder))
+        tokens[part] += count_tokens(source, tree)
         if file.name != "__init__.py":
-            modules += 1
+            modules[part] += 1
             if len(lines) < SHORT_LINES:
                 short.append(f"{file} ({len(lines)})")
         for node in ast.walk(tree):
@@ -154,12 +178,27 @@ def check(folder: Path) -> tuple[list[Fault], list[str]]:
             if len(PRAGMA.sub("", line)) > MAX_COLUMNS
         ]
     faults += duplicate_classes(classes)
+    budget = sum(part.budget for part in PARTS.values())
     totals = [
-        limited("code tokens", tokens, MAX_TOKENS),
-        limited("modules", modules, MAX_MODULES),
+        *(part_total(part, tokens[part], modules[part]) for part in sorted(tokens)),
+        f"all: {tokens.total():,} code tokens, budget {budget:,}",
+        limited("modules", modules.total(), MAX_MODULES),
         f"{len(short)} modules of fewer than {SHORT_LINES} lines: {', '.join(short) or 'none'}",
     ]
     return sorted(faults), totals
+
+
+def part_of(file: Path) -> str:
+    """The part of the package that a file, relative to its folder, is counted to."""
+    first = file.parts[0]
+    return PART_OF.get(first) or (first if len(file.parts) > 1 else "root")
+
+
+def part_total(name: str, tokens: int, modules: int) -> str:
+    """The tokens of a part beside its limit and budget, and its modules where they have a limit."""
+    part = PARTS.get(name, Part(0, 0))
+    total = f"{name}: {limited('code tokens', tokens, part.limit)}, budget {part.budget:,}"
+    return total + (f"; {limited('modules', modules, part.modules)}" if part.modules else "")
 
 
 def limited(what: str, count: int, limit: int) -> str:

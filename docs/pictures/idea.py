@@ -31,7 +31,6 @@ def train(updates: int = 1_000, seeds: Sequence[int] = range(3)) -> dict[str, An
             "changes": _changes(network.predicted),
         }
         for network in run_demo(updates, seeds, lambda *_: None).networks
-        if network.name in dict(ROWS)
     ]
     return {"updates": updates, "networks": networks}
 

@@ -5,7 +5,7 @@ from docs.pictures.frame import MARGIN, WIDTH, label, picture
 
 import throughtime as tt
 from throughtime._svg import colour, short
-from throughtime.gradient.policy import Policy
+from throughtime.gradient import Policy
 
 STEPS, CELL, TOP = 12, 13, 98
 POLICIES: tuple[tuple[str, Policy], ...] = (

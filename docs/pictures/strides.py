@@ -1,12 +1,36 @@
 """Stride, horizon and chunk: the windows of a plan of the library, still and moving."""
 
+from typing import Any
+
 from docs.pictures.frame import ARROW_HEAD, MARGIN, WIDTH, arrow, beats, label, picture
 
 from throughtime._svg import colour, rect, rule, short, vertical
-from throughtime.gradient.schedule import Window, windows
+from throughtime.gradient import Progress, Truncated, Window
 
 STEPS, STRIDE, HORIZON, CHUNK, BEATS = 24, 4, 10, 8, 5
-PLAN = list(windows(STEPS, STRIDE, HORIZON))
+
+
+class _Steps:
+    """So many steps, without data: all that a plan of windows asks for."""
+
+    position = 0
+
+    def remaining(self, steps: int) -> int:
+        return min(steps, STEPS - self.position)
+
+
+def _plan() -> list[Window]:
+    """The windows of the library."""
+    windows, source, at = list[Window](), _Steps(), Progress()
+    plan: Any = Truncated(STRIDE, HORIZON).plan
+    while (window := plan(source, at, None)[0]) is not None:
+        windows.append(window)
+        source.position = window.stop
+        at = Progress(window.stop, lead=window.keep)
+    return windows
+
+
+PLAN = _plan()
 UNIT = (WIDTH - 2 * MARGIN) / STEPS
 SECONDS = 1.8  # of an update in the animation
 COUNTED, GRADIENT = colour(0), colour(1)

@@ -1,7 +1,7 @@
 """Train recurrent networks the way they are deployed: on one stream, with the state carried.
 
 Public names are loaded on first use (PEP 562): `import throughtime` and `throughtime --help` do
-not import torch.
+not import torch. What functions return stays in its module, such as `throughtime.chunk.Chunk`.
 """
 
 import sys
@@ -13,65 +13,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from throughtime import deploy, metrics, nn, optim, state, testing
     from throughtime.app.load import load_run, recordings
-    from throughtime.carry import Carried, carry
-    from throughtime.chunk import Chunk
-    from throughtime.deploy.export import Export, export
-    from throughtime.diagnose import (
-        Audit,
-        Reach,
-        SettlingTime,
-        Trace,
-        audit,
-        reach,
-        settling_time,
-        trace,
-    )
-    from throughtime.diagnose.draw import Drawing, draw
-    from throughtime.doctor import Doctor, Finding, doctor
-    from throughtime.evaluation import Evaluation, Evaluator, evaluate
-    from throughtime.gradient import (
-        RTRL,
-        Adaptive,
-        AdjointStats,
-        Exact,
-        Policy,
-        Randomized,
-        Truncated,
-        Update,
-        rollout,
-    )
+    from throughtime.carry import carry
+    from throughtime.deploy.export import export
+    from throughtime.diagnose import audit, reach, settling_time, trace
+    from throughtime.diagnose.draw import draw
+    from throughtime.doctor import doctor
+    from throughtime.evaluation import evaluate
+    from throughtime.gradient import Adaptive, Exact, Randomized, Truncated, rollout
     from throughtime.kernels import linear_scan
     from throughtime.nn import fuse
     from throughtime.predict import Predictor, predict
-    from throughtime.stream import Recording, Stream, windows
+    from throughtime.stream import Stream, windows
     from throughtime.stream.tables import from_frame, recording
-    from throughtime.updates import Updates, updates
+    from throughtime.updates import updates
 
 __all__ = [
-    "RTRL",
     "Adaptive",
-    "AdjointStats",
-    "Audit",
-    "Carried",
-    "Chunk",
-    "Doctor",
-    "Drawing",
-    "Evaluation",
-    "Evaluator",
     "Exact",
-    "Export",
-    "Finding",
-    "Policy",
     "Predictor",
     "Randomized",
-    "Reach",
-    "Recording",
-    "SettlingTime",
     "Stream",
-    "Trace",
     "Truncated",
-    "Update",
-    "Updates",
     "__version__",
     "audit",
     "carry",
@@ -103,42 +65,22 @@ __version__ = "0.1.0"
 
 _MODULES = {"deploy", "metrics", "nn", "optim", "state", "testing"}
 _EXPORTS = {
-    "app.load": ("load_run", "recordings"),
-    "carry": ("Carried", "carry"),
-    "chunk": ("Chunk",),
-    "deploy.export": ("Export", "export"),
-    "diagnose": (
-        "Audit",
-        "Reach",
-        "SettlingTime",
-        "Trace",
-        "audit",
-        "reach",
-        "settling_time",
-        "trace",
-    ),
-    "diagnose.draw": ("Drawing", "draw"),
-    "doctor": ("Doctor", "Finding", "doctor"),
-    "evaluation": ("Evaluation", "Evaluator", "evaluate"),
-    "gradient": (
-        "Adaptive",
-        "AdjointStats",
-        "Exact",
-        "Policy",
-        "RTRL",
-        "Randomized",
-        "Truncated",
-        "Update",
-        "rollout",
-    ),
-    "kernels": ("linear_scan",),
-    "nn": ("fuse",),
-    "predict": ("Predictor", "predict"),
-    "stream": ("Recording", "Stream", "windows"),
-    "stream.tables": ("from_frame", "recording"),
-    "updates": ("Updates", "updates"),
+    "app.load": "load_run recordings",
+    "carry": "carry",
+    "deploy.export": "export",
+    "diagnose": "audit reach settling_time trace",
+    "diagnose.draw": "draw",
+    "doctor": "doctor",
+    "evaluation": "evaluate",
+    "gradient": "Adaptive Exact Randomized Truncated rollout",
+    "kernels": "linear_scan",
+    "nn": "fuse",
+    "predict": "Predictor predict",
+    "stream": "Stream windows",
+    "stream.tables": "from_frame recording",
+    "updates": "updates",
 }
-_SOURCE = {name: module for module, names in _EXPORTS.items() for name in names}
+_SOURCE = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,9 +9,9 @@ Every function touches the one device it is called with. `torch.manual_seed` and
 `torch.random.fork_rng()` touch all of them, also those that other programs use.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from torch import Tensor
 CUDNN_STEPS = 65_535  # cuDNN's recurrent kernels take no longer sequence (pytorch issue 133751)
 
 
-def device_type(value: Tensor | torch.device) -> str:
-    """The type of a tensor's device, or of a device: `cpu`, `cuda`, `mps`, `meta`, ..."""
-    return value.device.type if isinstance(value, Tensor) else value.type
-
-
 def is_accelerator(value: Tensor | torch.device) -> bool:
     """Whether values are in another memory than the host's, and are computed while it goes on."""
-    return device_type(value) not in {"cpu", "meta"}
+    return _kind(value) not in {"cpu", "meta"}
+
+
+def _kind(value: Tensor | torch.device) -> str:
+    """The type of a device: `cpu`, `cuda`, `mps`, `meta`, ..."""
+    return (value.device if isinstance(value, Tensor) else value).type
 
 
 def cudnn_rules(value: Tensor | torch.device) -> bool:
@@ -41,12 +41,12 @@ def cudnn_rules(value: Tensor | torch.device) -> bool:
 
 def real_type(value: Tensor | torch.device) -> torch.dtype:
     """The widest real type of the device: float64, which MPS lacks."""
-    return torch.float32 if device_type(value) == "mps" else torch.float64
+    return torch.float32 if _kind(value) == "mps" else torch.float64
 
 
 def pins_memory(value: Tensor | torch.device) -> bool:
     """Whether the host can pin memory, so that copies to this device need not be waited for."""
-    return is_accelerator(value) and _pins_memory(device_type(value))
+    return is_accelerator(value) and _pins_memory(_kind(value))
 
 
 @cache
@@ -70,16 +70,6 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of the host on a device, in one transfer; those of the largest type come first."""
-    rows = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
-    parts = send(rows, device).split([tensor.nbytes for tensor in tensors])
-    return [
-        part.view(tensor.dtype).view(tensor.shape)
-        for part, tensor in zip(parts, tensors, strict=True)
-    ]
-
-
 class HostCopies:
     """Tensors of one device on their way to the host: waited for when they are read.
 
@@ -88,23 +78,22 @@ class HostCopies:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._arrival, device = None, tensors[0].device
-        if not pins_memory(device):
-            self._copies = [tensor.cpu() for tensor in tensors]
-            return
-        self._copies = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            for tensor in tensors
-        ]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        self._arrival = torch.accelerator.current_stream(device).record_event()
+        device = tensors[0].device
+        self._arrival, self._copies = None, [*tensors]
+        if pins_memory(device):
+            self._copies = [
+                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+                    tensor, non_blocking=True
+                )
+                for tensor in tensors
+            ]
+            self._arrival = torch.accelerator.current_stream(device).record_event()
 
     def read(self) -> list[Tensor]:
         """The copies, in order."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        return self._copies
+        return [copy.cpu() for copy in self._copies]
 
 
 class SideStream:
@@ -118,11 +107,11 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        functions = [_backend(device, name) for name in ("Stream", "stream", "current_stream")]
-        make, self._within, current = functions
-        complete = all(function is not None for function in functions)
-        self._stream: Any = make(device) if complete else None
-        self._current: Any = partial(current, device) if complete else None
+        make, self._within, self._current = (
+            _backend(device, name) for name in ("Stream", "stream", "current_stream")
+        )
+        self._device = device
+        self._stream: Any = make(device) if make and self._current else None
 
     def copies(self) -> AbstractContextManager[Any]:
         """Copies that begin in the block are queued beside the computations."""
@@ -130,12 +119,11 @@ class SideStream:
 
     def join(self, tensors: Iterable[Tensor]) -> None:
         """Queue the next computations behind the copies; the host does not wait."""
-        if self._stream is None:
-            return
-        current = self._current()
-        current.wait_stream(self._stream)
-        for tensor in tensors:  # or their memory would be used again before `current` has read it
-            tensor.record_stream(current)
+        if self._stream is not None:
+            current = self._current(self._device)
+            current.wait_stream(self._stream)
+            for tensor in tensors:  # or their memory would be used again before it is read
+                tensor.record_stream(current)
 
 
 def device_count(device: torch.device) -> int:

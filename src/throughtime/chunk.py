@@ -5,15 +5,16 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from throughtime._device import send
-from throughtime._metadata import PER_STEP, ChunkMetadata
+from throughtime._metadata import PER_STEP, ChunkMetadata, attach, attached
 from throughtime.errors import DataError, ModelError
 
 _IGNORED = -100  # torch's own ignore_index
@@ -35,7 +36,7 @@ class Placement(NamedTuple):
     targets: Literal["classes", "numbers"] | None = None
 
 
-@dataclass(frozen=True, eq=False, init=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Chunk:
     """Consecutive steps of all lanes, with their targets and metadata.
 
@@ -58,75 +59,27 @@ class Chunk:
         any_reset: whether any lane resets in this chunk.
     """
 
-    inputs: Tensor
-    targets: Tensor | None
-    resets: Tensor
-    mask: Tensor
-    recording: Tensor
-    position: Tensor
+    # the tensors that contain inputs and targets: a kernel reads them by address
+    _inputs: Tensor
+    _targets: Tensor | None
     metadata: ChunkMetadata
     start: int
     stop: int
-    steps: int
-    lanes: int
-    valid_steps: int
-    any_reset: bool
-    # the tensors that contain inputs and targets, and the step of theirs at which the chunk begins
-    _inputs: Tensor
-    _targets: Tensor | None
-    _first: int
-    # the targets before they were sent to a device, and torch's count of changes to those sent
-    _sent: tuple[Tensor, int] | None
+    _first: int = 0  # the step of these tensors at which the chunk begins
+    steps: int = field(init=False)
+    lanes: int = field(init=False)
+    valid_steps: int = field(init=False)
+    any_reset: bool = field(init=False)
 
-    def __init__(
-        self,
-        inputs: Tensor,
-        targets: Tensor | None,
-        metadata: ChunkMetadata,
-        start: int,
-        stop: int,
-        first: int = 0,
-        sent: tuple[Tensor, int] | None = None,
-    ) -> None:
-        valid_before, resets = metadata.valid_before, metadata.reset_steps
-        any_reset = False
-        if resets:
-            index = bisect_left(resets, start)
-            any_reset = index < len(resets) and resets[index] < stop
-        # one assignment for all attributes of a frozen class: every update creates several chunks
-        self.__dict__.update(
-            metadata=metadata,
-            start=start,
-            stop=stop,
-            steps=stop - start,
-            lanes=inputs.shape[1],
-            valid_steps=valid_before[stop] - valid_before[start],
-            any_reset=any_reset,
-            _inputs=inputs,
-            _targets=targets,
-            _first=first,
-            _sent=sent,
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        """Slice a tensor when it is first needed: a kernel reads inputs and targets by address.
-
-        As `functools.cached_property` does, in half its time.
-        """
-        if name in ("inputs", "targets"):
-            rows = self._inputs if name == "inputs" else self._targets
-            if rows is not None and (self._first or len(rows) != self.steps):
-                rows = rows[self._first : self._first + self.steps]
-        elif name in PER_STEP:
-            metadata, of = self.metadata, self._inputs
-            rows = getattr(metadata, name) if of.is_cpu else metadata.on(name, of.device)
-            rows = rows[self.start : self.stop]
-            if name == "resets" and not (of.is_cpu or rows.is_inference()):
-                setattr(rows, "_reset_steps", (self.reset_steps, rows._version))  # noqa: B010
-        else:
-            raise AttributeError(f"'Chunk' object has no attribute '{name}'")
-        self.__dict__[name] = rows
-        return rows
+    def __post_init__(self) -> None:
+        start, stop, metadata = self.start, self.stop, self.metadata
+        resets, before = metadata.reset_steps, metadata.valid_before
+        index = bisect_left(resets, start) if resets else 0
+        put = object.__setattr__  # counted once: every update asks for them several times
+        put(self, "steps", stop - start)
+        put(self, "lanes", self._inputs.shape[1])
+        put(self, "valid_steps", before[stop] - before[start])
+        put(self, "any_reset", index < len(resets) and resets[index] < stop)
 
     @classmethod
     def from_tensors(
@@ -145,7 +98,8 @@ class Chunk:
             inputs: `(T, B, D)` or `(T, B)`.
             targets: `(T, B)` or `(T, B, C)`, optional.
             resets: `(T, B)` bool; default: no resets.
-            mask: `(T, B)` bool; default: all true with `targets`, else all false.
+            mask: `(T, B)` bool; default: all true with `targets`, else all false. Steps whose
+                target is the class -100 are masked.
             recording: `(T, B)` int64; default 0.
             position: `(T, B)` int64; default 0 to T-1.
 
@@ -154,7 +108,8 @@ class Chunk:
 
         Example:
             >>> import torch, throughtime as tt
-            >>> tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid_steps
+            >>> from throughtime.chunk import Chunk
+            >>> Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2)).valid_steps
             10
         """
         if inputs.dim() < 2:
@@ -190,6 +145,8 @@ class Chunk:
         ]
         if faults:
             raise DataError("; ".join(faults))
+        if targets is not None and targets.shape == shape and not targets.is_floating_point():
+            mask = mask & (targets != _IGNORED).to(mask.device)  # as those of a stream
         return cls(
             inputs, targets, ChunkMetadata.of(resets, mask, recording, position), 0, shape[0]
         )
@@ -209,29 +166,65 @@ class Chunk:
     @property
     def reset_steps(self) -> list[int]:
         """The steps at which any lane resets, ascending; read on the host."""
-        resets, start = self.metadata.reset_steps, self.start
-        first, last = bisect_left(resets, start), bisect_left(resets, self.stop)
-        return [step - start for step in resets[first:last]]
+        steps = self.metadata.reset_steps
+        first, last = (bisect_left(steps, end) for end in (self.start, self.stop))
+        return [step - self.start for step in steps[first:last]]
 
-    @property
+    @cached_property
+    def inputs(self) -> Tensor:
+        rows, first = self._inputs, self._first
+        return rows if len(rows) == self.steps else rows[first : first + self.steps]
+
+    @cached_property
+    def targets(self) -> Tensor | None:
+        rows, first = self._targets, self._first
+        return rows if rows is None or len(rows) == self.steps else rows[first : first + self.steps]
+
+    @cached_property
+    def resets(self) -> Tensor:
+        """Where lanes start a recording."""
+        resets = self._flag(0)
+        if not resets.is_cpu:
+            attach(resets, self.reset_steps)
+        return resets
+
+    @cached_property
+    def mask(self) -> Tensor:
+        """Which steps count."""
+        return self._flag(1)
+
+    def _flag(self, index: int) -> Tensor:
+        """Resets or mask, where the inputs are."""
+        if self._inputs.is_cpu:
+            return (self.metadata.resets, self.metadata.mask)[index][self.span]
+        return self.metadata.flags(self._inputs.device)[index, self.span]
+
+    @cached_property
+    def recording(self) -> Tensor:
+        """The index of each lane's recording."""
+        return send(self.metadata.recording[self.span], self._inputs.device)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """The step within it."""
+        return send(self.metadata.position[self.span], self._inputs.device)
+
+    @cached_property
     def valid(self) -> Tensor:
         """`(N,)` int64, `step * B + lane` of the valid steps; on the device of the inputs."""
-        before, start = self.metadata.valid_before, self.start
-        rows = self.metadata.on("valid", self._inputs.device)[before[start] : before[self.stop]]
-        return rows - start * self.lanes if start else rows
+        mask = self.mask.flatten()
+        if mask.is_cpu:
+            return mask.nonzero().flatten()
+        # nonzero would wait for the device; the number is known
+        return (~mask).byte().argsort(stable=True)[: self.valid_steps]
 
     @property
     def host_targets(self) -> Tensor | None:
         """The targets on the host; those that were sent to a device are not read back."""
-        if self._sent is None or (host := self._sent_targets()) is None:
-            return None if self.targets is None else self.targets.cpu()
-        return host
-
-    def _sent_targets(self) -> Tensor | None:
-        """The targets before they were sent to a device; None if these are others since."""
-        if self._sent is None or self._targets is None or self._sent[1] != _version(self._targets):
-            return None
-        return self._sent[0][self._first : self._first + self.steps]
+        sent = attached(self._targets)
+        if sent is not None:
+            return sent[self._first : self._first + self.steps]
+        return None if self.targets is None else self.targets.cpu()
 
     def __getitem__(self, span: slice) -> "Chunk":
         """The steps of a slice, without a stride; shares memory.
@@ -260,7 +253,6 @@ class Chunk:
             self.start + start,
             self.start + stop,
             self._first + start,
-            self._sent,
         )
 
     def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
@@ -273,9 +265,7 @@ class Chunk:
         Returns:
             The chunk, and the steps since the last reset at its end.
         """
-        resets, mask, recording, position = (
-            getattr(self.metadata, name)[self.span] for name in PER_STEP
-        )
+        resets, mask, recording, position = self._on_host()
         at = torch.arange(self.steps, device="cpu").unsqueeze(1)
         last = torch.where(resets, at, -since).cummax(dim=0).values
         metadata = ChunkMetadata.of(resets, mask & (at - last >= steps), recording, position)
@@ -283,15 +273,16 @@ class Chunk:
 
     def without_resets(self) -> "Chunk":
         """The chunk for a caller that sets the states of lanes that start by itself."""
-        _, mask, recording, position = (
-            getattr(self.metadata, name)[self.span] for name in PER_STEP
-        )
+        _, mask, recording, position = self._on_host()
         return self._with(ChunkMetadata.of(torch.zeros_like(mask), mask, recording, position))
+
+    def _on_host(self) -> list[Tensor]:
+        """Resets, mask, recording and position on the host."""
+        return [getattr(self.metadata, name)[self.span] for name in PER_STEP]
 
     def _with(self, metadata: ChunkMetadata) -> "Chunk":
         """The same steps with metadata of their own."""
-        sent = _sent(self._sent_targets(), self.targets)
-        return Chunk(self.inputs, self.targets, metadata, 0, self.steps, sent=sent)
+        return Chunk(self._inputs, self._targets, metadata, 0, self.steps, self._first)
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets of the N valid steps, time first.
@@ -308,8 +299,9 @@ class Chunk:
 
         Example:
             >>> import torch, throughtime as tt
+            >>> from throughtime.chunk import Chunk
             >>> mask = torch.arange(10).view(5, 2) > 3
-            >>> chunk = tt.Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=mask)
+            >>> chunk = Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2), mask=mask)
             >>> rows, targets = chunk.valid_pairs(torch.zeros(5, 2, 1))
             >>> rows.shape, targets.shape
             (torch.Size([6, 1]), torch.Size([6, 1]))
@@ -326,8 +318,7 @@ class Chunk:
             )
         rows, targets = outputs.flatten(0, 1), self.targets.flatten(0, 1)
         if self.valid_steps < self.steps * self.lanes:
-            valid = self.valid
-            rows, targets = rows.index_select(0, valid), targets.index_select(0, valid)
+            rows, targets = (values.index_select(0, self.valid) for values in (rows, targets))
         if (
             targets.is_floating_point()
             and targets.dim() != rows.dim()
@@ -359,9 +350,9 @@ class Chunk:
         labels = None if targets is None else send(targets, placement.device)
         if rows is self.inputs and labels is self.targets:
             return self
-        host = targets if targets is not labels and targets is not None and targets.is_cpu else None
-        sent = _sent(host, labels)
-        return Chunk(rows, labels, self.metadata, self.start, self.stop, sent=sent)
+        if targets is not None and labels is not None and targets.is_cpu and not labels.is_cpu:
+            attach(labels, targets)
+        return Chunk(rows, labels, self.metadata, self.start, self.stop)
 
     def _as_classes(self, targets: Tensor) -> Tensor:
         """Class indices `(T, B)`, int64; a target of several columns is no class: unchanged."""
@@ -381,35 +372,26 @@ class Chunk:
         return labels.nan_to_num(_IGNORED).long()
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _sent(host: Tensor | None, targets: Tensor | None) -> tuple[Tensor, int] | None:
-    """Targets of the host that were sent as these, which may change from now on."""
-    return None if host is None or targets is None else (host, _version(targets))
-
-
 def join(chunks: Sequence[Chunk]) -> Chunk:
     """Concatenate adjacent chunks, in order; copies, unless there is only one."""
     if len(chunks) == 1:
         return chunks[0]
-    inputs = torch.cat([c.inputs for c in chunks])
-    several = [c.targets for c in chunks if c.targets is not None]
+    inputs = torch.cat([chunk.inputs for chunk in chunks])
+    several = [chunk.targets for chunk in chunks if chunk.targets is not None]
     targets = torch.cat(several) if len(several) == len(chunks) else None
-    sent = None
-    if not inputs.is_cpu:
-        rows = [rows for c in chunks if (rows := c._sent_targets()) is not None]
-        sent = _sent(torch.cat(rows) if len(rows) == len(chunks) else None, targets)
+    if targets is not None and all(attached(chunk._targets) is not None for chunk in chunks):
+        attach(targets, torch.cat([rows for c in chunks if (rows := c.host_targets) is not None]))
+    first, last = chunks[0], chunks[-1]
     if all(a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)):
-        first, last = chunks[0], chunks[-1]
-        return Chunk(inputs, targets, first.metadata, first.start, last.stop, sent=sent)
+        return Chunk(inputs, targets, first.metadata, first.start, last.stop)
     metadata = ChunkMetadata.of(
-        *(torch.cat([getattr(c.metadata, name)[c.span] for c in chunks]) for name in PER_STEP)
+        *(torch.cat(parts) for parts in zip(*(c._on_host() for c in chunks), strict=True))
     )
-    if not inputs.is_cpu:
-        metadata._parts.extend(p for c in chunks for p in c.metadata._pieces(c.start, c.stop))
-    return Chunk(inputs, targets, metadata, 0, sum(c.steps for c in chunks), sent=sent)
+    device = inputs.device
+    if any(device in chunk.metadata._flags for chunk in chunks):  # which are not sent again
+        flags = [chunk.metadata.flags(device)[:, chunk.span] for chunk in chunks]
+        metadata._flags[device] = torch.cat(flags, 1)
+    return Chunk(inputs, targets, metadata, 0, len(inputs))
 
 
 @runtime_checkable
@@ -438,6 +420,11 @@ class Readable(Protocol):
 
 class Source(Protocol):
     """The steps of one epoch, from which a gradient policy takes chunks of any length."""
+
+    @property
+    def once(self) -> bool:
+        """Whether each step can be read only once, as those of an iterator."""
+        ...
 
     @property
     def position(self) -> int:

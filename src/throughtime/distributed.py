@@ -4,8 +4,8 @@
 
 so that ranks give the gradient of one that plays all their lanes, and no DistributedDataParallel is
 needed. Each rank delivers its own `.grad` first, whatever the policy did to find it; then one
-message adds up the weights w_r and the gradients w_r g_r. A rank without a valid step takes part
-with w_r = 0. All of it is `torch.distributed` on the default group.
+message adds up the weights w_r, and one the gradients w_r g_r. A rank without a valid step takes
+part with w_r = 0. All of it is `torch.distributed` on the default group.
 
 Weights that `fully_shard` spread over the ranks are whole on each of them while an update is made,
 and so is the gradient, for every policy; between updates they, the gradient and the state of the
@@ -15,22 +15,19 @@ Shapes: `B` lanes of one rank.
 """
 
 import hashlib
-import math
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from struct import Struct
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
 
 from throughtime import state as trees
-from throughtime._device import is_accelerator
 from throughtime.carry.carried import device_of, refuse_wrappers
 from throughtime.errors import DataError, ModelError, RunError
 from throughtime.gradient import Update
-from throughtime.kernels.shared_sum import SharedSum
 from throughtime.state import State
 from throughtime.stream import Stream
 
@@ -39,6 +36,7 @@ if TYPE_CHECKING:  # the import takes longer than all of throughtime
 
 
 T = TypeVar("T")
+_COUNTS = torch.float64  # float32 does not hold the steps of a day of audio
 
 
 class RankError(RunError):
@@ -46,12 +44,6 @@ class RankError(RunError):
 
     What this rank itself did is right.
     """
-
-
-_SAME_WEIGHTS = (
-    "Call torch.manual_seed(...) before the net is made, load and freeze the same weights on every"
-    " rank, and step with the same optimizer, learning rate and clipping."
-)
 
 
 def differing_keys(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
@@ -71,7 +63,6 @@ class Ranks:
     count: int
     device: torch.device
     shards: tuple["FSDPModule", ...] = ()
-    _message: list["_Message"] = field(default_factory=list["_Message"], repr=False, compare=False)
 
     def unsharded(self, net: nn.Module) -> AbstractContextManager[None]:
         """Inside it the weights of the net are whole; all ranks must enter it."""
@@ -79,7 +70,7 @@ class Ranks:
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Of each value over the ranks."""
-        summed = torch.tensor(values, dtype=torch.float64, device=self.device)
+        summed = torch.tensor(values, dtype=_COUNTS, device=self.device)
         with rank_errors():
             distributed.all_reduce(summed)
         return summed.tolist()
@@ -94,22 +85,6 @@ class Ranks:
     def mean(self, values: Sequence[float]) -> list[float]:
         """Of each value over the ranks."""
         return [value / self.count for value in self.total(values)]
-
-    def weighted_mean(self, tensors: Sequence[Tensor], weight: float) -> list[Tensor]:
-        """The mean of each over the ranks, by their weights; zeros where nobody weighs anything."""
-        (everywhere,) = self.total([weight])
-        scaled = [tensor * (weight / everywhere if everywhere else 0.0) for tensor in tensors]
-        with rank_errors():
-            for tensor in scaled:
-                distributed.all_reduce(tensor)
-        return scaled
-
-    def broadcast(self, value: int) -> int:
-        """That of the first rank, for what is drawn at random and must be drawn alike."""
-        shared = torch.tensor([value], device=self.device)
-        with rank_errors():
-            distributed.broadcast(shared, src=0)
-        return int(shared)
 
     def check_equal(
         self, weights: Mapping[str, Tensor], plan: Mapping[str, object] | None = None
@@ -136,16 +111,17 @@ class Ranks:
                 raise RankError(
                     f"rank {rank} {has} other weights than rank 0 ({keys[0]} and"
                     f" {len(keys) - 1} more): their gradients would be added to different nets."
-                    f" {_SAME_WEIGHTS}"
+                    " Call torch.manual_seed(...) before the net is made, load and freeze the same"
+                    " weights on every rank, and step with the same optimizer, learning rate and"
+                    " clipping."
                 )
             if keys:
-                differences = "; ".join(
+                theirs = "; ".join(
                     f"{key} is {everyone[0].get(key)} there and {other.get(key)} here"
                     for key in keys
                 )
                 raise RankError(
-                    f"rank {rank} would not play its share of the plan of rank 0:"
-                    f" {differences}. Every"
+                    f"rank {rank} would not play its share of the plan of rank 0: {theirs}. Every"
                     " rank makes the same stream, of the same recordings in the same order and the"
                     " same seed, and takes up the same checkpoint."
                 )
@@ -155,15 +131,12 @@ class Ranks:
 
         The first lane of all gets that of the last.
         """
-        before = trees.detach(trees.select(state, [-1 % _lanes(state), *range(_lanes(state) - 1)]))
-        return before if self.count == 1 else trees.map_leaves(self._from_previous_rank, before)
-
-    def _from_previous_rank(self, leaf: Tensor) -> Tensor:
-        """Send the first lane of `leaf` to the next rank and replace it by the previous rank's."""
-        last = [torch.empty_like(leaf[:1]) for _ in range(self.count)]
-        with rank_errors():
-            distributed.all_gather(last, leaf[:1].contiguous())
-        return torch.cat([last[self.rank - 1], leaf[1:]])
+        last = trees.map_leaves(lambda leaf: leaf.detach()[-1:].cpu().clone(), state)
+        if self.count > 1:
+            last = self.gather(last)[self.rank - 1]
+        return trees.map_leaves(
+            lambda leaf, first: torch.cat([first.to(leaf.device), leaf.detach()[:-1]]), state, last
+        )
 
     def reduce_update(self, update: Update, weights: Sequence[Tensor]) -> Update | None:
         """Put the gradient of all ranks into `.grad`, in one message.
@@ -175,16 +148,16 @@ class Ranks:
             RankError: another rank could not make this update.
             RunError: a gradient is sparse.
         """
-        if any(w.grad is not None and w.grad.is_sparse for w in weights):
+        grads = [weight.grad for weight in weights]
+        if any(grad is not None and grad.is_sparse for grad in grads):
             self.signal_failure(weights)
             raise RunError(
                 "sparse gradients are not added up over ranks; make the layer with sparse=False"
             )
-        weight = update.steps if update.weight is None else update.weight
+        weight = update.weight
         loss = update.loss.item() * weight if weight else 0.0
-        message = self._message_for(weights)
-        message.write([0.0, weight, update.steps, loss], [w.grad for w in weights])
-        failed, everywhere, steps, loss = message.reduce()
+        counts, sums = self._add_up([0.0, weight, update.steps, loss], weights, grads)
+        failed, everywhere, steps, loss, *owners = counts
         if failed:
             raise RankError(
                 f"{failed:.0f} of {self.count} ranks could not make this update; their own output"
@@ -192,116 +165,41 @@ class Ranks:
             )
         if not everywhere:
             return None
-        message.read(weights, everywhere)
-        return replace(
-            update,
-            loss=update.loss.new_tensor(loss / everywhere),
-            steps=int(steps),
-            weight=everywhere,
-        )
+        for parameter, total, ranks in zip(weights, sums, owners, strict=True):
+            if ranks:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                torch.div(total, everywhere, out=_as_real(parameter.grad))
+        loss = update.loss.new_tensor(loss / everywhere)
+        return replace(update, loss=loss, steps=int(steps), weight=everywhere)
 
     def signal_failure(self, weights: Sequence[Tensor]) -> None:
         """Tell the others, who wait for this rank's part of an update, that none will come."""
-        message = self._message_for(weights)
-        message.write([1.0, 0.0, 0.0, 0.0], [None] * len(weights))
-        message.reduce()
+        self._add_up([1.0, 0.0, 0.0, 0.0], weights, [None] * len(weights))
 
-    def _message_for(self, weights: Sequence[Tensor]) -> "_Message":
-        """That of the last update, if it fits: fresh memory costs more than the sum."""
-        layout = [(weight.shape, weight.dtype) for weight in weights]
-        if not self._message or self._message[0].layout != layout:
-            self._message[:] = [_Message(layout, self.rank, self.count, self.device)]
-        return self._message[0]
+    def _add_up(
+        self, counts: Sequence[float], weights: Sequence[Tensor], grads: Sequence[Tensor | None]
+    ) -> tuple[list[float], list[Tensor]]:
+        """Sums over the ranks: counts, how many have each gradient, and gradients by counts[1].
 
-
-_FLOATS = Struct("4d")  # the counts of each rank: failed, loss weight, steps, weighted loss
-_BITS = Struct("16H")  # their bits, in numbers that every type of a message holds
-_PIECES = 16
-
-
-class _GroupSum:
-    """A sum over the ranks of the default group in one of its own messages; see `SharedSum`."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.mine = self.total = torch.zeros(size, dtype=dtype, device=device)
-
-    def reduce(self) -> None:
-        """Replace the vector of this rank by the sum."""
-        distributed.all_reduce(self.total)
-
-
-class _Message:
-    """What a rank sends for an update: its counts, which gradients it has, and their values.
-
-    All is summed in one call. Gradients of all types travel in the widest of them, at least
-    float32, times the loss weight of their rank. Counts stay exact in every type: each rank writes
-    their bits where all others write zeros, 16 to a number.
-
-    Args:
-        layout: shape and type of each weight.
-        rank: of this process.
-        ranks: how many there are.
-        device: of the gradients.
-    """
-
-    def __init__(
-        self,
-        layout: Sequence[tuple[torch.Size, torch.dtype]],
-        rank: int,
-        ranks: int,
-        device: torch.device,
-    ) -> None:
-        self.layout, self._rank, self._counts = layout, rank, ranks * _PIECES
-        shapes = [(*shape, 2) if dtype.is_complex else shape for shape, dtype in layout]
-        sizes = [math.prod(shape) for shape in shapes]
-        dtype = torch.float32
-        for _, of_weight in layout:
-            dtype = torch.promote_types(dtype, of_weight.to_real())
-        self._head = self._counts + len(layout)
-        size = self._head + sum(sizes)
+        Gradients of all types travel together, in the widest of them, at least float32.
+        """
+        values = [_as_real(weight) for weight in weights]
+        dtype = reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
+        sizes = [value.numel() for value in values]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
+        pairs = zip(flat.split(sizes), values, strict=True)
+        sums = [part.view(value.shape) for part, value in pairs]
+        for total, grad in zip(sums, grads, strict=True):
+            if grad is not None:
+                total.add_(_as_real(grad), alpha=counts[1])
+        owners = [grad is not None for grad in grads]
+        head = torch.tensor([*counts, *owners], dtype=_COUNTS, device=self.device)
         with rank_errors():
-            shared = None if is_accelerator(device) else SharedSum.open(size, dtype)
-        self._sum = shared or _GroupSum(size, dtype, device)
-        self._grads, self._means = (
-            [
-                part.view(shape)
-                for part, shape in zip(v[self._head :].split(sizes), shapes, strict=True)
-            ]
-            for v in (self._sum.mine, self._sum.total)
-        )
-        self._owners: list[float] = []  # how many ranks have a gradient, for each weight
-
-    def write(self, counts: Sequence[float], grads: Sequence[Tensor | None]) -> None:
-        """Write the counts of this rank, and its gradients times its loss weight."""
-        head = [0] * self._counts + [grad is not None for grad in grads]
-        start = self._rank * _PIECES
-        head[start : start + _PIECES] = _BITS.unpack(_FLOATS.pack(*counts))
-        self._sum.mine[: self._head].copy_(torch.tensor(head, device="cpu"))
-        for part, grad in zip(self._grads, grads, strict=True):
-            if grad is None:
-                part.zero_()
-            else:
-                part.copy_(_as_real(grad)).mul_(counts[1])
-
-    def reduce(self) -> list[float]:
-        """Send it; returns the sums of the counts of all ranks."""
-        with rank_errors():
-            self._sum.reduce()
-        head = self._sum.total[: self._head].tolist()
-        self._owners = head[self._counts :]
-        everyone = [
-            _FLOATS.unpack(_BITS.pack(*map(int, head[start : start + _PIECES])))
-            for start in range(0, self._counts, _PIECES)
-        ]
-        return [sum(values) for values in zip(*everyone, strict=True)]
-
-    def read(self, weights: Sequence[Tensor], loss_weight: float) -> None:
-        """Write the mean gradients, for the loss weight of all ranks, to `.grad`."""
-        for weight, part, owners in zip(weights, self._means, self._owners, strict=True):
-            if owners:
-                if weight.grad is None:
-                    weight.grad = torch.empty_like(weight)
-                torch.div(part, loss_weight, out=_as_real(weight.grad))
+            sent: Any = distributed.all_reduce(head, async_op=True)
+            distributed.all_reduce(flat)
+            sent.wait()
+        return head.tolist(), sums
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -390,13 +288,11 @@ def unsharded_weights(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generat
     """
     with rank_errors():
         for shard in shards:
-            shard.set_requires_gradient_sync(
-                False, recurse=False
-            )  # the ranks add up once, not at every backward pass
-            shard.set_reshard_after_forward(
-                False, recurse=False
-            )  # ranks that reset at other steps make other numbers of forward calls
-            shard.set_reshard_after_backward(False, recurse=False)
+            # the ranks add up once, not at every backward pass
+            shard.set_requires_gradient_sync(False)
+            # ranks that reset at other steps make other numbers of forward calls
+            shard.set_reshard_after_forward(False)
+            shard.set_reshard_after_backward(False)
             # a forward call outside may have left weights from before the last step
             shard.reshard()
             shard.unshard()
@@ -408,8 +304,8 @@ def unsharded_weights(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generat
             weight.grad = None
         for shard in shards:
             shard.reshard()
-            shard.set_requires_gradient_sync(True, recurse=False)
-            shard.set_reshard_after_backward(True, recurse=False)
+            shard.set_requires_gradient_sync(True)
+            shard.set_reshard_after_backward(True)
         for name, weight in net.named_parameters():
             _spread(weight, grads[name])
 
@@ -430,12 +326,6 @@ def _spread(weight: Tensor, gradient: Tensor | None) -> None:
 
 def _digest(weight: Tensor) -> str:
     """Of its bits: sums of numbers differ with the number of threads."""
-    values = torch.view_as_real(weight.detach()) if weight.is_complex() else weight.detach()
-    values = (
-        values.cpu().contiguous().clone()
-    )  # memory that NumPy has seen can no longer be freed by fully_shard
+    # a copy: memory that NumPy has seen can no longer be freed by fully_shard
+    values = _as_real(weight).cpu().contiguous().clone()
     return hashlib.blake2b(values.view(torch.uint8).numpy().data, digest_size=8).hexdigest()
-
-
-def _lanes(state: State) -> int:
-    return trees.lanes(state) or 1

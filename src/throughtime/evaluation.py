@@ -7,9 +7,9 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast, overload
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +19,9 @@ from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import ranks_of
 from throughtime.errors import DataError, listed, warn_caller
-from throughtime.gradient import LossFn, Objective
-from throughtime.gradient._pairing import check_rows
-from throughtime.gradient.objective import target_kind
+from throughtime.gradient.objective import LossFn, Objective, check_rows, target_kind
 from throughtime.metrics import (
     Classification,
-    MergeableMetric,
     Metric,
     Metrics,
     TorchMetric,
@@ -37,45 +34,23 @@ from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
 
-L = TypeVar("L", Tensor, None)
-
 
 @dataclass(frozen=True)
-class Evaluation(Generic[L]):
+class Evaluation:
     """The result of `tt.evaluate`.
 
     Attributes:
-        loss: mean over all valid steps, a scalar tensor as in `tt.Update`, NaN where no step is
-            valid; `None` without a `loss_fn`.
+        loss: mean over all valid steps, a scalar tensor, NaN where no step is valid; `None`
+            without a `loss_fn`.
         steps: number of valid steps.
         metrics: over all recordings together; empty without `metrics`.
         recordings: metrics by recording's name; a recording cut into parts counts as one.
     """
 
-    loss: L
+    loss: Any
     steps: int
     metrics: Metrics
     recordings: dict[str, Metrics]
-
-
-@overload
-def evaluate(
-    net: Carried,
-    data: Stream | Recordings,
-    loss_fn: None = None,
-    *,
-    metrics: Metric | TorchMetric | None = ...,
-) -> Evaluation[None]: ...
-
-
-@overload
-def evaluate(
-    net: Carried,
-    data: Stream | Recordings,
-    loss_fn: LossFn,
-    *,
-    metrics: Metric | TorchMetric | None = ...,
-) -> Evaluation[Tensor]: ...
 
 
 def evaluate(
@@ -84,7 +59,7 @@ def evaluate(
     loss_fn: LossFn | None = None,
     *,
     metrics: Metric | TorchMetric | None = None,
-) -> Evaluation[Any]:
+) -> Evaluation:
     """Loss and metrics of whole recordings, with the state carried as in training.
 
     The net runs in evaluation mode under `no_grad` and is put back; the carried state of a training
@@ -157,7 +132,7 @@ def warn_of_cuts(stream: Stream) -> None:
     )
 
 
-class Evaluator(Generic[L]):
+class Evaluator:
     """An evaluation chunk by chunk, for loops of one's own.
 
     `tt.evaluate` evaluates a whole stream.
@@ -171,33 +146,16 @@ class Evaluator(Generic[L]):
 
     Example:
         >>> import torch, throughtime as tt
+        >>> from throughtime.evaluation import Evaluator
         >>> recording = {"inputs": torch.zeros(50, 3), "targets": torch.zeros(50)}
         >>> stream = tt.Stream(recording, lanes=1, chunk=20)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
-        >>> evaluator = tt.Evaluator(net, torch.nn.MSELoss())
+        >>> evaluator = Evaluator(net, torch.nn.MSELoss())
         >>> [tuple(evaluator.add(chunk).shape) for chunk in stream]
         [(20, 1, 1), (20, 1, 1), (10, 1, 1)]
         >>> evaluator.result(stream).steps
         50
     """
-
-    @overload
-    def __init__(
-        self: "Evaluator[None]",
-        net: Carried,
-        loss_fn: None = None,
-        *,
-        metrics: Metric | TorchMetric | None = ...,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: "Evaluator[Tensor]",
-        net: Carried,
-        loss_fn: LossFn,
-        *,
-        metrics: Metric | TorchMetric | None = ...,
-    ) -> None: ...
 
     def __init__(
         self,
@@ -210,11 +168,11 @@ class Evaluator(Generic[L]):
         self._objective = None if loss_fn is None else Objective(loss_fn)
         kind = "classes" if isinstance(metrics, Classification) else target_kind(loss_fn)
         self._placement = Placement(self._predictor.device, dtype_of(net), kind)
-        self._metric = None if metrics is None else as_metric(metrics).new()
+        self._metric = None if metrics is None else as_metric(metrics)
         self._metric_checked = False
-        self._by_recording: dict[int, Metric] = {}
+        self._metrics: dict[int | None, Metric] = {}  # by recording; None: over all of them
         self._loss: Tensor | float = 0.0
-        self._weight = self._steps = 0.0
+        self._weight, self._steps = 0.0, 0
         self._state: State = None
         self._checked: Stream | None = None
 
@@ -261,76 +219,62 @@ class Evaluator(Generic[L]):
         if not chunk.valid_steps:
             return outputs
         self._steps += chunk.valid_steps
-        if self._objective is not None and (weight := self._objective.loss_weight(chunk)):
+        if self._objective is not None:
             with torch.enable_grad():  # a loss may compute gradients itself
-                loss = self._objective.loss(outputs, chunk).detach()
-            # the host need not wait for a device
-            self._loss += loss.item() * weight if loss.is_cpu else loss.to(real_type(loss)) * weight
+                loss, weight = self._objective(outputs, chunk)
+            self._loss += loss.detach().to(real_type(loss)) * weight  # waits for no device
             self._weight += weight
         if self._metric is not None:
             rows, targets = chunk.valid_pairs(outputs)
             if not self._metric_checked and len(rows) > 1:
                 check_rows(self._metric.new().update, rows, targets, "metrics")
                 self._metric_checked = True
-            self._metric.update(rows, targets)
-            self._update_recordings(self._metric, rows, targets, chunk)
+            owners = chunk.metadata.recording[chunk.span][chunk.metadata.mask[chunk.span]]
+            indices, counts = (values.tolist() for values in owners.unique(return_counts=True))
+            self._update(None, rows, targets)
+            if len(indices) > 1:
+                if not rows.is_cpu:  # the host's order would have to be sent
+                    owners = chunk.recording.flatten().index_select(0, chunk.valid)
+                order = owners.argsort(stable=True)
+                rows, targets = rows.index_select(0, order), targets.index_select(0, order)
+            parts = zip(indices, rows.split(counts), targets.split(counts), strict=True)
+            for part in parts:
+                self._update(*part)
         return outputs
 
-    def _update_recordings(self, kind: Metric, rows: Tensor, targets: Tensor, chunk: Chunk) -> None:
-        """Add the rows of each recording to a metric of its own."""
-        metadata, span = chunk.metadata, chunk.span
-        owners = metadata.recording[span]
-        if len(rows) < owners.numel():
-            owners = owners[metadata.mask[span]]
-        indices, counts = owners.unique(return_counts=True)
-        if len(indices) > 1:
-            if not rows.is_cpu:  # the host's order would have to be sent
-                owners = chunk.recording.flatten().index_select(0, chunk.valid)
-            order = owners.flatten().argsort(stable=True)
-            rows, targets = rows.index_select(0, order), targets.index_select(0, order)
-        start = 0
-        for index, count in zip(indices.tolist(), counts.tolist(), strict=True):
-            if index not in self._by_recording:
-                self._by_recording[index] = kind.new()
-            own = slice(start, start + count)
-            self._by_recording[index].update(rows[own], targets[own])
-            start += count
+    def _update(self, recording: int | None, rows: Tensor, targets: Tensor) -> None:
+        if self._metric is not None and recording not in self._metrics:
+            self._metrics[recording] = self._metric.new()
+        self._metrics[recording].update(rows, targets)
 
-    def result(self, stream: Stream) -> Evaluation[L]:
+    def result(self, stream: Stream) -> Evaluation:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
         if stream is not self._checked:
             self.check(stream)
         total, weight, steps = float(self._loss), self._weight, self._steps
-        metric, by_recording = self._metric, self._by_recording
+        metrics: dict[int | None, Any] = {**self._metrics}
         ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1:
             total, weight, steps = ranks.total([total, weight, steps])
-            if metric is not None:
-                metric, by_recording = _merged(ranks.gather((metric, by_recording)))
-        mean = torch.tensor(
-            total / weight if weight else math.nan, dtype=torch.float64, device="cpu"
-        )
-        loss = cast("L", None if self._objective is None else mean)
+            metrics, *others = ranks.gather(metrics)
+            for recording, metric in chain.from_iterable(other.items() for other in others):
+                if (own := metrics.setdefault(recording, metric)) is not metric:
+                    own.merge(metric)
+        mean = total / weight if weight else math.nan
         names = Counter(recording.name for recording in stream.recordings)
-        by_name = {
-            _unique(stream.recordings[i].name, i, names): by_recording[i].compute()
-            for i in sorted(by_recording)
-        }
-        metrics = {} if metric is None else metric.compute()
-        return Evaluation(loss, int(steps), metrics, by_name)
-
-
-def _merged(everyone: Sequence[Any]) -> tuple[MergeableMetric, dict[int, Metric]]:
-    """The metrics of all ranks as one, over all recordings and by recording."""
-    (metric, by_recording), *others = everyone
-    for other, theirs in others:
-        metric.merge(other)
-        for index, own in theirs.items():
-            if index in by_recording:
-                by_recording[index].merge(own)
-            else:
-                by_recording[index] = own
-    return metric, by_recording
+        whole = metrics.pop(None, None if self._metric is None else self._metric.new())
+        return Evaluation(
+            None
+            if self._objective is None
+            else torch.tensor(mean, dtype=torch.float64, device="cpu"),
+            int(steps),
+            {} if whole is None else whole.compute(),
+            {
+                _unique(recording.name, i, names): metrics[i].compute()
+                for i, recording in enumerate(stream.recordings)
+                if i in metrics
+            },
+        )
 
 
 def _unique(name: str, index: int, names: Counter[str]) -> str:

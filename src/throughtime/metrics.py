@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime._device import real_type, send
-from throughtime.errors import ConfigError, DataError, listed
+from throughtime.errors import ConfigError, DataError, counted, listed
 
 __all__ = ["Classification", "MergeableMetric", "Metric", "Regression"]
 
@@ -77,24 +77,12 @@ class MergeableMetric(Metric, Protocol):
 class TorchMetric(Protocol):
     """A `torchmetrics.Metric` or `MetricCollection`, by its methods: it is never imported."""
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Add outputs and targets."""
-        ...
-
     def compute(self) -> Any:
         """A tensor, or tensors by name."""
         ...
 
-    def reset(self) -> None:
-        """Forget all updates."""
-        ...
-
     def clone(self) -> "TorchMetric":
         """A copy."""
-        ...
-
-    def to(self, device: torch.device) -> "TorchMetric":
-        """Itself, on another device."""
         ...
 
 
@@ -102,16 +90,14 @@ class TorchMetric(Protocol):
 class TorchMetricAdapter:
     """A metric of torchmetrics as a `Metric`; a value of several numbers gets one name for each."""
 
-    metric: TorchMetric
+    metric: Any
     _updated: bool = field(default=False, init=False)
 
     def new(self) -> "TorchMetricAdapter":
         metric = self.metric.clone()
         metric.reset()
         for part in metric.modules() if isinstance(metric, nn.Module) else ():
-            if hasattr(
-                part, "sync_on_compute"
-            ):  # `merge` adds ranks up, and only where they differ
+            if hasattr(part, "sync_on_compute"):  # `merge` adds ranks up, where they differ
                 setattr(part, "sync_on_compute", False)  # noqa: B010 (torchmetrics has no types)
         return TorchMetricAdapter(metric)
 
@@ -122,23 +108,11 @@ class TorchMetricAdapter:
         self.metric.update(outputs, targets)
 
     def merge(self, other: "TorchMetricAdapter") -> None:
-        if other._updated and not self._updated:
-            self.metric = other.metric
-        elif other._updated:
+        if self._updated and other._updated:
             for mine, theirs in zip(_parts(self.metric), _parts(other.metric), strict=True):
                 mine.merge_state(theirs)
-        self._updated = self._updated or other._updated
-
-    @property
-    def is_mergeable(self) -> bool:
-        """Whether all state is summed, collected, or a largest or smallest value."""
-        return all(
-            hasattr(part, "merge_state")
-            and len(list(part.modules())) == 1  # a metric around another keeps state in that one
-            and not part.full_state_update
-            and {getattr(f, "__name__", "") for f in part._reductions.values()} <= _MERGED
-            for part in _parts(self.metric)
-        )
+        elif other._updated:
+            self.metric, self._updated = other.metric, True
 
     def __getstate__(self) -> dict[str, Any]:
         """On the CPU, for other ranks."""
@@ -152,11 +126,9 @@ class TorchMetricAdapter:
         values: Metrics = {}
         for name, value in named.items():
             numbers = torch.as_tensor(value, device="cpu")
-            if numbers.dim() == 0:
-                values[name] = numbers.item()
-            else:
-                rows = enumerate(numbers.flatten().tolist())
-                values |= {f"{name}[{i}]": number for i, number in rows}
+            flat = numbers.flatten().tolist()
+            names = [f"{name}[{i}]" for i in range(len(flat))] if numbers.dim() else [name]
+            values |= dict(zip(names, flat, strict=True))
         return values
 
 
@@ -167,10 +139,16 @@ def _parts(metric: Any) -> list[Any]:
 
 
 def is_mergeable(metric: Metric) -> bool:
-    """Whether ranks can add up this metric."""
-    if isinstance(metric, TorchMetricAdapter):
-        return metric.is_mergeable
-    return isinstance(metric, MergeableMetric)
+    """Whether ranks can add it up: all state is summed, collected, or a largest or smallest."""
+    if not isinstance(metric, TorchMetricAdapter):
+        return isinstance(metric, MergeableMetric)
+    return all(
+        hasattr(part, "merge_state")
+        and len(list(part.modules())) == 1  # a metric around another keeps state in that one
+        and not part.full_state_update
+        and {getattr(f, "__name__", "") for f in part._reductions.values()} <= _MERGED
+        for part in _parts(metric.metric)
+    )
 
 
 def as_metric(metric: Metric | TorchMetric) -> Metric:
@@ -191,8 +169,16 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     )
 
 
+class _Sums:
+    """Travels to other ranks on the host."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        values = self.__dict__.items()
+        return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values}
+
+
 @dataclass
-class Classification:
+class Classification(_Sums):
     """Accuracy, macro-F1 and the F1 of each class, from the confusion matrix.
 
     A class that neither occurs nor is predicted has no F1 (NaN) and is left out of the macro mean.
@@ -221,9 +207,9 @@ class Classification:
 
     classes: Sequence[str] | int
     names: tuple[str, ...] = field(init=False)
-    _counts: Tensor = field(init=False)  # (true, predicted), on the device of the outputs
-    # on a device, until they are read: the largest negated target, target and whether any is NaN
-    _extremes: Tensor | None = field(default=None, init=False, repr=False)
+    # (true, predicted), on the device of the outputs; the last row counts targets that are no
+    # class, the last column outputs with a NaN
+    _counts: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         classes: Any = self.classes  # checked here
@@ -235,7 +221,8 @@ class Classification:
                 " tt.metrics.Classification(2) or tt.metrics.Classification(['rest', 'beat'])"
             )
         self.names = tuple(classes)
-        self._counts = torch.zeros(len(classes), len(classes), dtype=torch.long, device="cpu")
+        size = len(classes) + 1
+        self._counts = torch.zeros(size, size, dtype=torch.long, device="cpu")
 
     @property
     def confusion(self) -> Tensor:
@@ -244,10 +231,7 @@ class Classification:
         Raises:
             DataError: a target that is no class, or outputs that are NaN, in what was added.
         """
-        if self._extremes is not None:
-            least, largest, nan = self._extremes.tolist()
-            self._check(-least, largest, nan=bool(nan))
-        return self._counts.cpu()
+        return self._check(self._counts.cpu())[:-1, :-1]
 
     def new(self) -> "Classification":
         """An empty one with the same classes."""
@@ -264,56 +248,46 @@ class Classification:
         if not len(targets):
             return
         true = targets.long()
-        least, largest = true.aminmax()
-        nan = outputs.isnan().any()
-        if outputs.is_cpu:
-            self._check(int(least), int(largest), nan=bool(nan))
-        else:
-            self._add_extremes(torch.stack([-least, largest, nan.long()]))
-            true = true.clamp(0, n - 1)
-            self._counts = send(self._counts, outputs.device)
-        pairs = (true * n + outputs.argmax(dim=-1)).flatten()
-        self._counts.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
+        true = true.where((true >= 0) & (true < n), n)
+        predicted = outputs.argmax(dim=-1).masked_fill(outputs.isnan().any(dim=-1), n)
+        pairs = (true * (n + 1) + predicted).flatten()
+        counts = torch.zeros_like(self._counts, device=outputs.device)
+        counts.view(-1).index_add_(0, pairs, torch.ones_like(pairs))
+        if counts.is_cpu:
+            self._check(counts)
+        self._counts = counts + send(self._counts, outputs.device)
 
-    def _add_extremes(self, extremes: Tensor | None) -> None:
-        if extremes is not None and self._extremes is not None:
-            extremes = torch.maximum(self._extremes, extremes.to(self._extremes.device))
-        self._extremes = self._extremes if extremes is None else extremes
-
-    def _check(self, least: int, largest: int, *, nan: bool) -> None:
-        """Refuse targets that are no class, and outputs that have none."""
-        if not 0 <= least <= largest < len(self.names):
+    def _check(self, counts: Tensor) -> Tensor:
+        """Counts on the host, without targets that are no class and outputs that have none."""
+        if wrong := int(counts[-1].sum()):
             raise DataError(
-                f"targets run from {least} to {largest}, expected 0 to {len(self.names) - 1} for"
-                f" {listed(self.names, quoted=True)}"
+                f"{counted(wrong, 'target is', 'targets are')} no class, expected 0 to"
+                f" {len(self.names) - 1} for {listed(self.names, quoted=True)}"
             )
-        if nan:
+        if counts[:, -1].any():
             raise DataError("the outputs hold NaN: the model diverged; a NaN has no class")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _on_host(self.__dict__)
+        return counts
 
     def merge(self, other: "Classification") -> None:
         """Add the counts of another, as of another rank."""
         self._counts = self._counts + other._counts.to(self._counts.device)
-        self._add_extremes(other._extremes)
 
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1" and "f1[NAME]" for each class."""
         confusion = self.confusion
-        right = confusion.diagonal().double()
-        occurs, predicted = confusion.sum(1).double(), confusion.sum(0).double()
-        f1 = (2 * right / (occurs + predicted)).tolist()
-        seen = [value for value in f1 if not math.isnan(value)]
+        occurs, predicted, right = (
+            counts.double() for counts in (confusion.sum(1), confusion.sum(0), confusion.diagonal())
+        )
+        f1 = 2 * right / (occurs + predicted)
         return {
             "accuracy": (right.sum() / occurs.sum()).item(),
-            "macro_f1": sum(seen) / len(seen) if seen else math.nan,
-            **{f"f1[{name}]": value for name, value in zip(self.names, f1, strict=True)},
+            "macro_f1": f1.nanmean().item(),
+            **{f"f1[{name}]": value for name, value in zip(self.names, f1.tolist(), strict=True)},
         }
 
 
 @dataclass
-class Regression:
+class Regression(_Sums):
     """RMSE, R² and the error-to-signal ratio, over all columns together.
 
     R² compares with the mean of each column of these targets; ESR, usual in audio, with silence:
@@ -357,42 +331,33 @@ class Regression:
                 f"outputs have shape {tuple(outputs.shape)}, targets {tuple(targets.shape)};"
                 " expected one output for each target"
             )
-        self.squared_error = self.squared_error + (y - t).square().sum()
-        self.squared_target = self.squared_target + t.square().sum()
         mean = t.mean(0)
-        self._grow(len(t), mean, (t - mean).square().sum())
-
-    def _grow(self, n: int, mean: Tensor, spread: Tensor | float) -> None:
-        """Chan, Golub & LeVeque's pairwise update: no cancellation however long the recording."""
-        before = self.mean.to(mean.device) if self.count else torch.zeros_like(mean)
-        step = mean - before
-        between = step.square().sum() * self.count * n / (self.count + n)
-        self.spread = self.spread + (spread + between)
-        self.mean = before + step * n / (self.count + n)
-        self.count += n
-
-    def __getstate__(self) -> dict[str, Any]:
-        return _on_host(self.__dict__)
+        error, target, spread = (part.square().sum() for part in (y - t, t, t - mean))
+        self.merge(Regression(len(t), error, target, spread, mean))
 
     def merge(self, other: "Regression") -> None:
-        """Add the sums of another, as of another rank."""
-        if other.count:
-            self.squared_error = self.squared_error + other.squared_error
-            self.squared_target = self.squared_target + other.squared_target
-            self._grow(other.count, other.mean, other.spread)
+        """Add the sums of another, as of another rank.
+
+        By the pairwise update of Chan, Golub & LeVeque: no cancellation, however long the
+        recording.
+        """
+        if not other.count:
+            return
+        total = self.count + other.count
+        mean = self.mean.to(other.mean.device) if self.count else torch.zeros_like(other.mean)
+        step = other.mean - mean
+        self.squared_error = self.squared_error + other.squared_error
+        self.squared_target = self.squared_target + other.squared_target
+        between = step.square().sum() * self.count * other.count / total
+        self.spread = self.spread + (other.spread + between)
+        self.mean, self.count = mean + step * other.count / total, total
 
     def compute(self) -> Metrics:
         """The values "rmse", "r2" and "esr"."""
         values = self.count * max(1, len(self.mean))
-        sums = self.squared_error, self.squared_target, self.spread
-        error, target, spread = (float(total) for total in sums)
+        error, target, spread = map(float, (self.squared_error, self.squared_target, self.spread))
         return {
-            "rmse": math.sqrt(error / values) if values and self.count else math.nan,
+            "rmse": math.sqrt(error / values) if values else math.nan,
             "r2": 1 - error / spread if spread else math.nan,
             "esr": error / target if target else math.nan,
         }
-
-
-def _on_host(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes of a metric for other ranks."""
-    return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values.items()}

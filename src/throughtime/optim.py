@@ -24,7 +24,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from operator import is_not, itemgetter
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +35,7 @@ from torch._C._autograd import _profiler_enabled as profiled
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT
+from torch.optim.optimizer import ParamsT, _get_scalar_dtype
 from torch.optim.optimizer import _global_optimizer_post_hooks as post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks
 
@@ -45,7 +44,6 @@ from throughtime.kernels.library import need, why_missing
 from throughtime.kernels.optimizer import (
     OPTIONS,
     RULES,
-    TYPES,
     ParamEntry,
     StepTable,
     mismatch,
@@ -176,8 +174,7 @@ class _KernelOptimizer(Optimizer):
     @contextmanager
     def _clipped_grads(self) -> Generator[None]:
         """Put clipped copies in place of the gradients for a while."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        pairs = [(param, param.grad) for param in params if param.grad is not None]
+        pairs = self._pairs()
         sparse = [grad for _, grad in pairs if grad.layout != torch.strided]
         if sparse and (self._max_norm is not None or not isinstance(self, torch.optim.SGD)):
             raise ConfigError(
@@ -186,30 +183,34 @@ class _KernelOptimizer(Optimizer):
                 " takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
             )
         self._norm = None
-        if self._max_norm is None:
-            yield
-            return
         try:
-            for param, grad in pairs:
-                param.grad = grad.detach().clone()
-            norm = clip_grad_norm_([param for param, _ in pairs], self._max_norm)
-            # of a DTensor: now, while every rank is at this line
-            self._norm = getattr(norm, "full_tensor", lambda: norm)()
+            if self._max_norm is not None:
+                for param, grad in pairs:
+                    param.grad = grad.detach().clone()
+                norm = clip_grad_norm_([param for param, _ in pairs], self._max_norm)
+                # of a DTensor: now, while every rank is at this line
+                self._norm = getattr(norm, "full_tensor", lambda: norm)()
             yield
         finally:
             for param, grad in pairs:
                 param.grad = grad
 
+    def _pairs(self) -> list[tuple[Tensor, Any]]:
+        """The parameters that have a gradient, with it."""
+        return [
+            (param, grad)
+            for group in self.param_groups
+            for param in group["params"]
+            if (grad := param.grad) is not None
+        ]
+
     def _step_compiled(self) -> str | None:
         """Take the step in the compiled core, or return why not."""
-        params = [param for group in self.param_groups for param in group["params"]]
-        grads: list[Any] = [param.grad for param in params]
-        if NoneType in map(type, grads):
-            params = [param for param, grad in zip(params, grads, strict=True) if grad is not None]
-            grads = [grad for grad in grads if grad is not None]
-        if not params:
-            self._norm = None if self._max_norm is None else 0.0
+        pairs = self._pairs()
+        self._norm = None if self._max_norm is None else 0.0
+        if not pairs:
             return None
+        params, grads = zip(*pairs, strict=True)
         plan = self._last_plan()
         if plan is None or not plan.table.fits(params, grads):
             self._plan = None
@@ -217,7 +218,8 @@ class _KernelOptimizer(Optimizer):
                 return reason
             self._plan = plan = self._new_plan(params, grads)
         norm = plan.table.run(grads, self._max_norm)
-        self._norm = None if self._max_norm is None else norm
+        if self._max_norm is not None:
+            self._norm = norm
         return None
 
     def _last_plan(self) -> _TablePlan | None:
@@ -278,14 +280,14 @@ class _KernelOptimizer(Optimizer):
 
     def _unsupported_state(self, param: Tensor, group: Group) -> str | None:
         state, slots = self.state.get(param, {}), _slots(group)
-        if _is_first_step(state, slots):
-            return None
-        for key in slots.values():
+        for key in () if _is_first_step(state, slots) else slots.values():
             tensor = state.get(key)
             if not isinstance(tensor, Tensor):
                 return f"has no tensor {key!r}"
-            if reason := _step_mismatch(tensor) if key == "step" else mismatch(tensor, param):
+            if reason := mismatch(tensor, tensor if key == "step" else param):
                 return f"{key!r} {reason}"
+            if key == "step" and tensor.numel() != 1:
+                return f"'step' has {tensor.numel()} entries, expected one"
         return None
 
     def _entry(self, param: Tensor, number: int, group: Group) -> ParamEntry:
@@ -296,7 +298,8 @@ class _KernelOptimizer(Optimizer):
         first_step = _is_first_step(state, slots)
         if first_step:
             for key in slots.values():
-                state[key] = _counter() if key == "step" else torch.zeros_like(param)
+                step = torch.zeros((), dtype=_get_scalar_dtype(), device="cpu")
+                state[key] = step if key == "step" else torch.zeros_like(param)
         tensors = {slot: state[key] for slot, key in slots.items()}
         return ParamEntry(param, number, first_step=first_step, **tensors)
 
@@ -321,22 +324,6 @@ def _slots(group: Group) -> dict[str, str]:
 def _is_first_step(state: Mapping[str, Any], slots: Mapping[str, str]) -> bool:
     """Whether a parameter has no state yet."""
     return all(state.get(key) is None for key in slots.values())
-
-
-def _counter() -> Tensor:
-    """Torch's counter of steps: float64 where that is the default type, else float32."""
-    wide = torch.get_default_dtype() == torch.float64
-    return torch.tensor(0.0, dtype=torch.float64 if wide else torch.float32, device="cpu")
-
-
-def _step_mismatch(step: Tensor) -> str | None:
-    cpu, single = step.device.type == "cpu", step.numel() == 1
-    if type(step) is Tensor and cpu and single and step.dtype in TYPES:
-        return None
-    return (
-        f"is {step.dtype} on {step.device} with {step.numel()} entries, expected one float32 or"
-        " float64 on the CPU"
-    )
 
 
 class _AdamBase(_KernelOptimizer):

@@ -4,11 +4,12 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from itertools import tee
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from throughtime.carry.carried import (
 )
 from throughtime.carry.single_step import SingleStep
 from throughtime.chunk import Chunk, Placement
-from throughtime.distributed import shards_of, unsharded_weights
+from throughtime.distributed import Ranks, shards_of
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -47,45 +48,17 @@ class ArrayWriter(Protocol):
 W = TypeVar("W", bound=ArrayWriter)
 
 
-@overload
-def predict(
-    net: Carried,
-    recording: Recordings,
-    *,
-    chunk: int = ...,
-    state: State = ...,
-    out: None = ...,
-    dtype: torch.dtype | None = ...,
-    missing: Literal["error", "mask"] = ...,
-    on_nan: OnNaN = ...,
-) -> tuple[Tensor, State]: ...
-
-
-@overload
-def predict(
-    net: Carried,
-    recording: Recordings,
-    *,
-    chunk: int = ...,
-    state: State = ...,
-    out: W,
-    dtype: torch.dtype | None = ...,
-    missing: Literal["error", "mask"] = ...,
-    on_nan: OnNaN = ...,
-) -> tuple[W, State]: ...
-
-
 def predict(
     net: Carried,
     recording: Recordings,
     *,
     chunk: int = 1024,
     state: State = None,
-    out: ArrayWriter | None = None,
+    out: W | None = None,
     dtype: torch.dtype | None = None,
     missing: Literal["error", "mask"] = "error",
     on_nan: OnNaN = "raise",
-) -> tuple[ArrayWriter, State]:
+) -> tuple[W | Tensor, State]:
     """The outputs of a whole recording, and the state after it.
 
     Use `Predictor` where steps arrive one by one.
@@ -126,35 +99,24 @@ def predict(
         recording = {"inputs": recording}
     played = as_recording(recording)
     stream = Stream(
-        [played],
-        lanes=1,
-        chunk=chunk,
-        seed=None,
-        dtype=dtype,
-        missing=missing,
-        rank=0,
-        ranks=1,
+        [played], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing, rank=0, ranks=1
     )
     stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
     stream._collator.advice += "; on_nan='hold' leaves such steps out"
     predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
+    begun: Any = chain(map(predictor._begin, stream), [None])
+    writer: Any = out
     start = 0
-    ahead, calls = tee(predictor._begin(part) for part in stream)
-    next(ahead, None)
-    for read in calls:
-        next(ahead, None)  # begins the next call, which a device computes while this one is read
-        outputs = read().squeeze(1)
-        if out is None:
-            out = outputs.new_empty(stream.steps, *outputs.shape[1:])
-        span = slice(start, start + len(outputs))
-        if isinstance(out, Tensor):
-            out[span] = outputs
-        else:
-            out[span] = outputs.numpy()
-        start += len(outputs)
-    if out is None:
-        raise RuntimeError("a recording without steps")
-    return out, predictor.state
+    for (answer, copies), _ in pairwise(begun):  # a device computes the next one meanwhile
+        outputs, nan = copies.read()
+        predictor._refuse_nan(answer, nan)
+        rows = outputs.squeeze(1)
+        if writer is None:
+            writer = rows.new_empty(stream.steps, *rows.shape[1:])
+        span = slice(start, start + len(rows))
+        writer[span] = rows if isinstance(writer, Tensor) else rows.numpy()
+        start = span.stop
+    return writer, predictor.state
 
 
 class Predictor:
@@ -192,12 +154,10 @@ class Predictor:
         require_carried(net)
         if on_nan not in ON_NAN:
             raise ConfigError(f"on_nan={on_nan!r}: expected {', '.join(map(repr, ON_NAN))}")
-        self.net, self.lanes, self.on_nan = net, lanes, on_nan
-        self.skipped = 0
+        self.net, self.lanes, self.on_nan, self.skipped = net, lanes, on_nan, 0
         self._state, self._single, self._prepared = state, None, 0
-        self._dtype = dtype_of(net)
-        self._alone = _OneThread()
-        self._shards = shards_of(net)
+        self._dtype, self._alone = dtype_of(net), _OneThread()
+        self._ranks = Ranks(0, 1, self.device, shards_of(net))
 
     @property
     def device(self) -> torch.device:
@@ -207,29 +167,20 @@ class Predictor:
     @property
     def state(self) -> State:
         """The state after the last step, where the net is; `None` before the first."""
-        if self._single is not None and self._single.is_loaded:
+        single, device = self._single, self.device
+        if single is not None and single.is_loaded:
             with self._alone:
-                self._unload()
-        return self._state_on(self.device)
+                self.state = single.read()
+        state = self._state
+        if state is not None and any(leaf.device != device for leaf in trees.tensors(state)):
+            self._state = trees.map_leaves(lambda leaf: leaf.to(device), state)
+        return self._state
 
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
         if self._single is not None:
             self._single.is_loaded = False
-
-    def _state_on(self, device: torch.device) -> State:
-        """The state, moved to a device if the net was."""
-        state = self._state
-        if state is not None and any(leaf.device != device for leaf in trees.tensors(state)):
-            self._state = trees.map_leaves(lambda leaf: leaf.to(device), state)
-        return self._state
-
-    def _unload(self) -> None:
-        """Take the state over from the prepared call, if that has it."""
-        single = self._single
-        if single is not None and single.is_loaded:
-            self._state, single.is_loaded = single.read(), False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy prepares calls of its own."""
@@ -260,9 +211,9 @@ class Predictor:
                 f" {self.lanes}: write tt.Predictor(net, lanes={x.shape[1]}), and for one step"
                 " predictor.step(inputs)" + whole_numbers_hint(self.net.module, x)
             )
+        before = self.state
         with self._alone:
-            self._unload()
-            answer = self._play(x, self._find_nonfinite(x), resets)
+            answer = self._play(x, before, self._find_missing(x), resets)
             self._refuse_nan(answer, answer.nan)
             self.state = answer.after
             return answer.outputs
@@ -281,65 +232,57 @@ class Predictor:
                 " the index of each symbol, such as list(b'text') for bytes, or"
                 " recording.symbols.index('t') for the characters of throughtime.stream.text"
             )
-        if array.dtype.kind in "biu":
-            return torch.from_numpy(array.astype(np.int64)).to(self.device)
         weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())
-        return torch.tensor(array, dtype=next(weights, None), device=self.device)
+        dtype = torch.int64 if array.dtype.kind in "biu" else next(weights, None)
+        return torch.tensor(array, dtype=dtype, device=self.device)
 
-    def _begin(self, chunk: Chunk) -> Callable[[], Tensor]:
-        """Begin a call with a chunk of the host: what is returned reads and checks its outputs."""
-        finite = self._find_nonfinite(chunk.inputs)
-        answer = self._play(self._as_tensor(chunk.inputs), finite, None)
-        copies = HostCopies(answer.outputs, answer.nan)
+    def _begin(self, chunk: Chunk) -> tuple["_Answer", HostCopies]:
+        """Begin a call with a chunk of the host; the copies of outputs and flags are under way."""
+        missing = self._find_missing(chunk.inputs)
+        answer = self._play(self._as_tensor(chunk.inputs), self.state, missing, None)
         self.state = answer.after
+        return answer, HostCopies(answer.outputs, answer.nan)
 
-        def read() -> Tensor:
-            outputs, nan = copies.read()
-            self._refuse_nan(answer, nan)
-            return outputs
-
-        return read
-
-    def _find_nonfinite(self, x: Tensor) -> Tensor | None:
-        """Which inputs are finite, unless all of them are.
+    def _find_missing(self, x: Tensor) -> Tensor | None:
+        """`(T, B)`, on the host: the steps with an input that is not finite, if there are any.
 
         Raises:
-            DataError: one of them is not, and none may be left out.
+            DataError: there are, and none may be left out.
         """
-        finite = x.isfinite() if x.is_floating_point() else None
-        if finite is None or bool(finite.all()):
+        wrong = ~x.isfinite().flatten(2) if x.is_floating_point() else None
+        if wrong is None or not bool(wrong.any()):
             return None
-        if self.on_nan == "raise":
-            raise DataError(_nan_message(finite))
-        return finite.cpu()
+        if self.on_nan != "raise":
+            return wrong.any(2).cpu()
+        step, lane, column = wrong.nonzero()[0].tolist()
+        raise DataError(
+            f"{int(wrong.any(2).sum())} steps of the inputs are NaN or infinite, the first at step"
+            f" {step} of the call, lane {lane}, column {column}; the state is as it was. Leave such"
+            " steps out: tt.Predictor(net, on_nan='hold') keeps the lane's state, on_nan='reset'"
+            " starts it anew"
+        )
 
-    def _play(self, x: Tensor, finite: Tensor | None, resets: Tensor | None) -> "_Answer":
-        """Run the net on inputs, of which those that are not finite are left out."""
-        before = self._state_on(x.device)
+    def _play(
+        self, x: Tensor, before: State, missing: Tensor | None, resets: Tensor | None
+    ) -> "_Answer":
+        """Run the net on inputs, of which the `missing` steps are left out."""
+        run = self._run if missing is None else partial(self._run_around, missing)
         try:
             with self._ready():
-                if finite is None:
-                    outputs, after = self._run(x, before, resets)
-                    nan = outputs.isnan()
-                else:
-                    missing = ~finite.flatten(2).all(2)
-                    outputs, after = self._run_around(x, missing, resets)
-                    answered = send(~missing, x.device)
-                    nan = outputs.isnan()
-                    nan &= answered[(..., *[None] * (nan.dim() - 2))]
+                outputs, after = run(x, before, resets)
         except ValueError:  # of the trials at the first inputs
             self._refuse_weights("the net cannot be tried")
             raise
+        nan = outputs.isnan()
+        if missing is not None:
+            nan &= send(~missing, x.device)[(..., *[None] * (nan.dim() - 2))]
         flags = torch.stack([nan.any(), *[leaf.isnan().any() for leaf in trees.tensors(after)]])
         return _Answer(outputs, before, after, flags)
 
-    def _ready(self) -> AbstractContextManager[None]:
-        """Within it the net may run: in evaluation mode, without a graph, all weights whole."""
-        return self._unsharded() if self._shards else running(self.net)
-
     @contextmanager
-    def _unsharded(self) -> Generator[None]:
-        with unsharded_weights(self.net, self._shards), running(self.net):
+    def _ready(self) -> Generator[None]:
+        """Within it the net may run: in evaluation mode, without a graph, all weights whole."""
+        with self._ranks.unsharded(self.net), running(self.net):
             yield
 
     def _run(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
@@ -353,7 +296,7 @@ class Predictor:
             raise
 
     def _run_around(
-        self, x: Tensor, missing: Tensor, resets: Tensor | None
+        self, missing: Tensor, x: Tensor, before: State, resets: Tensor | None
     ) -> tuple[Tensor, State]:
         """Outputs and state where lanes with inputs that are not finite run alone, without them.
 
@@ -361,35 +304,24 @@ class Predictor:
         that are `missing`, `(T, B)`, and those of resets are read on the host.
         """
         self.skipped += int(missing.sum())
-        starts = None if resets is None else resets.cpu()
         start = self.net.initial_state(self.lanes, like=x)
-        before = start if self.state is None else self.state
+        before = start if before is None else before
         outputs, after = self._run(x.nan_to_num(0, 0, 0), before, resets)
         outputs = outputs.clone()
+        anew = torch.zeros_like(missing) if resets is None else resets.cpu()
+        starts = (anew | missing if self.on_nan == "reset" else anew).cumsum(0)  # up to each step
+        states = [trees.select(after, [lane]) for lane in range(self.lanes)]
         for lane in missing.any(0).nonzero().flatten().tolist():
-            rows, state = missing[:, lane], trees.select(before, [lane])
-            marks, restart = list[bool](), False
-            for step, left_out in enumerate(rows.tolist()):
-                restart = restart or (starts is not None and bool(starts[step, lane]))
-                if left_out:
-                    restart = restart or self.on_nan == "reset"
-                else:
-                    marks.append(restart)
-                    restart = False
+            kept, state = ~missing[:, lane], trees.select(before, [lane])
+            counts = starts[kept, lane]
             outputs[:, lane] = math.nan
-            if marks:
-                flags = torch.tensor(marks, device=x.device).unsqueeze(1) if any(marks) else None
-                y, state = self._run(x[~rows, lane].unsqueeze(1), state, flags)
-                outputs[~rows, lane] = y.squeeze(1)
-            if restart:
-                state = trees.select(start, [lane])
-            index = torch.tensor([lane], device="cpu")
-            after = trees.map_leaves(
-                lambda leaf, row, at=index: leaf.index_copy(0, at.to(leaf.device), row.to(leaf)),
-                after,
-                state,
-            )
-        return outputs, after
+            if len(counts):
+                marks = send(counts.diff(prepend=counts.new_zeros(1)) > 0, x.device)
+                y, state = self._run(x[kept, lane].unsqueeze(1), state, marks.unsqueeze(1))
+                outputs[kept, lane] = y.squeeze(1)
+            restarts = starts[-1, lane] > counts[-1:].sum()
+            states[lane] = trees.select(start, [lane]) if restarts else state
+        return outputs, trees.stack(states)
 
     def _refuse_nan(self, answer: "_Answer", nan: Tensor) -> None:
         """Refuse NaN that finite inputs led to; `nan` are the flags, on the host or not."""
@@ -431,13 +363,12 @@ class Predictor:
         Cost: the first step of a net of `tt.nn` layers prepares those that follow, which take a
         quarter of an ordinary call.
         """
-        if self._single is not None:
-            y = self._step_prepared(self._single, inputs)
-            if y is not None:
-                return y
+        single = self._single
+        if single is not None and (y := self._step_prepared(single, inputs)) is not None:
+            return y
         before, x = self.state, self._as_tensor(inputs).unsqueeze(0)
         y = self(x)
-        again = self._single is None and self._prepared < MOST_PREPARED and not self._shards
+        again = self._single is None and self._prepared < MOST_PREPARED and not self._ranks.shards
         if again and x.dim() >= (3 if x.is_floating_point() else 2):
             self._prepared += 1
             with running(self.net):
@@ -449,20 +380,13 @@ class Predictor:
     def _step_prepared(self, single: SingleStep, inputs: Tensor | Array) -> Tensor | None:
         """The outputs of a prepared step; None if an ordinary call has to run."""
         with self._alone, single.mode:
-            if not single.holds(self.net):
-                self._unload()
-                self._single = None
-                return None
-            if not single.is_loaded:
+            if single.holds(self.net):
                 state = self._state
-                if state is None:
+                if state is None and not single.is_loaded:
                     state = self.net.initial_state(self.lanes)
-                if not single.load(state):
-                    return None
-            y = single.run(inputs)
-            if y is None:
-                self._unload()
-            return y
+                return single.run(inputs) if single.is_loaded or single.load(state) else None
+        self._state, self._single = self.state, None
+        return None
 
     def reset(self, lanes: int | Sequence[int] | None = None) -> None:
         """Start some lanes anew, by number; all of them by default.
@@ -473,17 +397,15 @@ class Predictor:
         if lanes is None or self.state is None:
             self.state = None
             return
-        where = torch.zeros(self.lanes, dtype=torch.bool, device="cpu")
         numbers = [lanes] if isinstance(lanes, int) else list(lanes)
-        wrong = [lane for lane in numbers if not 0 <= lane < self.lanes]
-        if wrong:
+        if wrong := [lane for lane in numbers if not 0 <= lane < self.lanes]:
             raise StateError(
                 f"lane {wrong[0]} asked for, the predictor has lanes 0 to {self.lanes - 1}"
             )
+        where = torch.zeros(self.lanes, dtype=torch.bool, device="cpu")
         where[numbers] = True
         with torch.no_grad():
-            start = self.net.initial_state(self.lanes)
-            self.state = trees.reset(self.state, start, where.to(self.device))
+            self.state = trees.reset(self.state, self.net.initial_state(self.lanes), where)
 
     def save(self, path: str | Path) -> None:
         """Writes the state as safetensors; `load` in another process goes on to the bit.
@@ -543,15 +465,3 @@ class _OneThread:
 
     def __exit__(self, *error: object) -> None:
         self._calls.clear()
-
-
-def _nan_message(finite: Tensor) -> str:
-    """Names the first input that is not finite, in `(T, B, ...)`."""
-    wrong = ~finite.flatten(2)
-    step, lane, column = wrong.nonzero()[0].tolist()
-    return (
-        f"{int(wrong.any(2).sum())} steps of the inputs are NaN or infinite, the first at step"
-        f" {step} of the call, lane {lane}, column {column}; the state is as it was. Leave such"
-        " steps out: tt.Predictor(net, on_nan='hold') keeps the lane's state, on_nan='reset'"
-        " starts it anew"
-    )

@@ -4,20 +4,18 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, Literal
-
-from torch import Tensor
+from functools import partial
+from typing import Any, Literal
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import SAMPLED, traced_update
-from throughtime.distributed import Ranks, ranks_of
+from throughtime.distributed import ranks_of
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.gradient import Accumulation, LossFn, Objective, Policy, Scaler, Update
-from throughtime.gradient._finite import LateChecks
-from throughtime.gradient.objective import trainable_weights
-from throughtime.gradient.policy import S, check_result, check_state
+from throughtime.gradient import LossFn, Objective, Policy, Progress, Scaler, Update, UpdatePolicy
+from throughtime.gradient.executor import Executor
+from throughtime.gradient.window import check_whole
 from throughtime.nn.fuse import ADVISE_AFTER, advise
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -29,13 +27,13 @@ def updates(
     stream: Stream | Iterable[Chunk],
     loss_fn: LossFn,
     *,
-    gradient: Policy[S],
+    gradient: Policy | UpdatePolicy,
     state: State = None,
-    policy_state: S | None = None,
+    policy_state: Any = None,
     scaler: Scaler | None = None,
     accumulate: int = 1,
     finite: Literal["next", "now"] = "next",
-) -> "Updates[S]":
+) -> "Updates":
     """Iterate over one epoch of the stream: every update leaves its gradient in `.grad`.
 
     The optimizer, clipping, schedulers and the loop stay yours; call `optimizer.step()` and
@@ -50,7 +48,8 @@ def updates(
             `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of the update.
             Targets are `(N,)` if they are classes and `(N, C)` if they are numbers: `(N, 1)` for a
             single column, as the outputs.
-        gradient: `tt.Truncated(...)` or another policy; see `tt.Policy` to write one.
+        gradient: `tt.Truncated(...)` or another policy; see `throughtime.gradient.Policy` to write
+            one.
         state: the carried state at the present step of the stream; default: the initial state.
         policy_state: `policy_state` of the last epoch's updates, for a policy that learns from
             epoch to epoch, as `tt.Adaptive` does.
@@ -74,7 +73,8 @@ def updates(
         ModelError: the net is not carried, or breaks its contract; or `loss_fn` broadcasts `(N,)`
             against `(N, 1)`, which pairs each step with the targets of all others.
         DataError: chunks that are not adjacent, or have no targets.
-        ConfigError: `gradient` is not a policy, or one that breaks the contract of `tt.Policy`; or
+        ConfigError: `gradient` is not a policy, or one that breaks the contract of
+            `throughtime.gradient.Policy`; or
             `accumulate` is below 1, or used with `tt.Randomized`, whose updates are not means; or
             `finite` is neither "next" nor "now".
         RunError: a loss or a gradient is not finite; the chunk, its recordings and the parameter
@@ -98,29 +98,29 @@ def updates(
         10
     """
     _check_policy(gradient)
-    ranks = ranks_of(net, stream if isinstance(stream, Stream) else None)
+    check_whole("accumulate", accumulate, 1)
     if finite not in ("next", "now"):
         raise ConfigError(f"finite={finite!r}: expected 'next' or 'now'")
-    alone = ranks.count == 1
-    late = LateChecks() if alone and finite == "next" else None
-    objective = Objective(loss_fn, scaler, None if alone else ranks, late)
-    policy = gradient if accumulate == 1 else Accumulation(gradient, accumulate)
-    return Updates(net, stream, objective, policy, (state, policy_state), ranks)
+    objective = Objective(loss_fn, scaler)
+    return Updates(
+        net, stream, objective, gradient, state, policy_state, accumulate, late=finite == "next"
+    )
 
 
 def _check_policy(gradient: object) -> None:
     """Refuse what is not a policy before any step is taken."""
-    methods = ("init", "update", "state_dict", "load_state_dict")
-    missing = [name for name in methods if not callable(getattr(gradient, name, None))]
-    if missing or isinstance(gradient, type):
-        fault = f"has no method {', '.join(missing)}" if missing else "is a class, not a policy"
+    methods = [callable(getattr(gradient, name, None)) for name in ("plan", "update")]
+    if not any(methods) or isinstance(gradient, type):
+        is_class = isinstance(gradient, type)
+        fault = "is a class, not a policy" if is_class else "has no method plan"
         raise ConfigError(
             f"gradient={gradient!r} {fault}: expected a policy, as tt.Truncated(stride=100) makes"
-            f" one, or an object of your own with {', '.join(methods)} (see tt.Policy)"
+            " one, or an object of your own with a method plan, or update (see"
+            " throughtime.gradient.Policy)"
         )
 
 
-class Updates(Iterator[Update], Generic[S]):
+class Updates(Iterator[Update]):
     """The iterator that `tt.updates` returns; `state_dict()` resumes it to the bit.
 
     Between two updates these hold:
@@ -153,151 +153,124 @@ class Updates(Iterator[Update], Generic[S]):
         net: Carried,
         stream: Stream | Iterable[Chunk],
         objective: Objective,
-        gradient: Policy[S],
-        states: tuple[State, S | None],
-        ranks: Ranks,
+        gradient: Policy | UpdatePolicy,
+        state: State,
+        policy_state: Any,
+        accumulate: int,
+        *,
+        late: bool,
     ) -> None:
-        self._net, self._objective = require_carried(net), objective
-        self._gradient, self._ranks = gradient, ranks
+        self._net, self._gradient, self._accumulate = require_carried(net), gradient, accumulate
         self._stream = stream if isinstance(stream, Stream) else None
-        self._source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
-        self._source._place(objective.placement(net, ranks.device))
-        carried, previous = states
-        if carried is not None:
-            carried = trees.detach(carried)
+        self._ranks = ranks_of(net, self._stream)
+        source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
+        source._place(objective.placement(net, self._ranks.device))
+        if state is not None:
+            state = trees.detach(state)
         elif isinstance(stream, Stream):
             stream._start(handed_off=stream.hand_off and stream._entering_state(net) is not None)
-            carried = stream._entering_state(net) if stream._schedule.handed_off else None
-        self._state = check_state(gradient, gradient.init(carried, previous))
-        self._checked = False
+            state = stream._entering_state(net) if stream._schedule.handed_off else None
+        several = self._ranks.count > 1
+        self._executor = Executor(
+            net,
+            source,
+            objective,
+            gradient,
+            self._ranks if several else None,
+            late=late and not several,
+        )
+        self._executor.move(_start(source.position, state, policy_state))
+        self._plain = accumulate == 1 and not several and not self._ranks.shards
+        # "new" before the first checks, "busy" within an update, and after an error in one
+        self._status: Literal["new", "ready", "busy", "finished"] = "new"
         self._generation = 0 if self._stream is None else self._stream._generation
-        self._finished = self._failed = False
-        self._count = 0  # updates, for the advice after so many
-        self._before: tuple[int, int, S] | None = None
+        self._count = 0  # updates
+        # epoch and progress before the last update
+        self._before: tuple[int, Progress] | None = None
 
     def __next__(self) -> Update:
-        if not self._ranks.shards and not SAMPLED:  # the usual case
-            return self._next()
-        with traced_update(self._net), self._ranks.unsharded(self._net):
-            return self._next()
-
-    def _next(self) -> Update:
-        if self._finished:
+        if self._status == "finished":
             raise StopIteration
-        stream = self._stream
-        late = self._objective.late
-        if self._failed or not self._checked or (late is not None and late.flags):
-            self._check()
-        elif self._count == 1 and self._ranks.count > 1:
-            self._ranks.check_equal(self._weights())
-        if stream is not None and stream._generation != self._generation:
-            raise DataError(
-                "the stream was started again or moved while its updates were taken: the carried"
-                " state belongs to other steps. Give tt.evaluate, and every other loop, a Stream of"
-                " its own."
-            )
-        if stream is not None:  # after the checks: a refused call must not save a later position
-            self._before = stream.epoch, stream.position, self._state
-        self._failed = True
-        if self._ranks.count == 1:  # the usual case
-            result = self._gradient.update(self._net, self._source, self._objective, self._state)
-            if type(result) is not tuple or not self._count:
-                check_result(self._gradient, result)
-            update, self._state = result
+        executor, stream = self._executor, self._stream
+        if self._status != "ready" or executor.unread:
+            with self._ranks.unsharded(self._net):
+                self._check()
+        if stream is not None:
+            if stream._generation != self._generation:
+                raise DataError(
+                    "the stream was started again or moved while its updates were taken: the"
+                    " carried state belongs to other steps. Give tt.evaluate, and every other loop,"
+                    " a Stream of its own."
+                )
+            # after the checks: a refused call must not save a later position
+            self._before = stream.epoch, executor.at
+        self._status = "busy"
+        if self._plain and not SAMPLED:  # the usual case
+            update = executor.step()
+            while update is not None and not update.weight:
+                update = executor.step()
         else:
-            update = self._reduced_update()
-        self._failed = False
+            with self._ranks.unsharded(self._net):
+                update = traced_update(self._net, partial(executor.reduced, self._accumulate))
         if update is None:
             self._finish()
             raise StopIteration
-        self._count += 1
+        self._status, self._count = "ready", self._count + 1
+        if self._count == 1 and self._ranks.count > 1:
+            self._status = "new"  # the weights are compared once more
         if self._count == ADVISE_AFTER:
             advise(self._net, update.chunk.lanes)
         return update
 
-    def _read_flag(self) -> None:
-        """Wait for the last update on a device; one that was not finite ends these updates."""
-        late = self._objective.late
-        if late is not None and late.flags and not self._failed:
-            if self._stream is not None and self._before is not None:
-                self._stream._read_ahead(self._stream.position - self._before[1])
-            self._failed = True
-            late.read()
-            self._failed = False
-
     def _check(self) -> None:
         """The checks before the first update, after an error, and after an update on a device."""
         self._read_flag()
-        if self._failed:
+        if self._status == "busy":
             raise RunError(
                 "these updates ended with an error in the middle of a step: the stream has moved on"
                 " and the state has not. Start again with tt.updates(...), or from a saved position"
                 " with load_state_dict"
             )
-        if self._checked:
+        if self._status != "new":
             return
-        if self._ranks.count > 1:
-            stream = self._require_stream()
-            plan = {**stream._plan(), "gradient": self._gradient, **stream._sample}
-            self._ranks.check_equal(self._weights(), plan)
-        if self._stream is not None and self._stream.position > 0 and self.state is None:
+        weights, stream = self._executor.weights(), self._stream
+        if self._ranks.count > 1 and stream is not None:
+            policy = {"gradient": self._gradient, "accumulate": self._accumulate}
+            plan = None if self._count else {**stream._plan(), **policy, **stream._sample}
+            self._ranks.check_equal(weights, plan)
+        if not self._count and stream is not None and stream.position > 0 and self.state is None:
             if self._ranks.count > 1:  # the others would wait for this rank
-                self._ranks.signal_failure(list(self._weights().values()))
+                self._ranks.signal_failure([*weights.values()])
             raise DataError(
-                f"the stream is at step {self._stream.position} and no state came with it: it would"
-                " go on from the initial state. Resume with updates.load_state_dict(...), or give"
+                f"the stream is at step {stream.position} and no state came with it: it would go on"
+                " from the initial state. Resume with updates.load_state_dict(...), or give"
                 " tt.updates the carried state."
             )
-        self._checked = True
 
-    def _reduced_update(self) -> Update | None:
-        """The next update with a valid step on any rank.
-
-        `.grad` is set aside meanwhile: its old value belongs to this rank alone.
-        """
-        weights = list(self._weights().values())
-        before = [weight.grad for weight in weights]
-        for weight in weights:
-            weight.grad = None
-        reduced: Update | None = None
-        try:
-            while reduced is None and (update := self._local_update(weights)) is not None:
-                reduced = self._ranks.reduce_update(update, weights)
-        finally:
-            for weight, grad in zip(weights, before, strict=True):
-                if reduced is None or weight.grad is None:
-                    weight.grad = grad
-                elif grad is not None:
-                    weight.grad = weight.grad + grad
-        return reduced
-
-    def _local_update(self, weights: list[Tensor]) -> Update | None:
-        """This rank's update; signals a failure to the other ranks, which would wait for it."""
-        try:
-            result = self._gradient.update(self._net, self._source, self._objective, self._state)
-            update, self._state = check_result(self._gradient, result)
-        except Exception:
-            self._ranks.signal_failure(weights)
-            raise
-        return update
-
-    def _weights(self) -> dict[str, Tensor]:
-        return trainable_weights(self._net, self._objective.loss_fn)
+    def _read_flag(self) -> None:
+        """Wait for the last update on a device; one that was not finite ends these updates."""
+        executor, stream = self._executor, self._stream
+        if executor.unread and self._status != "busy":
+            if stream is not None and self._before is not None:
+                stream._read_ahead(stream.position - self._before[1].step)
+            status, self._status = self._status, "busy"
+            executor.read_flags()
+            self._status = status
 
     def _finish(self) -> None:
         """End the epoch; with a hand-off, each lane's state goes to the lane of the next part."""
-        self._finished = True
+        self._status = "finished"
         if self._stream is not None and self._stream.hand_off and self.state is not None:
             self._stream._hand_over(self._ranks.shift_lanes(self.state), self._net)
 
     @property
     def state(self) -> State:
         """The carried state after the last update; at the end of an epoch, after its last step."""
-        return self._state.carried
+        return self._executor.at.carried
 
     @property
-    def policy_state(self) -> S:
-        """The state of the gradient policy after the last update.
+    def policy_state(self) -> Any:
+        """What the gradient policy remembers after the last update.
 
         Waits for the flag of that update on a device, see `finite` of `tt.updates`.
 
@@ -305,7 +278,7 @@ class Updates(Iterator[Update], Generic[S]):
             RunError: that update was not finite.
         """
         self._read_flag()
-        return self._state
+        return self._executor.at.memory
 
     def state_dict(self, *, after_step: bool = True) -> dict[str, Any]:
         """The position in the stream and the state of the policy.
@@ -326,21 +299,20 @@ class Updates(Iterator[Update], Generic[S]):
         """
         stream = self._require_stream()
         self._read_flag()
-        state, position = self._state, stream.state_dict()
-        if self._finished:
-            entering = stream._entering_state(self._net) if stream.hand_off else None
-            state = self._gradient.init(entering, state)
-        elif self._before is not None and (self._failed or not after_step):
-            epoch, step, state = self._before
-            position |= {"epoch": epoch, "position": step}
-        values: dict[str, Any] = {
+        at, position = self._executor.at, stream.state_dict()
+        entering = stream._entering_state(self._net) if stream.hand_off else None
+        if self._status == "finished":
+            at = _start(0, entering, at.memory)
+        elif self._before is not None and (self._status == "busy" or not after_step):
+            epoch, at = self._before
+            position |= {"epoch": epoch, "position": at.step}
+        values = {
             "stream": position,
             "gradient": repr(self._gradient),
-            "policy": self._gradient.state_dict(state),
+            "accumulate": self._accumulate,
+            "policy": at._asdict(),
         }
-        if stream.hand_off:
-            values["entering"] = stream._entering_state(self._net)
-        return values
+        return {**values, "entering": entering} if stream.hand_off else values
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Continue from a position saved by `state_dict`, on a stream over the same recordings.
@@ -349,13 +321,12 @@ class Updates(Iterator[Update], Generic[S]):
             DataError: the position belongs to another stream or policy; each difference is named.
         """
         stream = self._require_stream()
-        if self._objective.late is not None:
-            self._objective.late.flags.clear()
-        if values["gradient"] != repr(self._gradient):
-            raise DataError(
-                f"the saved position belongs to {values['gradient']}, these updates to"
-                f" {self._gradient!r}; resume with the same policy"
-            )
+        for name, own in (("gradient", repr(self._gradient)), ("accumulate", self._accumulate)):
+            if values[name] != own:
+                raise DataError(
+                    f"the saved position belongs to {name}={values[name]}, these updates to"
+                    f" {name}={own}; resume with the same policy"
+                )
         stream.load_state_dict(values["stream"])
         # checkpoints are read to the CPU
         moved = trees.map_tensors(lambda _, leaf: leaf.to(self._ranks.device), dict(values))
@@ -363,10 +334,10 @@ class Updates(Iterator[Update], Generic[S]):
         if entering is not None:
             stream._hand_over(entering, self._net)
         stream._start(handed_off=entering is not None)
+        at = Progress(**moved["policy"])
+        self._executor.move(at if at.since is None else at._replace(since=at.since.cpu()))
         self._generation = stream._generation
-        self._finished, self._failed, self._checked, self._before = False, False, False, None
-        state = self._gradient.load_state_dict(moved["policy"], self._source)
-        self._state = check_state(self._gradient, state)
+        self._status, self._count, self._before = "new", 0, None
 
     def _require_stream(self) -> Stream:
         if self._stream is None:
@@ -375,3 +346,8 @@ class Updates(Iterator[Update], Generic[S]):
                 " give tt.updates a Stream, not bare chunks"
             )
         return self._stream
+
+
+def _start(step: int, state: State, memory: Any) -> Progress:
+    """The progress before the first update."""
+    return Progress(step, state, step, state, memory)

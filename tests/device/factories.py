@@ -18,6 +18,7 @@ from mock_device import DEVICE
 from torch import Tensor
 
 import throughtime as tt
+from throughtime.chunk import Chunk
 
 NAMES = (
     *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "eye"),
@@ -54,16 +55,16 @@ def _wrap(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def _read(read: Callable[..., tt.Chunk]) -> Callable[..., tt.Chunk]:
-    def call(self: tt.Stream, start: int, stop: int) -> tt.Chunk:
+def _read(read: Callable[..., Chunk]) -> Callable[..., Chunk]:
+    def call(self: tt.Stream, start: int, stop: int) -> Chunk:
         chunk = read(self, start, stop)
         return chunk.to(DEVICE) if _called_by_a_test() else chunk
 
     return call
 
 
-def _iter(chunks: Callable[..., Iterator[tt.Chunk]]) -> Callable[..., Iterator[tt.Chunk]]:
-    def call(self: tt.Stream) -> Iterator[tt.Chunk]:
+def _iter(chunks: Callable[..., Iterator[Chunk]]) -> Callable[..., Iterator[Chunk]]:
+    def call(self: tt.Stream) -> Iterator[Chunk]:
         by_test = _called_by_a_test()
         return (chunk.to(DEVICE) if by_test else chunk for chunk in chunks(self))
 

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime._metadata import ChunkMetadata, reset_positions
-from throughtime.chunk import join
+from throughtime.chunk import Chunk, join
 from throughtime.gradient.objective import Objective
+from throughtime.updates import Updates
 
 CPU = torch.device("cpu")
 NAMES = ("resets", "mask", "recording", "position")
 
 
-def chunks(device: torch.device, lengths: tuple[int, ...] = (23, 40, 9, 30)) -> list[tt.Chunk]:
+def chunks(device: torch.device, lengths: tuple[int, ...] = (23, 40, 9, 30)) -> list[Chunk]:
     """Two lanes with gaps and resets, in chunks of 10 steps of one block."""
     torch.manual_seed(0)
     data = [
@@ -31,7 +32,7 @@ def chunks(device: torch.device, lengths: tuple[int, ...] = (23, 40, 9, 30)) -> 
     return [chunk.to(device) for chunk in tt.Stream(data, lanes=2, chunk=10, seed=None)]
 
 
-def with_resets(device: torch.device) -> tt.Chunk:
+def with_resets(device: torch.device) -> Chunk:
     """A chunk after the first one in which a lane starts a recording."""
     return next(chunk for chunk in chunks(device)[1:] if chunk.any_reset)
 
@@ -64,7 +65,7 @@ def test_resets_and_mask_of_a_block_are_sent_together_once() -> None:
 
 def test_metadata_without_resets_and_gaps_is_not_sent() -> None:
     inputs, targets = torch.randn(10, 2, 3, device=DEVICE), torch.zeros(10, 2, 1, device=DEVICE)
-    chunk = tt.Chunk.from_tensors(inputs, targets)
+    chunk = Chunk.from_tensors(inputs, targets)
     with counted() as counts:
         assert chunk.mask.device == DEVICE
         assert chunk.valid_pairs(inputs)[0].shape == (20, 3)
@@ -77,7 +78,7 @@ def test_tensors_that_a_user_made_on_the_device_are_a_chunk() -> None:
     on_cpu = with_resets(CPU)
     assert on_cpu.targets is not None
     tensors = {name: getattr(on_cpu, name).to(DEVICE) for name in NAMES}
-    made = tt.Chunk.from_tensors(on_cpu.inputs.to(DEVICE), on_cpu.targets.to(DEVICE), **tensors)
+    made = Chunk.from_tensors(on_cpu.inputs.to(DEVICE), on_cpu.targets.to(DEVICE), **tensors)
     assert made.reset_steps == on_cpu.reset_steps
     assert all(getattr(made.metadata, name).device == CPU for name in NAMES)
     assert torch.equal(made[3:8].mask.cpu(), on_cpu[3:8].mask)
@@ -130,12 +131,12 @@ def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> No
         chunk.targets[2:5] = -100  # as a loop does that leaves out steps by itself
         masked, _ = chunk.warmed_up(1, torch.zeros(2, dtype=torch.long))
         seen = [chunk, chunk[1:4], join([chunk[:3], masked[3:]]), masked]
-        weights.append([Objective(nn.CrossEntropyLoss()).loss_weight(c) for c in seen])
+        weights.append([Objective(nn.CrossEntropyLoss()).weight(c) for c in seen])
     assert weights[1] == weights[0]
     assert weights[0][0] < chunks(CPU)[0].valid_steps
 
 
-def loop(device: torch.device) -> tuple[tt.Stream, tt.Updates]:
+def loop(device: torch.device) -> tuple[tt.Stream, Updates]:
     """Every chunk is a block of its own."""
     torch.manual_seed(0)
     data = [{"inputs": torch.randn(300, 3), "targets": torch.randn(300, 1)} for _ in range(200)]
@@ -163,8 +164,8 @@ def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> N
     _, updates = loop(DEVICE)
     next(updates)
     with (
-        pytest.raises(RuntimeError, match="read"),
-        counted(refuse=("host_reads",)) as counts,
+        pytest.raises(RuntimeError, match="copy"),
+        counted(refuse=("from_device",)) as counts,
     ):
         next(updates)
     assert counts.to_device == 2

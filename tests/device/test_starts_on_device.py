@@ -1,20 +1,22 @@
 """Windows from carried states on a device: the numbers of the CPU, and no read of the device."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
+from examples.policies.starts import CarriedStart, NoiseStart
 from mock_device import DEVICE, counted
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.gradient import Policy
+from throughtime.updates import Updates
 
 CPU = torch.device("cpu")
 LENGTHS = (23, 10, 31)
 
 
-def trained(device: torch.device, start: Any) -> tuple[list[Tensor], tt.Updates[Any]]:
+def trained(device: torch.device, policy: Policy) -> tuple[list[Tensor], Updates]:
     """The outputs of every update of two epochs of windows of 5 steps, and the last epoch."""
     generator = torch.Generator().manual_seed(0)
     data = [
@@ -28,7 +30,7 @@ def trained(device: torch.device, start: Any) -> tuple[list[Tensor], tt.Updates[
     torch.default_generator.manual_seed(3)
     net = tt.carry(nn.Sequential(nn.LSTM(2, 6), nn.Linear(6, 1)).double().to(device))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    policy, outputs = tt.Truncated(5, start=start), list[Tensor]()
+    outputs = list[Tensor]()
     run = tt.updates(net, stream, nn.MSELoss(), gradient=policy)
     for epoch in range(2):
         if epoch:
@@ -41,16 +43,19 @@ def trained(device: torch.device, start: Any) -> tuple[list[Tensor], tt.Updates[
     return outputs, run
 
 
+both = pytest.mark.parametrize("policy", [CarriedStart(5), NoiseStart(5)], ids=["carried", "noise"])
+
+
 def test_carried_starts_are_those_of_the_cpu() -> None:
     for own, expected in zip(
-        trained(DEVICE, "carried")[0], trained(CPU, "carried")[0], strict=True
+        trained(DEVICE, CarriedStart(5))[0], trained(CPU, CarriedStart(5))[0], strict=True
     ):
         torch.testing.assert_close(own, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("start", ["carried", "noise"])
-def test_what_is_known_of_the_states_is_saved_and_loaded(start: Any) -> None:
-    _, run = trained(DEVICE, start)
+@both
+def test_what_is_known_of_the_states_is_saved_and_loaded(policy: Policy) -> None:
+    _, run = trained(DEVICE, policy)
     saved = copy.deepcopy(run.state_dict())
     run.load_state_dict(saved)
     again = run.state_dict()
@@ -58,20 +63,10 @@ def test_what_is_known_of_the_states_is_saved_and_loaded(start: Any) -> None:
     assert len(list(run)) > 0
 
 
-@pytest.mark.parametrize("start", ["carried", "noise"])
-def test_starts_read_nothing_from_the_device(start: Any) -> None:
+@both
+def test_starts_read_nothing_from_the_device(policy: Policy) -> None:
     with counted() as plain:
-        trained(DEVICE, "zero")
+        trained(DEVICE, tt.Truncated(5))
     with counted() as counts:
-        trained(DEVICE, start)
+        trained(DEVICE, policy)
     assert counts.blocking <= plain.blocking
-
-
-def test_a_settling_time_is_that_of_the_cpu() -> None:
-    signal = torch.randn(900, 2, dtype=torch.float64)
-    torch.default_generator.manual_seed(3)
-    net = tt.carry(nn.Sequential(nn.GRU(2, 6), nn.Linear(6, 1)).double())
-    expected = tt.settling_time(net, signal, span=100)
-    own = tt.settling_time(net.to(DEVICE), signal, span=100)
-    assert own.starts == expected.starts
-    assert own.scale == pytest.approx(expected.scale)

@@ -4,10 +4,8 @@ The device computes while the host goes on. Every value that the host reads stop
 device has caught up, so a steady update reads one flag of the update before, and nothing else.
 """
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +14,11 @@ from mock_device import DEVICE, Counts, counted
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.carry import carried
-from throughtime.gradient import _memory
-from throughtime.gradient._memory import BoundaryStates, RngSnapshots
+from throughtime.carry import Carried, carried
+from throughtime.chunk import Chunk
+from throughtime.gradient import Update
 from throughtime.gradient.objective import Objective
+from throughtime.gradient.segment import Replay, Segment
 
 CPU = torch.device("cpu")
 LONG = (500,) * 200
@@ -81,7 +80,7 @@ class Loop:
             costs.append(counts)
 
 
-def make_net(device: torch.device) -> tt.Carried:
+def make_net(device: torch.device) -> Carried:
     torch.manual_seed(1)
     return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 2))).to(device)
 
@@ -101,12 +100,10 @@ LOOPS = {
     "warm-up": Loop(tt.Truncated(100, warm_up=20), SHORT),
     "warm-up and horizon": Loop(tt.Truncated(100, horizon=200, warm_up=20), SHORT),
     "warm-up of the stream": Loop(lengths=SHORT, stream={"warm_up": 20}),
-    "retained graphs": Loop(tt.Truncated(100, horizon=200, graphs="retain")),
     "accumulated": Loop(lengths=(800,) * 200, masked=True, accumulate=2),
     "class weights": Loop(weighted=True),
     "accumulated, class weights": Loop(lengths=(800,) * 200, weighted=True, accumulate=2),
     "few lanes": Loop(lengths=(1000, 1000), masked=True, lanes=2),
-    "RTRL": Loop(tt.RTRL(100), (900, 900), lanes=2),
     "Adaptive": Loop(tt.Adaptive(tolerance=0.1, min=50, max=100), (900, 900), lanes=2),
 }
 
@@ -116,10 +113,8 @@ def check_budget(loop: Loop, costs: list[Counts]) -> None:
     steady = costs[2:]
     assert steady
     for counts in steady:
-        assert counts.host_reads == 1  # the flag of the update before
+        assert counts.waits == 1  # the sizes of loss and gradients of the update before
         assert counts.nonzero == 0
-        assert counts.from_device == 0
-        assert counts.blocking == 0
         assert counts.to_device <= loop.copies
 
 
@@ -135,7 +130,7 @@ def test_a_steady_update_keeps_to_its_budget_and_equals_the_cpu(name: str) -> No
 def reads_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Objective.loss
 
-    def loss(self: Objective, outputs: Tensor, chunk: tt.Chunk) -> Tensor:
+    def loss(self: Objective, outputs: Tensor, chunk: Chunk) -> Tensor:
         result = plain(self, outputs, chunk)
         result.item()
         return result
@@ -144,21 +139,21 @@ def reads_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def selects_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    def valid_pairs(self: tt.Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def valid_pairs(self: Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
         assert self.targets is not None
         return outputs[self.mask], self.targets[self.mask]
 
-    monkeypatch.setattr(tt.Chunk, "valid_pairs", valid_pairs)
+    monkeypatch.setattr(Chunk, "valid_pairs", valid_pairs)
 
 
 def sends_the_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tt.Chunk.valid_pairs
+    plain = Chunk.valid_pairs
 
-    def valid_pairs(self: tt.Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    def valid_pairs(self: Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
         self.metadata.mask.to(outputs.device)
         return plain(self, outputs)
 
-    monkeypatch.setattr(tt.Chunk, "valid_pairs", valid_pairs)
+    monkeypatch.setattr(Chunk, "valid_pairs", valid_pairs)
 
 
 def reads_the_resets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +228,7 @@ class Shift(nn.Module):
 
 def exact_update(
     n: int, policy: Any, device: torch.device = DEVICE, weight: Tensor | None = None
-) -> tuple[tt.Carried, tt.Update]:
+) -> tuple[Carried, Update]:
     """The first update of a recording of `n` steps in chunks of 100."""
     torch.manual_seed(3)
     layers = nn.Sequential(Shift(), nn.LSTM(3, 4), nn.Linear(4, 2))
@@ -243,18 +238,15 @@ def exact_update(
     return net, next(tt.updates(net, stream, loss_fn, gradient=policy))
 
 
-OFFLOADS: list[Any] = [None, "cpu", Path(tempfile.gettempdir())]
-
-
 @pytest.mark.parametrize(
     ("policy", "weight"),
     [
-        *((tt.Exact(chunk=100, offload=offload), None) for offload in OFFLOADS[:2]),
+        (tt.Exact(chunk=100), None),
         (tt.Exact(chunk=100), torch.tensor([1.0, 3.0], device="cpu")),
         (tt.Randomized(mean_horizon=1000), None),
         (tt.Randomized(mean_horizon=1000), torch.tensor([1.0, 3.0], device="cpu")),
     ],
-    ids=["Exact", "offload", "weighted", "Randomized", "Randomized, weighted"],
+    ids=["Exact", "weighted", "Randomized", "Randomized, weighted"],
 )
 def test_an_exact_gradient_waits_a_fixed_number_of_times_for_each_recording(
     policy: Any, weight: Tensor | None
@@ -275,60 +267,46 @@ def exact_trials() -> int:
     return counts.waits
 
 
-def test_states_in_a_file_wait_once_a_chunk_and_when_the_next_one_is_computed() -> None:
-    policy = tt.Exact(chunk=100, offload=OFFLOADS[2])
-    first, second = waits_of(lambda n: exact_update(n, policy), (400, 1600))
-    assert second - first == 12
-
-
-@pytest.mark.parametrize("offload", OFFLOADS, ids=["device", "cpu", "folder"])
-def test_states_that_are_stored_elsewhere_give_the_gradient_of_the_cpu(offload: Any) -> None:
-    policy, grads = tt.Exact(chunk=100, offload=offload, verify="all"), list[list[Tensor]]()
+def test_an_exact_gradient_of_segments_is_that_of_the_cpu() -> None:
+    grads = list[list[Tensor]]()
     for device in (CPU, DEVICE):
-        net, update = exact_update(900, policy, device)
+        net, update = exact_update(900, tt.Exact(chunk=100), device)
         assert update.loss.isfinite()
         grads.append([w.grad.cpu() for w in net.parameters() if w.grad is not None])
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
-def compares_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = RngSnapshots.restore
+def reads_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Replay.at
 
-    def restore(self: RngSnapshots, index: int) -> None:
-        for name, buffer in self.net.named_buffers():
-            torch.equal(buffer, self.snapshots[index].buffers[name])
-        plain(self, index)
+    def at(self: Replay, index: int) -> Any:
+        for buffer in self.net.buffers():
+            buffer.sum().item()
+        return plain(self, index)
 
-    monkeypatch.setattr(RngSnapshots, "restore", restore)
+    monkeypatch.setattr(Replay, "at", at)
 
 
 def reads_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = BoundaryStates.put
+    plain = Segment.forward
 
-    def put(self: BoundaryStates, index: int, state: Any) -> None:
-        tt.state.tensors(state)[0].sum().item()
-        plain(self, index, state)
+    def forward(ctx: Any, *values: Any) -> Any:
+        next(value for value in values if isinstance(value, Tensor)).sum().item()
+        return plain(ctx, *values)
 
-    monkeypatch.setattr(BoundaryStates, "put", put)
-
-
-def copies_from_pageable_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_memory, "pins_memory", lambda _: False)
+    monkeypatch.setattr(Segment, "forward", staticmethod(forward))
 
 
-@pytest.mark.parametrize(
-    "mutant", [compares_buffers, reads_the_state, copies_from_pageable_memory, reads_the_loss]
-)
+@pytest.mark.parametrize("mutant", [reads_buffers, reads_the_state, reads_the_loss])
 def test_a_read_a_chunk_breaks_the_budget_of_an_exact_gradient(
     mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant(monkeypatch)
-    policy = tt.Exact(chunk=100, offload="cpu")
-    first, second = waits_of(lambda n: exact_update(n, policy), (400, 1600))
+    first, second = waits_of(lambda n: exact_update(n, tt.Exact(chunk=100)), (400, 1600))
     assert second > first
 
 
-def predicted(n: int, on_nan: Any = "raise", net: tt.Carried | None = None) -> Tensor:
+def predicted(n: int, on_nan: Any = "raise", net: Carried | None = None) -> Tensor:
     net = make_net(DEVICE) if net is None else net
     y, _ = tt.predict(net, recordings(n)[0]["inputs"], chunk=100, on_nan=on_nan)
     return y
@@ -409,7 +387,7 @@ def test_metrics_of_a_device_refuse_when_they_are_read() -> None:
     other = tt.metrics.Classification(2)
     other.merge(score)
     for metric in (score, other):
-        with pytest.raises(tt.errors.DataError, match="targets run from 0 to 2"):
+        with pytest.raises(tt.errors.DataError, match="1 target is no class"):
             metric.compute()
     score = tt.metrics.Classification(2)
     score.update(outputs * torch.nan, torch.tensor([0, 1, 1, 0], device=DEVICE))

@@ -448,7 +448,7 @@ def demo(
     to.mkdir(parents=True, exist_ok=True)
     out.print(
         "Rare pulses switch a machine off and on; every frame is labelled off or on. The same LSTM,"
-        " trained four ways:"
+        " trained on windows and on the stream:"
     )
 
     def on_loss(name: str, update: int, loss: float) -> None:

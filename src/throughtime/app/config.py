@@ -8,8 +8,9 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 from throughtime.app.contradictions import MODEL_NAMES, POLICY_NAMES, SHORT, contradictions
+from throughtime.app.user_class import is_reference
 from throughtime.app.values import check, convert, range_faults, setting, toml_lines
-from throughtime.errors import did_you_mean
+from throughtime.errors import counted, did_you_mean
 
 DEFAULT_STRIDE = 100
 LoggerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
@@ -160,7 +161,7 @@ class Config:
         "Steps between two updates (k1).",
         None,
         minimum=1,
-        unset=f"{DEFAULT_STRIDE} for truncated and rtrl",
+        unset=f"{DEFAULT_STRIDE} for truncated",
     )
     horizon: int | None = setting(
         "Gradient",
@@ -179,12 +180,6 @@ class Config:
         "Gradient",
         "The unbroken stream, or for comparison shuffled windows of a stride.",
         "stream",
-    )
-    start: Literal["zero", "carried", "noise"] = setting(
-        "Gradient",
-        "With --train-on windows: the state that enters a window. The initial one; carried: that in"
-        " which the window before it ended when it was last played; or noise like such states.",
-        "zero",
     )
     lanes: int = setting(
         "Training", "Recordings played at the same time, on all ranks together.", 16, minimum=1
@@ -282,7 +277,7 @@ class Config:
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_args", dict(self.gradient_args or {}))
         if (
-            self.gradient in {"truncated", "rtrl"}
+            self.gradient == "truncated"
             and self.stride is None
             and "stride" not in self.gradient_args
         ):
@@ -292,8 +287,6 @@ class Config:
     def policy_arguments(self) -> dict[str, Any]:
         """The arguments of the gradient policy: those by name, and the short settings."""
         short = {name: getattr(self, name) for name in SHORT}
-        if self.start != "zero":
-            short["start"] = self.start
         return {k: v for k, v in short.items() if v is not None} | dict(self.gradient_args)
 
     def update_steps(self) -> int | None:
@@ -311,14 +304,10 @@ class Config:
         """Steps of a chunk of the stream, and of a window of `train_on="windows"`."""
         return self.policy_arguments().get("stride") or DEFAULT_STRIDE
 
-    def start_in_words(self) -> str:
-        """The state that enters a window of `train_on="windows"`."""
-        words = {
-            "zero": "a zero state",
-            "carried": "the state in which the window before it ended",
-            "noise": "noise like the states in which windows end",
-        }
-        return words[self.start]
+    def windows_in_words(self) -> str:
+        """The windows of `train_on="windows"`; a policy of the user's may start them elsewhere."""
+        start = "" if is_reference(self.gradient) else " from a zero state"
+        return f"windows of {counted(self.chunk_steps(), 'step')}{start}"
 
     def settings(self) -> dict[str, Any]:
         """The settings that have a value."""

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from throughtime.app.config import Config
 
 MODEL_NAMES = ("lstm", "gru", "rnn")
-POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized", "rtrl")
+POLICY_NAMES = ("truncated", "exact", "adaptive", "randomized")
 # Settings that are short for an argument of a gradient policy, and the policies that have it.
 SHORT = {
-    "stride": {"truncated", "adaptive", "rtrl"},
+    "stride": {"truncated", "adaptive"},
     "horizon": {"truncated"},
     "cut_every": {"exact"},
 }
@@ -63,21 +63,11 @@ def _of_gradient(config: "Config") -> Iterator[str]:
                 f"{name}={value} belongs to gradient={' or '.join(sorted(policies))} (such as"
                 f" --gradient {min(policies)}), got gradient={config.gradient!r}: leave one out"
             )
-    if config.train_on == "windows" and config.gradient != "truncated":
+    if config.train_on == "windows" and config.gradient in {*POLICY_NAMES} - {"truncated"}:
         yield (
             f"gradient={config.gradient!r} and train_on='windows' are both given: credit ends"
             " with a window, and within one the truncated gradient is exact. Leave one of them"
             " out"
-        )
-    if config.start != "zero" and config.train_on != "windows":
-        yield (
-            f"start={config.start!r} is for windows, and training is on the stream, where the"
-            " state is carried anyway: leave it out, or set train_on='windows'"
-        )
-    if config.start == "carried" and config.strategy == "ddp":
-        yield (
-            "start='carried' and strategy='ddp' are both given: ranks do not exchange the"
-            " states of windows. Take start='noise', or one process"
         )
 
 
@@ -119,7 +109,7 @@ def _of_stream(config: "Config") -> Iterator[str]:
         if value := getattr(config, name):
             yield (
                 f"{name}={value} and train_on='windows' are both given: windows start at the"
-                " same steps in every epoch. Leave one of them out; --start says from which state"
+                " same steps in every epoch. Leave one of them out"
             )
 
 

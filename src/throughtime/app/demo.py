@@ -6,8 +6,7 @@ wrong at random. So no model can reach an accuracy above 0.95, and one that reme
 reaches it.
 
 Windows of 100 frames from a zero state seldom contain a pulse. A network trained on them learns
-little about pulses, and nothing about keeping their effect. Two remedies start windows from other
-states: those in which the windows before them ended, or noise like these.
+little about pulses, and nothing about keeping their effect.
 
 Shapes: `T` frames.
 """
@@ -33,10 +32,7 @@ from throughtime.deploy.export import export_page
 from throughtime.deploy.page import SIGNAL
 from throughtime.diagnose import audit, reach, settling_time
 from throughtime.evaluation import evaluate
-from throughtime.gradient import Exact, Objective, Truncated, Update
-from throughtime.gradient._memory import measure_graph
-from throughtime.gradient._starts import Start
-from throughtime.gradient.schedule import in_bytes
+from throughtime.gradient import Exact, Truncated, Update
 from throughtime.metrics import Classification
 from throughtime.predict import predict
 from throughtime.stream import Recording, Stream, windows
@@ -56,8 +52,6 @@ HORIZONS = (10, 25, 50, STRIDE, 400)  # of the audit, in frames
 AUDITED, LAGS, TOLERANCE = 4_000, 1_024, 0.1  # of the audit: frames, frames, a bias
 SINCE = (0, 30, 100, 300, 1_000, 3_000)  # frames since the last pulse: edges of bins
 WINDOWS, STREAM = "windows from a zero state", "one unbroken stream"
-NOISE, CARRIED = "windows from noise", "windows from carried states"
-STARTS: dict[str, Start] = {WINDOWS: "zero", NOISE: "noise", CARRIED: "carried"}
 
 
 @dataclass(frozen=True)
@@ -100,8 +94,7 @@ class DemoNetwork:
         seed: of its weights and the order of its recordings.
         losses: updates, each with the mean loss before it.
         accuracy: on the unbroken recording.
-        as_trained: on pieces like those of training: windows from a zero state, or the stream;
-            `None` after training from noise.
+        as_trained: on pieces like those of training: windows from a zero state, or the stream.
         by_lag: accuracy by the frames since the last pulse, in the bins of `SINCE`.
         predicted: the class of every frame.
     """
@@ -110,7 +103,7 @@ class DemoNetwork:
     seed: int
     losses: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
     accuracy: float = float("nan")
-    as_trained: float | None = None
+    as_trained: float = float("nan")
     by_lag: list[float] = field(default_factory=list[float])
     predicted: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
@@ -122,16 +115,10 @@ class ExactCost:
     Attributes:
         frames: of each recording.
         seconds: that it took.
-        chunk: frames per forward call.
-        stored: bytes of the states between chunks and of the graph of one chunk.
-        one_graph: bytes that one graph of all frames would take.
     """
 
     frames: int
     seconds: float
-    chunk: int
-    stored: int
-    one_graph: int
 
 
 @dataclass(frozen=True)
@@ -156,7 +143,7 @@ class Demo:
 def run_demo(
     updates_each: int, seeds: Sequence[int], on_loss: Callable[[str, int, float], None]
 ) -> Demo:
-    """Train in every way and with every seed, and evaluate on one unbroken recording.
+    """Train on windows and on the stream with every seed; evaluate on one unbroken recording.
 
     Args:
         updates_each: updates of each network.
@@ -165,11 +152,8 @@ def run_demo(
     """
     train: list[Recording] = [generate(f"train {i}", 20_000, i).recording for i in range(LANES)]
     test = generate("test", 60_000, 999)
-    cut: list[Recording] = list(windows(train, STRIDE))
     pieces: dict[str, tuple[list[Recording], list[Recording]]] = {
-        WINDOWS: (cut, list(windows([test.recording], STRIDE))),
-        NOISE: (cut, []),
-        CARRIED: (cut, [test.recording]),
+        WINDOWS: (list(windows(train, STRIDE)), list(windows([test.recording], STRIDE))),
         STREAM: (train, [test.recording]),
     }
     networks: list[DemoNetwork] = []
@@ -190,16 +174,10 @@ def run_demo(
 def _exact_cost(net: Carried, train: list[Recording]) -> ExactCost:
     """Measure one exact gradient of everything; the weights do not change."""
     stream, loss_fn = Stream(train, LANES, STRIDE, seed=None), nn.CrossEntropyLoss()
-    size = measure_graph(
-        net, lambda steps: stream.read(0, steps), net.initial_state(LANES), Objective(loss_fn)
-    )
     started = time.perf_counter()
-    (update,) = updates(net, stream, loss_fn, gradient=Exact())
-    seconds = time.perf_counter() - started
-    net.zero_grad()
-    chunk = stream.steps if update.adjoint_stats is None else update.adjoint_stats.chunk
-    stored = size.total(stream.steps, chunk, stored=True)
-    return ExactCost(stream.steps, seconds, chunk, round(stored), round(size.step * stream.steps))
+    for _ in updates(net, stream, loss_fn, gradient=Exact()):
+        net.zero_grad()
+    return ExactCost(stream.steps, time.perf_counter() - started)
 
 
 def _audit(net: Carried, train: list[Recording], count: int) -> AuditReport:
@@ -226,8 +204,6 @@ def _evaluate(
         for low, high in pairwise((*SINCE, len(correct) + 1))
     ]
     network.by_lag = [float(b.mean()) if len(b) else float("nan") for b in bins]
-    if not pieces:
-        return
     stream = Stream(pieces, min(LANES, len(pieces)), STRIDE, seed=None)
     scores = evaluate(net, stream, metrics=Classification(MODES))
     network.as_trained = scores.metrics["accuracy"]
@@ -246,8 +222,7 @@ def _train(
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     stream = Stream(recordings, LANES, STRIDE, seed=network.seed)
     losses = list[torch.Tensor]()
-    policy = Truncated(STRIDE, start=STARTS.get(network.name, "zero"))
-    for done, update in enumerate(islice(_epochs(net, stream, policy), count), 1):
+    for done, update in enumerate(islice(_epochs(net, stream), count), 1):
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -259,13 +234,10 @@ def _train(
     return net
 
 
-def _epochs(net: Carried, stream: Stream, policy: Truncated) -> Iterator[Update]:
+def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
     """Updates without end."""
-    state = None
     while True:
-        epoch = updates(net, stream, nn.CrossEntropyLoss(), gradient=policy, policy_state=state)
-        yield from epoch
-        state = epoch.policy_state
+        yield from updates(net, stream, nn.CrossEntropyLoss(), gradient=Truncated(STRIDE))
 
 
 def write_live_page(demo: Demo, folder: Path) -> Path:
@@ -280,10 +252,10 @@ def write_live_page(demo: Demo, folder: Path) -> Path:
 def results_table(demo: Demo) -> DataTable:
     """The accuracy of each way to train, the best one, and chance."""
     rows: list[tuple[str, str, str]] = []
-    for name in (*STARTS, STREAM):
+    for name in (WINDOWS, STREAM):
         networks = demo.of(name)
-        pieces = [n.as_trained for n in networks if n.as_trained is not None]
-        rows.append((name, spread([n.accuracy for n in networks]), spread(pieces)))
+        pieces = spread([n.as_trained for n in networks])
+        rows.append((name, spread([n.accuracy for n in networks]), pieces))
     rows += [
         ("best reachable, by construction", f"{BEST:.3f}", ""),
         ("chance", f"{CHANCE:.3f}", ""),
@@ -315,15 +287,12 @@ def exact(demo: Demo) -> str:
     cost = demo.exact_cost
     return (
         f"the exact gradient of all {LANES} x {cost.frames:,} frames, credit from the last to the"
-        f" first, took {cost.seconds:.1f} s and {in_bytes(cost.stored)}, {cost.chunk} frames at a"
-        f" time; one graph of them would hold {in_bytes(cost.one_graph)}"
+        f" first, took {cost.seconds:.1f} s"
     )
 
 
 def spread(values: list[float]) -> str:
-    """The mean and the range; empty without values."""
-    if not values:
-        return ""
+    """The mean and the range."""
     mean = f"{sum(values) / len(values):.3f}"
     return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
 

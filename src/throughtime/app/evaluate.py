@@ -12,7 +12,7 @@ from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
 from throughtime.app.recordings import OnPhase
-from throughtime.evaluation import Evaluation, Evaluator, L
+from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.stream import Recording
 
 _LANES = 64  # recordings evaluated at the same time
@@ -20,12 +20,12 @@ _CHUNK = 512
 
 
 def evaluate_recordings(
-    evaluator: Evaluator[L],
+    evaluator: Evaluator,
     spec: ModelSpec,
     recordings: list[Recording],
     config: Config,
     on_phase: OnPhase | None = None,
-) -> Evaluation[L]:
+) -> Evaluation:
     """Metrics on unbroken recordings, as the model is deployed; all of them on this rank.
 
     Those of a forecast include a comparison with the baselines.

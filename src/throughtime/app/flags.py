@@ -134,8 +134,8 @@ def parse_argument(text: str) -> tuple[str, Any]:
     """The name and the value of `NAME=VALUE`; the value is read as TOML, or is text.
 
     Example:
-        >>> [parse_argument(text) for text in ("min=20", "memory=2GiB", "graphs=auto")]
-        [('min', 20), ('memory', '2GiB'), ('graphs', 'auto')]
+        >>> [parse_argument(text) for text in ("min=20", "tolerance=0.1", "name=auto")]
+        [('min', 20), ('tolerance', 0.1), ('name', 'auto')]
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals or not re.fullmatch(r"\w+", name):

@@ -6,15 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from throughtime import state as trees
 from throughtime.app.config import DEFAULT_STRIDE, Config
 from throughtime.app.user_class import ClassReference, is_reference
 from throughtime.app.values import convert
-from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, ThroughtimeError
-from throughtime.gradient import RTRL, Adaptive, Exact, LossFn, Objective, Randomized, Truncated
-from throughtime.gradient._memory import MemoryBudget
-from throughtime.gradient.policy import Policy
+from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated
 from throughtime.stream import Stream
 
 _POLICIES: dict[str, Callable[..., Policy]] = {
@@ -22,9 +18,7 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
     "exact": Exact,
     "adaptive": Adaptive,
     "randomized": Randomized,
-    "rtrl": RTRL,
 }
-_METHODS = ("init", "update", "state_dict", "load_state_dict")
 
 
 def resolve_gradient(config: Config) -> Config:
@@ -60,11 +54,10 @@ def _policy_class(name: str) -> Callable[..., Policy]:
     if name in _POLICIES:
         return _POLICIES[name]
     policy_class = ClassReference.parse("gradient", name).load()
-    missing = [method for method in _METHODS if not hasattr(policy_class, method)]
-    if missing:
+    if not hasattr(policy_class, "plan") and not hasattr(policy_class, "update"):
         raise ConfigError(
-            f"gradient={name!r}: its class {policy_class.__name__} has no method {missing[0]};"
-            " docs/how-to/extending.md shows a policy"
+            f"gradient={name!r}: its class {policy_class.__name__} has neither a method plan nor"
+            " update; docs/how-to/extending.md shows a policy"
         )
     return policy_class
 
@@ -109,30 +102,6 @@ def _parameters(policy_class: Callable[..., Policy]) -> Mapping[str, inspect.Par
 def _describe(parameter: inspect.Parameter) -> str:
     default = parameter.default
     return parameter.name + ("" if default is inspect.Parameter.empty else f"={default!r}")
-
-
-def with_fixed_chunk(policy: Policy, net: Carried, stream: Stream, loss_fn: LossFn) -> Policy:
-    """The exact policy with a fixed chunk length, measured on the first steps of the stream.
-
-    Where a pass is cut decides how its sums are rounded, and a resumed run must round as before.
-    So the length must not depend on the step at which a run resumes. Other policies are returned
-    as they are. The stream must not have moved yet.
-    """
-    if not isinstance(policy, Exact):
-        return policy
-    device = next(net.parameters()).device
-    first = stream.read(0, 1).to(device)
-    state = trees.detach(net.initial_state(first.lanes, like=first.inputs))
-    steps = min(policy.cut_every or stream.steps, stream.steps)
-    budget = MemoryBudget(policy.memory, policy.chunk, policy.offload)
-    chunk = budget.segment_steps(
-        net,
-        steps,
-        lambda n: stream.read(0, min(n, stream.steps)).to(device),
-        state,
-        Objective(loss_fn),
-    )
-    return replace(policy, chunk=chunk)
 
 
 def updates_per_epoch(policy: Policy, stream: Stream, ranks: int) -> int:

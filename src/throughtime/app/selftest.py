@@ -35,7 +35,7 @@ from throughtime.carry.carried import Carried, carry
 from throughtime.diagnose import audit, reach, settling_time, trace
 from throughtime.errors import RunError, ThroughtimeError
 from throughtime.evaluation import evaluate
-from throughtime.gradient import RTRL, Adaptive, Exact, Policy, Randomized, Truncated, rollout
+from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, rollout
 from throughtime.kernels import linear_scan
 from throughtime.kernels.library import level
 from throughtime.metrics import Regression
@@ -119,26 +119,23 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "loop over a cell": _CellLoop,
     "linear scan": _GatedScan,
 }
-POLICIES: dict[str, Policy[Any]] = {
+POLICIES: dict[str, Policy] = {
     "Truncated": Truncated(CHUNK),
     "Truncated, horizon": Truncated(CHUNK, 3 * CHUNK),
-    "Truncated, graphs kept": Truncated(CHUNK, 3 * CHUNK, graphs="retain"),
     "Truncated, burn-in": Truncated(CHUNK, 2 * CHUNK, burn_in=5),
     "Truncated, warm-up": Truncated(CHUNK, warm_up=7),
     "Truncated, jitter": Truncated(CHUNK, jitter=True),
-    "Exact": Exact(chunk=7, verify="all"),
+    "Exact": Exact(chunk=7),
     "Exact, cut": Exact(cut_every=25),
-    "Exact, states on the host": Exact(chunk=4, offload="cpu"),
     "Adaptive": Adaptive(0.1, CHUNK, 4 * CHUNK, every=2),
     "Randomized": Randomized(2 * CHUNK, grain=5),
-    "RTRL": RTRL(CHUNK),
 }
 
 
 def _train(
     setting: Setting,
     make: Callable[[], nn.Module],
-    policy: Policy[Any],
+    policy: Policy,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
     **options: float,
 ) -> Iterator[Tensor | float]:
@@ -162,7 +159,7 @@ def _resume(setting: Setting) -> Iterator[Tensor]:
     """An epoch that is interrupted: weights, optimizer and position go on from their copies."""
     policy = Truncated(CHUNK, 2 * CHUNK)
 
-    def start() -> tuple[Carried, torch.optim.Optimizer, Updates[Any]]:
+    def start() -> tuple[Carried, torch.optim.Optimizer, Updates]:
         net = setting.net(NETS["nn.LSTM"])
         adam = torch.optim.Adam(net.parameters())
         return net, adam, updates(net, setting.stream(), nn.MSELoss(), gradient=policy)
@@ -179,7 +176,7 @@ def _resume(setting: Setting) -> Iterator[Tensor]:
 def _dropout(setting: Setting) -> Numbers:
     """A second forward pass draws what the first one drew, or `Exact` raises."""
     net = setting.net(lambda: _layers(nn.LSTM, nn.Dropout(0.3), num_layers=2, dropout=0.3))
-    policy = Exact(chunk=7, verify="all")
+    policy = Exact(chunk=7)
     return [float(len([*updates(net, setting.stream(), nn.MSELoss(), gradient=policy)]))]
 
 

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.model import ModelSpec, unbroken_stream
+from throughtime.app.user_class import is_reference
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import Timescale, TraceSummary, trace
-from throughtime.gradient import LossFn, Truncated, schedule
+from throughtime.gradient import LossFn, Truncated
 from throughtime.predict import predict
 from throughtime.state import State
 from throughtime.stream import Recording, windows
@@ -117,8 +118,9 @@ class TracePlan:
 
     def window_start(self, stop: int) -> int:
         """The first step of the window that ends before `stop`."""
-        all_windows = schedule.windows(self.steps, self.stride, self.horizon)
-        return next(window.start for window in all_windows if window.stop == stop)
+        if self.horizon > self.stride:
+            return max(0, stop - self.horizon)
+        return (stop - 1) // self.stride * self.stride
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ def _read(
     The state is carried from the start of the recording, unless the windows of training start from
     the initial state.
     """
-    cut = config.train_on == "windows" and config.start == "zero"
+    cut = config.train_on == "windows" and not is_reference(config.gradient)
     recordings = list(windows([recording], config.chunk_steps())) if cut else [recording]
     stream = unbroken_stream(recordings, spec, config, 1, config.chunk_steps())
     state: State = None

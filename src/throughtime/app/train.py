@@ -37,12 +37,7 @@ from throughtime.app.model import (
     set_statistics,
 )
 from throughtime.app.optimizer import learning_rate, make_optimizer
-from throughtime.app.policy import (
-    make_policy,
-    resolve_gradient,
-    updates_per_epoch,
-    with_fixed_chunk,
-)
+from throughtime.app.policy import make_policy, resolve_gradient, updates_per_epoch
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes
 from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
@@ -104,10 +99,7 @@ class Training:
         self.loss_fn = make_loss(config, dataset.spec, self.net, dataset.statistics.classes)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
-        policy = make_policy(config)  # on every rank, which imports a user's file
-        self.policy = team.on_first(
-            lambda: with_fixed_chunk(policy, self.net, self.stream, self.loss_fn)
-        )
+        self.policy = make_policy(config)
         self.count = self.rows = self.frames = 0
         self.seconds = self._overhead = self._waited = 0.0
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, team.count)

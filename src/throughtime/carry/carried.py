@@ -75,7 +75,6 @@ class Carried(nn.Module):
     """
 
     _fused_net: object = None  # of gradient/_fused.py; False for a net that it cannot update
-    _gradient_ends: object = None  # of gradient/objective.py
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__()
@@ -153,8 +152,7 @@ class Carried(nn.Module):
         """How the module is called, what its state is and where that starts."""
         return self.adapter.explain()
 
-    def extra_repr(self) -> str:
-        return self.explain()
+    extra_repr = explain
 
     def leaf_names(self, state: State) -> list[str]:
         """A name for each leaf of a state, in order: `lstm.h`, `lstm.c`."""
@@ -194,7 +192,7 @@ class Carried(nn.Module):
                 f" net.initial_state(lanes={lanes})), then net(x, state)"
             )
         for leaf in trees.tensors(state):
-            if not leaf.dim() or leaf.shape[0] != lanes:
+            if leaf.shape[:1] != (lanes,):
                 raise _lanes_error(state, lanes)
         if resets is not None and resets.shape != x.shape[:2]:
             raise DataError(

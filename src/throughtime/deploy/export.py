@@ -39,7 +39,7 @@ from throughtime.deploy.verify import (
 )
 from throughtime.diagnose import SettlingTime, settling_time
 from throughtime.errors import ConfigError, DataError, ModelError, counted, listed
-from throughtime.gradient.schedule import check_whole
+from throughtime.gradient.window import check_whole
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream

@@ -1,15 +1,19 @@
-"""A slice of a stream for measurements, and the losses that `tt.reach` samples from it.
+"""A slice of a stream for measurements, and passes back through it that change the credit.
 
-Reading a slice does not advance the stream.
+The credit of a step is the gradient of later losses with respect to the state that enters it. A
+slice is run once, in segments that run again on the way back (`gradient/segment.py`), so all passes
+back belong to the same random numbers. Reading a slice does not advance the stream.
 
-Shapes: `T` steps, `B` lanes (rows of the batch). A recording is one unbroken sequence.
+Shapes: `T` steps, `B` lanes (rows of the batch).
 """
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +23,17 @@ from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk, Placement, Readable
 from throughtime.errors import DataError, MissingExtraError
 from throughtime.gradient import Objective
-from throughtime.gradient._segments import forward
-from throughtime.gradient.schedule import check_whole
+from throughtime.gradient.segment import (
+    MOST_BYTES,
+    TRIAL_STEPS,
+    Rebuild,
+    Replay,
+    Segment,
+    flatten,
+    graph_bytes,
+)
+from throughtime.gradient.window import Credit, check_whole
 from throughtime.state import State
-
-_BLOCK = 4096  # steps read at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +44,7 @@ class StreamSlice:
         stream: the stream.
         begin: the first step of the slice, counted from the start of the epoch.
         steps: the number of steps.
-        state: the state before the first step; `None` for the net's initial state.
+        state: the state before the first step; the initial one may be learned.
         placement: of the net and the loss.
     """
 
@@ -70,116 +80,138 @@ class StreamSlice:
                 "the stream is at the end of its epoch and a state was passed: no steps are left to"
                 " measure"
             )
-        return cls(
-            stream,
-            begin,
-            left if steps is None else min(steps, left),
-            state,
-            objective.placement(net),
-        )
+        placement = objective.placement(net)
+        if state is None:
+            first = stream.read(0, 1).convert(placement)
+            state = net.initial_state(first.lanes, like=first.inputs)
+        return cls(stream, begin, min(steps or left, left), state, placement)
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps from `start` to before `stop` of the slice."""
-        chunk = self.stream.read(self.begin + start, self.begin + min(stop, self.steps))
-        return chunk.convert(self.placement)
-
-    def valid_before(self) -> list[int]:
-        """The number of valid steps before each step, over all lanes; `steps + 1` entries."""
-        valid, end = [0], self.begin + self.steps
-        for start in range(self.begin, end, _BLOCK):
-            valid += self.stream.read(start, min(start + _BLOCK, end)).mask.sum(1).tolist()
-        return list(accumulate(valid))
-
-    def inner(self, begin: int, steps: int, state: State) -> "StreamSlice":
-        """Up to `steps` steps of this slice from step `begin` on, entered with `state`."""
-        return StreamSlice(
-            self.stream, self.begin + begin, min(steps, self.steps - begin), state, self.placement
-        )
+        return self.stream.read(self.begin + start, self.begin + stop).convert(self.placement)
 
 
-def windows(
-    net: Carried, section: StreamSlice, lag: int, count: int
-) -> Iterator[tuple[StreamSlice, State]]:
-    """Windows spread evenly over the slice, and the state entering each."""
-    length = min(section.steps, lag + spread_of(lag))
-    starts = [(section.steps - length) * i // max(1, count - 1) for i in range(count)]
-    first = section.read(0, 1)
-    state = (
-        trees.detach(net.initial_state(first.lanes, like=first.inputs))
-        if section.state is None
-        else section.state
-    )
-    for previous, start in pairwise([0, *starts]):
-        for begin in range(previous, start, 1024):
-            chunk = section.read(begin, min(begin + 1024, start))
-            with torch.no_grad():
-                ((_, state),) = forward(net, chunk, state)
-        yield section.inner(start, length, state), state
+class CreditGate(torch.autograd.Function):
+    """`CreditGate.apply(values, gate, *sources)`: values, each with the gradient of its source.
 
-
-def spread_of(lag: int) -> int:
-    """The last steps of a window, among which its anchors are drawn."""
-    return max(1, lag // 4)
-
-
-class Anchor(NamedTuple):
-    """One step of a lane whose loss is differentiated.
-
-    Attributes:
-        lane: of the window.
-        step: in the window.
-        oldest: the first step of the window whose state belongs to the anchor's recording.
+    `gate` maps these gradients, or is None. Sources beyond the values get none: they let the engine
+    come here for their sake.
     """
 
-    lane: int
-    step: int
-    oldest: int
+    @staticmethod
+    def forward(
+        ctx: Any, values: Sequence[Tensor], gate: Any, *sources: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gate, ctx.others = gate, len(sources) - len(values)
+        return tuple(values)
+
+    @staticmethod
+    def backward(ctx: Any, *credit: Tensor | None) -> tuple[Tensor | None, ...]:
+        mapped = credit if ctx.gate is None else ctx.gate(credit)
+        return None, None, *mapped, *[None] * ctx.others
 
 
-@dataclass(frozen=True, eq=False)
-class AnchorSet:
-    """One anchor of each lane of a window; a lane without a valid step has none.
+class CreditPass:
+    """A forward pass over steps, for any number of passes back.
+
+    Args:
+        net: made by `tt.carry`.
+        objective: the loss.
+        read: reads the steps from one to before another.
+        steps: how many.
+        state: entering the first one.
+        weights: that get a gradient.
+        cuts: steps at which `gate` gets the credit; calls of the net are split there.
+        begins: other steps at which losses are told apart.
+        chunk: steps per segment; None: as many as have a graph of 512 MB.
 
     Attributes:
-        chunk: the window, with a mask of the anchors alone.
-        anchors: by lane.
+        begins: the first step of each span whose loss is told apart.
+        losses: of each span, the sum over its valid steps, with a graph.
+        counts: of each span, the weight of its mean loss among others.
+        after: the leaves of the state after the last step.
+        gate: `gate(step, credit)` returns the credit that crosses a cut.
     """
 
-    chunk: Chunk
-    anchors: list[Anchor]
+    def __init__(
+        self,
+        net: Carried,
+        objective: Objective,
+        read: Callable[[int, int], Chunk],
+        steps: int,
+        state: State,
+        weights: Iterable[Tensor],
+        cuts: Iterable[int],
+        begins: Iterable[int] = (),
+        chunk: int | None = None,
+    ) -> None:
+        few = read(0, min(steps, TRIAL_STEPS))
+        if chunk is None:
+            trial = partial(net, few.inputs, trees.detach(state))
+            chunk = max(1, min(steps, int(MOST_BYTES / graph_bytes(net, few, trial))))
+        check_whole("chunk", chunk, 1)
+        self._net, self._objective, self._read = net, objective, read
+        # whose gradient the engine is asked for: it comes to every gate, of a frozen net as well
+        self._sources = [torch.zeros(1, device=few.inputs.device, requires_grad=True), *weights]
+        self._cuts = sorted({*range(0, steps, chunk), *cuts})
+        self.begins = sorted({*self._cuts, *begins, steps})
+        self.counts = [0.0] * (len(self.begins) - 1)
+        self.gate: Callable[[int, Credit], Credit] = lambda _, credit: credit
+        replay, losses = Replay(net, self._sources, few.inputs.device), list[Tensor]()
+        self.after, self._rebuild = flatten(state)
+        for begin in range(0, steps, chunk):
+            stop, count = min(begin + chunk, steps), len(self.after)
+            run = partial(self._run, begin, stop, self._rebuild)
+            if stop == steps:  # it would be the first to run again
+                loss, *self.after = run(*self.after)
+            else:
+                inputs = *self.after, *replay.inputs
+                loss, *self.after = Segment.apply(run, (begin, stop), replay, None, count, *inputs)
+            losses.append(loss)
+        self.losses = torch.cat(losses)
 
-    @classmethod
-    def draw(cls, whole: Chunk, spread: int, generator: torch.Generator) -> "AnchorSet":
-        """Draw an anchor of each lane from the last `spread` steps."""
-        mask, anchors, begin = torch.zeros_like(whole.mask), list[Anchor](), whole.steps - spread
-        for lane in range(whole.lanes):
-            valid = whole.mask[begin:, lane].nonzero().flatten().tolist()
-            if valid:
-                step = (
-                    begin
-                    + valid[int(torch.randint(len(valid), (), device="cpu", generator=generator))]
-                )
-                starts = whole.resets[: step + 1, lane].nonzero().flatten().tolist()
-                mask[step, lane] = True
-                anchors.append(Anchor(lane, step, starts[-1] + 1 if starts else 0))
-        return cls(
-            Chunk.from_tensors(whole.inputs, whole.targets, resets=whole.resets, mask=mask), anchors
-        )
+    def _run(
+        self, first: int, last: int, rebuild: Rebuild, *entering: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The losses of a segment, and the state after it, leaf by leaf."""
+        leaves: Sequence[Tensor] = entering
+        losses, inner = list[Tensor](), [cut for cut in self._cuts if first <= cut < last]
+        for begin, stop in pairwise([*inner, last]):
+            carried = [leaf for leaf in leaves if trees.differentiable(leaf)]
+            gate, values = partial(self._pass, begin), [leaf.detach() for leaf in carried]
+            gated = iter(CreditGate.apply(values, gate, *carried, self._sources[0]))
+            inside = [next(gated) if trees.differentiable(leaf) else leaf for leaf in leaves]
+            rows = self._read(begin, stop)
+            resets = rows.resets if rows.any_reset else None
+            y, state = self._net(rows.inputs, rebuild(inside), resets)
+            leaves, rebuild = flatten(state)
+            spans = self.span(begin, stop)
+            for i, (a, b) in enumerate(
+                pairwise(self.begins[spans.start : spans.stop + 1]), spans.start
+            ):
+                part = slice(a - begin, b - begin)
+                loss, self.counts[i] = self._objective(y[part], rows[part])
+                losses.append(loss * self.counts[i])
+        self._rebuild = rebuild
+        return torch.stack(losses), *leaves
 
-    def context(self, steps: int) -> Chunk:
-        """The last `steps` steps up to each anchor, side by side; only the last step is valid."""
+    def _pass(self, begin: int, credit: Credit) -> Credit:
+        return self.gate(begin, credit)
 
-        def stacked(values: Tensor) -> Tensor:
-            rows = [values[step - steps + 1 : step + 1, lane] for lane, step, _ in self.anchors]
-            return torch.stack(rows, dim=1)
+    def span(self, start: int, stop: int) -> slice:
+        """The spans between two cuts."""
+        return slice(bisect_left(self.begins, start), bisect_left(self.begins, stop))
 
-        chunk = self.chunk
-        return Chunk.from_tensors(
-            stacked(chunk.inputs),
-            None if chunk.targets is None else stacked(chunk.targets),
-            resets=stacked(chunk.resets),
-            mask=stacked(chunk.mask),
-        )
+    def gradients(
+        self, roots: Sequence[Tensor], credit: Sequence[Tensor] | None = None
+    ) -> list[Tensor | None]:
+        """The gradient of each weight, by a pass back from tensors."""
+        with torch.autocast(self.losses.device.type, enabled=False):
+            grads = torch.autograd.grad(
+                roots, self._sources, credit, retain_graph=True, allow_unused=True
+            )
+        return list(grads[1:])
 
 
 def get_axes(axes: Any) -> Any:

@@ -1,17 +1,18 @@
 """Records of traced backward passes: norms by step and lane, of the last few passes.
 
-A pass is one run of autograd's engine. `tt.Exact` makes several runs, one for each segment from the
-last to the first. They are joined into one pass: the state after one run entered the run before it.
+A pass is one run of autograd's engine, with the runs inside it: a segment of `tt.Exact` or
+`tt.rollout`, or a reentrant checkpoint, runs again in the backward pass, and then backward in a run
+of its own. What a layer computes there belongs to the pass in which it was computed.
+
+The calls of a layer are steps in the opposite order of the backward pass.
 
 Shapes: `T` steps, `B` lanes (rows of the batch), `H` size of a state or gate.
 """
 
 import re
-from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
-from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -19,106 +20,14 @@ import torch
 from torch import Tensor
 from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 from torch.autograd import Variable
+from torch.nn import functional
 
 from throughtime._device import real_type
 from throughtime.errors import ConfigError
 
-STEP_NAME = re.compile(r"(?P<track>.+)\.(?P<leaf>[^.\[\]]+)(\[(?P<step>-?\d+)\])?")
 OUTSIDE = -1  # torch's task id outside of a backward pass
-
-
-@dataclass(frozen=True, eq=False)
-class TrackRecord:
-    """Steps of one track in one run of the engine: those of one call, or of all calls.
-
-    Attributes:
-        start: the first step, counted over all calls of the track.
-        gradients: by leaf, `(T, B, H)`. Steps without a gradient, and lanes that a call lacked, are
-            zero. Empty in a finished record that keeps norms only.
-        edges: by step, then by leaf, the gradient of the state entering a call, `(B, H)`.
-        before: the state entering the first step.
-        after: the state after the last step.
-        from_graph: whether the state entering requires a gradient.
-        gate_sum: the retention gate, summed over steps and lanes, `(H,)`.
-        gate_count: the number of values in that sum.
-        norms: of a finished record, by leaf, `(T, B)`.
-    """
-
-    start: int
-    gradients: dict[str, Tensor]
-    edges: dict[int, dict[str, Tensor]]
-    before: list[Tensor]
-    after: list[Tensor]
-    from_graph: bool
-    gate_sum: Tensor | None = None
-    gate_count: int = 0
-    norms: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-
-    @classmethod
-    def from_calls(cls, track: "Track", calls: Sequence["TrackRecord"]) -> "TrackRecord":
-        """Finish the calls of a run, ordered by their steps."""
-        first = calls[0]
-        gradients = {leaf: _joined(leaf, calls) for leaf in first.gradients}
-        edge_calls = calls if track.all_edges else calls[:1]
-        return cls(
-            first.start,
-            gradients if track.history.tensors else {},
-            {step: edge for call in edge_calls for step, edge in call.edges.items()},
-            first.before,
-            calls[-1].after,
-            first.from_graph,
-            *_summed_gates(calls),
-            norms={leaf: vector_norms(gradient, 2) for leaf, gradient in gradients.items()},
-        )
-
-
-def _summed_gates(records: Sequence[TrackRecord]) -> tuple[Tensor | None, int]:
-    """The retention gate summed over the records, and the number of its values."""
-    gates = [record.gate_sum for record in records if record.gate_sum is not None]
-    return torch.stack(gates).sum(0) if gates else None, sum(r.gate_count for r in records)
-
-
-def _joined(leaf: str, calls: Sequence[TrackRecord]) -> Tensor:
-    """`(T, B, ...)`, with zeros between calls and in lanes that a call lacked."""
-    parts: list[Tensor] = []
-    end = calls[0].start
-    for call in calls:
-        rows = call.gradients[leaf]
-        if call.start > end:
-            parts.append(rows.new_zeros(call.start - end, *rows.shape[1:]))
-        parts.append(rows)
-        end = call.start + len(rows)
-    return side_by_side(parts)
-
-
-def side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate steps, with zeros in the lanes that a part lacks."""
-    lanes = max(part.shape[1] for part in parts)
-    padded: list[Tensor] = []
-    for part in parts:
-        missing = part.new_zeros(len(part), lanes - part.shape[1], *part.shape[2:])
-        padded.append(torch.cat([part, missing], 1) if missing.shape[1] else part)
-    return torch.cat(padded) if len(padded) > 1 else padded[0]
-
-
-def vector_norms(gradient: Tensor, dims: int) -> Tensor:
-    """The norm over all but the first `dims` dimensions.
-
-    In double precision where the device has it, since squares of small numbers vanish in single.
-    """
-    flat = gradient.flatten(dims) if gradient.dim() > dims else gradient.unsqueeze(dims)
-    kind = torch.complex128 if flat.is_complex() else real_type(flat)
-    return torch.linalg.vector_norm(flat, dim=dims, dtype=kind)
-
-
-def _share_a_lane(a: Tensor, b: Tensor) -> bool:
-    """Whether some lane is equal in both, up to the rounding of two kernels, and not zero."""
-    if a.shape != b.shape or a.dim() < 2:
-        return False
-    a, b = a.flatten(1), b.flatten(1)
-    tolerance = torch.finfo(b.dtype).eps ** 0.5
-    largest = b.abs().amax(1)
-    return bool((((a - b).abs().amax(1) <= tolerance * largest) & (largest > 0)).any())
+ENTERING = -1  # the step of the state that enters a call
+_NAME = re.compile(r"(.+?)(?:\[(-?\d+)\])?")
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,14 +38,15 @@ class BackwardRecord:
     `layer0.c[17]` for one step.
     """
 
-    tracks: dict[str, tuple[TrackRecord, ...]]  # one record for each run of the engine, in time
+    _norms: Mapping[str, Tensor]
+    _tensors: Mapping[str, Tensor]
+    _edges: Mapping[str, Mapping[int, Tensor]]
+    _gates: Mapping[str, Tensor]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Every state and gate with a gradient: `layer0.h`, `layer0.c`, `layer0.f` and so on."""
-        return tuple(
-            f"{name}.{leaf}" for name, records in self.tracks.items() for leaf in records[0].norms
-        )
+        return tuple(self._norms)
 
     def __getitem__(self, name: str) -> Tensor:
         """Gradient norms per lane: `(T, B)` for `layer0.c`, `(B,)` for `layer0.c[17]`.
@@ -144,8 +54,7 @@ class BackwardRecord:
         Raises:
             ConfigError: no such name, or no such step.
         """
-        track, leaf, step = self._parsed(name)
-        return _at(side_by_side([record.norms[leaf] for record in self.tracks[track]]), name, step)
+        return self._steps(self._norms, name)
 
     def tensor(self, name: str) -> Tensor:
         """The gradient itself: `(T, B, H)` for `layer0.c`, `(B, H)` for `layer0.c[17]`.
@@ -153,14 +62,13 @@ class BackwardRecord:
         Raises:
             ConfigError: no such name or step, or the trace keeps norms only.
         """
-        track, leaf, step = self._parsed(name)
-        parts = [record.gradients for record in self.tracks[track]]
-        if not any(parts):
+        self[name]
+        if not self._tensors:
             raise ConfigError(
                 f"'{name}': this trace keeps norms only; to have the gradients themselves,"
                 " tt.trace(net, tensors=True)"
             )
-        return _at(side_by_side([gradients[leaf] for gradients in parts]), name, step)
+        return self._steps(self._tensors, name)
 
     def norms(self, name: str) -> Tensor:
         """Norms over all lanes, `(T,)`."""
@@ -170,201 +78,189 @@ class BackwardRecord:
         """The gradient norm of each state that entered a call of the layer, by step, all lanes.
 
         Step 0 is the edge of the pass: the gradient that flows on into the past, or is cut. A cell
-        is called at every step; it has the edges of the pass and of the segments of `tt.Exact`.
-        Empty for a gate, for the backward direction of a layer, and for a cell of your own, whose
-        entering state has no name.
+        is called at every step; it has the edge of the pass only. Empty for a gate, for the
+        backward direction of a layer, and for a cell of your own, whose entering state has no name.
         """
-        track, leaf, _ = self._parsed(name)
-        edges: dict[int, float] = {}
-        first = 0
-        for record in self.tracks[track]:
-            for step, edge in record.edges.items():
-                if leaf in edge:
-                    edges[first + step - record.start] = vector_norms(
-                        edge[leaf].flatten(), 0
-                    ).item()
-            first += len(record.norms[leaf])
-        return edges
+        self[name]
+        edges = self._edges.get(name, {})
+        return {step: edge.square().sum().sqrt().item() for step, edge in edges.items()}
 
     def mean_retention_gate(self) -> dict[str, Tensor]:
         """The mean of the gate that scales the past, over steps and lanes, by layer, `(H,)`.
 
         That is f of an LSTM and z of a GRU. Other layers are left out.
         """
-        sums = {name: _summed_gates(records) for name, records in self.tracks.items()}
-        return {name: gates / count for name, (gates, count) in sums.items() if gates is not None}
+        return dict(self._gates)
 
-    def _parsed(self, name: str) -> tuple[str, str, int | None]:
-        match = STEP_NAME.fullmatch(name)
-        if match is None or f"{match['track']}.{match['leaf']}" not in self.names:
+    def _steps(self, values: Mapping[str, Tensor], name: str) -> Tensor:
+        """All steps of a name, or one."""
+        match = _NAME.fullmatch(name)
+        if match is None or match[1] not in self._norms:
             example = f"{self.names[0]}[0]" if self.names else "layer0.h[0]"
             raise ConfigError(
                 f"no gradient of '{name}' was recorded; recorded are"
                 f" {', '.join(self.names) or 'none'}, and '{example}'"
             )
-        step = match["step"]
-        return match["track"], match["leaf"], None if step is None else int(step)
-
-    def precedes(self, later: "BackwardRecord") -> bool:
-        """Whether this run and the first one of `later` are segments of the same pass.
-
-        A segment starts from a state that requires a gradient, and one lane of that state left this
-        run, which had changed it.
-        """
-        for name in self.tracks.keys() & later.tracks.keys():
-            track, other = self.tracks[name][0], later.tracks[name][0]
-            for state in track.after if other.from_graph else ():
-                unchanged = any(_share_a_lane(before, state) for before in track.before)
-                if not unchanged and any(_share_a_lane(entry, state) for entry in other.before):
-                    return True
-        return False
-
-    def forget_states(self) -> None:
-        """Free the states of the first run once it needs no further comparison."""
-        for record, *_ in self.tracks.values():
-            record.before.clear()
-            record.after.clear()
+        steps = values[match[1]]
+        if match[2] is None:
+            return steps
+        if not -len(steps) <= int(match[2]) < len(steps):
+            raise ConfigError(f"'{name}': the pass has {len(steps)} steps, 0 to {len(steps) - 1}")
+        return steps[int(match[2])]
 
 
-def _at(steps: Tensor, name: str, step: int | None) -> Tensor:
-    if step is None:
-        return steps
-    if not -len(steps) <= step < len(steps):
-        raise ConfigError(f"'{name}': the pass has {len(steps)} steps, 0 to {len(steps) - 1}")
-    return steps[step]
+class EngineRun(dict["TracedCall", dict[tuple[str, int], Tensor]]):
+    """One run of the engine: of each call, the last one first, values by leaf and step."""
+
+
+@dataclass(frozen=True, eq=False)
+class Track:
+    """The steps of one layer in one direction, or of a cell.
+
+    Attributes:
+        name: `layer0`, `lstm.layer1`, `cell`.
+        history: where its calls are recorded.
+        reverse: whether its steps run from the last to the first.
+        layer: whether it belongs to a layer, whose every call has an edge; a cell has too many.
+    """
+
+    name: str
+    history: "History"
+    reverse: bool = False
+    layer: bool = False
+
+
+class TracedCall:
+    """One call of a layer in one direction, or of a cell.
+
+    Args:
+        track: what is called.
+        steps: of the call.
+        values: of one step, by state and gate, `(B, H)`.
+        order: puts the lanes back into the caller's order.
+
+    Attributes:
+        gates: the retention gate of every step and lane, `(N, H)`.
+    """
+
+    def __init__(
+        self, track: Track, steps: int, values: Mapping[str, Tensor], order: Tensor | None = None
+    ) -> None:
+        self.track, self.steps, self._order = track, steps, order
+        self.values = {leaf: value.detach() for leaf, value in values.items()}
+        self.gates: Tensor | None = None
+        # what is computed in a backward pass belongs to it
+        self._run = None if backward_task() == OUTSIDE else track.history.run()
+
+    def watch(self, leaf: str, step: int, tensor: Tensor) -> None:
+        """Record the gradient of a tensor whenever there is one."""
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._note, leaf, step))
+
+    def _note(self, leaf: str, step: int, gradient: Tensor | None) -> None:
+        if gradient is not None and not is_batched(gradient):
+            run, history = self._run, self.track.history
+            run = history.run() if run is None else run
+            run.setdefault(self, {})[leaf, step] = history.kept(gradient, step == ENTERING)
+
+    def in_time(self, leaf: str, kept: Mapping[tuple[str, int], Tensor], lanes: int) -> Tensor:
+        """What is kept of a state or gate at all steps, `(T, B, ...)`; zeros where none came."""
+        zero = self.track.history.kept(torch.zeros_like(self.values[leaf]))
+        rows = torch.stack([kept.get((leaf, t), zero) for t in range(self.steps)])
+        rows = rows.flip(0) if self.track.reverse else rows
+        rows = rows if self._order is None else rows[:, self._order]
+        return functional.pad(rows, [0, 0] * (rows.dim() - 2) + [0, lanes - rows.shape[1]])
 
 
 class History:
-    """The last `keep` passes, and the runs in progress.
+    """The last `keep` passes, the runs in progress, and which passes are traced.
+
+    That is the first one of every `every`. The decision is taken at a forward pass after a backward
+    pass has run, since one backward pass may need several forward calls. A forward call inside a
+    backward pass is a recomputation; it follows the decision for that pass.
 
     Args:
         keep: the number of passes.
         tensors: whether gradients are kept besides their norms.
-        sampler: notified of every backward pass.
+        every: trace one pass in so many.
+
+    Attributes:
+        count: passes traced so far.
+        passes: the last ones; replaced whole, since another thread may read it.
+        ended: the task of a backward pass since the last decision.
+        fixed: whether the decision is that for an update of `tt.updates`.
     """
 
-    def __init__(self, keep: int, tensors: bool, sampler: "PassSampler") -> None:
-        self.tensors, self.sampler, self.count = tensors, sampler, 0
-        self._passes = deque[BackwardRecord](maxlen=keep)
+    def __init__(self, keep: int, tensors: bool, every: int) -> None:
+        self.keep, self.tensors, self.every, self.count, self.index = keep, tensors, every, 0, 0
+        self.passes: tuple[BackwardRecord, ...] = ()
+        self.ended: int | None = None
+        self.fixed = False
         # A run is held by its callback in the engine; a pass that fails leaves nothing behind.
         self._running: WeakValueDictionary[int, EngineRun] = WeakValueDictionary()
-        self._lock = Lock()  # another thread may read while a pass ends
 
-    def calls_of(self, track: "Track") -> dict[int, TrackRecord]:
-        """The calls of a track in the engine's present run, by their first step."""
-        self.sampler.note_backward()
+    def decide(self) -> bool:
+        """Whether to trace what is computed now."""
         task = backward_task()
+        if not self.fixed and self.ended is not None and (task == OUTSIDE or task != self.ended):
+            self.index, self.ended = self.index + 1, None
+        return self.index % self.every == 0
+
+    def note_backward(self, outer: int, gradient: Tensor | None) -> None:
+        """A backward pass of what was not traced; `outer` is the one that computed it, if any."""
+        if gradient is not None and not is_batched(gradient):
+            self.ended = backward_task() if outer == OUTSIDE else outer
+
+    def run(self) -> EngineRun:
+        """The engine's present run."""
+        task = self.ended = backward_task()
         run = self._running.get(task)
         if run is None:
             run = self._running[task] = EngineRun()
             engine: Any = Variable._execution_engine  # as DistributedDataParallel does
             engine.queue_callback(partial(self._finish, run))
-        return run.setdefault(track, {})
+        return run
 
-    def passes(self) -> tuple[BackwardRecord, ...]:
-        """The last ones, the oldest first."""
-        with self._lock:
-            return tuple(self._passes)
-
-    def _finish(self, run: "EngineRun") -> None:
-        """Put a run that has ended before the pass that it leads to, or begin a pass with it."""
-        tracks: dict[str, tuple[TrackRecord, ...]] = {}
+    def kept(self, gradient: Tensor, edge: bool = False) -> Tensor:
+        """What is kept of a gradient `(B, ...)`: itself, or its norms."""
         with torch.no_grad():
-            for track, calls in run.items():
-                ordered = [calls[start] for start in sorted(calls)]
-                tracks[track.name] = (TrackRecord.from_calls(track, ordered),)
-        record = BackwardRecord(tracks)
-        with self._lock:
-            last = self._passes[-1] if self._passes else BackwardRecord({})
-            joined = record.precedes(last)
-            last.forget_states()
-            if joined:
-                for name, records in last.tracks.items():
-                    tracks[name] = (*tracks.get(name, ()), *records)
-                self._passes[-1] = record
-            else:
-                self.count += 1
-                self._passes.append(record)
+            plain = self.tensors and not edge
+            return gradient.detach() if plain else vector_norms(gradient, 1)
+
+    def _finish(self, run: EngineRun) -> None:
+        """Record a run that has ended."""
+        tracks: dict[Track, list[TracedCall]] = {}
+        for call in run:
+            tracks.setdefault(call.track, []).insert(0, call)
+        norms, plain, gates = dict[str, Tensor](), dict[str, Tensor](), dict[str, Tensor]()
+        edges: dict[str, dict[int, Tensor]] = {}
+        for track, calls in tracks.items():
+            lanes = max(len(value) for call in calls for value in call.values.values())
+            for leaf in calls[0].values:
+                name, step = f"{track.name}.{leaf}", 0
+                plain[name] = torch.cat([call.in_time(leaf, run[call], lanes) for call in calls])
+                norms[name] = vector_norms(plain[name], 2) if self.tensors else plain[name]
+                for call in calls if track.layer else calls[:1]:
+                    if (leaf, ENTERING) in run[call]:
+                        edges.setdefault(name, {})[step] = run[call][leaf, ENTERING]
+                    step += call.steps
+            kept = [call.gates for call in calls if call.gates is not None]
+            if kept:
+                gates[track.name] = torch.cat(kept).mean(0)
+        run.clear()
+        if norms:
+            record = BackwardRecord(norms, plain if self.tensors else {}, edges, gates)
+            self.count, self.passes = self.count + 1, (*self.passes, record)[-self.keep :]
 
 
-class EngineRun(dict["Track", dict[int, TrackRecord]]):
-    """One run of the engine: the calls of each track, by their first step."""
+def vector_norms(gradient: Tensor, dims: int) -> Tensor:
+    """The norm over all but the first `dims` dimensions.
 
-
-@dataclass(eq=False)
-class Track:
-    """The steps of one layer, direction or cell.
-
-    Attributes:
-        name: `layer0`, `lstm.layer1`, `cell`.
-        history: where its calls are recorded.
-        all_edges: whether every call has an edge of its own; a cell has too many.
-        steps: so far, with a graph.
+    In double precision where the device has it, since squares of small numbers vanish in single.
     """
-
-    name: str
-    history: History
-    all_edges: bool = False
-    steps: int = 0
-
-    def begin(self, steps: int) -> int:
-        """The first step of a call of so many."""
-        start = self.steps
-        self.steps += steps
-        return start
-
-    def record(self, call: TrackRecord) -> None:
-        """Add a call to the engine's present run."""
-        self.history.calls_of(self)[call.start] = call
-
-
-class PassSampler:
-    """Which backward passes are traced: the first one of every `every`.
-
-    The decision is taken at a forward pass after a backward pass has run, since one backward pass
-    may need several forward calls. A forward call inside a backward pass is a checkpoint's
-    recomputation; it follows the decision for that pass.
-    """
-
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self._index = 0
-        self._in_update = False
-        self._ended: int | None = None  # the task of a backward pass since the last decision
-        self._recomputing = OUTSIDE  # the task in which the last recomputation took place
-
-    @property
-    def active(self) -> bool:
-        """Whether the pass in progress is traced."""
-        return self._index % self.every == 0
-
-    def note_backward(self) -> None:
-        """A backward pass is running."""
-        self._ended = backward_task()
-
-    def decide(self) -> bool:
-        """Whether to trace a forward call made now."""
-        if self.every == 1 or self._in_update:
-            return self.active
-        task = backward_task()
-        outside = task == OUTSIDE
-        if self._ended is not None and (outside or task not in (self._ended, self._recomputing)):
-            self._index += 1
-            self._ended = None
-        if not outside:
-            self._recomputing = task
-        return self.active
-
-    def begin_update(self) -> bool:
-        """Whether to trace the update of `tt.updates` that comes."""
-        self._in_update = True
-        if self._ended is not None:
-            self._index += 1
-        return self.active
-
-    def end_update(self, counts: bool) -> None:
-        """The next forward call or update belongs to another pass, if an update was made."""
-        self._in_update, self._ended = False, OUTSIDE if counts else None
+    flat = gradient.reshape(*gradient.shape[:dims], -1)
+    kind = torch.complex128 if flat.is_complex() else real_type(flat)
+    return torch.linalg.vector_norm(flat, dim=dims, dtype=kind)
 
 
 def backward_task() -> int:
@@ -372,11 +268,7 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def is_batched(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether these are rows of a Jacobian (`is_grads_batched`), as `tt.RTRL` computes them.
-
-    They are not the gradient of a loss.
-    """
+def is_batched(gradient: Tensor) -> bool:
+    """Whether these are rows of a Jacobian (`is_grads_batched`), not the gradient of a loss."""
     module: Any = _functorch
-    test = module.is_legacy_batchedtensor
-    return any(test(gradient) for gradient in gradients if gradient is not None)
+    return module.is_legacy_batchedtensor(gradient)

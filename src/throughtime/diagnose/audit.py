@@ -3,8 +3,9 @@
     bias(h)   = |g_h - g| / |g|           cosine(h) = <g_h, g> / (|g_h| |g|)
 
 g is the exact gradient of the mean loss of a stretch, g_h the sum over the updates of a truncation
-at horizon h of that stretch, each loss weighing the same in both. All come from one sweep
-(`gradient/bias.py`). The audit compares gradients at fixed weights: in training, a truncation also
+at horizon h of that stretch, each loss weighing the same in both. All come from one forward pass,
+so they belong to the same random numbers: each pass back cuts the credit where the windows of its
+truncation begin. The audit compares gradients at fixed weights: in training, a truncation also
 makes more updates, which `updates` counts.
 
 Near a minimum g is small, and a relative bias says little. To know when, the losses are split into
@@ -23,22 +24,22 @@ Shapes: `B` lanes (rows of the batch).
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, device_of
 from throughtime.chunk import Readable
-from throughtime.diagnose._slice import StreamSlice, get_axes, json_safe
-from throughtime.errors import ConfigError, RunError, counted
-from throughtime.gradient import LossFn, Objective, schedule
-from throughtime.gradient._backward import norm
-from throughtime.gradient._bias import BiasProbe, Comparison
-from throughtime.gradient._memory import MemoryBudget, Offload
-from throughtime.gradient._segments import Verify, check_verify, wide
-from throughtime.gradient.objective import trainable_weights
+from throughtime.diagnose._slice import CreditPass, StreamSlice, get_axes, json_safe
+from throughtime.errors import ConfigError, DataError, RunError, counted
+from throughtime.gradient import LossFn, Objective
+from throughtime.gradient.objective import require_gradient, trainable_weights
+from throughtime.gradient.segment import preserve_rng_and_buffers
+from throughtime.gradient.truncated import norm
+from throughtime.gradient.window import check_horizon
 from throughtime.state import State
 
 BLOCKS = 16  # of steps; every other one is in the same half
@@ -57,6 +58,13 @@ UNEQUAL_DATA = (
     " equal numbers of updates, rows have read unequal amounts of data."
 )
 HORIZONS = (50, 200, 800, 3200)  # the default, those shorter than the slice
+
+
+class WindowGroup(NamedTuple):
+    """Windows that do not overlap: the spans whose losses count, and where credit is cut."""
+
+    spans: list[tuple[int, int]]
+    cuts: set[int]
 
 
 @dataclass(frozen=True)
@@ -192,10 +200,7 @@ def audit(
     stride: int | None = None,
     steps: int | None = None,
     state: State = None,
-    memory: str | int | float = "512MB",
-    chunk: int | Literal["auto"] = "auto",
-    offload: Offload = None,
-    verify: Verify = "first",
+    chunk: int | None = None,
 ) -> Audit:
     """Measure the bias of truncations: the distance of each horizon's gradient from the exact one.
 
@@ -215,22 +220,20 @@ def audit(
         steps: the number of steps of every lane; default: to the end of the epoch.
         state: the state entering the stream's next step; default: the start of the epoch, and the
             net's initial state.
-        memory: see `tt.Exact`.
-        chunk: see `tt.Exact`.
-        offload: see `tt.Exact`.
-        verify: see `tt.Exact`.
+        chunk: steps per segment, see `tt.Exact`.
 
     Returns:
         An `Audit`: a row for each horizon; `print(audit)` for a table, `suggest(tolerance)` for the
         shortest horizon within a bias.
 
     Raises:
-        ConfigError: a horizon below 1 or below the stride, or a memory too small.
+        ConfigError: a horizon below 1 or below the stride, or a `chunk` below 1.
         DataError: no step to measure.
         RunError: a gradient is not finite.
 
-    Cost: an exact gradient, plus a backward pass for its sampling noise and at most one for each
-    horizon.
+    Cost: an exact gradient, and a pass back for the sampling noise and for each horizon; horizon /
+    stride passes for one with a short stride. A pass back runs forward again, where the graph of
+    the slice would take more than 512 MB.
 
     Example:
         >>> import torch, throughtime as tt
@@ -243,88 +246,87 @@ def audit(
 
     References: Aicher, Foti & Fox, UAI 2019.
     """
-    objective = Objective(loss_fn)
-    section = StreamSlice.of(net, stream, steps, state, objective)
-    budget = MemoryBudget(memory, chunk, offload)
-    budget.check()
-    check_verify(verify)
-    selected = _horizons(horizons, stride, section.steps)
-    plans = [
-        list(schedule.windows(section.steps, stride or horizon, horizon)) for horizon in selected
-    ]
-    probe = BiasProbe(net, section.read, section.steps, section.state, objective, budget, verify)
-    return summary(
-        net, probe.compare(plans, _half(section.steps)), selected, stride, plans, section
-    )
+    objective, weights = Objective(loss_fn), trainable_weights(net, loss_fn)
+    with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
+        section = StreamSlice.of(net, stream, steps, state, objective)
+        steps = section.steps
+        selected = _horizons(horizons, stride, steps)
+        plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
+        blocks = range(0, steps, max(1, steps // BLOCKS))
+        groups = [group for plan in plans for group in plan]
+        cuts, begins = set().union(*(g.cuts for g in groups)), {*blocks}
+        begins.update(*(span for g in groups for span in g.spans))
+        read, own = section.read, weights.values()
+        run = CreditPass(net, objective, read, steps, section.state, own, cuts, begins, chunk)
+        total = sum(run.counts)
+        if not total:
+            raise DataError(
+                f"none of the {counted(steps, 'step')} has a target that counts: there is no loss"
+            )
+
+        def gradient(spans: Iterable[tuple[int, int]], cut: set[int]) -> list[Tensor]:
+            """The gradient of the losses of some spans, without the credit that crosses a cut."""
+            chosen = torch.zeros_like(run.losses)
+            for start, stop in spans:
+                chosen[run.span(start, stop)] = 1 / total
+            run.gate = lambda step, credit: [None] * len(credit) if step and step in cut else credit
+            grads = run.gradients([(run.losses * chosen).sum()])
+            require_gradient(any(grad is not None for grad in grads))
+            pairs = zip(grads, weights.values(), strict=True)
+            return [torch.zeros_like(w) if grad is None else grad for grad, w in pairs]
+
+        exact = gradient([(0, steps)], set())
+        size = norm(exact)
+        if not math.isfinite(size):
+            raise RunError(
+                "the exact gradient is not finite (NaN or infinite): nothing can be compared with"
+                " it. tt.updates with tt.Exact() names the chunk and the parameter"
+            )
+        half = gradient(((start, start + blocks.step) for start in blocks[::2]), set())
+        rows: list[Truncation] = []
+        for horizon, plan in zip(selected, plans, strict=True):
+            parts = [gradient(*group) for group in plan]
+            truncated = [torch.stack(grads).sum(0) for grads in zip(*parts, strict=True)]
+            updates = sum(any(run.counts[run.span(*span)]) for g in plan for span in g.spans)
+            rows.append(_row((horizon, stride or horizon), updates, [*weights], truncated, exact))
+    noise = norm([2 * part - whole for part, whole in zip(half, exact, strict=True)])
+    loss = run.losses.sum().item() / total
+    vars(run).clear()  # or its graph, which refers to it, would wait for the garbage collector
+    return Audit(steps, stream.lanes, loss, size, tuple(rows), _ratio(noise, size))
 
 
-def _half(steps: int) -> schedule.WindowGroup:
-    """Every other block of the steps; nothing cuts their credit."""
-    block = max(1, steps // BLOCKS)
-    starts = range(0, steps, 2 * block)
-    return schedule.WindowGroup(
-        tuple((start, min(start + block, steps)) for start in starts), frozenset()
-    )
-
-
-def summary(
-    net: Carried,
-    comparison: Comparison,
-    horizons: Sequence[int],
-    stride: int | None,
-    plans: Sequence[Sequence[schedule.Window]],
-    section: StreamSlice,
-) -> Audit:
-    """The audit of a comparison."""
-    names = list(trainable_weights(net))
-    size = norm(comparison.exact)
-    if not math.isfinite(size):
-        raise RunError(
-            "the exact gradient is not finite (NaN or infinite): nothing can be compared with it."
-            " tt.updates with tt.Exact() names the chunk and the parameter"
-        )
-    valid_before = section.valid_before()
-    rows = tuple(
-        _row(
-            horizon,
-            stride or horizon,
-            sum(valid_before[w.stop] > valid_before[w.counted] for w in plan),
-            gradient,
-            comparison.exact,
-            names,
-        )
-        for horizon, plan, gradient in zip(horizons, plans, comparison.truncated, strict=True)
-    )
-    halves = zip(comparison.part or comparison.exact, comparison.exact, strict=True)
-    noise = _ratio(norm([2 * part - whole for part, whole in halves]), size)
-    return Audit(section.steps, section.stream.lanes, comparison.loss, size, rows, noise)
+def window_groups(steps: int, stride: int, horizon: int) -> list[WindowGroup]:
+    """The windows of `tt.Truncated(stride, horizon)`, in as few groups as do not overlap."""
+    groups: list[WindowGroup] = []
+    for begin in range(0, steps, stride):
+        stop = min(begin + stride, steps)
+        start = begin if horizon == stride else max(0, stop - horizon)
+        group = next((group for group in groups if group.spans[-1][1] <= start), None)
+        if group is None:
+            groups.append(group := WindowGroup([], set()))
+        group.spans.append((begin, stop))
+        group.cuts.add(start)
+    return groups
 
 
 def _row(
-    horizon: int,
-    stride: int,
+    setting: tuple[int, int],
     updates: int,
-    gradient: list[Tensor],
-    exact: list[Tensor],
-    names: list[str],
+    names: Sequence[str],
+    gradient: Sequence[Tensor],
+    exact: Sequence[Tensor],
 ) -> Truncation:
-    differences = [g - e for g, e in zip(gradient, exact, strict=True)]
-    biases = {
-        name: _ratio(norm([a]), norm([e]))
-        for name, a, e in zip(names, differences, exact, strict=True)
-    }
-    sizes = norm(gradient), norm(exact)
-    inner = sum(
-        (wide(g).conj() * wide(e)).real.sum().item() for g, e in zip(gradient, exact, strict=True)
-    )
+    pairs = list(zip(gradient, exact, strict=True))
+    differences, sizes = [g - e for g, e in pairs], (norm(gradient), norm(exact))
+    inner = sum((g.conj() * e).real.sum(dtype=torch.float64).item() for g, e in pairs)
+    biases = [_ratio(norm([d]), norm([e])) for d, e in zip(differences, exact, strict=True)]
     return Truncation(
-        horizon,
-        stride,
+        *setting,
         _ratio(norm(differences), sizes[1]),
         _ratio(inner, sizes[0] * sizes[1]),
         _ratio(*sizes),
         updates,
-        biases,
+        dict(zip(names, biases, strict=True)),
     )
 
 
@@ -346,11 +348,10 @@ def _line(row: Truncation) -> str:
 def _horizons(requested: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
     horizons = sorted(set(HORIZONS if requested is None else requested))
     if requested is None:
-        horizons = [h for h in horizons if (stride or 1) <= h < steps] or [
-            max(stride or 1, steps // 2)
-        ]
+        least = stride or 1
+        horizons = [h for h in horizons if least <= h < steps] or [max(least, steps // 2)]
     if not horizons:
         raise ConfigError("horizons is empty: expected at least one number of steps")
     for horizon in horizons:
-        schedule.check_horizon(horizon if stride is None else stride, horizon)
+        check_horizon(horizon if stride is None else stride, horizon)
     return horizons

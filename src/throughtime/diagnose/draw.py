@@ -1,89 +1,218 @@
-"""A picture of the autograd graph behind a loss: chunks, and the states between them."""
+"""The autograd graph behind a loss as DOT or Mermaid text: chunks, and the states between them.
 
+Nothing is recorded for it: autograd keeps all that is needed. The clock is a weight whose every use
+depends on the one before; its uses are the steps. A chunk ends where
+
+1. a use depends on no earlier one: this part of the state starts or was cut there (certain);
+2. an earlier backward pass has freed the graph (certain);
+3. the weights have been changed in place since, by autograd's version counter (certain);
+4. the state begins that the caller passes as the one that entered a chunk (certain);
+5. one call of a fused layer, or one segment of `tt.rollout`, ends (certain);
+6. autograd made more nodes between two steps than between their neighbours, for a loss, say. If
+   these nodes do not belong to this graph, the past was used for something else, and the state
+   should have been cut. This is a good guess: it needs chunks of three steps or more, and it takes
+   anything else recorded between two steps for the end of a chunk.
+
+A crossing at 1 to 4 should have been cut; at 5 and 6, if nodes outside of this graph lie between.
+"""
+
+import html
+import math
 import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
+from throughtime import state as trees
 from throughtime._files import write_atomically
-from throughtime._svg import (
-    END,
-    HALO,
-    MIDDLE,
-    WIDTH,
-    chart,
-    faint_text_at,
-    heading,
-    rule,
-    short,
-    shorten,
-    text_at,
-)
-from throughtime.diagnose._graph import Crossing, Graph, GraphLeaf, Span, walk
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, DataError, counted
 from throughtime.state import State
 
-_MOST, _ENDS, _LEAVES = (
-    9,
-    4,
-    14,
-)  # chunks drawn one by one; of more, so many at either end; leaves named
-_LEFT, _BOX, _WIDE, _RAIL = 244.0, 276.0, 232.0, 746.0
-_ALARM = "var(--alarm,#b3121f)"
-_LINE = {
-    "cut": 'stroke-dasharray="5 4"',
-    "joined": 'stroke-width="2.4"',
-    "overdue": f'style="stroke:{_ALARM}" stroke-width="3"',
+# of nodes: `Any`, since torch's stubs lack most of their attributes
+Inputs: TypeAlias = dict[Any, list[Any]]  # of nodes; inputs come before their consumers
+Numbers: TypeAlias = dict[Any, int]
+WHY = {
+    "cut": "another part of the state was cut here, this part was not",
+    "freed": (
+        "the graph before was freed by an earlier backward, so this loss cannot go back through it"
+    ),
+    "weights": (
+        "the weights were changed in place since the steps before, so backward refuses or is wrong"
+    ),
+    "passed": "the state passed as entering here still belongs to the graph before",
+    "foreign": (
+        "something else, such as another loss, was recorded in between, and the state was not cut"
+    ),
+    "own": "one graph: all nodes in between belong to it",
 }
-_BOLD = 'font-weight="600"'
-_OPEN = 'style="fill:var(--paper,#fff)" stroke="currentColor"'
-_THIN = 'fill="none" stroke-opacity=".45"'
-_ENTERS = {
-    "none": "the state enters without a graph: it is initial, or was cut",
-    "leaf": "the state enters as a leaf: gradients end there",
-    "computed": "the state is computed from nodes before the first step",
+_FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "_RecurrentBackward", "SegmentBackward")
+_LEVEL = 500
+_MOST, _ENDS = 9, 4  # chunks drawn one by one; of more, so many at either end
+_DOT = {
+    "box": '{} [label="{}", shape=box]',
+    "note": '{} [label="{}", shape=plain]',
+    "uses": "{} -> {} [color=gray, arrowhead=none]",
+    "enters": "{} -> {} [style=dashed]",
+    "joined": '{} -> {} [label="{}", penwidth=2.4, weight=9]',
+    "overdue": '{} -> {} [label="{}", penwidth=3, weight=9, color=red, fontcolor=red]',
+    "counts": "{} -> {}",
 }
-_REST = {
-    "none": "the rest of the state enters without a graph",
-    "leaf": "the rest of the state enters as a leaf",
-    "computed": "the rest of the state is computed from nodes before the first step",
+_MERMAID = {
+    "box": '{}["{}"]',
+    "note": '{}(["{}"])',
+    "uses": "{} --- {}",
+    "enters": "{} -.-> {}",
+    "joined": '{0} ==>|"{2}"| {1}',
+    "overdue": '{0} ==x|"{2}"| {1}',
+    "counts": "{} --> {}",
 }
+
+
+class GraphLeaf(NamedTuple):
+    """A tensor at which the graph ends and gradients arrive.
+
+    Attributes:
+        name: its attribute path in the module, or what it is.
+        chunks: those that use it, counted from 0.
+        uses: how often it is used.
+    """
+
+    name: str
+    chunks: tuple[int, ...]
+    uses: int
+
+
+class ChunkGraph(NamedTuple):
+    """The graph of one chunk.
+
+    Attributes:
+        steps: uses of the clock, or the steps of a fused call; 0 if nothing is recurrent.
+        nodes: of autograd, without leaves.
+        starts: whether a state enters that has no graph, or is a leaf.
+        to_loss: whether its outputs contribute to the losses; otherwise only its state does.
+    """
+
+    steps: int
+    nodes: int
+    starts: bool
+    to_loss: bool
+
+
+class Crossing(NamedTuple):
+    """A state that crosses from one chunk into a later one with its graph.
+
+    Attributes:
+        source: the chunk it comes from, counted from 0.
+        target: the chunk it enters.
+        overdue: whether it should have been cut.
+        why: the evidence.
+    """
+
+    source: int
+    target: int
+    overdue: bool
+    why: str
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture of a graph; a notebook shows it.
+    """The result of `tt.draw`: the graph in numbers, and as text that other programs draw.
 
     Attributes:
-        svg: the picture, self-contained.
-        graph: the same in numbers.
+        chunks: in time.
+        crossings: the states that connect them.
+        leaves: weights, then other tensors that ask for a gradient.
+        nodes: of autograd, all of them.
     """
 
-    svg: str = field(repr=False)
-    graph: Graph
+    chunks: tuple[ChunkGraph, ...]
+    crossings: tuple[Crossing, ...]
+    leaves: tuple[GraphLeaf, ...]
+    nodes: int
+
+    @property
+    def overdue(self) -> tuple[Crossing, ...]:
+        """The crossings that should have been cut."""
+        return tuple(crossing for crossing in self.crossings if crossing.overdue)
+
+    @property
+    def dot(self) -> str:
+        """The picture for Graphviz."""
+        return "\n".join(["digraph {", *self._lines(_DOT, "\\n"), "}", ""])
+
+    @property
+    def mermaid(self) -> str:
+        """The picture for Mermaid, which GitHub and Jupyter draw."""
+        return "\n".join(["flowchart TB", *self._lines(_MERMAID, "<br/>"), ""])
 
     def save(self, path: str | Path) -> Path:
-        """Write the picture to a file, atomically.
+        """Write the text to a file, atomically: DOT (`.dot`) or Mermaid (`.mmd`, `.md`).
 
         Raises:
-            ConfigError: the name does not end in `.svg`.
+            ConfigError: another ending.
         """
         target = Path(path)
-        if target.suffix.lower() != ".svg":
+        texts = {".dot": self.dot, ".mmd": self.mermaid, ".md": self._repr_markdown_()}
+        if target.suffix not in texts:
+            name = target.with_suffix(".dot")
             raise ConfigError(
-                f"{target}: the picture is SVG, got '{target.suffix}'. Write"
-                f" drawing.save('{target.with_suffix('.svg')}')"
+                f"{target}: the picture is text for Graphviz (.dot) or Mermaid (.mmd, .md), got"
+                f" '{target.suffix}'. Write drawing.save('{name}'), then dot -Tsvg -O {name}"
             )
-        write_atomically(target, self.svg.encode())
+        write_atomically(target, texts[target.suffix].encode())
         return target
 
-    def _repr_svg_(self) -> str:
-        return self.svg
+    def _repr_markdown_(self) -> str:
+        return f"```mermaid\n{self.mermaid}```\n"
 
     def __str__(self) -> str:
-        return str(self.graph)
+        first = (
+            f"{self.nodes:,} nodes in {counted(len(self.chunks), 'chunk')}, {len(self.overdue)} of"
+            f" {len(self.crossings)} crossings should have been cut"
+        )
+        rest = [f"chunk {x.source + 1} -> {x.target + 1}: {x.why}" for x in self.overdue]
+        return "\n".join([first, *rest])
+
+    def _lines(self, templates: Mapping[str, str], newline: str) -> Iterator[str]:
+        """The picture in one of the two languages."""
+        for kind, *texts in dict.fromkeys(self._parts()):
+            yield templates[kind].format(*(html.escape(t).replace("\n", newline) for t in texts))
+
+    def _parts(self) -> Iterator[tuple[str, ...]]:
+        """The nodes and edges of the picture: each a kind, names and a text."""
+        chunks, count, horizons = self.chunks, len(self.chunks), [c.steps for c in self.chunks]
+        for source, target, *_ in self.crossings:
+            horizons[target] = max(horizons[target], horizons[source] + chunks[target].steps)
+        firsts = [i for i in range(count) if count <= _MOST or not _ENDS < i < count - _ENDS]
+        box = [f"chunk{bisect_right(firsts, i)}" for i in range(count)]
+        for first, stop in pairwise([*firsts, count]):
+            name = f"chunk {stop}" if stop - first == 1 else f"chunks {first + 1} to {stop}"
+            steps, nodes = (sum(c[k] for c in chunks[first:stop]) for k in (0, 1))
+            k2 = f"\nk2 (horizon): {horizons[stop - 1]:,} steps" * chunks[stop - 1].to_loss
+            yield "box", box[first], f"{name}\n{steps:,} steps, {nodes:,} nodes{k2}"
+        for name, chunk in zip(box, chunks, strict=True):
+            if chunk.starts:
+                yield "note", f"before_{name}", "initial or detached state"
+                yield "enters", f"before_{name}", name
+            if chunk.to_loss:
+                yield "counts", name, "loss"
+        stride = sum(chunk.steps for chunk in chunks if chunk.to_loss)
+        yield "note", "loss", f"loss\nk1 (stride): {stride:,} steps"
+        leaves = ", ".join(f"{leaf.name}\u00a0x\u00a0{leaf.uses:,}" for leaf in self.leaves)
+        yield "note", "leaves", textwrap.fill(leaves, 50, max_lines=9)
+        for chunk in sorted({chunk for leaf in self.leaves for chunk in leaf.chunks}):
+            yield "uses", "leaves", box[chunk]
+        for source, target, overdue, why in self.crossings:
+            if box[source] != box[target]:
+                text = textwrap.fill("should have been cut: " * overdue + why, 44)
+                yield "overdue" if overdue else "joined", box[source], box[target], text
 
 
 def draw(
@@ -112,8 +241,10 @@ def draw(
         state: the state that entered the chunk of the loss, if available: any nested tensors.
 
     Returns:
-        The picture, of bounded size: if there are more than nine chunks, those in the middle are
-        drawn as one.
+        A `Drawing`: `print(drawing)` for what should have been cut, `drawing.dot` and
+        `drawing.mermaid` for the picture, which a notebook shows. k1 (stride) is the number of
+        steps whose outputs contribute to the losses, k2 (horizon) that of the steps that credit
+        flows back. If there are more than nine chunks, those in the middle are drawn as one.
 
     Raises:
         DataError: a loss without a graph.
@@ -129,236 +260,229 @@ def draw(
         >>> outputs.sum().backward()
         >>> outputs, _ = net(torch.randn(20, 1, 3), state)  # not detached
         >>> drawing = draw(outputs.sum(), net)
-        >>> drawing.graph.overdue[0].why
+        >>> drawing.overdue[0].why
         'the graph before was freed by an earlier backward, so this loss cannot go back through it'
     """
-    graph = walk(losses, module, state=state)
-    return Drawing(_picture(graph), graph)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A box with its position: one chunk, or several from the first to the last.
-
-    Attributes:
-        words: the text beside the arrows from above, line by line, and whether it is red.
-        lines: the text in the box below its name.
-    """
-
-    first: int
-    last: int
-    top: float
-    height: float
-    words: list[tuple[str, bool]]
-    lines: list[str]
-
-    @property
-    def middle(self) -> float:
-        return self.top + self.height / 2
-
-
-def _picture(graph: Graph) -> str:
-    keys = [
-        (_arrow(11, -9, 8, "cut"), "enters without a graph"),
-        (_arrow(11, -9, 8, "joined"), "crosses, one graph"),
-        (_arrow(11, -9, 8, "overdue"), "should have been cut"),
-    ]
-    head, top = heading(
-        (
-            "The graph behind the loss"
-            if graph.losses == 1
-            else f"The graph behind {graph.losses} losses"
-        ),
-        keys,
-    )
-    rows, bottom = _rows(graph, top + 8)
-    body = [part for row in rows for part in (*_into(graph, row), _box(row))]
-    leaves, floor = _leaves(graph, rows, top + 8)
-    loss, end = _loss(graph, rows, bottom)
-    height = max(floor, end) + 8
-    paper = (
-        f'<rect width="{short(WIDTH)}" height="{short(height)}" style="fill:var(--paper,#fff)"/>'
-    )
-    # The picture sets its own colours, since a notebook or viewer may be dark.
-    inside = ['<g style="color:var(--ink,#191c20)">', paper, head, *leaves, *loss, *body, "</g>"]
-    return chart(height, "The graph behind the loss", _description(graph), inside)
-
-
-def _description(graph: Graph) -> str:
-    """The picture as text."""
-    spans = [f"chunk {i}: {_size(span)}" for i, span in enumerate(graph.chunks[:_MOST], 1)]
-    more = [f"and {len(graph.chunks) - _MOST} more"] if len(graph.chunks) > _MOST else []
-    crossings = [
-        f"From chunk {x.source + 1} to {x.target + 1}{', red' if x.overdue else ''}: {x.why}."
-        for x in graph.links[:_MOST]
-    ]
-    return (
-        f"{str(graph).splitlines()[0]}. {'; '.join([*spans, *more])}. {' '.join(crossings)}".strip()
-    )
-
-
-def _size(span: Span) -> str:
-    steps = f"{span.steps:,} step{'' if span.steps == 1 else 's'}, " if span.steps else ""
-    return f"{steps}{span.nodes:,} node{'' if span.nodes == 1 else 's'}"
-
-
-def _rows(graph: Graph, top: float) -> tuple[list[_Row], float]:
-    """The position of each box, and the end of the last one."""
-    count = len(graph.chunks)
-    ranges = [(i, i) for i in range(count)]
-    if count > _MOST:
-        ranges[_ENDS:-_ENDS] = [(_ENDS, count - _ENDS - 1)]
-    rows: list[_Row] = []
-    for first, last in ranges:
-        words, lines = _words(graph, first), _lines(graph, first, last)
-        top += 16 + 18 * max(1, len(words))
-        rows.append(_Row(first, last, top, 34 + 18 * len(lines), words, lines))
-        top += rows[-1].height
-    return rows, top
-
-
-def _lines(graph: Graph, first: int, last: int) -> list[str]:
-    """The lines in a box below its name."""
-    spans = graph.chunks[first : last + 1]
-    if first == last:
-        notes = [
-            *(["freed by an earlier backward"] if spans[0].freed else []),
-            *(["weights changed since"] if spans[0].stale else []),
-        ]
-        return [_size(spans[0]), *notes]
-    inside = [link for link in graph.links if first <= link.source and link.target <= last]
-    red = sum(link.overdue for link in inside)
-    return [
-        f"{sum(s.steps for s in spans):,} steps, {sum(s.nodes for s in spans):,} nodes",
-        f"{len(inside):,} crossings, {red:,} red",
-    ]
-
-
-def _box(row: _Row) -> str:
-    many = row.first != row.last
-    name = f"chunks {row.first + 1:,} to {row.last + 1:,}" if many else f"chunk {row.first + 1}"
-    frame = (
-        f'<rect x="{short(_BOX)}" y="{short(row.top)}" width="{short(_WIDE)}"'
-        f' height="{short(row.height)}" rx="6" style="fill:var(--wash,#f5f6f7)"'
-        f' stroke="currentColor" {_LINE["cut"] * many}/>'
-    )
-    texts = [
-        faint_text_at(_BOX + 14, row.top + 40 + 18 * i, line) for i, line in enumerate(row.lines)
-    ]
-    title = text_at(_BOX + 14, row.top + 22, name, _BOLD)
-    return f'<g class="chunk">{frame}{title}{"".join(texts)}</g>'
-
-
-def _entering(graph: Graph, target: int) -> tuple[Crossing | None, list[Crossing]]:
-    """The crossing from the chunk before, and those from further back."""
-    links = [link for link in graph.links if link.target == target]
-    near = next((link for link in links if link.source == target - 1), None)
-    return near, [link for link in links if link.source < target - 1]
-
-
-def _words(graph: Graph, target: int) -> list[tuple[str, bool]]:
-    """The text beside the arrows into a chunk, line by line, and whether it is red."""
-    near, far = _entering(graph, target)
-    notes: list[tuple[str, bool]] = []
-    if near is not None:
-        notes.append(("should have been cut: " * near.overdue + near.why, near.overdue))
-    if far:
-        names = ", ".join(str(link.source + 1) for link in far[:4])
-        others = " and others" if len(far) > 4 else ""
-        red = any(link.overdue for link in far)
-        notes.append((f"from chunk {names}{others}: {far[-1].why}", red))
-    entry = graph.chunks[target].enters
-    if entry in _ENTERS:
-        notes.append(((_REST if notes else _ENTERS)[entry], False))
-    return [(line, red) for text, red in notes for line in textwrap.wrap(text, 44)]
-
-
-def _into(graph: Graph, row: _Row) -> list[str]:
-    """The arrows into a chunk from above, with their text."""
-    links = [link for link in graph.links if link.target == row.first]
-    start, parts = row.top - 10 - 18 * max(1, len(row.words)), list[str]()
-    if links:
-        kind = "overdue" if any(link.overdue for link in links) else "joined"
-        parts.append(_arrow(_BOX + 40, start - 6, row.top, kind))
-    if graph.chunks[row.first].enters in _ENTERS:
-        parts += [
-            _arrow(_BOX + 14, start + 10, row.top, "cut"),
-            f'<circle cx="{short(_BOX + 14)}" cy="{short(start + 6)}" r="4" {_OPEN}/>',
-        ]
-    lines = enumerate(row.words)
-    texts = [_text_line(_BOX + 58, start + 12 + 18 * i, line, red) for i, (line, red) in lines]
-    return parts + texts
-
-
-def _text_line(x: float, y: float, line: str, red: bool) -> str:
-    halo = HALO.replace('style="', f'style="fill:{_ALARM};') if red else HALO
-    return text_at(x, y, line, halo)
-
-
-def _arrow(x: float, start: float, stop: float, kind: str) -> str:
-    """An arrow downwards; one that should have been cut has a bar across as well."""
-    tip = (
-        f"M{short(x - 4)} {short(stop - 7)}L{short(x)} {short(stop)}L{short(x + 4)}"
-        f" {short(stop - 7)}"
-    )
-    middle = (start + stop) / 2
-    bar = (
-        f"M{short(x - 6)} {short(middle + 4)}L{short(x + 6)} {short(middle - 4)}"
-        if kind == "overdue"
-        else ""
-    )
-    line = f"M{short(x)} {short(start)}V{short(stop)}"
-    # the line of a cut is dashed, its tip is not
-    head = f'<path d="{tip}" fill="none" stroke="currentColor"/>' if kind == "cut" else ""
-    drawn = line if kind == "cut" else line + tip + bar
-    return (
-        f'<path class="{kind}" d="{drawn}" fill="none" stroke="currentColor" {_LINE[kind]}/>{head}'
-    )
-
-
-def _leaves(graph: Graph, rows: Sequence[_Row], top: float) -> tuple[list[str], float]:
-    """The weights and other leaves on the left, with a line to every chunk that uses one."""
-    y, parts = top + 24, list[str]()
-    groups = [
-        ("weights", [x for x in graph.leaves if x.parameter]),
-        ("other leaves", [x for x in graph.leaves if not x.parameter]),
-    ]
-    for title, leaves in groups:
-        if leaves:
-            parts.append(text_at(0, y, f"{title}, and how often used", _BOLD))
-            parts += [_leaf(leaf, y + 22 + 18 * i) for i, leaf in enumerate(leaves[:_LEAVES])]
-            more = len(leaves) - _LEAVES
-            parts.append(
-                faint_text_at(0, y + 22 + 18 * _LEAVES, f"and {more:,} more") if more > 0 else ""
+    roots = [losses] if isinstance(losses, Tensor) else list(losses)
+    for i, loss in enumerate(roots, 1):
+        if loss.grad_fn is None:
+            raise DataError(
+                f"loss {i} of {len(roots)} has no graph: it was computed under torch.no_grad(),"
+                " detached, or is a leaf. Draw the loss before it is detached or converted to a"
+                " number"
             )
-            y += 58 + 18 * min(len(leaves), _LEAVES + 1)
-    used = {chunk for leaf in graph.leaves for chunk in leaf.chunks}
-    using = [row for row in rows if any(c in used for c in range(row.first, row.last + 1))]
-    if using:
-        parts.append(rule(f"M{short(_LEFT)} {short(top + 12)}V{short(using[-1].middle)}", _THIN))
-        parts += [
-            rule(f"M{short(_LEFT)} {short(row.middle)}H{short(_BOX)}", _THIN) for row in using
-        ]
-    return parts, y
-
-
-def _leaf(leaf: GraphLeaf, y: float) -> str:
-    return text_at(0, y, shorten(leaf.name, 24)) + faint_text_at(
-        _LEFT - 12, y, f"{leaf.uses:,}", END
+    if not roots:
+        raise DataError(
+            "got no loss, expected one tensor at least: the graph is that behind a loss"
+        )
+    count, inner, uses = _walk([loss.grad_fn for loss in roots])
+    _hold(inner)
+    recurrent, steps = _clock(inner, uses)
+    last, before = _past(inner, steps)
+    entering = [t.grad_fn for t in trees.tensors(() if state is None else state)]
+    passed = max((_made(node) for node in entering if node in inner), default=-1)
+    starts = _starts(inner, steps, before, passed)
+    chunk, to_loss, links = _divided(inner, last, list(starts), recurrent)
+    sizes, times = Counter(chunk.values()), list[int]()
+    for past in before:  # steps side by side, of a second input to the same net, count once
+        times.append(times[past] + 1 if past >= 0 else 0)
+    spans = enumerate(pairwise([*starts, len(steps)]))
+    known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
+    names = {leaf: known.get(id(leaf.variable), _described(leaf.variable)) for leaf in uses}
+    return Drawing(
+        tuple(
+            ChunkGraph(
+                sum(map(_fused_steps, steps[a:b])) or len(set(times[a:b])),
+                sizes[c],
+                starts[a] == "cut",
+                c in to_loss,
+            )
+            for c, (a, b) in spans
+        ),
+        tuple(_crossing(starts, *link, link[0] in to_loss) for link in sorted(links)),
+        tuple(
+            GraphLeaf(name, tuple(sorted({chunk[node] for node in uses[leaf]})), len(uses[leaf]))
+            for leaf, name in names.items()
+        ),
+        count,
     )
 
 
-def _loss(graph: Graph, rows: Sequence[_Row], bottom: float) -> tuple[list[str], float]:
-    """The loss at the lower right, with a line from every chunk whose outputs contribute to it."""
-    name = "loss" if graph.losses == 1 else f"{graph.losses} losses"
-    y = bottom + 28
-    using = [row for row in rows if any(s.to_loss for s in graph.chunks[row.first : row.last + 1])]
-    parts = [
-        rule(f"M{short(_BOX + _WIDE)} {short(row.middle)}H{short(_RAIL)}", _THIN) for row in using
+def _walk(roots: list[Any]) -> tuple[int, Inputs, Inputs]:
+    """The number of nodes; the inner ones, with inner inputs; the uses of each leaf.
+
+    A view of a leaf, such as a transpose, is that leaf.
+    """
+    inputs: Inputs = {}
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        if node not in inputs:
+            inputs[node] = [other for other, _ in node.next_functions if other]
+            todo += inputs[node]
+    inner: Inputs = {}
+    uses: Inputs = {}
+    leaf: dict[Any, Any] = {}
+    for node in TopologicalSorter(inputs).static_order():
+        ends = {leaf[i] for i in inputs[node] if i in leaf}
+        if node.name().endswith("AccumulateGrad"):
+            leaf[node], uses[node] = node, []
+        elif ends and len(node.next_functions) == 1 and node not in roots:
+            leaf[node] = ends.pop()
+        else:
+            inner[node] = [i for i in inputs[node] if i not in leaf]
+            # under a trace, a state that enters names the weights without using them
+            for end in ends if node.name() != "TracedStepsBackward" else ():
+                uses[end].append(node)
+    return len(inputs), inner, uses
+
+
+def _hold(inner: Inputs) -> None:
+    """Let the nodes of one level hold those of the level `_LEVEL` nodes further down.
+
+    Torch frees nodes that Python has accessed by recursion, which overflows the stack some 60,000
+    nodes deep (2.13). A held node ends the recursion. It is freed with the nodes that hold it, so
+    nothing outlives the graph.
+    """
+    depth, levels = Counter[Any](), defaultdict[int, list[Any]](list)
+    for node in reversed(inner):
+        levels[depth[node]].append(node)
+        for i in inner[node]:
+            depth[i] = max(depth[i], depth[node] + 1)
+    for level in range(_LEVEL, len(levels), _LEVEL):
+        for node in levels[level - _LEVEL]:
+            node.metadata["throughtime.held"] = levels[level]
+
+
+def _clock(inner: Inputs, uses: Inputs) -> tuple[set[Any], list[Any]]:
+    """The uses of all recurrent weights, and those of the clock, in the order of their making.
+
+    The clock is the weight with the most uses; among equals, the one cut most often, then the one
+    used first: a layer above depends on it.
+    """
+    weights = [leaf for leaf in uses if isinstance(leaf.variable, nn.Parameter)]
+    order = {leaf: sorted(uses[leaf], key=_made) for leaf in weights or uses}
+    cuts = {leaf: _past(inner, nodes)[1].count(-1) for leaf, nodes in order.items()}
+    linked = [n for n in order if cuts[n] < len(order[n]) or any(map(_fused_steps, order[n]))]
+    linked.sort(key=lambda leaf: (-len(order[leaf]), -cuts[leaf], _made(order[leaf][0])))
+    return {node for leaf in linked for node in order[leaf]}, order[linked[0]] if linked else []
+
+
+def _past(inner: Inputs, steps: list[Any]) -> tuple[Numbers, list[int]]:
+    """The latest step that each node depends on, itself included, and the one before each step.
+
+    -1: none.
+    """
+    last: Numbers = {}
+    before = [-1] * len(steps)
+    number = {node: k for k, node in enumerate(steps)}
+    for node, inputs in inner.items():
+        last[node] = max((last[i] for i in inputs), default=-1)
+        if node in number:
+            before[number[node]], last[node] = last[node], number[node]
+    return last, before
+
+
+def _starts(inner: Inputs, steps: list[Any], before: list[int], passed: int) -> dict[int, str]:
+    """The steps with which chunks begin, and the evidence.
+
+    Args:
+        inner: all nodes.
+        steps: among them.
+        before: the step on which each one depends; -1: none.
+        passed: the sequence number of the state that the caller passes; -1: none.
+    """
+    recorded, numbers = sorted(map(_made, inner)), list(map(_made, steps))
+    gaps = [b - a for a, b in pairwise(numbers)]
+    foreign = [
+        b - a - bisect_right(recorded, b) + bisect_right(recorded, a) for a, b in pairwise(numbers)
     ]
-    if using:
-        parts.append(rule(f"M{short(_RAIL)} {short(using[0].middle)}V{short(y)}", _THIN))
-    pill = (
-        f'<rect x="{short(WIDTH - 110)}" y="{short(y)}" width="109" height="30" rx="15" {_OPEN}/>'
-    )
-    return [*parts, pill, text_at(WIDTH - 55, y + 20, name, f"{MIDDLE} {_BOLD}")], y + 32
+    fused = any(_fused_steps(node) > 1 for node in steps)
+
+    def is_peak(values: list[int], k: int) -> bool:
+        near = [*values[max(0, k - 1) : k], *values[k + 1 : k + 2]]
+        return values[k] > (0 if fused else max(near, default=math.inf))
+
+    wider = {k for k in range(len(gaps)) if is_peak(gaps, k)}
+    # too many to be chunk ends: a step uses the weight twice, or steps differ
+    guessed = wider if fused or 3 * len(wider) <= len(gaps) else ()
+    starts, faults = {0: "cut"}, [_faults(node) for node in steps]
+    for k in range(1, len(steps)):
+        # a first step saves no weights if its state requires no gradient
+        saved = faults[k - 1] or before[k - 1] >= 0
+        if before[k] < 0 and k - 1 not in before[k:]:  # else it is parallel to another
+            starts[k] = "cut"
+        elif saved and faults[k - 1] != faults[k]:
+            starts[k] = "freed" if "freed" in faults[k - 1] + faults[k] else "weights"
+        elif numbers[k - 1] <= passed < numbers[k]:
+            starts[k] = "passed"
+        elif k - 1 in guessed:
+            starts[k] = "foreign" if is_peak(foreign, k - 1) else "own"
+    return starts
+
+
+def _faults(node: Any) -> str:
+    """Why saved tensors of a node cannot be used any more: freed, or changed in place since."""
+    faults: list[str] = []
+    for name in dir(type(node)):
+        if (name.startswith("_saved_") and "_sym_" not in name) or name == "saved_tensors":
+            try:
+                getattr(node, name)
+            except RuntimeError as error:
+                if "already been freed" in str(error):
+                    return "freed"
+                faults.append(str(error))
+    return "".join(faults)
+
+
+def _divided(
+    inner: Inputs, last: Numbers, firsts: list[int], recurrent: set[Any]
+) -> tuple[Numbers, set[int], set[tuple[int, int]]]:
+    """The chunk of every inner node, the chunks that contribute to the loss, and the crossings.
+
+    A node belongs to the chunk of the latest step that it depends on; one before the first step, to
+    that of its consumer.
+    """
+    chunk = {node: bisect_right(firsts, k) - 1 for node, k in last.items() if k >= 0}
+    fed, to_loss, edges = set[Any](), set[int](), list[tuple[Any, Any]]()
+    for node in reversed(inner):
+        own = chunk.setdefault(node, 0)
+        for i in inner[node]:
+            if last[i] < 0:
+                chunk[i] = min(chunk.get(i, own), own)
+            if node in fed or node in recurrent:
+                edges.append((i, node))
+                fed.add(i)
+        if node not in fed:  # no later use of a recurrent weight depends on it
+            to_loss.add(own)
+    links = {(chunk[i], chunk[node]) for i, node in edges}
+    return chunk, to_loss, {link for link in links if link[0] < link[1]}
+
+
+def _crossing(starts: Mapping[int, str], source: int, target: int, to_loss: bool) -> Crossing:
+    """A state that crosses; `to_loss`: the outputs of its source contribute to the losses."""
+    # its chunk has not ended if they do
+    fine = {"own", "foreign"} if to_loss else {"own"}
+    known = list(starts.values())[target:source:-1]
+    evidence = next((one for one in known if one not in fine), "own")
+    return Crossing(source, target, evidence != "own", WHY[evidence])
+
+
+def _fused_steps(node: Any) -> int:
+    """The steps of a fused layer's call; 0 for any other node."""
+    name, shape = node.name(), node._input_metadata[0].shape
+    if not name.startswith(_FUSED):
+        return 0
+    # oneDNN always puts time first, cuDNN as the layer does
+    swapped = "Mkldnn" not in name and getattr(node, "_saved_batch_first", False)
+    return shape[int(swapped)] if len(shape) > 2 else 1
+
+
+def _made(node: Any) -> int:
+    """The only number that gives the order in which nodes were made."""
+    return node._sequence_nr()
+
+
+def _described(leaf: Tensor) -> str:
+    """A leaf without a name."""
+    return f"{'weight' if isinstance(leaf, nn.Parameter) else 'leaf'} {tuple(leaf.shape)}"

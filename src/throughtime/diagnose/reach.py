@@ -4,57 +4,36 @@
     loss
 
 One backward pass serves as many anchors as there are lanes: rows of a batch do not depend on each
-other, so every lane has its loss at its own step, and the norm of each row of the adjoint belongs
-to its anchor. Gates between the steps read the adjoint. The pass runs in segments, so memory is
-that of one segment.
+other, so every lane has its loss at its own step, and the norm of each row of the credit belongs to
+its anchor. Gates between the steps read the credit (`_slice.py`).
 
-Shapes: `B` lanes (rows of the batch). A recording is one unbroken sequence.
+Shapes: `T` steps of a window, `B` lanes (rows of the batch). A recording is one unbroken sequence.
 """
 
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried
-from throughtime.chunk import Readable
-from throughtime.diagnose._slice import (
-    Anchor,
-    AnchorSet,
-    StreamSlice,
-    get_axes,
-    json_safe,
-    spread_of,
-    windows,
-)
+from throughtime._device import real_type
+from throughtime.carry.carried import Carried, device_of
+from throughtime.chunk import Chunk, Readable
+from throughtime.diagnose._slice import CreditPass, StreamSlice, get_axes, json_safe
 from throughtime.errors import DataError
-from throughtime.gradient import LossFn, Objective, schedule
-from throughtime.gradient._backward import (
-    CreditFlow,
-    GradientAccumulator,
-    LossPass,
-    lane_norms,
-    scale_lanes,
-    vjp,
-)
-from throughtime.gradient._memory import MemoryBudget, preserve_rng_and_buffers
-from throughtime.gradient._segments import (
-    CheckpointedPass,
-    Cotangents,
-    CreditGate,
-    Segment,
-    wide,
-)
+from throughtime.gradient import LossFn, Objective
+from throughtime.gradient.segment import lane_norms, preserve_rng_and_buffers
+from throughtime.gradient.window import Credit, check_whole
 from throughtime.state import State
 
-_SEGMENT_STEPS = 64  # an adjoint is normalised again before it leaves float32's range
+_LEAST = 1e-30  # a norm of which float32 has all digits
+_BLOCK = 1024  # steps of a forward call between two windows
 _POINTS = 6  # the fewest for a line
 SHARES = (0.5, 0.9, 0.99)
 FITTING = 0.9  # the lowest R² of an exponential decay
@@ -86,7 +65,9 @@ class Reach:
         shares: the lags within which 50, 90 and 99 % of the sum of phi lie.
         decay: how phi falls over the tail, the last third of the lags, whatever its share of the
             sum; `None` if that is no exponential decay.
-        lyapunov: mean growth of the logarithm of an adjoint per step; above 0 gradients explode.
+        lyapunov: mean growth of the logarithm of the credit of a loss per step, over the last two
+            thirds of the lags at which its norm is above 1e-30; above 0 gradients explode, and it
+            is minus infinity without credit at two lags.
         loss: mean loss at the anchors, with all of the past.
         contexts: mean loss at the anchors if the net starts so many steps before, from the initial
             state.
@@ -207,7 +188,7 @@ def reach(
     every: int = 1,
     steps: int | None = None,
     state: State = None,
-    chunk: int | Literal["auto"] = "auto",
+    chunk: int | None = None,
     seed: int = 0,
 ) -> Reach:
     """Measure how far back the gradient of a single loss extends: its norm at every lag.
@@ -224,7 +205,7 @@ def reach(
         every: resolution in lags; a larger one is faster with fused layers.
         steps: the number of steps of every lane to draw from; default: to the end of the epoch.
         state: the state entering the stream's next step; default: the start of the epoch.
-        chunk: steps of graph in memory at once; see `tt.Exact`.
+        chunk: steps per segment, see `tt.Exact`.
         seed: draws the anchors.
 
     Returns:
@@ -234,9 +215,10 @@ def reach(
     Raises:
         DataError: no valid step.
 
-    Cost: a forward pass over the slice; a forward and two backward passes, step by step, over
-    `max_lag` steps and a quarter more for every set of `B` anchors; forward passes over 2 *
-    `max_lag` steps for the contexts.
+    Cost: a forward pass over the slice; for every set of `B` anchors a forward and a backward pass,
+    step by step, over `max_lag` steps and a quarter more (two forward passes if that takes several
+    segments), and forward passes over 2 * `max_lag` steps for the contexts, and for each of them
+    over the steps between the first and the last anchor.
 
     Example:
         >>> import torch, throughtime as tt
@@ -247,200 +229,145 @@ def reach(
         >>> result.reach_50 <= result.reach_90 <= result.reach_99 <= 50
         True
     """
-    for name, value in (("max_lag", max_lag), ("anchors", anchors), ("every", every)):
-        schedule.check_whole(name, value, 1)
-    objective = Objective(loss_fn)
-    section = StreamSlice.of(net, stream, steps, state, objective)
-    lags = list(range(every, max(every, min(max_lag, section.steps - 1)) + 1, every))
-    profile = ReachProfile(net, objective, lags, chunk)
-    with torch.enable_grad(), preserve_rng_and_buffers(net, section.placement.device):
-        for number, (window, entering) in enumerate(
-            windows(net, section, lags[-1], -(-anchors // stream.lanes))
-        ):
-            profile.add_window(window, entering, torch.Generator().manual_seed(seed + number))
-    if not profile.anchors:
+    for name, value in {"max_lag": max_lag, "anchors": anchors, "every": every}.items():
+        check_whole(name, value, 1)
+    objective, norms, losses = Objective(loss_fn), list[Tensor](), list[list[float]]()
+    with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
+        section = StreamSlice.of(net, stream, steps, state, objective)
+        lags = range(every, max(every, min(max_lag, section.steps - 1)) + 1, every)
+        spread = max(1, lags[-1] // 4)
+        length = min(section.steps, lags[-1] + spread)
+        spread = min(spread, -(-length // 2))
+        contexts = [1 << k for k in range(max(1, min(length - spread, lags[-1])).bit_length())]
+        at, state, count = 0, section.state, -(-anchors // stream.lanes)
+        names = net.leaf_names(state)
+        for number in range(count):
+            begin = (section.steps - length) * number // max(1, count - 1)
+            for start in range(at, begin, _BLOCK):
+                rows = section.read(start, min(start + _BLOCK, begin))
+                _, state = net(rows.inputs, state, rows.resets)
+            at, generator = begin, torch.Generator().manual_seed(seed + number)
+            window = section.read(at, at + length)
+            drawn = _draw(window, spread, generator)
+            if drawn:
+                tables, row = _measure(net, objective, window, state, drawn, lags, contexts, chunk)
+                norms, losses = norms + tables, losses + [row] * len(drawn)
+    if not losses:
         raise DataError(
             "no step with a valid target among those drawn: there is no loss to differentiate"
         )
-    return profile.summary()
+    loss, *means = map(statistics.fmean, zip(*losses, strict=True))
+    return _summary(lags, names, norms, loss, dict(zip(contexts, means, strict=True)))
 
 
-class ReachProfile:
-    """Norms by lag and losses by context, accumulated window by window."""
+def _draw(window: Chunk, spread: int, generator: torch.Generator) -> list[tuple[int, int, int]]:
+    """Draw an anchor of each lane from the valid ones of the last `spread` steps.
 
-    def __init__(
-        self, net: Carried, objective: Objective, lags: list[int], chunk: int | Literal["auto"]
-    ) -> None:
-        self.net, self.objective, self.lags = net, objective, lags
-        self.budget = MemoryBudget("512MB", chunk, None)
-        self.budget.check()
-        self.anchors = 0
-        self.loss = 0.0
-        self.contexts: dict[int, float] = {}
-        self.names: list[str] = []
-        self.sums = torch.zeros(0, device="cpu")  # by lag, of the state, then of each leaf
-        self.counts = torch.zeros(len(lags), dtype=torch.float64, device="cpu")
-        self.growth: list[Tensor] = []
+    Each is a lane, a step, and the steps up to it that its recording has states before.
+    """
+    anchors, begin = list[tuple[int, int, int]](), window.steps - spread
+    for lane in range(window.lanes):
+        valid = window.mask[begin:, lane].nonzero().flatten().tolist()
+        if valid:
+            index = torch.randint(len(valid), (), device="cpu", generator=generator)
+            step = begin + valid[int(index)]
+            starts = window.resets[: step + 1, lane].nonzero().flatten().tolist()
+            anchors.append((lane, step, step - max(starts, default=-1)))
+    return anchors
 
-    def add_window(self, window: StreamSlice, entering: State, generator: torch.Generator) -> None:
-        """Add one anchor of every lane that has a valid step."""
-        whole = window.read(0, window.steps)
-        spread = min(spread_of(self.lags[-1]), -(-whole.steps // 2))
-        drawn = AnchorSet.draw(whole, spread, generator)
-        if not drawn.anchors:
-            return
-        if not self.names:
-            self.names = self.net.leaf_names(entering)
-            self.sums = torch.zeros(
-                1 + len(self.names), len(self.lags), dtype=torch.float64, device="cpu"
-            )
-        self._add_norms(self._credit(drawn, entering, generator), drawn.anchors)
-        self._add_contexts(drawn, whole.steps - spread)
-        self.anchors += len(drawn.anchors)
 
-    def _credit(self, drawn: AnchorSet, entering: State, generator: torch.Generator) -> Tensor:
-        """The norm of the adjoint of each leaf, `(T, leaves, B)`; adds to loss and growth."""
-        chunk, count = drawn.chunk, len(drawn.anchors)
-        norms = torch.zeros(
-            chunk.steps, len(self.names), chunk.lanes, dtype=torch.float64, device="cpu"
+def _measure(
+    net: Carried,
+    objective: Objective,
+    window: Chunk,
+    state: State,
+    anchors: Sequence[tuple[int, int, int]],
+    lags: range,
+    contexts: Sequence[int],
+    size: int | None,
+) -> tuple[list[Tensor], list[float]]:
+    """Of each anchor by lag the norms of the credit, of the state and its leaves; mean losses.
+
+    The first loss has all of the past, the others start so many steps before the anchors.
+    """
+    leaves, mask = trees.tensors(state), torch.zeros_like(window.mask)
+    for lane, step, _ in anchors:
+        mask[step, lane] = True
+    x, targets = window.inputs, window.targets
+    kept = [i for i, leaf in enumerate(leaves) if trees.differentiable(leaf)]
+    shape = window.steps, len(leaves), window.lanes
+    table = torch.zeros(shape, dtype=torch.float64, device="cpu")
+
+    def record(step: int, credit: Credit) -> Credit:
+        for i, leaf in zip(kept, credit, strict=True):
+            if leaf is not None:
+                sizes: Any = lane_norms([leaf.abs().to(real_type(leaf))])  # squares underflow
+                table[step, i] = sizes
+        return credit
+
+    steps = [[step + 1 - lag for lag in lags if lag <= past] for _, step, past in anchors]
+    chunk = Chunk.from_tensors(x, targets, resets=window.resets, mask=mask)
+    with torch.enable_grad():
+        run = CreditPass(
+            net,
+            objective,
+            lambda a, b: chunk[a:b],
+            chunk.steps,
+            state,
+            [],
+            chain(*steps),
+            chunk=size,
         )
-        active = True
+        run.gate, loss = record, run.losses.sum() / (sum(run.counts) or 1.0)
+        if loss.requires_grad:
+            run.gradients([loss * len(anchors)])
+    vars(run).clear()  # or its graph, which refers to it, would wait for the garbage collector
+    losses, first = [loss.item()], min(step for _, step, _ in anchors) + 1
+    for context in contexts:
+        resets = window.resets.clone()
+        for lane, step, _ in anchors:
+            resets[step + 1 - context, lane] = True
+        rows = Chunk.from_tensors(x, targets, resets=resets, mask=mask)[first - context :]
+        start = net.initial_state(rows.lanes, like=rows.inputs)
+        losses.append(objective(net(rows.inputs, start, rows.resets)[0], rows)[0].item())
+    tables = [table[own, :, lane] for own, (lane, *_) in zip(steps, anchors, strict=True)]
+    return [torch.cat([own.norm(dim=1, keepdim=True), own], 1) for own in tables], losses
 
-        def record(rows: Tensor, adjoint: Cotangents) -> None:
-            """Write the norm of each leaf's adjoint, by lane, into `rows`, `(leaves, B)`."""
-            for row, leaf in zip(rows, adjoint, strict=True):
-                if active and leaf is not None:
-                    row.copy_(wide(leaf.detach().abs().reshape(len(leaf), -1)).norm(dim=1))
 
-        steps = {
-            anchor.step + 1 - lag
-            for anchor in drawn.anchors
-            for lag in self.lags
-            if lag <= anchor.step + 1
-        }
-        length = min(
-            _SEGMENT_STEPS,
-            self.budget.segment_steps(
-                self.net, chunk.steps, lambda n: chunk[0:n], entering, self.objective
-            ),
+def _summary(
+    lags: range,
+    names: list[str],
+    norms: list[Tensor],
+    loss: float,
+    contexts: dict[int, float],
+) -> Reach:
+    """The means over all anchors."""
+    counts = [sum(len(rows) > i for rows in norms) for i in range(max(map(len, norms)))]
+    if not counts:
+        raise DataError(
+            "none of the losses drawn has a past: each is at the first step of its recording"
         )
-        checkpointed = CheckpointedPass(
-            self.net,
-            schedule.pieces(chunk.steps, length),
-            lambda start, stop: chunk[start:stop],
-            entering,
-            gates={step: CreditGate(watch=partial(record, norms[step])) for step in steps},
-        )
-        loss_pass = LossPass.run(
-            checkpointed, (chunk[a:b] for a, b in pairwise(checkpointed.bounds)), self.objective
-        )
-        credit = CreditFlow(GradientAccumulator({}))
-        adjoint: Cotangents | None = None
-        for segment in checkpointed.backward():
-            losses = list(loss_pass.losses(segment, self.objective).values())
-            self.loss += sum(loss.item() for loss in losses) * count
-            credit.through(segment, [(loss, None) for loss in losses], retain=True)
-            active = False
-            adjoint = self._grow(segment, adjoint, generator)
-            active = True
-            del losses, segment
-        return norms * count
-
-    def _grow(
-        self, segment: Segment, adjoint: Cotangents | None, generator: torch.Generator
-    ) -> Cotangents | None:
-        """Propagate an adjoint of norm one through a segment, and record the growth of each lane.
-
-        A lane whose adjoint has vanished gets a new random one.
-        """
-        leaves = trees.tensors(segment.after)
-        random = [
-            (
-                torch.randn(leaf.shape, generator=generator, dtype=leaf.dtype, device="cpu").to(
-                    leaf.device
-                )
-                if leaf.requires_grad
-                else None
-            )
-            for leaf in leaves
-        ]
-        first = adjoint is None
-        adjoint = random if adjoint is None else _replace_vanished(adjoint, random)
-        norms = lane_norms(adjoint)
-        if norms is None:
-            return None
-        after_grads = vjp(segment, [], [], scale_lanes(adjoint, 1 / norms)).state
-        after = lane_norms(after_grads)
-        if after is None:
-            return None
-        whole = ~segment.chunk.resets.any(dim=0) & (after > 0)
-        # the first segment turns a random direction into the leading one
-        if not first or segment.index == 0:
-            self.growth.append((after.log() / segment.chunk.steps)[whole].double().cpu())
-        return after_grads
-
-    def _add_norms(self, norms: Tensor, anchors: Sequence[Anchor]) -> None:
-        """Add norms by step of the window to the sums by lag."""
-        lags = torch.tensor(self.lags, device="cpu")
-        for lane, step, oldest in anchors:
-            steps = step + 1 - lags
-            inside = steps >= oldest
-            leaves = norms[steps[inside], :, lane].T
-            self.sums[0, inside] += leaves.square().sum(0).sqrt()
-            self.sums[1:, inside] += leaves
-            self.counts[inside] += 1
-
-    def _add_contexts(self, drawn: AnchorSet, most: int) -> None:
-        """Add the losses at the anchors, from 1, 2, 4, ... steps of context, at most `most`."""
-        for steps in [1 << k for k in range(min(most, self.lags[-1]).bit_length())]:
-            chunk = drawn.context(steps)
-            with torch.no_grad():
-                y, _ = self.net(
-                    chunk.inputs,
-                    trees.detach(self.net.initial_state(chunk.lanes, like=chunk.inputs)),
-                    chunk.resets,
-                )
-                loss = self.objective.loss(y, chunk).item()
-            self.contexts[steps] = self.contexts.get(steps, 0.0) + loss * len(drawn.anchors)
-
-    def summary(self) -> Reach:
-        """The means over all anchors."""
-        count = int((self.counts > 0).sum())
-        if not count:
-            raise DataError(
-                "none of the losses drawn has a past: each is at the first step of its recording"
-            )
-        means = (self.sums[:, :count] / self.counts[:count]).tolist()
-        lags = tuple(self.lags[:count])
-        growth = torch.cat(self.growth) if self.growth else torch.zeros(0, device="cpu")
-        contexts = {steps: loss / self.anchors for steps, loss in sorted(self.contexts.items())}
-        loss, short = self.loss / self.anchors, contexts[1]
-        return Reach(
-            lags,
-            tuple(means[0]),
-            {name: tuple(row) for name, row in zip(self.names, means[1:], strict=True)},
-            self.anchors,
-            tuple(int(n) for n in self.counts[:count]),
-            {share: within(lags, means[0], share) for share in SHARES},
-            _decay(lags, means[0]),
-            growth.mean().item() if len(growth) else -math.inf,
-            loss,
-            contexts,
-            loss < short - 0.01 * abs(short),
-        )
-
-
-def _replace_vanished(adjoint: Cotangents, random: Cotangents) -> Cotangents:
-    """The adjoint, with new random numbers in the lanes where it has vanished."""
-    norms = lane_norms(adjoint)
-    if norms is None:
-        return random
-    present = (norms > 0) & norms.isfinite()
-    pairs = zip(adjoint, random, strict=True)
-    return [
-        r if a is None or r is None else torch.where(present.view(-1, *[1] * (a.dim() - 1)), a, r)
-        for a, r in pairs
-    ]
+    means = pad_sequence(norms).sum(1).T / torch.tensor(counts, device="cpu")
+    (whole, *leaves), growth = map(tuple, means.tolist()), list[float]()
+    for rows in norms:
+        alive = ((rows[:, 0] > _LEAST) & rows[:, 0].isfinite()).nonzero().flatten().tolist()
+        if len(alive) > 1:
+            a, b = alive[len(alive) // 3], alive[-1]
+            growth.append(math.log(rows[b, 0] / rows[a, 0]) / ((b - a) * lags.step))
+    lags = lags[: len(counts)]
+    return Reach(
+        tuple(lags),
+        whole,
+        dict(zip(names, leaves, strict=True)),
+        len(norms),
+        tuple(counts),
+        {share: within(lags, whole, share) for share in SHARES},
+        _decay(lags, whole),
+        statistics.fmean(growth) if growth else -math.inf,
+        loss,
+        contexts,
+        loss < contexts[1] - 0.01 * abs(contexts[1]),
+    )
 
 
 def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:

@@ -20,21 +20,22 @@ Shapes: `T` steps, `N` cold starts, `D` input features, `C` outputs.
 
 import math
 import random
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried, running
-from throughtime.chunk import Chunk, Placement
+from throughtime.chunk import Placement
 from throughtime.diagnose._slice import json_safe
 from throughtime.errors import ConfigError, DataError, RunError, counted
-from throughtime.gradient._memory import preserve_rng_and_buffers
-from throughtime.gradient._segments import run_chunk
-from throughtime.gradient.schedule import check_whole
+from throughtime.gradient.segment import preserve_rng_and_buffers
+from throughtime.gradient.window import check_whole
 from throughtime.stream import Stream
 from throughtime.stream.lanes import LaneSlice
 from throughtime.stream.sources import Recordings
@@ -187,39 +188,42 @@ def settling_time(
     References: Buitrago Ruiz & Gu, ICML 2025.
     """
     require_carried(net)
-    check_whole("starts", starts, 1)
-    check_whole("span", span, 1)
-    if steps is not None:
-        check_whole("steps", steps, 1)
+    for name, whole in (
+        ("starts", starts),
+        ("span", span),
+        ("steps", 1 if steps is None else steps),
+    ):
+        check_whole(name, whole, 1)
     for name, value in (("tolerance", tolerance), ("scale", 1.0 if scale is None else scale)):
         if not 0 < value < math.inf:
             raise ConfigError(f"{name}={value}: expected a finite number above 0")
     played = stream if isinstance(stream, Stream) else whole_stream(stream)
     played._sync_ranks()
-    slices = _slices(played, min(steps or played.steps, played.steps))
+    lanes: dict[int, list[LaneSlice]] = {}
+    for run in played._schedule.slices(0, min(steps or played.steps, played.steps)):
+        if run.steps > 1:  # it has a past to compare with
+            lanes.setdefault(run.lane, []).append(run)
     drawn = [
-        cold
-        for lane, runs in enumerate(slices)
-        for cold in _draw(
-            runs,
-            starts // len(slices) + (lane < starts % len(slices)),
-            span,
-            f"{seed}:{runs[0].lane}",
-        )
+        start
+        for number, runs in enumerate(lanes.values())
+        for start in _draw(runs, len(range(number, starts, len(lanes))), span, seed)
     ]
     if not drawn:
         raise DataError(
             "no recording has two steps or more among those played, so no cold start has a past to"
             " be compared with; take longer recordings, or more steps"
         )
-    device = device_of(net)
-    with preserve_rng_and_buffers(net, device), running(net):
-        inputs, carried = _carried_run(net, played, drawn, Placement(device, dtype_of(net)))
-        cold = _cold_run(net, inputs)
-    return _compared(played, drawn, carried, cold, (tolerance, scale))
+    placement = Placement(device_of(net), dtype_of(net))
+    with preserve_rng_and_buffers(net, placement.device), running(net):
+        carried = _carried_run(net, played, drawn, placement)
+        parts = [played.read(c.step, c.step + c.compared).convert(placement) for c in drawn]
+        rows = [part.inputs[:, c.run.lane] for part, c in zip(parts, drawn, strict=True)]
+        inputs = pad_sequence(rows)
+        cold, _ = net(inputs, net.initial_state(len(drawn), like=inputs))
+    return _compared(played, drawn, (carried, cold), tolerance, scale)
 
 
-class _StartPosition(NamedTuple):
+class _Start(NamedTuple):
     """A cold start: at lane time `step`, in a slice of a recording."""
 
     run: LaneSlice
@@ -227,113 +231,75 @@ class _StartPosition(NamedTuple):
     compared: int
 
 
-def _slices(stream: Stream, steps: int) -> list[list[LaneSlice]]:
-    """The recordings of each lane within its first steps, those that have a past to compare."""
-    rows: list[list[LaneSlice]] = [[] for _ in range(stream.lanes)]
-    for run in stream._schedule.slices(0, steps):
-        if run.steps > 1:
-            rows[run.lane].append(run)
-    return [row for row in rows if row]
-
-
-def _draw(runs: Sequence[LaneSlice], count: int, span: int, seed: str) -> list[_StartPosition]:
+def _draw(runs: Sequence[LaneSlice], count: int, span: int, seed: int) -> Iterator[_Start]:
     """Different positions of a lane, in order; fewer where there are not so many."""
     margins = [min(span, max(1, run.steps // 3)) for run in runs]
     ends = list(accumulate(run.steps - 2 * m + 1 for run, m in zip(runs, margins, strict=True)))
-    chosen = random.Random(seed).sample(  # noqa: S311  a position, not a secret
-        range(ends[-1]), min(count, ends[-1])
-    )
-    drawn: list[_StartPosition] = []
-    for number in sorted(chosen):
-        i = next(i for i, end in enumerate(ends) if number < end)
-        offset = margins[i] + number - (ends[i - 1] if i else 0)
-        drawn.append(
-            _StartPosition(runs[i], runs[i].start + offset, min(span, runs[i].steps - offset))
-        )
-    return drawn
+    numbers = random.Random(f"{seed}:{runs[0].lane}")  # noqa: S311  positions, not secrets
+    for number in sorted(numbers.sample(range(ends[-1]), min(count, ends[-1]))):
+        i = bisect_right(ends, number)
+        run, left = runs[i], ends[i] - number + margins[i] - 1
+        yield _Start(run, run.stop - left, min(span, left))
 
 
 def _carried_run(
-    net: Carried, stream: Stream, drawn: Sequence[_StartPosition], placement: Placement
-) -> tuple[Tensor, Tensor]:
-    """Inputs `(T, N, D)` after each cold start, and the outputs `(T, N, C)` of the carried run."""
-    longest, last = (
-        max(cold.compared for cold in drawn),
-        max(cold.step + cold.compared for cold in drawn),
-    )
-    state, rows = None, list[Tensor]()
+    net: Carried, stream: Stream, drawn: Sequence[_Start], placement: Placement
+) -> Tensor:
+    """The outputs `(T, N, C)` of the carried run after each cold start."""
+    last, state = max(cold.step + cold.compared for cold in drawn), None
+    parts: list[list[Tensor]] = [[] for _ in drawn]
     for begin in range(0, last, _BLOCK):
-        chunk: Chunk = stream.read(begin, min(begin + _BLOCK, last)).convert(placement)
+        chunk = stream.read(begin, min(begin + _BLOCK, last)).convert(placement)
         if state is None:
             state = net.initial_state(chunk.lanes, like=chunk.inputs)
-        y, state = run_chunk(net, chunk, state)
+        y, state = net(chunk.inputs, state, chunk.resets if chunk.any_reset else None)
         if not bool(y.isfinite().all()):
             raise RunError(
                 f"an output of the carried run is NaN or infinite between steps {begin:,} and"
                 f" {begin + chunk.steps:,} of a lane: there is nothing to compare with. Are the"
                 " inputs scaled as in training?"
             )
-        if not rows:
-            rows = [t.new_zeros(longest, len(drawn), *t.shape[2:]) for t in (chunk.inputs, y)]
-        for n, (run, step, compared) in enumerate(drawn):
-            start, stop = max(begin, step), min(begin + chunk.steps, step + compared)
-            if start < stop:
-                for into, values in zip(rows, (chunk.inputs, y), strict=True):
-                    into[start - step : stop - step, n] = values[start - begin : stop - begin][
-                        :, run.lane
-                    ]
-    return rows[0], rows[1]
-
-
-def _cold_run(net: Carried, inputs: Tensor) -> Tensor:
-    """The outputs `(T, N, C)` from the initial state, all cold starts side by side."""
-    state, outputs = net.initial_state(inputs.shape[1], like=inputs), list[Tensor]()
-    for part in inputs.split(_BLOCK):
-        y, state = net(part, state)
-        outputs.append(y)
-    return torch.cat(outputs)
+        for own, (run, step, compared) in zip(parts, drawn, strict=True):
+            start, stop = (max(0, t - begin) for t in (step, step + compared))
+            own.append(y[start:stop, run.lane].clone())
+    return pad_sequence([torch.cat(own) for own in parts])
 
 
 def _compared(
     stream: Stream,
-    drawn: Sequence[_StartPosition],
-    carried: Tensor,
-    cold: Tensor,
-    limits: tuple[float, float | None],
+    drawn: Sequence[_Start],
+    runs: tuple[Tensor, Tensor],
+    tolerance: float,
+    scale: float | None,
 ) -> SettlingTime:
-    """The settling times of outputs `(T, N, C)`."""
-    tolerance, scale = limits
+    """The settling times of the outputs `(T, N, C)` of the carried run and of the cold starts."""
+    carried, cold = (y.reshape(*y.shape[:2], -1).double() for y in runs)
     lengths = torch.tensor([c.compared for c in drawn], device=carried.device)
-    counts = torch.arange(len(carried), device=carried.device).unsqueeze(1) < lengths
-    before, after = (
-        y.to(torch.float64).flatten(2) for y in (carried.unsqueeze(2), cold.unsqueeze(2))
-    )
-    values = before[counts]
+    ages = torch.arange(len(carried), device=carried.device).unsqueeze(1)
+    counts = ages < lengths
+    values = carried[counts]
     if scale is None:
         scale = float(values.var(0, correction=0).mean().sqrt())
-    precision = torch.finfo(carried.dtype).eps if carried.is_floating_point() else 0.0
+    precision = torch.finfo(runs[0].dtype).eps if runs[0].is_floating_point() else 0.0
     limit = max(tolerance * scale, _ROUNDING * precision * float(values.abs().max()))
-    differences = (after - before).abs().amax(2).masked_fill(~counts, 0.0)
-    at = torch.arange(1, len(carried) + 1, device=carried.device).unsqueeze(1)
-    settled = torch.where(differences <= limit, 0, at).amax(0).tolist()
+    differences = (cold - carried).abs().amax(2).masked_fill(~counts, 0.0)
+    settled = torch.where(differences <= limit, 0, ages + 1).amax(0).tolist()
     starts = tuple(
         ColdStart(
             stream.recordings[c.run.recording].name,
             c.run.position + c.step - c.run.start,
             c.compared,
-            None if n == c.compared else int(n),
+            None if n == c.compared else n,
         )
         for c, n in zip(drawn, settled, strict=True)
     )
-    ordered = sorted(math.inf if s.steps is None else s.steps for s in starts)
-    quantiles = {share: ordered[math.ceil(share * len(ordered)) - 1] for share in SHARES}
-    ages = [0, *(2**i for i in range((len(carried) - 1).bit_length()))]
-    means = differences.sum(1) / counts.sum(1)
+    ordered = sorted((s.steps is None, s.steps) for s in starts)
+    means = differences.sum(1) / counts.sum(1) / (scale or 1.0)
     return SettlingTime(
         starts,
-        {share: None if n == math.inf else int(n) for share, n in quantiles.items()},
+        {share: ordered[math.ceil(share * len(ordered)) - 1][1] for share in SHARES},
         sum(start.steps is None for start in starts),
         tolerance,
         scale,
-        {age: float(means[age]) / (scale or 1.0) for age in ages if age < len(carried)},
+        {n: float(means[n]) for n in (0, *(1 << i for i in range(32))) if n < len(means)},
     )

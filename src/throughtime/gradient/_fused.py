@@ -4,12 +4,12 @@ Outside arithmetic such an update spends much on a graph and some fifteen operat
 (LSTM of 50 units, one lane, 100 steps) more than on the arithmetic. So `tt.updates` makes one call
 wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules that carry nothing
 (the front), as an `nn.Sequential` or in a class whose forward can be read (`carry/structure.py`);
-`nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults, or `nn.NLLLoss` of a log-softmax; no
-hooks on modules, or on the parameters of layers and readout, no ties among these, no autocast, no
-active torch mode or profiler. A front with weights, such as an `nn.Embedding`, learns by autograd,
-from the gradient of the first layer's inputs. The gradients are those of the graph to rounding.
-Hooks on nodes of the graph, or on tensors that it saves, do not run. Buffers are reused from one
-update to the next, for as long as the net exists.
+`nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults (others by autograd on the outputs of the
+layers); no hooks on modules, or on the parameters of layers and readout, no ties among these, no
+autocast, no active torch mode or profiler. A front with weights, such as an `nn.Embedding`, learns
+by autograd, from the gradient of the first layer's inputs. The gradients are those of the graph to
+rounding. Hooks on nodes of the graph, or on tensors that it saves, do not run. Buffers are reused
+from one update to the next, for as long as the net exists.
 
 We re-check everything the user may change before each update and cache only what depends on shapes.
 
@@ -17,7 +17,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 `C` outputs, `L` layers.
 """
 
-import cmath
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter, is_, itemgetter
@@ -31,8 +30,7 @@ from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.guards import ModuleGuards, modified, torch_observes
 from throughtime.chunk import Chunk
 from throughtime.gradient._parts import Parts, match
-from throughtime.gradient.objective import IGNORED, Objective
-from throughtime.gradient.schedule import Window
+from throughtime.gradient.objective import IGNORED, Objective, require_gradient
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import static_backend
@@ -45,33 +43,28 @@ WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
 _traits = attrgetter(
     "grad", "shape", "dtype", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"
 )
-_form = attrgetter("shape", "dtype", "requires_grad", "is_cpu")
 _address = Tensor.data_ptr
 MOST_MATCHES = 20  # a net that changes again and again is run with a graph
 
 
 # loss, outputs `(T, B, C)` of the steps that count, the states after the last step and entering
-# step `keep` of the window, and whether all gradients are finite, or None if that is not known
+# step `keep`, and whether all gradients are finite, or None if that is not known
 FusedResult: TypeAlias = tuple[Tensor, Tensor, State, State, bool | None]
-# The first three of these for a run of a workspace, and whether all gradients are finite
-_RunResult: TypeAlias = tuple[Tensor, Tensor, State, bool | None]
-# All parameters of layers and readout, their `.grad` if any has one, and their addresses
-_Parameters: TypeAlias = tuple[list[Tensor], list[Tensor | None] | None, list[int]]
-# The arguments of a run of a workspace
-_Call: TypeAlias = tuple[Chunk, tuple[Tensor, int], Tensor | None, _Parameters, list[Tensor]]
+# All parameters of layers and readout, and their addresses
+_Parameters: TypeAlias = tuple[list[Tensor], list[int]]
 
 
 def try_fused(
-    net: Carried, steps: Chunk, chunk: Chunk, edge: State, window: Window, objective: Objective
+    net: Carried, steps: Chunk, chunk: Chunk, edge: State, keep: int, objective: Objective
 ) -> FusedResult | None:
-    """Add the gradient of the loss of a window to `.grad` in one call, if that is possible.
+    """Add the gradient of the loss of some steps to `.grad` in one call, if that is possible.
 
     Args:
         net: made by `tt.carry`.
-        steps: of the window.
+        steps: with their graph.
         chunk: the last of them, whose losses count.
         edge: the state entering the first step.
-        window: the plan.
+        keep: a step, counted from the first.
         objective: the loss.
 
     Returns:
@@ -81,25 +74,26 @@ def try_fused(
     """
     fused = net._fused_net
     if not isinstance(fused, FusedNet) or not fused.holds(net):
-        fused = _match_again(net, steps.inputs)
-    if window.start or fused is None:
-        return None
+        fused = _match_again(net, steps.inputs, fused if isinstance(fused, FusedNet) else None)
+        if fused is None:
+            return None
     loss = None
     if fused.parts.readout is not None:
-        loss = _loss_code(objective.loss_fn, chunk._targets, fused.parts)
+        loss = _loss_code(objective.loss_fn, chunk._targets, fused.parts.readout)
         if loss is None:
             fused = fused.by_tail()
-    return fused.update(net, steps, chunk, edge, window, objective, loss)
+    return fused.update(net, steps, chunk, edge, keep, objective, loss)
 
 
-def _match_again(net: Carried, inputs: Tensor) -> "FusedNet | None":
+def _match_again(net: Carried, inputs: Tensor, before: "FusedNet | None") -> "FusedNet | None":
     """The net whose parts are read for the first time, or were replaced; None to build a graph."""
-    before = net._fused_net if isinstance(net._fused_net, FusedNet) else None
-    if before is not None and before.is_same(net):
-        return None
+    matches = 1
+    if before is not None:
+        if before.parts.adapter is net.adapter and before.guards.is_same():
+            return None
+        matches += before.matches
     if torch_observes() or not ModuleGuards(net.module).hold(net):
         return None  # a trial would be noticed
-    matches = 1 if before is None else before.matches + 1
     parts = match(net, inputs) if matches <= MOST_MATCHES else None
     if parts is None:
         net._fused_net = False
@@ -162,17 +156,13 @@ class FusedNet:
         """Whether modules and settings are as they were, and nothing observes the computation."""
         return type(net) is Carried and self.parts.adapter is net.adapter and self.guards.hold(net)
 
-    def is_same(self, net: Carried) -> bool:
-        """Whether the modules of the net are still put together in this way."""
-        return self.parts.adapter is net.adapter and self.guards.is_same()
-
-    def update(
+    def update(  # noqa: C901  (one call, made in every update of a small net)
         self,
         net: Carried,
         steps: Chunk,
         chunk: Chunk,
         edge: State,
-        window: Window,
+        keep: int,
         objective: Objective,
         loss: int | None,
     ) -> FusedResult | None:
@@ -184,7 +174,7 @@ class FusedNet:
             or objective.scaler is not None
             or steps._inputs.requires_grad
             or (steps.any_reset and not parts.zero_start)
-            or (parts.random_tail and 0 < window.keep < window.stop)
+            or (parts.random_tail and 0 < keep < steps.steps)
             or (self._deep and any(layer.dropout and layer.training for layer in self._deep))
         )
         parameters = self._read_weights() if fits and torch.is_grad_enabled() else None
@@ -198,29 +188,42 @@ class FusedNet:
             return None
         front = None
         if parts.front is not None:
-            front = self._front_inputs(net, steps, edge, window, parameters)
+            front = self._front_inputs(net, steps, edge, keep, parameters)
             if front is None:
                 return None
         inputs = self._read_inputs(steps, front, dtype)
         if inputs is None:
             return None  # torch will refuse it
         dx = None if front is None or not front.requires_grad else torch.empty_like(inputs[0])
-        call = steps, inputs, dx, parameters, state
-        result = (
-            _run_with_tail(workspace, parts, chunk, objective, call)
-            if loss is None
-            else _run_whole(workspace, parts, chunk, loss, call)
-        )
-        if result is None:
-            return None
-        mean, outputs, after, finite = result
+        results: list[Tensor] = []
+
+        def tail(y: Tensor) -> Tensor:
+            """The gradient of the layers' outputs, by autograd."""
+            leaf = y.clone().requires_grad_()  # the next run overwrites y
+            outputs = parts.tail(leaf, steps.inputs)[len(y) - chunk.steps :]
+            mean = objective.loss(outputs, chunk)
+            require_gradient(mean.requires_grad)
+            mean.backward()
+            results.extend((mean.detach(), outputs.detach()))
+            return torch.zeros_like(y) if leaf.grad is None else leaf.grad
+
+        outputs = None if loss is None else workspace.set_readout(loss, chunk)
+        run = None if outputs is not None else tail
+        code, mean, after = workspace.run(steps, inputs, dx, parameters, state, run)
+        if code == kernel.INVALID_TARGET:
+            return None  # torch says which target, and of how many classes
+        finite = None
+        if outputs is None:
+            mean, outputs = results
+        elif dx is None:
+            finite = code != kernel.NON_FINITE
         if front is not None and dx is not None:
             front.backward(dx)
-            finite = finite and self._front_is_finite()
-        whole = window.keep == window.stop
-        boundary = after if whole else workspace.state_at(window.keep, before)
-        states = (after, boundary) if not parts.argument else map(parts.of_net, (after, boundary))
-        return mean, outputs, *states, finite
+        whole = keep == steps.steps
+        boundary = after if whole else workspace.state_at(keep, before)
+        if parts.argument:
+            after, boundary = parts.of_net(after), parts.of_net(boundary)
+        return mean, outputs, after, boundary, finite
 
     def by_tail(self) -> "FusedNet":
         """The same net with its readout as tail, for a loss that the kernel does not have."""
@@ -268,26 +271,9 @@ class FusedNet:
         if not all(map(Tensor.is_contiguous, weights)):
             return None
         traits = list(map(_traits, weights))
-        # the usual case: no gradients yet; torch compares a gradient with None in 10 us
-        if traits[0][0] is None and traits == self._traits:
-            return weights, None, addresses
-        grads = self._grads(traits)
-        return None if grads is None else (weights, grads, addresses)
-
-    def _grads(self, traits: Sequence[tuple[Any, ...]]) -> list[Tensor | None] | None:
-        """The gradients among the traits of weights; None if a kernel must not write to one."""
-        written: list[Tensor] = []
-        for (_, *expected, _, _), (grad, *own, hooks, later) in zip(
-            self._traits, traits, strict=True
-        ):
-            if own != expected or hooks or later:
-                return None
-            if grad is not None:  # as `_readable`, which would be a call for each in every update
-                if type(grad) is not Tensor or _form(grad) != (*expected[:2], False, True):
-                    return None
-                written.append(grad)
-        readable = all(map(Tensor.is_contiguous, written)) and not any(map(Tensor.is_neg, written))
-        return [grad for grad, *_ in traits] if readable else None
+        # torch compares a gradient with None in 10 us
+        fits = traits[0][0] is None and traits == self._traits
+        return (weights, addresses) if fits else None
 
     def _accepts(self, weights: Sequence[Tensor]) -> bool:
         """Whether a kernel may read new weights; notes the traits that they must keep."""
@@ -326,7 +312,7 @@ class FusedNet:
         net: Carried,
         steps: Chunk,
         edge: State,
-        window: Window,
+        keep: int,
         parameters: _Parameters,
     ) -> Tensor | None:
         """The inputs of the first layer, with the graph of the front; None to build all of it.
@@ -338,71 +324,21 @@ class FusedNet:
         if prepare is None:
             return None
         try:
-            if not 0 < window.keep < window.stop:
+            if not 0 < keep < steps.steps:
                 front = prepare(inputs).resolve_neg().contiguous()
             else:  # a front may reuse its memory
-                first = prepare(inputs[: window.keep]).clone()
-                front = torch.cat([first, prepare(inputs[window.keep :])]).resolve_neg()
+                first = prepare(inputs[:keep]).clone()
+                front = torch.cat([first, prepare(inputs[keep:])]).resolve_neg()
         except MISFIT_ERRORS as error:
             net._explain(error, inputs, edge)
             raise
-        pure = not self.parts.foreign_front or (
-            self.holds(net) and _same(self._read_weights(), parameters)
-        )
+        pure = not self.parts.foreign_front
+        if not pure and self.holds(net) and (now := self._read_weights()) is not None:
+            pure = all(map(is_, now[0], parameters[0]))
         if type(front) is Tensor and pure and len(front) == steps.steps:
             return front
         self._declined = True  # the front runs twice, this once
         return None
-
-    def _front_is_finite(self) -> bool:
-        """Whether the gradients of the front's weights are."""
-        return all(
-            weight.grad is None or cmath.isfinite(weight.grad.sum().item())
-            for module in self.parts.front_modules
-            for weight in module.parameters()
-        )
-
-
-def _run_whole(
-    workspace: Workspace, parts: Parts, chunk: Chunk, loss: int, call: _Call
-) -> _RunResult | None:
-    """Layers, linear readout and loss in one call; None if a target is invalid."""
-    outputs = workspace.set_readout(loss, chunk)
-    code, mean, after = workspace.run(*call)
-    if code == kernel.INVALID_TARGET:
-        return None  # torch says which target, and of how many classes
-    if parts.log_probabilities:
-        outputs = outputs.log_softmax(-1)
-    return mean, outputs, after, code != kernel.NON_FINITE
-
-
-def _run_with_tail(
-    workspace: Workspace, parts: Parts, chunk: Chunk, objective: Objective, call: _Call
-) -> _RunResult:
-    """Layers by the kernels, tail and loss by autograd on their outputs."""
-    results: list[Tensor] = []
-
-    def tail(y: Tensor) -> Tensor:
-        leaf = y.clone().requires_grad_()  # the next run overwrites y
-        outputs = parts.tail(leaf, call[0].inputs)[len(y) - chunk.steps :]
-        loss = objective.loss(outputs, chunk)
-        if not loss.requires_grad:
-            objective.check_depends([])
-        loss.backward()
-        results.extend((loss.detach(), outputs.detach()))
-        return torch.zeros_like(y) if leaf.grad is None else leaf.grad
-
-    _, _, after = workspace.run(*call, tail)
-    loss, outputs = results
-    return loss, outputs, after, None
-
-
-def _same(now: _Parameters | None, before: _Parameters | None) -> bool:
-    """Whether weights and their gradients are the same objects."""
-    if now is None or before is None or not all(map(is_, now[0], before[0])):
-        return False
-    grads, others = now[1] or (), before[1] or ()
-    return len(grads) == len(others) and all(map(is_, grads, others))
 
 
 def _readable(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -417,19 +353,19 @@ def _readable(tensor: Tensor, dtype: torch.dtype) -> bool:
     )
 
 
-def _loss_code(fn: object, targets: Tensor | None, parts: Parts) -> int | None:
+def _loss_code(fn: object, targets: Tensor | None, readout: nn.Linear) -> int | None:
     """The loss of the kernels; None if they do not have it, or not for such targets."""
-    weight = None if parts.readout is None else parts.readout._parameters.get("weight")
+    weight = readout._parameters.get("weight")
     if weight is None or targets is None or not _readable(targets, targets.dtype):
         return None
     classes = weight.shape[0]
-    if type(fn) is (nn.NLLLoss if parts.log_probabilities else nn.CrossEntropyLoss):
-        code, label_smoothing = kernel.CROSS_ENTROPY, getattr(fn, "label_smoothing", 0)
+    if type(fn) is nn.CrossEntropyLoss:
+        code, label_smoothing = kernel.CROSS_ENTROPY, fn.label_smoothing
         default = (
             label_smoothing == 0 and fn.ignore_index == IGNORED and fn._buffers["weight"] is None
         )
         fits = targets.dtype is torch.int64 and targets.dim() == 2
-    elif type(fn) is nn.MSELoss and not parts.log_probabilities:
+    elif type(fn) is nn.MSELoss:
         code, default = kernel.SQUARED_ERROR, targets.dtype is weight.dtype
         dims = targets.dim()
         fits = targets.shape[2] == classes if dims == 3 else dims == 2 and classes == 1

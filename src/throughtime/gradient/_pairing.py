@@ -11,20 +11,15 @@ functions, which a `TorchFunctionMode` does not see. It computes nothing.
 Shapes: `N` rows, one for each valid step.
 """
 
-import inspect
-import linecache
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import combinations
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from throughtime._device import generators, set_generators
@@ -38,15 +33,12 @@ _BROADCAST = {
     *("dist", "floor_divide", "masked_fill", "masked_select", "rsub"),
     *("huber_loss", "mse_loss", "smooth_l1_loss"),
 }
-_ALL_PAIRS = {torch.outer, torch.ger, Tensor.outer, Tensor.ger}
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class _PairOperation(NamedTuple):
     """An operation that pairs `size` elements of one operand with as many of another."""
 
     operator: str
-    line: tuple[str, int] | None  # outside of torch
     shapes: tuple[Size, Size]
     size: int
 
@@ -56,7 +48,6 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, on_pairing: Callable[[_PairOperation], None]) -> None:
         super().__init__()
-        self.paused = False
         self._on_pairing = on_pairing
         self._sources: dict[object, Size] = {}  # the shapes of expanded tensors before that
 
@@ -65,9 +56,7 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         del types
         name = getattr(func, "_opname", "")
-        if not self.paused and (
-            name in _BROADCAST or torch.Tag.pointwise in getattr(func, "tags", ())
-        ):
+        if name in _BROADCAST or torch.Tag.pointwise in getattr(func, "tags", ()):
             self._inspect(name, [a for a in args if isinstance(a, Tensor)])
         result = func(*args, **(kwargs or {}))
         if name == "expand" and isinstance(result, Tensor):
@@ -79,26 +68,7 @@ class _Watch(TorchDispatchMode):
             shapes = tuple(self._sources.get(_view(x), tuple(x.shape)) for x in (a, b))
             size = paired_size(*shapes)
             if size and not _is_same(a, b):
-                line = _user_line(sys._getframe(2))
-                self._on_pairing(_PairOperation(name, line, (shapes[0], shapes[1]), size))
-
-
-class _AllPairs(TorchFunctionMode):
-    """Pauses the watch within functions whose result is all pairs."""
-
-    def __init__(self, watch: _Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        del types
-        before, self._watch.paused = self._watch.paused, self._watch.paused or func in _ALL_PAIRS
-        try:
-            return func(*args, **(kwargs or {}))
-        finally:
-            self._watch.paused = before
+                self._on_pairing(_PairOperation(name, (shapes[0], shapes[1]), size))
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
@@ -128,15 +98,6 @@ def paired_size(a: Size, b: Size) -> int:
     return max(sizes, default=0)
 
 
-def _user_line(frame: FrameType | None) -> tuple[str, int] | None:
-    """The innermost line outside of torch and of this package, within the call."""
-    while frame is not None and frame.f_code is not _call.__code__:
-        if not frame.f_code.co_filename.startswith(_LIBRARIES):
-            return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
 class _Stop(Exception):  # noqa: N818 (ends a call, and is no error)
     """Ends a call before the operation that pairs elements."""
 
@@ -164,7 +125,6 @@ def _call(
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", "Using a target size")
             stack.enter_context(watch)
-            stack.enter_context(_AllPairs(watch))
             result = function(rows, targets)
     except Exception:  # of any type: a scripted function changes it
         if not pairings:
@@ -205,7 +165,7 @@ def check_rows(
         if pairing is None:
             return cast("R", result)
         if _grows(function, rows, targets, pairing):
-            raise ModelError(_message(function, rows, targets, pairing, role))
+            raise ModelError(_message(rows, targets, pairing, role))
         intended.append(pairing[:2])
         set_generators(random, rows.device)
 
@@ -223,34 +183,24 @@ def _grows(
             function,
             twice[0],
             twice[1],
-            lambda other: other[:2] == first[:2] and other.size != first.size,
+            lambda other: other.operator == first.operator and other.size != first.size,
         )
     except Exception:  # noqa: BLE001 (such as that of a function for a fixed number of rows)
         return first.size == len(rows)
     return pairing is not None
 
 
-def _message(
-    function: object, rows: Tensor, targets: Tensor, pairing: _PairOperation, role: str
-) -> str:
-    code = getattr(function, "forward", function)
-    names = ["outputs", "targets"]
-    if inspect.isfunction(code) or inspect.ismethod(code):
-        own = [*inspect.signature(code).parameters]
-        names = own[:2] if len(own) > 1 else names
-    o, t = names
-    line = "" if pairing.line is None else f" in line {pairing.line[1]} of {pairing.line[0]}"
-    source = "" if pairing.line is None else linecache.getline(*pairing.line).strip()
+def _message(rows: Tensor, targets: Tensor, pairing: _PairOperation, role: str) -> str:
     a, b = pairing.shapes
     whole = tuple(torch.broadcast_shapes(a, b))
     advice = (
-        f"{t}[:, 0] beside {o}[:, 0], or {o} beside {t}"
+        "targets[:, 0] beside outputs[:, 0], or outputs beside targets"
         if rows.shape == targets.shape
-        else f"{o}[:, 0] beside {t}, or {t}[:, None] beside {o}"
+        else "outputs[:, 0] beside targets, or targets[:, None] beside outputs"
     )
     return (
-        f"{role}{line} pairs each row with every other: {pairing.operator} broadcasts {a} against"
-        f" {b} to {whole}" + (f" in `{source}`" if source else "") + f". The outputs are {o}"
-        f" {tuple(rows.shape)} and the targets {t} {tuple(targets.shape)}, one row for each valid"
+        f"{role} pairs each row with every other: {pairing.operator} broadcasts {a} against"
+        f" {b} to {whole}. The outputs are {tuple(rows.shape)} and the targets"
+        f" {tuple(targets.shape)}, one row for each valid"
         f" step; write {advice}. If all pairs are meant, write a[:, None] - b[None, :]"
     )

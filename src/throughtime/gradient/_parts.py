@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
@@ -17,13 +16,10 @@ from throughtime.carry._adapter import Adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.guards import Guards
 from throughtime.carry.layers import ChainAdapter, LayerAdapter
-from throughtime.carry.structure import Around, Structure, TensorCall, is_foreign, structure_of
-from throughtime.gradient._memory import preserve_rng_and_buffers
-from throughtime.gradient._segments import tolerance
+from throughtime.carry.structure import Around, Structure, is_foreign, structure_of
+from throughtime.gradient.segment import preserve_rng_and_buffers, tolerance
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
-
-LOG_SOFTMAX = (functional.log_softmax, torch.log_softmax, "log_softmax")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +38,6 @@ class Parts:
         foreign_front: whether the front runs code that is none of torch's.
         argument: whether the net's state is that of the only layer, or a tuple of those of several,
             not a dict.
-        log_probabilities: whether the outputs are the log-softmax of the readout.
         random_tail: whether the tail draws random numbers.
         zero_start: whether recordings start from a state of zeros.
     """
@@ -57,7 +52,6 @@ class Parts:
     front_modules: tuple[nn.Module, ...] = ()
     foreign_front: bool = False
     argument: bool = False
-    log_probabilities: bool = False
     random_tail: bool = False
     zero_start: bool = True
 
@@ -105,7 +99,8 @@ def _parts(
     front, tail = (
         tuple(op.target for op in part if isinstance(op.target, nn.Module)) for part in around
     )
-    readout, log_probabilities = _readout(around[1])
+    own = [operation.target for operation in around[1]]
+    readout = own[0] if len(own) == 1 and type(own[0]) is nn.Linear else None
     foreign = [any(map(is_foreign, module.modules())) for module in front]
     in_place = any(getattr(part, "inplace", False) for module in front for part in module.modules())
     if (readout is None and not _may_be_tail(tail)) or (chain is None and in_place):
@@ -141,7 +136,6 @@ def _parts(
         front,
         any(foreign) or any(module._modules for module in front),
         bool(structure.paths),
-        log_probabilities,
         any(hasattr(part, "p") for module in tail for part in module.modules()),
         adapter.starts_from_zeros(),
     )
@@ -159,29 +153,6 @@ def _may_be_tail(modules: Sequence[nn.Module]) -> bool:
     )
 
 
-def _readout(tail: Sequence[TensorCall]) -> tuple[nn.Linear | None, bool]:
-    """The linear readout, if only the log-softmax of its outputs may follow; whether that does.
-
-    Steps and lanes may be one dimension meanwhile.
-    """
-    readout, flat = None, False
-    for at, (target, args, kwargs) in enumerate(tail):
-        dims = target.dim if isinstance(target, nn.LogSoftmax) else (*args, *kwargs.values())
-        if type(target) is nn.Linear and readout is None:
-            readout = target
-        elif target in ("view", "reshape", "flatten") and readout is not None and at == 1:
-            flat = dims in {(-1, readout.out_features), (0, 1)}
-            if not flat:
-                return None, False
-        elif readout is not None and at == len(tail) - 1:
-            is_log = isinstance(target, nn.LogSoftmax) or target in LOG_SOFTMAX
-            is_last = dims in ({-1, (-1,), 1, (1,)} if flat else {-1, (-1,), 2, (2,)})
-            return (readout, True) if is_log and is_last else (None, False)
-        else:
-            return None, False
-    return readout, False
-
-
 def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:
     """Whether the net gives the outputs and the state that its parts give, in a trial."""
     lanes = inputs.shape[1]
@@ -189,8 +160,6 @@ def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:
     x, device = inputs[:1].expand(steps, *inputs.shape[1:]), inputs.device
     with torch.no_grad(), preserve_rng_and_buffers(net, device):
         state = net.initial_state(lanes, like=x)
-        if not all(map(trees.differentiable, trees.tensors(state))):
-            return False
         state = trees.map_leaves(torch.randn_like, state)
         own = parts.by_name(state) if parts.argument else state
         if type(own) is not dict or tuple(own) != parts.names:
@@ -207,6 +176,6 @@ def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:
         z = parts.tail(z, x)
         pairs = zip([y, *trees.tensors(after)], [z, *trees.tensors(ends)], strict=True)
         return all(
-            a.shape == b.shape and torch.allclose(a, b, atol=tolerance(a), rtol=tolerance(a))
+            a.shape == b.shape and torch.allclose(a, b, atol=tolerance([a]), rtol=tolerance([a]))
             for a, b in pairs
         )

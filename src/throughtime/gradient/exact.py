@@ -1,73 +1,57 @@
-"""The exact gradient of a whole recording, in memory that does not grow with it.
+"""The exact gradient of a whole recording, in memory that hardly grows with it.
 
     g = d/dw  (1/N) * sum of the losses of all N valid steps of the recording
 
-No credit is cut: it flows back to inputs a million steps before the loss. The forward pass stores
-the states between chunks; the backward pass runs chunk after chunk again, from the last to the
-first (`_segments.py`). Not to be confused with `Truncated(horizon=...)`, which makes an update
+No credit is cut: it flows back to inputs a million steps before the loss. The forward pass keeps
+the states between segments; the backward pass runs segment after segment again, from the last to
+the first (`segment.py`). Not to be confused with `Truncated(horizon=...)`, which makes an update
 every few steps and cuts credit, nor with wrapping every chunk in `torch.utils.checkpoint`, which
 computes the same and keeps outputs, losses and a graph of chunks in memory.
 
 Cost per step: two forward and one backward pass, 4/3 of plain backpropagation through time if a
-backward pass costs two forward passes. Memory: the graph of one chunk, and the states between
-chunks.
+backward pass costs two forward passes. Memory: the graph of one segment, and the states between
+segments: steps / chunk of them.
 
 References: T. Chen et al., Training deep nets with sublinear memory cost (2016); A. Gruslys et al.,
 Memory-efficient backpropagation through time, NeurIPS 2016.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from throughtime.carry.carried import Carried
-from throughtime.chunk import Chunk, Source
+from throughtime.chunk import Source
 from throughtime.errors import ConfigError, counted
-from throughtime.gradient import schedule
-from throughtime.gradient._backward import AdjointRecorder, LossPass, take_segments
-from throughtime.gradient._memory import MemoryBudget, Offload
-from throughtime.gradient._segments import CheckpointedPass, Verify, check_verify
-from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import (
-    AdjointStats,
-    CarriedState,
-    MemorylessPolicy,
-    Update,
-    empty_update,
-)
+from throughtime.gradient.segment import lane_norms
+from throughtime.gradient.window import Credit, Probe, Progress, Window, check_whole
 
 
 @dataclass(frozen=True)
-class Exact(MemorylessPolicy):
-    """The full gradient of each recording, in bounded memory.
+class Exact:
+    """The full gradient of each recording, in the memory of one segment.
 
     An update at every step at which all lanes start a recording. With one lane that is one for
     every recording; with several one for the epoch, unless recordings end together. `cut_every`
     makes one every so many steps, and no longer the exact gradient: that of `Truncated(cut_every)`,
-    in the memory of one chunk.
+    in the memory of one segment.
 
     Use it where rare events matter long after they happen, to know what a truncation costs
     (`tt.audit`), or wherever an update per recording is enough. `Truncated` makes more updates of
     less exact gradients in the same time.
 
     Args:
-        memory: for the graph and the stored states, "512MB", "2GiB" or bytes; gradients, as large
-            as the weights, come on top. An estimate: saved tensors, twice, and 1.5 kB for every
-            node of the graph, counted on a few steps.
-        chunk: steps per forward call; "auto": the fastest that fits, measured on a few steps. It
-            changes no gradient.
+        chunk: steps per segment, which runs again in the backward pass; it changes no gradient.
+            Default: 1,000, or the square root of the steps if that is more; more while the graph
+            of a segment takes less than 8 MB, fewer where it would take more than 512 MB, by a
+            trial of a few steps.
         cut_every: steps per update; credit is cut between them, the state is carried.
-        offload: where the states between chunks are stored: `None` on their device, "cpu", or a
-            folder, for a temporary file that is mapped into memory.
-        verify: which of the recomputed states are compared with those of the forward pass; "first"
-            costs next to nothing.
-        clip_adjoint: largest norm, lane by lane, of the gradient that crosses a chunk boundary;
-            needs `chunk`, which then does change the gradient.
+        clip_adjoint: largest norm, lane by lane, of the gradient that crosses from one segment to
+            the one before; needs `chunk`, which then does change the gradient.
 
     Raises:
-        ConfigError: a setting out of range, or a memory too small: it says how much is needed.
+        ConfigError: a setting out of range.
         DataError: the chunks come from an iterator and cannot be read again.
         ModelError: the forward pass does not repeat.
-        RunError: a gradient is not finite; chunk and parameter are named, `.grad` and weights
+        RunError: a gradient is not finite; steps and parameter are named, `.grad` and weights
             unchanged.
 
     Cost: two forward passes and one backward pass per step.
@@ -84,29 +68,21 @@ class Exact(MemorylessPolicy):
     References: Chen et al. (2016); Gruslys et al., NeurIPS 2016.
     """
 
-    memory: str | int | float = "512MB"
-    chunk: int | Literal["auto"] = "auto"
+    chunk: int | None = None
     cut_every: int | None = None
-    offload: Offload = None
-    verify: Verify = "first"
     clip_adjoint: float | None = None
 
     def __post_init__(self) -> None:
-        self._budget.check()
-        check_verify(self.verify)
-        if self.cut_every is not None:
-            schedule.check_whole("cut_every", self.cut_every, 1)
+        for name in ("chunk", "cut_every"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
         if self.clip_adjoint is not None and not self.clip_adjoint > 0:
             raise ConfigError(f"clip_adjoint={self.clip_adjoint}: expected a norm above 0")
-        if self.clip_adjoint is not None and self.chunk == "auto":
+        if self.clip_adjoint is not None and self.chunk is None:
             raise ConfigError(
-                "clip_adjoint clips at the chunks' edges, so the chunk becomes part of the"
+                "clip_adjoint clips between segments, so their length becomes part of the"
                 " gradient: give chunk=... too"
             )
-
-    @property
-    def _budget(self) -> MemoryBudget:
-        return MemoryBudget(self.memory, self.chunk, self.offload)
 
     def describe(self) -> str:
         """The setting in words."""
@@ -120,46 +96,26 @@ class Exact(MemorylessPolicy):
             " credit back through all of it"
         )
 
-    def update(
-        self, net: Carried, source: Source, objective: Objective, state: CarriedState
-    ) -> tuple[Update | None, CarriedState]:
-        """The update of the next steps, up to a start or a cut, of which one is valid."""
-        while (
-            steps := source.steps_to_common_reset()
-            if self.cut_every is None
-            else source.remaining(self.cut_every)
-        ):
-            update, state = self._update_segment(net, source, objective, state, steps)
-            if update is not None:
-                return update, state
-        source.take(1)
-        return None, state
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        """The window up to the next step at which all lanes start a recording, or to a cut."""
+        del probe
+        steps = source.steps_to_common_reset()  # also refuses chunks that come only once
+        if self.cut_every is not None:
+            steps = source.remaining(self.cut_every)
+        if not steps:
+            return None, at.memory
+        stop, gate = at.step + steps, None if self.clip_adjoint is None else self._clip
+        plan = Window(at.step, at.step, at.step, stop, stop, self.chunk or "auto", gate)
+        return plan, at.memory
 
-    def _update_segment(
-        self, net: Carried, source: Source, objective: Objective, state: CarriedState, steps: int
-    ) -> tuple[Update | None, CarriedState]:
-        begin = source.position
-
-        def read(start: int, stop: int) -> Chunk:
-            return source.read(begin + start, begin + stop)
-
-        read(0, 1)  # refuses an iterator before anything has run
-        length = self._budget.segment_steps(
-            net, steps, lambda n: read(0, n), state.carried, objective
-        )
-        bounds = schedule.pieces(steps, length)
-        checkpoints = CheckpointedPass(
-            net, bounds, read, state.carried, offload=self.offload, verify=self.verify
-        )
-        loss_pass = LossPass.run(checkpoints, take_segments(source, bounds), objective)
-        after, outputs, chunk = checkpoints.state, loss_pass.outputs, loss_pass.chunk
-        if not loss_pass.valid_steps:
-            return empty_update(objective, chunk, after, outputs), CarriedState(after)
-        recorder = AdjointRecorder(self.clip_adjoint, objective.scale(outputs), chunk)
-        loss = loss_pass.backward(objective, recorder, begin)
-        norms, limit = recorder.adjoints, self.clip_adjoint
-        clipped = 0 if limit is None else int((norms > limit).sum())
-        stats = AdjointStats(length, norms, clipped)
-        weight = loss_pass.loss_weight
-        update = Update(loss, loss_pass.valid_steps, after, outputs, chunk, stats, weight)
-        return update, CarriedState(after)
+    def _clip(self, step: int, credit: Credit) -> Credit:
+        """Scale the lanes whose credit is too long."""
+        del step
+        norms = lane_norms(credit)
+        if norms is None or self.clip_adjoint is None:
+            return credit
+        factors = (self.clip_adjoint / norms).clamp(max=1.0)
+        return [
+            leaf if leaf is None else leaf * factors.view(-1, *[1] * (leaf.dim() - 1))
+            for leaf in credit
+        ]

@@ -21,26 +21,13 @@ References: C. Tallec and Y. Ollivier, Unbiasing truncated backpropagation throu
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from typing import Any
 
 import torch
 
-from throughtime.carry.carried import Carried
-from throughtime.chunk import Chunk, Source
+from throughtime.chunk import Source
 from throughtime.errors import ConfigError, counted
-from throughtime.gradient import schedule
-from throughtime.gradient._backward import AdjointRecorder, LossPass
-from throughtime.gradient._memory import MemoryBudget
-from throughtime.gradient._segments import CheckpointedPass, CreditGate
-from throughtime.gradient.objective import Objective
-from throughtime.gradient.policy import (
-    AdjointStats,
-    CarriedState,
-    MemorylessPolicy,
-    Update,
-    empty_update,
-)
-from throughtime.state import State
+from throughtime.gradient.window import Credit, Probe, Progress, Window, check_whole
 
 
 @dataclass(frozen=True)
@@ -68,16 +55,10 @@ class Survival:
         return (1 + steps / self.scale) ** -self.alpha
 
     def mean(self) -> float:
-        """Mean length: the sum of S over all possible cuts, its tail by Euler-Maclaurin."""
-        far = 4096
-        rest = (
-            self.scale / (self.alpha - 1) * (1 + far * self.grain / self.scale) ** (1 - self.alpha)
-        )
-        return (
-            self.grain
-            * (sum(self(k * self.grain) for k in range(far)) + self(far * self.grain) / 2)
-            + rest
-        )
+        """Mean length: the sum of S over all possible cuts, a Hurwitz zeta function."""
+        sizes = [self.scale / self.grain, self.alpha]
+        cuts, alpha = torch.tensor(sizes, dtype=torch.float64, device="cpu")
+        return self.grain * (torch.special.zeta(alpha, cuts) * cuts**alpha).item()
 
     def draw(self) -> int:
         """A length, from torch's generator."""
@@ -86,7 +67,7 @@ class Survival:
 
 
 @dataclass(frozen=True)
-class Randomized(MemorylessPolicy):
+class Randomized:
     """Truncation at random steps with an unbiased gradient: weights compensate the cuts.
 
     Use it for streams without an end, or where updates must be frequent and bias is worse than
@@ -97,9 +78,8 @@ class Randomized(MemorylessPolicy):
         alpha: how heavy the tail is, above 1; 6 in the paper. Smaller: rarer, longer stretches and
             smaller weights.
         grain: credit may be cut every so many steps; default: a sixteenth of `mean_horizon`. The
-            paper's is 1, and slower.
-        memory: as for `tt.Exact`; stretches are run again chunk by chunk, so a very long one takes
-            no more memory.
+            paper's is 1, and slower. Segments are as long, so a very long stretch takes no more
+            memory.
 
     Raises:
         ConfigError: a setting out of range.
@@ -121,12 +101,10 @@ class Randomized(MemorylessPolicy):
     mean_horizon: int
     alpha: float = 6.0
     grain: int | None = None
-    memory: str | int | float = "512MB"
 
     def __post_init__(self) -> None:
-        schedule.check_whole("mean_horizon", self.mean_horizon, 1)
-        schedule.check_whole("grain", self._grain, 1)
-        schedule.bytes_in(self.memory)
+        check_whole("mean_horizon", self.mean_horizon, 1)
+        check_whole("grain", self._grain, 1)
         if not (self.alpha > 1 and math.isfinite(self.alpha)):
             raise ConfigError(
                 f"alpha={self.alpha}: expected a number above 1; with 1 or less the mean stretch"
@@ -160,45 +138,18 @@ class Randomized(MemorylessPolicy):
             f" of credit over {', '.join(map(str, lags))} steps grows up to {grows} times"
         )
 
-    def update(
-        self, net: Carried, source: Source, objective: Objective, state: CarriedState
-    ) -> tuple[Update | None, CarriedState]:
-        """The update of the next stretch with a valid step."""
-        while (chunk := source.take(objective.same_on_ranks(self._survival.draw()))) is not None:
-            begin = source.position - chunk.steps
-            update, state = self._update_stretch(net, chunk, begin, objective, state.carried)
-            if update is not None:
-                return update, state
-        return None, state
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        """The window up to the next cut."""
+        del probe
+        survival, grain, begin = self._survival, self._grain, at.step
+        steps = source.remaining(survival.draw())
+        if not steps:
+            return None, at.memory
 
-    def _update_stretch(
-        self, net: Carried, chunk: Chunk, begin: int, objective: Objective, carried: State
-    ) -> tuple[Update | None, CarriedState]:
-        budget = MemoryBudget(self.memory, "auto", None)
-        gates = self._gates(chunk.steps)
-        length = budget.segment_steps(
-            net, chunk.steps, lambda n: chunk[0:n], carried, objective, gates=len(gates)
-        )
-        bounds = schedule.pieces(chunk.steps, length)
-        checkpoints = CheckpointedPass(net, bounds, lambda a, b: chunk[a:b], carried, gates=gates)
-        chunks = (chunk[a:b] for a, b in pairwise(bounds))
-        loss_pass = LossPass.run(checkpoints, chunks, objective)
-        after, outputs, last = checkpoints.state, loss_pass.outputs, loss_pass.chunk
-        loss_weight = objective.mean(loss_pass.loss_weight)
-        if not loss_pass.valid_steps:
-            return empty_update(objective, last, after, outputs), CarriedState(after)
-        recorder = AdjointRecorder(None, objective.scale(outputs), last)
-        scale = loss_weight / (self.mean_horizon * chunk.lanes)
-        loss = loss_pass.backward(objective, recorder, begin, scale)
-        stats = AdjointStats(length, recorder.adjoints)
-        weight = loss_pass.loss_weight
-        update = Update(loss, loss_pass.valid_steps, after, outputs, last, stats, weight)
-        return update, CarriedState(after)
+        def gate(step: int, credit: Credit) -> Credit:
+            """Scale up the credit that passes a possible cut, by the chance of a cut there."""
+            factor = survival(step - begin - grain) / survival(step - begin)
+            return [leaf if leaf is None else leaf * factor for leaf in credit]
 
-    def _gates(self, steps: int) -> dict[int, CreditGate]:
-        """Gates at the possible cuts: credit that passes is scaled up by the chance of a cut."""
-        survival, grain = self._survival, self._grain
-        return {
-            step: CreditGate(survival(step - grain) / survival(step))
-            for step in range(grain, steps, grain)
-        }
+        stop = begin + steps
+        return Window(begin, begin, begin, stop, stop, grain, gate, self.mean_horizon), at.memory

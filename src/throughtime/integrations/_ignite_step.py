@@ -7,10 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-import throughtime as tt
 from throughtime.carry.carried import device_of
 from throughtime.errors import ConfigError, RunError
-from throughtime.gradient._finite import is_finite
+from throughtime.gradient import Update
+from throughtime.gradient.objective import sizes
+from throughtime.updates import Updates
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class OptimizerStep:
         """The context of the forward pass and the loss."""
         return nullcontext() if self.amp_mode is None else torch.autocast(device_of(net).type)
 
-    def next_update(self, updates: tt.Updates, net: nn.Module) -> tt.Update | None:
+    def next_update(self, updates: Updates, net: nn.Module) -> Update | None:
         """The next update, its gradient not clipped yet; `None` at the end of the epoch."""
         self.optimizer.zero_grad()
         with self.autocast(net):
@@ -62,7 +63,8 @@ class OptimizerStep:
         Raises:
             RunError: one is not; it names the steps of the batch.
         """
-        if self.scaler is None and not is_finite(loss, [w.grad for w in self._weights]):
+        grads = (w.grad for w in self._weights if w.grad is not None)
+        if self.scaler is None and not sizes([loss, *grads]).isfinite().all():
             raise RunError(
                 f"the loss of steps {start} to {stop - 1} of the batch is {loss.item():.6g}, or its"
                 " gradient is not finite (NaN or infinite). The weights are unchanged. Check the"

@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, MissingExtraError
-from throughtime.gradient import LossFn, Policy
+from throughtime.gradient import LossFn, Policy, Update
+from throughtime.updates import Updates
 
 try:
     from accelerate import Accelerator
@@ -38,18 +40,18 @@ SHARDED_TYPES = (
 
 @overload
 def prepare(
-    accelerator: Accelerator, net: tt.Carried, optimizer: Optimizer, scheduler: LRScheduler
-) -> tuple[tt.Carried, AcceleratedOptimizer, AcceleratedScheduler]: ...
+    accelerator: Accelerator, net: Carried, optimizer: Optimizer, scheduler: LRScheduler
+) -> tuple[Carried, AcceleratedOptimizer, AcceleratedScheduler]: ...
 @overload
 def prepare(
-    accelerator: Accelerator, net: tt.Carried, optimizer: Optimizer
-) -> tuple[tt.Carried, AcceleratedOptimizer, None]: ...
+    accelerator: Accelerator, net: Carried, optimizer: Optimizer
+) -> tuple[Carried, AcceleratedOptimizer, None]: ...
 def prepare(
     accelerator: Accelerator,
-    net: tt.Carried,
+    net: Carried,
     optimizer: Optimizer,
     scheduler: LRScheduler | None = None,
-) -> tuple[tt.Carried, AcceleratedOptimizer, AcceleratedScheduler | None]:
+) -> tuple[Carried, AcceleratedOptimizer, AcceleratedScheduler | None]:
     """Prepare the three, in place of `accelerator.prepare(net, optimizer, scheduler)`.
 
     Args:
@@ -105,7 +107,7 @@ def prepare(
 
 def updates(
     accelerator: Accelerator,
-    net: tt.Carried,
+    net: Carried,
     stream: tt.Stream,
     loss_fn: LossFn,
     *,
@@ -138,7 +140,7 @@ def updates(
         3
     """
 
-    def new_updates(policy_state: Any) -> tt.Updates:
+    def new_updates(policy_state: Any) -> Updates:
         return tt.updates(
             net,
             stream,
@@ -162,23 +164,23 @@ class Epochs:
     Made by `updates`. Each iteration is one epoch, or the rest of one that was left or loaded.
     """
 
-    def __init__(self, accelerator: Accelerator, new_updates: Callable[[Any], tt.Updates]) -> None:
+    def __init__(self, accelerator: Accelerator, new_updates: Callable[[Any], Updates]) -> None:
         self._accelerator, self._new_updates = accelerator, new_updates
-        self._updates: tt.Updates | None = None
+        self._updates: Updates | None = None
         self._policy_state: Any = None  # of the epoch before
 
-    def __iter__(self) -> Iterator[tt.Update]:
+    def __iter__(self) -> Iterator[Update]:
         updates = self._current()
         while (update := self._next_update(updates)) is not None:
             yield update
         self._policy_state, self._updates = updates.policy_state, None
 
-    def _current(self) -> tt.Updates:
+    def _current(self) -> Updates:
         if self._updates is None:
             self._updates = self._new_updates(self._policy_state)
         return self._updates
 
-    def _next_update(self, updates: tt.Updates) -> tt.Update | None:
+    def _next_update(self, updates: Updates) -> Update | None:
         if not self._accelerator.sync_gradients:
             raise ConfigError(
                 "accelerator.accumulate(...) is around the loop's body, and lets the optimizer skip"

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 import throughtime as tt
+from throughtime.carry import Carried
 from throughtime.carry.carried import device_of
+from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, MissingExtraError
 from throughtime.evaluation import warn_of_cuts
-from throughtime.gradient import LossFn, Policy, generators, set_generators
+from throughtime.gradient import LossFn, Policy, Update, generators, set_generators
 from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.integrations.loader import Loader, StreamBatch, as_stream_batch
+from throughtime.updates import Updates
 
 try:
     from ignite.engine import Engine, EventEnum, Events, State
@@ -110,7 +113,7 @@ class StreamTrainer(Engine):
 
     def __init__(
         self,
-        net: tt.Carried,
+        net: Carried,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFn,
         *,
@@ -130,7 +133,7 @@ class StreamTrainer(Engine):
             "scaler": scaler,
             "accumulate": accumulate,
         }
-        self._updates: tt.Updates | None = None
+        self._updates: Updates | None = None
         self._loaded: Mapping[str, Any] | None = None
         self._loader: Loader | None = None
         self._next_batch = 0  # of the epoch
@@ -207,7 +210,7 @@ class StreamTrainer(Engine):
             self._output = fmean(torch.stack(losses).tolist(), steps)
         return self._output
 
-    def _run_updates(self, batch: StreamBatch) -> Iterator[tt.Update]:
+    def _run_updates(self, batch: StreamBatch) -> Iterator[Update]:
         """The updates of a batch; the last batch of an epoch has all that are left."""
         updates = self._epoch_updates(batch)
         self._next_batch = batch.index
@@ -220,7 +223,7 @@ class StreamTrainer(Engine):
         while not batch.is_finished and (update := self._next_update(updates)) is not None:
             yield update
 
-    def _epoch_updates(self, batch: StreamBatch) -> tt.Updates:
+    def _epoch_updates(self, batch: StreamBatch) -> Updates:
         """The updates of the epoch: new with its first batch, or from a loaded position."""
         if self._loaded is None and self._updates is not None and batch.index:
             return self._updates
@@ -231,13 +234,13 @@ class StreamTrainer(Engine):
             self._loaded = None
         return updates
 
-    def _new_updates(self, stream: tt.Stream) -> tt.Updates:
+    def _new_updates(self, stream: tt.Stream) -> Updates:
         """The updates of another epoch; a policy may learn from epoch to epoch."""
         previous = None if self._updates is None else self._updates.policy_state
         self._updates = tt.updates(self._net, stream, policy_state=previous, **self._options)
         return self._updates
 
-    def _next_update(self, updates: tt.Updates) -> tt.Update | None:
+    def _next_update(self, updates: Updates) -> Update | None:
         update = self._step.next_update(updates, self._net)
         if update is None:
             return None
@@ -282,7 +285,7 @@ class StreamEvaluator(Engine):
         {'mse': 1.0}
     """
 
-    def __init__(self, net: tt.Carried, metrics: Mapping[str, Metric] | None = None) -> None:
+    def __init__(self, net: Carried, metrics: Mapping[str, Metric] | None = None) -> None:
         super().__init__(self._run_chunk)
         self._net = net
         for name, metric in (metrics or {}).items():
@@ -317,13 +320,13 @@ class StreamEvaluator(Engine):
         return super().run(_scored_chunks(self._net, data), 1)
 
     @staticmethod
-    def _run_chunk(engine: Engine, item: tuple[tt.Predictor, tt.Chunk]) -> tuple[Tensor, Tensor]:
+    def _run_chunk(engine: Engine, item: tuple[tt.Predictor, Chunk]) -> tuple[Tensor, Tensor]:
         del engine
         predictor, chunk = item
         return chunk.valid_pairs(predictor._run_chunk(chunk))
 
 
-def _scored_chunks(net: tt.Carried, stream: tt.Stream) -> Iterator[tuple[tt.Predictor, tt.Chunk]]:
+def _scored_chunks(net: Carried, stream: tt.Stream) -> Iterator[tuple[tt.Predictor, Chunk]]:
     """The chunks of a stream that have a valid step, with the predictor that runs them.
 
     The others only carry the state on: a mean over no steps is NaN.

@@ -18,6 +18,8 @@ from ignite.engine import Engine, EventEnum, Events
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, listed
 from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.state import map_tensors
@@ -151,7 +153,7 @@ def create_supervised_tbptt_trainer(
     step = OptimizerStep(optimizer, max_norm, amp_mode, scaler)
     _check_arguments(tbtt_step, dim, static, carry, resets, horizon)
     prepare = partial(prepare_batch, device=device, non_blocking=non_blocking)
-    if resets is not None or horizon is not None or isinstance(model, tt.Carried):
+    if resets is not None or horizon is not None or isinstance(model, Carried):
         net = tt.carry(model, batch_first=dim == 1)
         gradient = tt.Truncated(tbtt_step, horizon)
         mode = _UpdatesMode(net, loss_fn, step, prepare, gradient, dim, tuple(static), resets)
@@ -234,7 +236,7 @@ class _ModelMode:
 class _UpdatesMode:
     """Runs `tt.updates` over the chunks: credit crosses them, and rows are reset on request."""
 
-    net: tt.Carried
+    net: Carried
     loss_fn: LossFn
     step: OptimizerStep
     prepare: Callable[[Batch], tuple[Any, Any]]
@@ -259,7 +261,7 @@ class _UpdatesMode:
             self.step.step()
             yield _ChunkResult(update.loss.item(), update.steps, updates.state)
 
-    def _chunks(self, batch: Batch) -> Iterator[tt.Chunk]:
+    def _chunks(self, batch: Batch) -> Iterator[Chunk]:
         """The batch as adjacent chunks, time first."""
         first_resets = self._first_resets(batch)
         if isinstance(self.resets, str):
@@ -272,7 +274,7 @@ class _UpdatesMode:
                 resets[0] = _check_rows(first_resets, x.shape[1])
             position = torch.arange(start, start + steps, device=x.device)
             position = position.unsqueeze(1).expand(x.shape[:2])
-            yield tt.Chunk.from_tensors(x, y, resets=resets, position=position)
+            yield Chunk.from_tensors(x, y, resets=resets, position=position)
             start += steps
 
     def _time_first(self, part: Any) -> Tensor:

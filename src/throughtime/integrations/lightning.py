@@ -20,9 +20,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import throughtime as tt
 from throughtime._device import HostCopies
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
-from throughtime.gradient import LossFn, Policy, generators, set_generators
+from throughtime.evaluation import Evaluator
+from throughtime.gradient import LossFn, Policy, Update, generators, set_generators
 from throughtime.integrations.loader import Loader, StreamBatch, as_stream_batch
+from throughtime.updates import Updates
 
 try:
     import lightning.pytorch as pl
@@ -93,7 +96,7 @@ class StreamModule(AttachedModule):
 
     def __init__(
         self,
-        net: tt.Carried,
+        net: Carried,
         loss_fn: LossFn,
         *,
         gradient: Policy,
@@ -113,19 +116,19 @@ class StreamModule(AttachedModule):
         self.net, self.loss_fn, self.gradient = net, loss_fn, gradient
         self.clip, self.accumulate, self.metrics = clip, accumulate, metrics
         self.schedule, self.monitor = schedule, monitor
-        self._updates: tt.Updates | None = None
+        self._updates: Updates | None = None
         self._policy_state: Any = None  # of the epoch before
         self._epoch_over = self._optimizer_stepped = True
         self._loaded_positions: list[dict[str, Any]] | None = None
         self._training_stream: tt.Stream | None = None
-        self._evaluators: dict[tuple[str, int], tuple[tt.Stream, tt.Evaluator[Tensor]]] = {}
+        self._evaluators: dict[tuple[str, int], tuple[tt.Stream, Evaluator]] = {}
         self._predictors: dict[int, tt.Predictor] = {}
 
     def _install(self, trainer: pl.Trainer) -> None:
         if not any(isinstance(c, _StreamHooks) for c in _callbacks(trainer)):
             _callbacks(trainer).insert(0, _StreamHooks())
 
-    def on_update(self, update: tt.Update) -> None:
+    def on_update(self, update: Update) -> None:
         """Called after every update, before its optimizer step; for logging of your own."""
 
     def training_step(self, batch: StreamBatch, batch_idx: int) -> dict[str, Tensor] | None:
@@ -175,7 +178,7 @@ class StreamModule(AttachedModule):
         outputs = [rows for copy in copies for rows in copy.read()]
         return torch.cat(outputs) if outputs else torch.empty(0, batch.stream.lanes, device="cpu")
 
-    def _next_update(self) -> tt.Update | None:
+    def _next_update(self) -> Update | None:
         update = None if self._updates is None else next(self._updates, None)
         self._epoch_over = self._optimizer_stepped = update is None
         return update
@@ -198,7 +201,7 @@ class StreamModule(AttachedModule):
         if self._updates is not None:
             self._policy_state, self._updates = self._updates.policy_state, None
 
-    def _new_updates(self, batch: StreamBatch) -> tt.Updates:
+    def _new_updates(self, batch: StreamBatch) -> Updates:
         self._forget_updates()
         return tt.updates(
             self.net,
@@ -217,7 +220,7 @@ class StreamModule(AttachedModule):
                 " the training. Make two"
             )
         if batch.index == 0:
-            evaluator = tt.Evaluator(self.net, self.loss_fn, metrics=self.metrics)
+            evaluator = Evaluator(self.net, self.loss_fn, metrics=self.metrics)
             evaluator.check(batch.stream)
             self._evaluators[kind, index] = batch.stream, evaluator
         for chunk in batch.chunks():
@@ -272,7 +275,7 @@ class StreamModule(AttachedModule):
     def _load_positions(self, checkpoint: Mapping[str, Any]) -> None:
         self._loaded_positions = checkpoint.get(CHECKPOINT_KEY, [])
 
-    def _resume(self, updates: tt.Updates) -> None:
+    def _resume(self, updates: Updates) -> None:
         """Continue from the loaded position, unless the checkpoint was read for its weights alone.
 
         Raises:

@@ -21,10 +21,7 @@ from throughtime.errors import ConfigError, MissingExtraError, listed
 try:
     import lightning.pytorch as pl
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch.loops.optimization.automatic import (
-        ClosureResult,
-        _AutomaticOptimization,
-    )
+    from lightning.pytorch.loops.optimization.automatic import ClosureResult, _AutomaticOptimization
     from lightning.pytorch.loops.optimization.manual import _ManualOptimization
     from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
     from lightning.pytorch.utilities.memory import recursive_detach

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import throughtime as tt
+from throughtime.chunk import Chunk
 from throughtime.errors import DataError
+from throughtime.gradient.window import check_whole
 
 
 class StreamBatch:
@@ -33,7 +35,7 @@ class StreamBatch:
         stream = self.stream
         return not self.is_last and stream.position * self.count >= (self.index + 1) * stream.steps
 
-    def chunks(self) -> Iterator[tt.Chunk]:
+    def chunks(self) -> Iterator[Chunk]:
         """Its chunks, for an evaluation; the first batch starts the epoch."""
         if self.index == 0:
             self.stream._start()
@@ -63,20 +65,15 @@ class Loader:
     """
 
     def __init__(self, stream: tt.Stream, chunks: int = 1) -> None:
-        got: Any = stream  # users bring DataLoaders
-        if not isinstance(got, tt.Stream):
+        # users bring DataLoaders
+        if not isinstance(stream, tt.Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
-                f"the loader got a {type(got).__name__}, expected a tt.Stream(recordings,"
+                f"the loader got a {type(stream).__name__}, expected a tt.Stream(recordings,"
                 " lanes, chunk)"
             )
-        count: Any = chunks  # a user's 1e3 is a float
-        if not isinstance(count, int) or count < 1:
-            raise DataError(
-                f"chunks={chunks!r}: expected a whole number of chunks in each batch, at least 1"
-            )
+        check_whole("chunks", chunks, 1)
         self.stream, self.chunks = stream, chunks
-        self._count = 0
-        self._next_index = self._first_index = 0
+        self._count = self._next_index = self._first_index = 0
 
     def __len__(self) -> int:
         """Batches in every epoch."""
@@ -97,7 +94,7 @@ class Loader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Start the next iteration at that batch, or anew if the epoch was over."""
-        self._first_index = self._next_index = int(state["next"]) % len(self)
+        self._first_index = self._next_index = state["next"] % len(self)
 
 
 def as_stream_batch(batch: object) -> StreamBatch:

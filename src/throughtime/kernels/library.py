@@ -30,7 +30,7 @@ import torch
 from throughtime import kernels
 from throughtime.errors import ConfigError
 
-VERSION = 7  # of the C interface: TT_VERSION in cpu/throughtime.h
+VERSION = 8  # of the C interface: TT_VERSION in cpu/throughtime.h
 NAME = "libthroughtime.dylib" if sys.platform == "darwin" else "libthroughtime.so"
 REBUILD = (
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary throughtime throughtime"

@@ -119,7 +119,7 @@ class Workspace:
         if weights:
             self._add_slots(self._step, "w", weights)
         self._addresses: list[int] = []  # of the weights, that the calls have
-        self._options: tuple[int, bool, int | None] | None = None  # that the calls have
+        self._options: tuple[int, int | None] | None = None  # that the calls have
         # of the readout: outputs of so many steps, and scratch memory for as many or fewer
         self._like = torch.empty((0, self._lanes, classes), dtype=self._dtype, device="cpu")
         self._scratch = self._like
@@ -247,18 +247,17 @@ class Workspace:
         steps: Chunk,
         inputs: tuple[Tensor, int],
         dx: Tensor | None,
-        weights: tuple[Sequence[Tensor], Sequence[Tensor | None] | None, list[int]],
+        weights: tuple[Sequence[Tensor], list[int]],
         state: Sequence[Tensor],
         tail: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[int, Tensor, dict[str, State]]:
-        """Make the update: add the gradients to `.grad`, unless a target is invalid.
+        """Make the update: `.grad`, which is None so far, gets the gradients of valid targets.
 
         Args:
             steps: of the window.
             inputs: of the first layer: a contiguous tensor, and the row of the first step.
             dx: receives their gradient.
-            weights: all of them, layer by layer and the readout's last; their `.grad`, if any has
-                one; and the addresses of the weights.
+            weights: all of them, layer by layer and the readout's last; and their addresses.
             state: as `read_state` returned it.
             tail: in place of a linear readout: maps the outputs `(T, B, P)` of the last layer to
                 their gradient. The next run overwrites them.
@@ -266,15 +265,8 @@ class Workspace:
         Returns:
             The result of `fused_step`, the mean loss, and the state after the last step.
         """
-        parameters, grads, addresses = weights
-        fresh = grads is None
-        if grads is None:
-            targets = list(map(torch.empty_like, parameters))
-        else:  # one that is missing beside others begins with zeros
-            targets = [
-                torch.zeros_like(weight) if grad is None else grad
-                for weight, grad in zip(parameters, grads, strict=True)
-            ]
+        parameters, addresses = weights
+        targets = list(map(torch.empty_like, parameters))
         targets_at, changed, at = list(map(_address, targets)), addresses != self._addresses, 0
         for weight_slots, grad_slots, count in self._slots:
             if changed:
@@ -283,12 +275,12 @@ class Workspace:
             at += count
         self._addresses = addresses
         resets = steps.resets.contiguous() if steps.any_reset else None
-        options = torch.get_num_threads(), not fresh, None if resets is None else resets.data_ptr()
+        options = torch.get_num_threads(), None if resets is None else resets.data_ptr()
         if options != self._options:
             for call in self._each:
-                call.threads, call.accumulate, call.resets = options
+                call.threads, call.resets = options
             self._options = options
-        call, self._step.accumulate = self._each[0], not fresh
+        call = self._each[0]
         x, row = inputs
         call.x = x.data_ptr() + row * x.stride(0) * self._dtype.itemsize
         call.dx = None if dx is None else dx.data_ptr()
@@ -296,9 +288,7 @@ class Workspace:
         code = recurrent.fused_step(self._step) if tail is None else self._run_around(tail)
         if code == INVALID_TARGET:
             return code, self._like, after
-        if not fresh:
-            torch.autograd.graph.increment_version(targets)
-        if fresh and tail is None:
+        if tail is None:
             for weight, grad in zip(parameters, targets, strict=True):
                 weight.grad = grad
         else:

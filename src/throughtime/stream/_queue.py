@@ -21,9 +21,10 @@ class ChunkQueue:
         if isinstance(chunks, DataLoader):
             _refuse_sampler(cast("DataLoader[Any]", chunks))
         self._again = chunks if isinstance(chunks, Sequence) else None
+        self.once = self._again is None
         self._kind = type(chunks).__name__
-        again = cast("Sequence[Any]", self._again or ())
-        steps = (chunk.steps for chunk in again if isinstance(chunk, Chunk))
+        again = self._again or ()
+        steps = (c.steps for c in again if isinstance(c, Chunk))  # pyright: ignore[reportUnnecessaryIsInstance]
         self._starts = [0, *accumulate(steps)]
         self._chunks = iter(chunks)
         self._waiting: list[Chunk] = []
@@ -34,7 +35,6 @@ class ChunkQueue:
     def _place(self, placement: Placement) -> None:
         """Give chunks of this placement from now on."""
         self._placement = placement
-        self._waiting = [chunk.convert(placement) for chunk in self._waiting]
 
     def take(self, steps: int) -> Chunk | None:
         self._fetch_until(steps)
@@ -105,7 +105,8 @@ class ChunkQueue:
         if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
                 f"the stream gave a {type(chunk).__name__}, expected a Chunk: use"
-                " tt.Stream(recordings, lanes, chunk), or tt.Chunk.from_tensors(inputs, targets)"
+                " tt.Stream(recordings, lanes, chunk), or Chunk.from_tensors(inputs, targets) of"
+                " throughtime.chunk"
             )
         if self._last is not None:
             _check_adjacent(self._last, chunk)

@@ -21,9 +21,12 @@ _SAMPLE = 16  # steps
 
 
 class StepArrays(NamedTuple):
-    """Consecutive steps: `inputs` `(n, D)` or `(n,)`, `targets` `(n,)`, `(n, C)` or `None`.
+    """Consecutive steps of a recording.
 
-    `static` `(S,)` belongs to all of them.
+    Attributes:
+        inputs: `(n, D)` or `(n,)`.
+        targets: `(n,)`, `(n, C)` or `None`.
+        static: `(S,)`, features of the whole recording.
     """
 
     inputs: Array

@@ -105,8 +105,8 @@ def windows(recordings: Recordings, length: int) -> list[Part]:
     """Every recording cut into windows of `length` steps, the last one shorter.
 
     A stream of windows starts each of them from the initial state: training as most people do it,
-    for comparison with training on the unbroken recordings. `tt.Truncated(length, start="carried")`
-    and `start="noise"` start them from other states.
+    for comparison with training on the unbroken recordings. `examples/policies/starts.py` has two
+    policies that start them from other states.
 
     Args:
         recordings: as for `tt.Stream`.

@@ -123,6 +123,8 @@ class Stream:
         [(4, 2, 2), (3, 2, 2)]
     """
 
+    once = False  # any step of an epoch can be read again
+
     def __init__(
         self,
         recordings: Recordings,

@@ -322,8 +322,7 @@ def _caption(trace: RunTrace, config: Config) -> str:
     )
     if config.train_on == "windows":
         return (
-            f"{text} Each window of {counted(trace.stride, 'step')} starts from"
-            f" {config.start_in_words()}, and no credit leaves it."
+            f"{text} The run was trained on {config.windows_in_words()}; no credit leaves a window."
         )
     if not trace.edges:
         ahead = (

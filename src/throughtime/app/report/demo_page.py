@@ -8,12 +8,10 @@ import numpy as np
 from throughtime._files import write_atomically
 from throughtime.app.demo import (
     BEST,
-    CARRIED,
     CHANCE,
     HIDDEN,
     LANES,
     MODES,
-    NOISE,
     RATE,
     SINCE,
     STREAM,
@@ -24,7 +22,6 @@ from throughtime.app.demo import (
     exact,
     facts,
     results_table,
-    spread,
 )
 from throughtime.app.report.audit_section import audit_figures, audit_table, settling_parts
 from throughtime.app.report.charts import Band, Mark, Series, lines, strip
@@ -46,8 +43,8 @@ def write_report(demo: Demo, folder: Path) -> Path:
     ]
     page = Page(
         "throughtime: train on the stream you will run on",
-        f"The same LSTM, {demo.updates:,} updates each: on windows from a zero state, from noise"
-        " and from carried states, and on one unbroken stream.",
+        f"The same LSTM, {demo.updates:,} updates each: on windows from a zero state, and on one"
+        " unbroken stream.",
         sections,
     )
     path = folder / "report.html"
@@ -62,22 +59,9 @@ def _results(demo: Demo) -> list[Part]:
             "Every frame has a label: the machine is off or on. A pulse of ten frames switches it."
             " For the next thousands of frames nothing in the signal shows the mode, so the network"
             " must remember the last pulse. With it, 95 of 100 frames can be labelled correctly."
-            " More is impossible, because one label in twenty is wrong at random.\n\n"
-            + _remedies(demo)
+            " More is impossible, because one label in twenty is wrong at random."
         ),
     ]
-
-
-def _remedies(demo: Demo) -> str:
-    """What windows reach from other states than zero."""
-    noise, carried = (spread([n.accuracy for n in demo.of(name)]) for name in (NOISE, CARRIED))
-    return (
-        "Two remedies keep the windows and change the states that enter them, so that the network"
-        " meets such states in training. From the states in which the windows before them ended,"
-        f" the accuracy is {carried}: these states know the mode, but weights of up to two epochs"
-        f" ago computed them. From noise like these states, it is {noise}: they are of the right"
-        " size and know nothing. The stream has the state of the step before, at no extra cost."
-    )
 
 
 def _explanation(demo: Demo) -> list[Part]:

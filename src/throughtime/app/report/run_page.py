@@ -68,7 +68,7 @@ def write_report(run: Run) -> Path:
     ]
     how = "unbroken recordings, the state carried"
     if config.train_on == "windows":
-        how = f"windows of {counted(config.chunk_steps(), 'step')} from {config.start_in_words()}"
+        how = config.windows_in_words()
     lead = f"{spec.title} trained on {Path(config.data).name}: {how}."
     page = Page(f"throughtime: {folder.path.name}", lead, sections)
     write_atomically(folder.report, render(page).encode())
@@ -97,10 +97,7 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
     """The model, the data, the gradient setting and the scoring."""
     recordings, lanes = data["train"], config.lanes
     if config.train_on == "windows":
-        start = (
-            "For comparison, they were cut into shuffled windows of"
-            f" {counted(config.chunk_steps(), 'step')}. Each starts from {config.start_in_words()}."
-        )
+        start = f"For comparison, they were cut into shuffled {config.windows_in_words()}."
     elif lanes > recordings:
         start = (
             f"They were cut into {lanes} contiguous parts, one for each lane. Within a part the"

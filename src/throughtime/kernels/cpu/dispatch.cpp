@@ -30,14 +30,10 @@ int64_t tt_least_work = 8 * 1000 * 1000;
 uint32_t tt_late_teams = 0, tt_skips = 0;
 
 #if defined(__linux__)
-void tt_sleep(uint32_t *word, uint32_t value, int64_t nanoseconds) {
-  constexpr int64_t SECOND = 1000 * 1000 * 1000;
-  const timespec most{static_cast<time_t>(nanoseconds / SECOND), static_cast<long>(nanoseconds % SECOND)};
-  syscall(SYS_futex, word, FUTEX_WAIT, value, &most, nullptr, 0);
-}
-void tt_wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, nullptr, nullptr, 0); }
+void tt_sleep(uint32_t *word, uint32_t value) { syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0); }
+void tt_wake(uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
 #else
-void tt_sleep(uint32_t *, uint32_t, int64_t) { sched_yield(); }
+void tt_sleep(uint32_t *, uint32_t) { sched_yield(); }
 void tt_wake(uint32_t *) {}
 #endif
 
@@ -170,15 +166,4 @@ int64_t tt_fused_step_scratch(const tt_fused_step *step) { return table()->fused
 
 int tt_fused_step_run(const tt_fused_step *step) { return table()->fused_step(step); }
 double tt_optimize(const tt_optim *optim) { return table()->optimize(optim); }
-
-int tt_barrier(tt_rank *ranks, int32_t rank, int32_t count, uint32_t arrivals, int64_t nanoseconds) {
-  write(&ranks[rank].arrivals, arrivals);
-  if (read(&ranks[rank].sleepers)) tt_wake(&ranks[rank].arrivals);
-  for (tt_rank *other = ranks; other < ranks + count; other++) {
-    const auto there = [&] { return static_cast<int32_t>(read(&other->arrivals) - arrivals) >= 0; };
-    nanoseconds -= wait(&other->arrivals, &other->sleepers, there, nanoseconds);
-    if (!there()) return 0;
-  }
-  return 1;
-}
 }

@@ -21,8 +21,7 @@ extern "C" tt_gemm tt_torch_gemm[3]; // by tt_type
 extern "C" int (*tt_torch_gemm_threads)(int);
 extern "C" uint32_t tt_late_teams, tt_skips;                         // in a row; calls that run on one thread before the next team
 extern "C" int64_t tt_least_work;                               // of a thread, in multiplications
-// Until `tt_wake(word)`, or another value is there, or so many nanoseconds are over, or for no reason. Other processes may wake it.
-extern "C" void tt_sleep(uint32_t *word, uint32_t value, int64_t nanoseconds);
+extern "C" void tt_sleep(uint32_t *word, uint32_t value); // until `tt_wake(word)`, or another value is there, or for no reason
 extern "C" void tt_wake(uint32_t *word);
 
 namespace {
@@ -48,28 +47,6 @@ inline int64_t nanoseconds() {
   timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return int64_t(now.tv_sec) * 1000 * 1000 * 1000 + now.tv_nsec;
-}
-
-// Until `ready`, which changes when `word` does, or so many nanoseconds are over. Whoever changes it reads `sleepers` afterwards.
-// Returns how long that took.
-template <class Ready> int64_t wait(uint32_t *word, uint32_t *sleepers, const Ready &ready, int64_t most = INT64_MAX) {
-  for (int spins = 0; spins < SPINS; spins++) {
-    if (ready()) return 0;
-    pause_briefly();
-  }
-  const int64_t began = nanoseconds();
-  int64_t waited = 0;
-  for (; waited < most && !ready(); waited = nanoseconds() - began) {
-    if (waited < YIELDING) {
-      sched_yield();
-      continue;
-    }
-    increment(sleepers);
-    const uint32_t value = read(word);
-    if (!ready()) tt_sleep(word, value, most - waited);
-    increment(sleepers, ~0u);
-  }
-  return waited;
 }
 
 class Team {
@@ -131,6 +108,26 @@ private:
   void notify() {
     increment(&posts_);
     if (read(&sleepers_)) tt_wake(&posts_);
+  }
+
+  // Until `ready`, which changes when `word` does. Whoever changes it reads `sleepers` afterwards. Returns how long that took.
+  template <class Ready> static int64_t wait(uint32_t *word, uint32_t *sleepers, const Ready &ready) {
+    for (int spins = 0; spins < SPINS; spins++) {
+      if (ready()) return 0;
+      pause_briefly();
+    }
+    const int64_t began = nanoseconds();
+    while (!ready()) {
+      if (nanoseconds() - began < YIELDING) {
+        sched_yield();
+        continue;
+      }
+      increment(sleepers);
+      const uint32_t value = read(word);
+      if (!ready()) tt_sleep(word, value);
+      increment(sleepers, ~0u);
+    }
+    return nanoseconds() - began;
   }
 
   const pthread_t caller_;

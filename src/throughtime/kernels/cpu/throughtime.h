@@ -92,17 +92,8 @@ typedef struct {
 // The global norm of the gradients before clipping, 0 without `clip`. The same bits for any number of threads.
 TT_EXPORT double tt_optimize(const tt_optim *optim);
 
-// Processes of one machine that wait for each other, in memory that they share; all numbers are 0 at first.
-typedef struct {
-  uint32_t arrivals, sleepers; // how often this rank has arrived; how many sleep until it does again
-  uint32_t alone[30];          // so that no other rank writes to these cache lines
-} tt_rank;
-// This rank arrives for the time that `arrivals` counts, and waits until all `count` of them have. 0 if one of them has not after so many
-// nanoseconds: call again with the same number.
-TT_EXPORT int tt_barrier(tt_rank *ranks, int32_t rank, int32_t count, uint32_t arrivals, int64_t nanoseconds);
-
 // The version of this interface: increment it whenever a structure or a call changes, together with VERSION in library.py.
-#define TT_VERSION 7
+#define TT_VERSION 8
 TT_EXPORT int tt_version(void);
 // The active instruction set: "v4", "v3", "v2" or "base". `tt_use` selects another one of the processor; 0 if the processor lacks it.
 TT_EXPORT const char *tt_level(void);

@@ -1,0 +1,201 @@
+"""Eight kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from brute_force import State
+
+KINDS = ("lstm", "gru", "fused", "cells", "start", "state", "rotation", "embedding")
+FEATURES, UNITS, TOKENS = 3, 4, 5
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+class Chain(nn.Sequential):
+    """A chain of layers that the oracle runs step by step."""
+
+    def start(self, lanes: int) -> State:
+        return tuple(
+            zeros(layer.num_layers, lanes, UNITS)
+            for layer in self
+            if isinstance(layer, nn.RNNBase)
+            for _ in range(1 + isinstance(layer, nn.LSTM))
+        )
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        leaves, x, after = list(state), x.unsqueeze(0), list[Tensor]()
+        for layer in self:
+            if isinstance(layer, nn.LSTM):
+                x, pair = layer(x, (leaves.pop(0), leaves.pop(0)))
+                after += pair
+            elif isinstance(layer, nn.RNNBase):
+                x, h = layer(x, leaves.pop(0))
+                after.append(h)
+            else:
+                x = layer(x)
+        return x.squeeze(0), tuple(after)
+
+
+class Cells(nn.Module):
+    """Two cells in a loop over steps."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.LSTMCell(FEATURES, UNITS), nn.GRUCell(UNITS, UNITS)
+        self.head = nn.Linear(UNITS, classes)
+
+    def start(self, lanes: int) -> State:
+        return tuple(zeros(lanes, UNITS) for _ in range(3))
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        h, c = self.first(x, state[:2])
+        g = self.second(h, state[2])
+        return self.head(g), (h, c, g)
+
+    def initial_state(self, lanes: int) -> State:
+        return self.start(lanes)
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        outputs = list[Tensor]()
+        for step in x.unbind(0):
+            y, state = self.step(step, state)
+            outputs.append(y)
+        return torch.stack(outputs), state
+
+
+class LearnedStart(nn.Module):
+    """A recurrence whose first state is a parameter."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(UNITS))
+        self.inside, self.outside = nn.Linear(UNITS, UNITS), nn.Linear(FEATURES, UNITS)
+        self.head = nn.Linear(UNITS, classes)
+
+    def start(self, lanes: int) -> State:
+        return (self.first.expand(lanes, UNITS),)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        h = torch.tanh(self.inside(state[0]) + self.outside(x))
+        return self.head(h), (h,)
+
+    def initial_state(self, lanes: int) -> dict[str, Tensor]:
+        return {"h": self.first.expand(lanes, UNITS)}
+
+    def forward(self, x: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        h, outputs = state["h"], list[Tensor]()
+        for step in self.outside(x).unbind(0):
+            h = torch.tanh(self.inside(h) + step)
+            outputs.append(h)
+        return self.head(torch.stack(outputs)), {"h": h}
+
+
+class Attribute(nn.Module):
+    """A layer inside whose state the module keeps in an attribute."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(FEATURES, UNITS, batch_first=True)
+        self.head = nn.Linear(UNITS, classes)
+        self.hidden: Any = None
+
+    def start(self, lanes: int) -> State:
+        return tuple(zeros(1, lanes, UNITS) for _ in range(2))
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, after = self.lstm(x.unsqueeze(1), state)
+        return self.head(y.squeeze(1)), after
+
+    def reset_hidden(self, batch_size: int) -> None:
+        self.hidden = self.start(batch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, self.hidden = self.lstm(x, self.hidden)
+        return self.head(y)
+
+
+class Explicit(nn.Module):
+    """A layer whose state is an argument and a result."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.gru, self.head = nn.GRU(FEATURES, UNITS), nn.Linear(UNITS, classes)
+
+    def start(self, lanes: int) -> State:
+        return (zeros(1, lanes, UNITS),)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        y, h = self.gru(x.unsqueeze(0), state[0])
+        return self.head(torch.relu(y.squeeze(0))), (h,)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = self.gru(x, state)
+        return self.head(torch.relu(y)), h
+
+
+class Rotation(nn.Module):
+    """A linear recurrence that rotates: gradients over 100 steps are as large as those over one."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.turn = nn.Linear(UNITS, UNITS, bias=False)
+        self.inside, self.head = nn.Linear(FEATURES, UNITS), nn.Linear(UNITS, classes)
+
+    def start(self, lanes: int) -> State:
+        return (zeros(lanes, UNITS),)
+
+    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        h = self.turn(state[0]) + self.inside(x)
+        return self.head(h), (h,)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = list[Tensor]()
+        for step in self.inside(x).unbind(0):
+            state = self.turn(state) + step
+            outputs.append(state)
+        return self.head(torch.stack(outputs)), state
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return self.start(lanes)[0]
+
+
+def plain_sequential(*modules: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return nn.Sequential(*modules), Chain(*copy.deepcopy(modules))
+
+
+def fused_layers(classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
+    name, layers = ("LSTM", "GRU", "RNN")[variant], 1 + variant % 2
+    ours, torchs = (
+        getattr(library, name)(FEATURES, UNITS, num_layers=layers) for library in (tt.nn, nn)
+    )
+    head = nn.Linear(UNITS, classes)
+    return nn.Sequential(ours, head), Chain(torchs, copy.deepcopy(head))
+
+
+def build(kind: str, classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
+    """A module for the library, and one that the oracle runs, with the same names of weights."""
+    match kind:
+        case "lstm":
+            return plain_sequential(nn.LSTM(FEATURES, UNITS), nn.Linear(UNITS, classes))
+        case "gru":
+            return plain_sequential(nn.GRU(FEATURES, UNITS, 2), nn.Linear(UNITS, classes))
+        case "fused":
+            return fused_layers(classes, variant)
+        case "cells":
+            module = Cells(classes)
+        case "start":
+            module = LearnedStart(classes)
+        case "state":
+            module = Explicit(classes) if variant % 2 else Attribute(classes)
+        case "rotation":
+            module = Rotation(classes)
+        case _:
+            front = nn.Embedding(TOKENS, UNITS), nn.GRU(UNITS, UNITS), nn.Linear(UNITS, classes)
+            return plain_sequential(*front)
+    return module, copy.deepcopy(module)
