@@ -342,4 +342,7 @@ def test_loss_that_is_not_finite_is_refused_before_the_step(
     assert message.startswith("the loss is not finite")
     assert "whose part of the loss is inf" in message
     assert int(first) <= 23 <= int(last)
-    assert recording == "1"
+    if next(net.parameters()).is_cpu:
+        assert recording == "1"
+    else:  # where the outputs of a segment are gone, all recordings of its steps are named
+        assert "1" in recording.split(", ")

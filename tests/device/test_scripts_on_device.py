@@ -288,12 +288,11 @@ def test_measurements_are_the_same_with_a_default_device() -> None:
     assert_equal_on_both(script)
 
 
-def test_a_loss_with_weights_elsewhere_is_refused_with_the_line_to_write() -> None:
+def test_a_loss_with_weights_elsewhere_is_refused_saying_where_outputs_and_targets_are() -> None:
     loss_fn = nn.CrossEntropyLoss(torch.ones(3))
-    with pytest.raises(
-        ModelError, match=r"'weight' of loss_fn is on cpu, .* loss_fn\.to\('mock:0'\)"
-    ):
+    with pytest.raises(RuntimeError, match="same device") as refusal:
         train(tt.carry(module_of(3, DEVICE)), stream_of(recordings(3)), loss_fn)
+    assert "on mock:0 and targets" in refusal.value.__notes__[0]
 
 
 def test_inputs_elsewhere_are_refused_with_the_line_to_write() -> None:

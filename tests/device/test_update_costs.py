@@ -43,7 +43,9 @@ class Loop:
         """Inputs and targets of each stride; one more where a mask or resets are not trivial."""
         warm_up = "warm_up" in self.stream or getattr(self.policy, "warm_up", 0)
         flags = self.masked or self.lengths is SHORT or warm_up
-        return self.accumulate * (3 if flags else 2)
+        # the mask of a policy's warm-up is sent beside the resets of the steps themselves
+        masks = bool(getattr(self.policy, "warm_up", 0))
+        return self.accumulate * ((3 if flags else 2) + masks)
 
     def recordings(self) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
