@@ -19,7 +19,7 @@ from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import ranks_of
 from throughtime.errors import DataError, listed, warn_caller
-from throughtime.gradient.objective import LossFn, Objective, check_rows, target_kind
+from throughtime.gradient.objective import LossFn, Objective, target_kind
 from throughtime.metrics import (
     Classification,
     Metric,
@@ -169,7 +169,6 @@ class Evaluator:
         kind = "classes" if isinstance(metrics, Classification) else target_kind(loss_fn)
         self._placement = Placement(self._predictor.device, dtype_of(net), kind)
         self._metric = None if metrics is None else as_metric(metrics)
-        self._metric_checked = False
         self._metrics: dict[int | None, Metric] = {}  # by recording; None: over all of them
         self._loss: Tensor | float = 0.0
         self._weight, self._steps = 0.0, 0
@@ -226,9 +225,6 @@ class Evaluator:
             self._weight += weight
         if self._metric is not None:
             rows, targets = chunk.valid_pairs(outputs)
-            if not self._metric_checked and len(rows) > 1:
-                check_rows(self._metric.new().update, rows, targets, "metrics")
-                self._metric_checked = True
             owners = chunk.metadata.recording[chunk.span][chunk.metadata.mask[chunk.span]]
             indices, counts = (values.tolist() for values in owners.unique(return_counts=True))
             self._update(None, rows, targets)

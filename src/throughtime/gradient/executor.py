@@ -65,7 +65,8 @@ class Update:
         state: the carried state after the last step, detached.
         outputs: `(T, B, C)` detached, of the steps in `chunk`.
         chunk: the steps whose losses count. Of several segments, or of several accumulated
-            updates, it is the last part, so that memory stays flat.
+            updates, it is the last part, so that memory stays flat; unless a `tt.SequenceLoss`
+            takes all segments together.
         weight: of this gradient among others: the valid steps, or the sum of their class weights.
             On several ranks `loss`, `steps` and `weight` are those of all of them, `outputs` and
             `chunk` this rank's.
@@ -368,6 +369,8 @@ class Executor:
         """
         objective, weights, begin = copy(self.objective), [*self.weights().values()], self.at.step
         objective.scaler = None
+        if objective.joins:
+            objective.divide(getattr(self.policy, "stride", None), type(self.policy).__name__)
         ahead = ChunkQueue([self.source.read(begin, begin + steps)])
         other = Executor(self.net, ahead, objective, policy, self.ranks)
         other.at = Progress(carried=self.at.carried, edge=self.at.carried)
@@ -398,18 +401,22 @@ class Executor:
                 _, state = self._forward(w.lead, w.start, state, w, kept)
         parts, seen, replay, total, valid = list[_Part](), list[Any](), None, 0.0, 0
         y = loss = chunk.inputs  # of the segments to come
+        joined: list[tuple[Tensor, Chunk]] = []  # for a loss of all segments together
         if not whole:
             replay = Replay(self.net, [*self.weights().values()], chunk.inputs.device)
+        if w.stop - w.start > length or w.per is not None:
+            objective.require_parts(w.per)
         for begin in range(w.start, w.stop, length):
             stop = min(begin + length, w.stop)
             gate = None if begin == w.start else self._gate(w, begin)
             if replay is None or (stop == w.stop and gate is None):  # else the first to run again
                 chunk = chunk if whole else self._reader.read(max(begin, w.counted), stop)
                 weight = objective.weight(chunk)
-                with nullcontext() if weight else torch.no_grad():
+                with nullcontext() if weight or joined else torch.no_grad():
                     y, state = self._forward(begin, stop, state, w, kept)
-                y = y if len(y) == chunk.steps else y[len(y) - chunk.steps :]
-                loss = objective.loss(y, chunk) if weight else y.new_zeros(())
+                loss = y = y if len(y) == chunk.steps else y[len(y) - chunk.steps :]
+                if not joined:
+                    loss, weight = objective(y, chunk, weight)
                 if replay is not None:
                     replay.reached = loss.requires_grad
             else:
@@ -421,13 +428,21 @@ class Executor:
                 y, chunk, weight, rebuild = seen
                 state = rebuild(leaves)
                 self._reader.forget()
+            if joined or (objective.joins and stop < w.stop):
+                joined.append((loss, chunk))
+                continue
             parts.append(_Part(max(begin, w.counted), stop, loss, weight))
             total, valid = total + weight, valid + chunk.valid_steps
             checked = replay is not None and loss.is_cpu and objective.scaler is None
             if checked and not math.isfinite(loss.item()):
                 self._check_finite(loss.detach(), {}, parts[-1:], y, chunk)
+        if joined:
+            outputs, chunks = zip(*joined, strict=True)
+            y, chunk = torch.cat(outputs), join(chunks)
+            loss, total = objective(y, chunk)
+            parts, valid = [_Part(w.counted, w.stop, loss, total)], chunk.valid_steps
         state, y, edge = _detach(state), y.detach(), _detach(kept[-1]) if kept else None
-        if total and len(parts) > 1:
+        if len(parts) > 1 and total:
             loss = _mean_loss(parts, total)
         update = Update(loss.detach(), valid if total else 0, state, y, chunk, total)
         if w.per is not None:  # all ranks take part, whatever counts on this one
@@ -439,11 +454,12 @@ class Executor:
 
     def _run_fused(self, w: Window, chunk: Chunk, state: State) -> tuple[Update, State] | None:
         """The update by one call of a kernel, where the net and the loss allow it."""
-        weight = self.objective.weight(chunk)
-        if not weight or w.lead < w.start or not w.per is w.enter is None:
+        objective = self.objective
+        weight = objective.weight(chunk)
+        if not weight or objective.sequences or w.lead < w.start or not w.per is w.enter is None:
             return None
         steps = chunk if w.lead == w.counted else self._reader.read(w.lead, w.stop)
-        result = try_fused(self.net, steps, chunk, state, w.keep - w.lead, self.objective)
+        result = try_fused(self.net, steps, chunk, state, w.keep - w.lead, objective)
         if result is None:
             return None
         loss, y, after, edge, finite = result
@@ -472,8 +488,8 @@ class Executor:
         if skip > 0:
             y, chunk = y[skip:], chunk[skip:]
         with torch.enable_grad():  # of a segment without a graph, weights of the loss would show
-            loss, weight = objective(y, chunk)
-        if loss.requires_grad and not graph and not isinstance(objective.loss_fn, nn.Module):
+            loss, weight = (y, 0.0) if objective.joins else objective(y, chunk)
+        if loss.requires_grad and not graph and not isinstance(objective.function, nn.Module):
             raise ModelError(
                 "loss_fn is a function with weights of its own inside: they would get no gradient"
                 " here. Give the module itself, loss_fn=module, whose forward takes outputs and"
@@ -637,6 +653,7 @@ def _mean_loss(parts: Sequence[_Part], total: float) -> Tensor:
 def _part_at_fault(parts: Sequence[_Part], name: str | None, replay: Replay | None) -> _Part:
     """The first part whose loss is not finite; else the last with such a gradient."""
     wrong = (part for part in parts if not bool(part.loss.isfinite()))
-    if name is not None and replay is not None and bool(replay.arriving.isfinite().all()):
+    several = len(parts) > 1 and name is not None and replay is not None
+    if several and bool(replay.arriving.isfinite().all()):
         wrong = (parts[i] for i, values in replay.notes if not bool(values.isfinite().all()))
     return next(wrong, parts[-1])

@@ -1,14 +1,16 @@
-"""The loss of a chunk.
+"""The loss of a chunk: of its rows, as users write it, or of its sequences.
 
-Outputs and targets of the valid steps are flattened as users do by hand.
+Outputs and targets of the valid steps are flattened as users do by hand. The mean of the parts'
+losses is that of all steps only if the loss is a mean over rows, which the first calls check. A
+`SequenceLoss` gets the steps in their order, with all that the chunk holds.
 
 Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +18,11 @@ from torch.nn import functional
 
 from throughtime.carry.carried import device_of, dtype_of
 from throughtime.chunk import Chunk, Placement
-from throughtime.errors import ModelError
-from throughtime.gradient._pairing import check_rows
+from throughtime.errors import ConfigError, ModelError, warn_caller
+from throughtime.gradient._mean import is_additive, is_mean, pairs_rows
 
 IGNORED = -100  # torch's own ignore_index; a stream masks such steps
+MOST_TRIALS = 5  # of the laws of a loss, where a chunk does not tell
 
 LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
@@ -54,6 +57,20 @@ _NUMBER_FUNCTIONS = (
 )
 
 
+_LINE = "tt.SequenceLoss(lambda outputs, chunk: loss_fn(*chunk.valid_pairs(outputs)))"
+_WHOLE = f"For the loss of a whole window, or of a whole recording, write {_LINE}"
+_NO_MEAN = (
+    "loss_fn is no mean over its rows: that of all rows is not the weighted mean of those of parts"
+    " of them, so its value and gradient depend on how chunks, ranks or accumulated updates split"
+    " them"
+)
+_NOT_ADDITIVE = (
+    "the function of a SequenceLoss with additive=True is not: the sum (the mean times its weight)"
+    " over some steps, or the weight, is not that of the first half and of the second together."
+    " Return a sum over steps and its weight, or leave out additive=True"
+)
+
+
 def target_kind(loss_fn: object) -> Literal["classes", "numbers"] | None:
     """The targets that a loss of torch takes, as a module or a function; `None` for others.
 
@@ -70,6 +87,95 @@ def target_kind(loss_fn: object) -> Literal["classes", "numbers"] | None:
     return None
 
 
+class SequenceLoss(nn.Module):
+    """A loss of outputs in their order, `(T, B, ...)`, and of all that the chunk holds.
+
+    For what no mean over rows can say: a spectrum, the error of a whole recording, connectionist
+    temporal classification (CTC), several series or several outputs.
+
+    `fn(outputs, chunk)` gets all steps whose loss counts, and no others: those of a stride under
+    `tt.Truncated`, of a recording under `tt.Exact`. None is masked: `chunk.mask` says which are
+    valid. It returns a mean, which weighs as many as the valid steps; or a pair, a sum and its
+    weight, such as the number of labels. Updates, lanes, ranks and `accumulate` are weighted so.
+    They call it for their own steps, and the mean of the results is not the loss of all together.
+
+    Args:
+        fn: a function or a module.
+        over: what it is called for: all lanes of a window; or each run of a recording's steps in a
+            lane, `(T', 1, ...)`, without padding. A window may cut a recording, down to a single
+            step: then it is the loss of pieces, and `chunk.starts` and `chunk.ends` say which ends
+            are real. Return the weight 0 for a piece that says nothing.
+        additive: whether the sum over steps is the sum of those of its parts, in any parts, as that
+            of a mean is. Then it is called for each segment, and holds no more than that; the
+            first call checks it. Otherwise once for each window, whose outputs, inputs and series
+            it then holds. `tt.Randomized`, `tt.reach`, and `tt.Adaptive` and `tt.audit` without
+            a stride need an additive one.
+
+    Raises:
+        ConfigError: `fn` cannot be called, or `over` is unknown.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> def ratio(outputs, chunk):  # the error-to-signal ratio
+        ...     return (outputs - chunk.targets).square().sum() / chunk.targets.square().sum()
+        >>> recording = {"inputs": torch.randn(60, 3), "targets": torch.randn(60, 1)}
+        >>> stream = tt.Stream(recording, lanes=1, chunk=20)
+        >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
+        >>> loss_fn = tt.SequenceLoss(ratio)
+        >>> [update.steps for update in tt.updates(net, stream, loss_fn, gradient=tt.Exact(20))]
+        [60]
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Chunk], Any],
+        over: Literal["window", "recording"] = "window",
+        additive: bool = False,
+    ) -> None:
+        super().__init__()
+        if not callable(fn):  # pyright: ignore[reportUnnecessaryComparison]
+            raise ConfigError(f"SequenceLoss({fn!r}): expected a function of outputs and chunk")
+        if over not in ("window", "recording"):
+            raise ConfigError(f"over={over!r}: expected 'window' or 'recording'")
+        self.fn, self.over, self.additive = fn, over, additive
+
+    def forward(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
+        """The mean loss, and its weight.
+
+        Raises:
+            ModelError: the function returns neither one number, nor a pair of a sum and a weight.
+        """
+        if self.over == "window":
+            return self._call(outputs, chunk)
+        runs = [(outputs[a:b, k : k + 1], chunk.lane(k)[a:b]) for k, a, b in chunk.runs()]
+        return pooled([self._call(y, run) for y, run in runs if run.valid_steps], outputs)
+
+    def _call(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
+        result: Any = self.fn(outputs, chunk)
+        loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        fixed = not (torch.is_tensor(weight) and weight.requires_grad)
+        known = torch.is_tensor(loss) and loss.dim() == 0
+        size = float(chunk.valid_steps if weight is None else weight) if fixed else math.nan
+        if not (known and 0 <= size < math.inf):
+            raise ModelError(
+                f"the function of a SequenceLoss returned {result!r:.200}, expected one number in a"
+                " tensor, the mean over the valid steps; or a pair: their sum, and its weight, a"
+                " constant of at least 0 without a gradient"
+            )
+        if weight is not None:
+            loss = loss / size if size else outputs.new_zeros(())
+        return loss, size
+
+
+def pooled(parts: Sequence[tuple[Tensor, float]], outputs: Tensor) -> tuple[Tensor, float]:
+    """The mean of some mean losses by their weights, and its weight."""
+    if len(parts) == 1:
+        return parts[0]
+    total = sum(weight for _, weight in parts)
+    shares = (loss * (weight / total) for loss, weight in parts if weight)
+    return sum(shares, outputs.new_zeros(())), total
+
+
 class Objective:
     """A user's loss function over the valid steps of a chunk.
 
@@ -77,13 +183,26 @@ class Objective:
         loss_fn: the user's function or module.
         scaler: a `torch.amp.GradScaler`, or None.
 
+    Attributes:
+        joins: whether the loss of a window is that of all its steps together, and no mean of those
+            of its segments.
+        split: whether it is going to be a mean of several.
+
     Raises:
         ModelError: a loss module that sums.
     """
 
-    def __init__(self, loss_fn: LossFn, scaler: Scaler | None = None) -> None:
-        self.loss_fn, self.scaler = loss_fn, scaler
-        self._checked = False  # whether a call on several rows has been checked
+    def __init__(self, loss_fn: LossFn | SequenceLoss, scaler: Scaler | None = None) -> None:
+        self.loss_fn: Any = loss_fn
+        self.scaler, self.split = scaler, False
+        self.sequences = isinstance(loss_fn, SequenceLoss)
+        self.function: Any = loss_fn.fn if isinstance(loss_fn, SequenceLoss) else loss_fn
+        self.joins = isinstance(loss_fn, SequenceLoss) and not loss_fn.additive
+        self.stride: int | None = None
+        # how often the law of this loss was tried, and whether it holds, once known
+        self._trials, self._lawful = 0, None if not self.joins else True
+        if type(loss_fn) in (*_CLASSES, *_NUMBERS):
+            self._lawful = True
         # weights of classes on a device, an alias, torch's count of their changes, and a copy
         self._class_weight: tuple[Tensor, Tensor, int, Tensor] | None = None
         if isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", "mean") == "sum":
@@ -96,33 +215,106 @@ class Objective:
         """Where the net and the loss need chunks: on this device, or that of the weights."""
         return Placement(device or device_of(net), dtype_of(net), target_kind(self.loss_fn))
 
-    def __call__(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
+    def __call__(
+        self, outputs: Tensor, chunk: Chunk, weight: float | None = None
+    ) -> tuple[Tensor, float]:
         """The mean loss over the valid steps of a chunk, and its weight in that of several.
 
         Args:
             outputs: `(T, B, C)`, of the steps of the chunk.
             chunk: with targets.
+            weight: `self.weight(chunk)`, if it is known.
 
         Returns:
             A scalar with a graph, a zero without one if no step counts; and the weight.
         """
-        weight = self.weight(chunk)
-        return (self.loss(outputs, chunk) if weight else outputs.new_zeros(())), weight
+        weight = self.weight(chunk) if weight is None else weight
+        if not weight:
+            return outputs.new_zeros(()), 0.0
+        if not self.sequences:
+            return self.loss(outputs, chunk), weight
+        if self._lawful is None and chunk.steps > 1:
+            self._judge(is_additive(self.loss_fn, outputs, chunk))
+            self.require_parts()
+        every = self.stride or chunk.steps
+        begins = range(0, chunk.steps, every)
+        parts = [(outputs[a : a + every], chunk[a : a + every]) for a in begins]
+        return pooled([self.loss_fn(y, part) for y, part in parts if part.valid_steps], outputs)
+
+    def divide(self, stride: int | None, policy: str) -> None:
+        """Call a loss of whole windows for every stride, where another policy is compared.
+
+        Raises:
+            ConfigError: there is no fixed stride.
+        """
+        self.stride = stride
+        if stride is None:
+            raise ConfigError(
+                f"{policy} compares gradients of strides of several lengths, and the loss of a"
+                " SequenceLoss depends on it: give a stride, or take one with additive=True"
+            )
+
+    def require_parts(self, per: float | None = None) -> None:
+        """From now on the loss is that of parts of what belongs together.
+
+        Args:
+            per: of the window; the loss of a window with one cannot be taken as a whole.
+
+        Raises:
+            ModelError: it is known that the loss of parts is another.
+            ConfigError: the policy needs an additive loss.
+        """
+        if self.joins:
+            if per is not None:
+                raise ConfigError(
+                    "a policy whose updates are sums over a number of steps, as tt.Randomized,"
+                    " takes a SequenceLoss only with additive=True: a loss of whole windows would"
+                    " depend on where they end by chance"
+                )
+            return
+        self.split = True
+        if self._lawful is False:
+            raise ModelError(_NOT_ADDITIVE if self.sequences else f"{_NO_MEAN}. {_WHOLE}")
+
+    def _judge(self, verdict: bool | None) -> None:
+        """Keep a verdict; a loss that no chunk judges is trusted in the end."""
+        self._trials += 1
+        self._lawful = True if verdict is None and self._trials == MOST_TRIALS else verdict
+
+    def _check_mean(self, rows: Tensor, targets: Tensor) -> None:
+        """Try the law of the mean: refuse a loss that breaks it where it is split, else warn."""
+        verdict = is_mean(self.loss_fn, rows, targets, self._weigh)
+        if verdict is False and pairs_rows(self.loss_fn, rows, targets):
+            raise ModelError(
+                "loss_fn pairs each row with every other: it is the mean over all pairs of an"
+                f" output and a target. The outputs are {tuple(rows.shape)} and the targets"
+                f" {tuple(targets.shape)}, one row for each valid step, and (N,) beside (N, 1)"
+                " broadcasts to (N, N). Write outputs[:, 0] beside"
+                f" {'targets' if targets.dim() == 1 else 'targets[:, 0]'}. If all pairs are meant:"
+                f" {_LINE}"
+            )
+        self._judge(verdict)
+        if self.split:
+            self.require_parts()
+        elif verdict is False:
+            warn_caller(
+                f"{_NO_MEAN}. Each update of these takes it over its own steps, and tt.evaluate"
+                f" and tt.Exact would refuse it. {_WHOLE}"
+            )
 
     def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
         """The mean loss over the valid steps, a scalar with a graph.
 
         Raises:
-            ModelError: the function returns no scalar, or its first call on two or more rows pairs
-                rows: it broadcasts `(N,)` against `(N, 1)`.
+            ModelError: the function returns no scalar; or its first calls show that it is no mean
+                over rows where parts of it are added up, or that it pairs rows: it broadcasts
+                `(N,)` against `(N, 1)`.
         """
         rows, targets = chunk.valid_pairs(outputs)
+        if self._lawful is None and len(rows) > 1:
+            self._check_mean(rows, targets)
         try:
-            if self._checked or len(rows) < 2:
-                loss = self.loss_fn(rows, targets)
-            else:
-                loss = check_rows(self.loss_fn, rows, targets, "loss_fn")
-                self._checked = True
+            loss = self.loss_fn(rows, targets)
         except (RuntimeError, ValueError, IndexError) as error:
             shapes = (f"{tuple(t.shape)} of {t.dtype} on {t.device}" for t in (rows, targets))
             error.add_note(
@@ -158,8 +350,17 @@ class Objective:
             return float(valid)
         if valid < chunk.steps * chunk.lanes:
             targets = targets[chunk.metadata.mask[chunk.span]]
-        counted = targets[targets != fn.ignore_index]
-        return float(counted.numel() if weight is None else self._host(weight)[counted].sum())
+        return self._weigh(targets)
+
+    def _weigh(self, targets: Tensor) -> float:
+        """The weight of the loss of rows with these targets."""
+        fn = self.loss_fn
+        if not isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss)) or targets.is_floating_point():
+            return float(len(targets))
+        counted, weight = targets[targets != fn.ignore_index], fn._buffers["weight"]
+        if weight is None:
+            return float(counted.numel())
+        return float(self._host(weight)[counted.cpu()].sum(dtype=torch.float64))
 
     def _host(self, weight: Tensor) -> Tensor:
         """The class weights on the host: read from a device once.
@@ -182,7 +383,7 @@ class Objective:
     def recordings_at_fault(self, outputs: Tensor | None, chunk: Chunk) -> list[int]:
         """The recordings whose own loss is not finite; if there are none, all of the chunk."""
         at_fault: list[int] = []
-        if outputs is not None:
+        if outputs is not None and not self.sequences:
             rows, targets = chunk.valid_pairs(outputs.detach())
             owners = chunk.recording[chunk.mask]
             with torch.no_grad():
