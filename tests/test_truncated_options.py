@@ -424,7 +424,7 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
         lawless(tt.carry(Scale()), zeros),
         [Chunk.from_tensors(zeros, zeros)],
         tt.Truncated(3),
-        lambda y, _: y.sum(),
+        tt.SequenceLoss(lambda y, _: y.sum()),
     )
     assert whole[0][2]["module.w"].item() == pytest.approx(0.9 + 0.36 + 0.108, abs=1e-12)
 

@@ -676,6 +676,7 @@ def test_a_gradient_that_is_not_finite_ends_the_loop_on_the_cpu_at_once(finite: 
         tt.updates(net, stream, nn.MSELoss(), gradient=policy, finite="later")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
 @pytest.mark.parametrize("loss_fn", [nn.MSELoss(), nn.BCEWithLogitsLoss()])
 def test_a_loss_that_fails_says_what_it_got(loss_fn: nn.Module) -> None:
     """Classes for a loss over numbers."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from throughtime.diagnose.draw import draw
     from throughtime.doctor import doctor
     from throughtime.evaluation import evaluate
-    from throughtime.gradient import Adaptive, Exact, Randomized, Truncated, rollout
+    from throughtime.gradient import Adaptive, Exact, Randomized, SequenceLoss, Truncated, rollout
     from throughtime.kernels import linear_scan
     from throughtime.nn import fuse
     from throughtime.predict import Predictor, predict
@@ -32,6 +32,7 @@ __all__ = [
     "Exact",
     "Predictor",
     "Randomized",
+    "SequenceLoss",
     "Stream",
     "Truncated",
     "__version__",
@@ -72,7 +73,7 @@ _EXPORTS = {
     "diagnose.draw": "draw",
     "doctor": "doctor",
     "evaluation": "evaluate",
-    "gradient": "Adaptive Exact Randomized Truncated rollout",
+    "gradient": "Adaptive Exact Randomized SequenceLoss Truncated rollout",
     "kernels": "linear_scan",
     "nn": "fuse",
     "predict": "Predictor predict",

@@ -165,7 +165,7 @@ class Evaluator:
         metrics: Metric | TorchMetric | None = None,
     ) -> None:
         self._predictor = Predictor(net)
-        self._objective = None if loss_fn is None else Objective(loss_fn)
+        self._objective = None if loss_fn is None else Objective(loss_fn, split=True)
         kind = "classes" if isinstance(metrics, Classification) else target_kind(loss_fn)
         self._placement = Placement(self._predictor.device, dtype_of(net), kind)
         self._metric = None if metrics is None else as_metric(metrics)

@@ -3,7 +3,7 @@
 from throughtime._device import generators, set_generators
 from throughtime.gradient.exact import Exact
 from throughtime.gradient.executor import Update
-from throughtime.gradient.objective import LossFn, Objective, Scaler
+from throughtime.gradient.objective import LossFn, Objective, Scaler, SequenceLoss
 from throughtime.gradient.randomized import Randomized
 from throughtime.gradient.segment import rollout
 from throughtime.gradient.truncated import Adaptive, Truncated
@@ -19,6 +19,7 @@ __all__ = [
     "Progress",
     "Randomized",
     "Scaler",
+    "SequenceLoss",
     "Truncated",
     "Update",
     "UpdatePolicy",

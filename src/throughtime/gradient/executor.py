@@ -300,6 +300,7 @@ class Executor:
             The update; None at the end of the epoch, on every rank.
         """
         ranks, weights = self.ranks, [*self.weights().values()]
+        self.objective.split |= accumulate > 1 or ranks is not None
         with OwnGrads(weights):
             while True:
                 try:
@@ -368,7 +369,7 @@ class Executor:
             A tensor for each of `weights()`, that of all ranks; empty if no step counts.
         """
         objective, weights, begin = copy(self.objective), [*self.weights().values()], self.at.step
-        objective.scaler = None
+        objective.scaler, objective.split = None, True
         if objective.joins:
             objective.divide(getattr(self.policy, "stride", None), type(self.policy).__name__)
         ahead = ChunkQueue([self.source.read(begin, begin + steps)])
@@ -653,7 +654,8 @@ def _mean_loss(parts: Sequence[_Part], total: float) -> Tensor:
 def _part_at_fault(parts: Sequence[_Part], name: str | None, replay: Replay | None) -> _Part:
     """The first part whose loss is not finite; else the last with such a gradient."""
     wrong = (part for part in parts if not bool(part.loss.isfinite()))
-    several = len(parts) > 1 and name is not None and replay is not None
-    if several and bool(replay.arriving.isfinite().all()):
+    if name is None or replay is None or len(parts) == 1:
+        return next(wrong, parts[-1])
+    if bool(replay.arriving.isfinite().all()):
         wrong = (parts[i] for i, values in replay.notes if not bool(values.isfinite().all()))
     return next(wrong, parts[-1])

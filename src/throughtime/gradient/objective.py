@@ -133,7 +133,7 @@ class SequenceLoss(nn.Module):
         additive: bool = False,
     ) -> None:
         super().__init__()
-        if not callable(fn):  # pyright: ignore[reportUnnecessaryComparison]
+        if not callable(fn):
             raise ConfigError(f"SequenceLoss({fn!r}): expected a function of outputs and chunk")
         if over not in ("window", "recording"):
             raise ConfigError(f"over={over!r}: expected 'window' or 'recording'")
@@ -147,12 +147,14 @@ class SequenceLoss(nn.Module):
         """
         if self.over == "window":
             return self._call(outputs, chunk)
-        runs = [(outputs[a:b, k : k + 1], chunk.lane(k)[a:b]) for k, a, b in chunk.runs()]
-        return pooled([self._call(y, run) for y, run in runs if run.valid_steps], outputs)
+        runs = [(outputs[at], run) for at, run in chunk.runs() if run.valid_steps]
+        return pooled([self._call(*run) for run in runs], outputs)
 
     def _call(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         result: Any = self.fn(outputs, chunk)
-        loss, weight = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        paired = isinstance(result, tuple) and len(result) == 2
+        loss: Any = result[0] if paired else result
+        weight: Any = result[1] if paired else None
         fixed = not (torch.is_tensor(weight) and weight.requires_grad)
         known = torch.is_tensor(loss) and loss.dim() == 0
         size = float(chunk.valid_steps if weight is None else weight) if fixed else math.nan
@@ -182,19 +184,25 @@ class Objective:
     Args:
         loss_fn: the user's function or module.
         scaler: a `torch.amp.GradScaler`, or None.
+        split: whether the loss is going to be a mean of several.
 
     Attributes:
         joins: whether the loss of a window is that of all its steps together, and no mean of those
             of its segments.
-        split: whether it is going to be a mean of several.
 
     Raises:
         ModelError: a loss module that sums.
     """
 
-    def __init__(self, loss_fn: LossFn | SequenceLoss, scaler: Scaler | None = None) -> None:
+    def __init__(
+        self,
+        loss_fn: LossFn | SequenceLoss,
+        scaler: Scaler | None = None,
+        *,
+        split: bool = False,
+    ) -> None:
         self.loss_fn: Any = loss_fn
-        self.scaler, self.split = scaler, False
+        self.scaler, self.split = scaler, split
         self.sequences = isinstance(loss_fn, SequenceLoss)
         self.function: Any = loss_fn.fn if isinstance(loss_fn, SequenceLoss) else loss_fn
         self.joins = isinstance(loss_fn, SequenceLoss) and not loss_fn.additive
@@ -311,7 +319,7 @@ class Objective:
                 `(N,)` against `(N, 1)`.
         """
         rows, targets = chunk.valid_pairs(outputs)
-        if self._lawful is None and len(rows) > 1:
+        if self._lawful is None:
             self._check_mean(rows, targets)
         try:
             loss = self.loss_fn(rows, targets)

@@ -1,0 +1,595 @@
+"""The law of the mean: which losses are accused of being no mean over rows, and what follows.
+
+Shapes: `N` rows, `C` outputs.
+"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk
+from throughtime.errors import ModelError
+from throughtime.gradient import Objective, _mean
+from throughtime.gradient._mean import is_mean, pairs_rows
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Data = Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
+C = 5
+SIZES = (2, 7, 100, 3_000, 100_000)
+TYPES = (torch.float64, torch.float32, torch.bfloat16)
+WEIGHT = (1.0, 3.0, 0.2, 2.0, 0.5)
+OWN_TYPE = [torch.float64]  # the last one is that of the data
+
+
+def numbers(columns: int = 1) -> Data:
+    return lambda n, d: (torch.randn(n, columns).to(d), torch.randn(n, columns).to(d))
+
+
+def constant(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 1).to(d), torch.zeros(n, 1, dtype=d)
+
+
+def classes(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, C).to(d), torch.randint(C, (n,))
+
+
+def one_class(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, C).to(d), torch.zeros(n, dtype=torch.long)
+
+
+def some_ignored(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    outputs, labels = classes(n, d)
+    return outputs, labels.where(torch.rand(n) < 0.6, -100)
+
+
+def log_chances(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, C).log_softmax(-1).to(d), torch.randint(C, (n,))
+
+
+def soft(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, C).to(d), torch.randn(n, C).softmax(-1).to(d)
+
+
+def log_soft(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    outputs, targets = soft(n, torch.float64)
+    return outputs.log_softmax(-1).to(d), targets.to(d)
+
+
+def two_logs(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    outputs, targets = log_soft(n, torch.float64)
+    return outputs.to(d), targets.log().to(d)
+
+
+def bits(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, C).to(d), (torch.rand(n, C) < 0.5).to(d)
+
+
+def chances(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.rand(n, C).clamp(0.02, 0.98).to(d), (torch.rand(n, C) < 0.5).to(d)
+
+
+def counts(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (torch.rand(n, 1) + 0.1).to(d), torch.poisson(torch.rand(n, 1) * 4).to(d)
+
+
+def signs(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.randn(n, 1).to(d), (torch.randint(2, (n, 1)) * 2 - 1).to(d)
+
+
+def label_lists(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
+    lists = torch.full((n, C), -1)
+    lists[:, 0] = torch.randint(C, (n,))
+    return torch.randn(n, C).to(d), lists
+
+
+class Weighted(nn.Module):
+    """A loss of torch with a weight in the type of the data."""
+
+    def __init__(self, make: Callable[..., nn.Module], name: str = "weight", **options: Any):
+        super().__init__()
+        self.inner = make(**{name: torch.tensor(WEIGHT)}, **options)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self.inner(outputs, targets)
+
+
+class DropsOut(nn.Module):
+    """A mean with dropout, or its root."""
+
+    def __init__(self, root: bool = False) -> None:
+        super().__init__()
+        self.drop, self.root = nn.Dropout(0.3), root
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        mean = (self.drop(outputs) - targets).square().mean()
+        return mean.sqrt() if self.root else mean
+
+
+class CountsCalls(nn.Module):
+    """A mean that counts its calls in a buffer, and has a weight."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        return (outputs - targets).abs().mean() * self.scale
+
+
+class Normalizes(nn.Module):
+    """A loss of outputs that a batch norm has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, affine=False, track_running_stats=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.mse_loss(self.norm(outputs), targets)
+
+
+def scripted_mean(o: Tensor, t: Tensor) -> Tensor:
+    return (o - t).square().mean()
+
+
+def scripted_root(o: Tensor, t: Tensor) -> Tensor:
+    return (o - t).square().mean().sqrt()
+
+
+def scripted_pairs(o: Tensor, t: Tensor) -> Tensor:
+    return (o[:, 0] - t).abs().mean()
+
+
+def root(o: Tensor, t: Tensor) -> Tensor:
+    return functional.mse_loss(o, t).sqrt()
+
+
+def gaussian(o: Tensor, t: Tensor) -> Tensor:
+    return functional.gaussian_nll_loss(o[:, :1], t[:, :1], o[:, 1:].exp() + 0.1)
+
+
+def penalty(o: Tensor, t: Tensor) -> Tensor:
+    (slope,) = torch.autograd.grad((o - t).square().sum(), o, create_graph=True)
+    return (o - t).abs().mean() + slope.square().mean()
+
+
+def correlation(o: Tensor, t: Tensor) -> Tensor:
+    a, b = o - o.mean(), t - t.mean()
+    return 1 - (a * b).sum() / (a.norm() * b.norm() + 1e-12)
+
+
+def dice(o: Tensor, t: Tensor) -> Tensor:
+    p = o.sigmoid()
+    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
+
+
+def ratio(o: Tensor, t: Tensor) -> Tensor:
+    return (o - t).square().sum() / (t.square().sum() + 1e-6)
+
+
+def ranking(o: Tensor, t: Tensor) -> Tensor:
+    s, y = o[:500, 0], t[:500, 0]
+    return (1 - (s[:, None] - s) * (y[:, None] - y).sign()).relu().mean()
+
+
+def as_typed(loss_fn: Loss, columns: int = 1) -> Loss:
+    """A loss that takes no type but that of the data."""
+
+    def typed(o: Tensor, t: Tensor) -> Tensor:
+        return loss_fn(o @ torch.eye(columns, dtype=OWN_TYPE[-1]), t)
+
+    return typed
+
+
+MEANS: dict[str, tuple[Loss, Data]] = {
+    "MSE": (nn.MSELoss(), numbers()),
+    "MSE of columns": (nn.MSELoss(), numbers(3)),
+    "MSE of constant targets": (nn.MSELoss(), constant),
+    "L1": (nn.L1Loss(), numbers()),
+    "SmoothL1": (nn.SmoothL1Loss(beta=0.3), numbers()),
+    "SmoothL1 beta=0": (nn.SmoothL1Loss(beta=0.0), numbers()),
+    "Huber": (nn.HuberLoss(delta=0.5), numbers(2)),
+    "CE": (nn.CrossEntropyLoss(), classes),
+    "CE of one class": (nn.CrossEntropyLoss(), one_class),
+    "CE weight": (nn.CrossEntropyLoss(torch.tensor(WEIGHT)), classes),
+    "CE ignored": (nn.CrossEntropyLoss(), some_ignored),
+    "CE weight, ignored": (nn.CrossEntropyLoss(torch.tensor(WEIGHT)), some_ignored),
+    "CE ignore_index=0": (nn.CrossEntropyLoss(ignore_index=0), classes),
+    "CE smooth": (nn.CrossEntropyLoss(label_smoothing=0.1), classes),
+    "CE smooth, weight, ignored": (
+        nn.CrossEntropyLoss(torch.tensor(WEIGHT), label_smoothing=0.1),
+        some_ignored,
+    ),
+    "CE of chances": (nn.CrossEntropyLoss(), soft),
+    "CE of chances, weight": (nn.CrossEntropyLoss(torch.tensor(WEIGHT)), soft),
+    "NLL": (nn.NLLLoss(), log_chances),
+    "NLL weight, ignore_index=2": (nn.NLLLoss(torch.tensor(WEIGHT), ignore_index=2), log_chances),
+    "BCE": (nn.BCELoss(), chances),
+    "BCE weight": (Weighted(nn.BCELoss), chances),
+    "BCE with logits": (nn.BCEWithLogitsLoss(), bits),
+    "BCE with logits, weight": (Weighted(nn.BCEWithLogitsLoss), bits),
+    "BCE with logits, pos_weight": (Weighted(nn.BCEWithLogitsLoss, "pos_weight"), bits),
+    "KLDiv": (nn.KLDivLoss(reduction="batchmean"), log_soft),
+    "KLDiv log_target": (nn.KLDivLoss(reduction="batchmean", log_target=True), two_logs),
+    "Poisson": (nn.PoissonNLLLoss(), counts),
+    "Poisson log_input=False": (nn.PoissonNLLLoss(log_input=False), counts),
+    "Poisson full": (nn.PoissonNLLLoss(full=True), counts),
+    "SoftMargin": (nn.SoftMarginLoss(), signs),
+    "HingeEmbedding": (nn.HingeEmbeddingLoss(), signs),
+    "HingeEmbedding margin": (nn.HingeEmbeddingLoss(margin=0.4), signs),
+    "MultiMargin": (nn.MultiMarginLoss(), classes),
+    "MultiMargin p, margin, weight": (
+        Weighted(nn.MultiMarginLoss, p=2, margin=0.5),
+        classes,
+    ),
+    "MultiLabelMargin": (nn.MultiLabelMarginLoss(), label_lists),
+    "MultiLabelSoftMargin": (nn.MultiLabelSoftMarginLoss(), bits),
+    "MultiLabelSoftMargin weight": (Weighted(nn.MultiLabelSoftMarginLoss), bits),
+    "Gaussian": (gaussian, numbers(2)),
+    "quantile": (lambda o, t: torch.maximum(0.9 * (t - o), 0.1 * (o - t)).mean(), numbers()),
+    "cosine": (lambda o, t: 1 - functional.cosine_similarity(o, t).mean(), numbers(4)),
+    "squeezed": (lambda o, t: functional.mse_loss(o.squeeze(), t.squeeze()), numbers()),
+    "logarithms": (lambda o, t: (o.exp().log1p() - t).square().mean(), numbers()),
+    "as float": (lambda o, t: functional.mse_loss(o.float(), t.float()), numbers()),
+    "sum over the number": (lambda o, t: (o - t).square().sum() / len(o), numbers()),
+    "in its own type": (as_typed(functional.mse_loss), numbers()),
+    "several in its own type": (
+        as_typed(lambda o, t: functional.mse_loss(o, t) + 0.1 * o.abs().mean()),
+        numbers(),
+    ),
+    "penalty of the gradient": (penalty, numbers()),
+    "partial": (partial(functional.smooth_l1_loss, beta=0.1), numbers()),
+    "scripted": (torch.jit.script(scripted_mean), numbers()),
+    "scripted module": (torch.jit.script(nn.MSELoss()), numbers()),
+    "dropout": (DropsOut(), numbers()),
+    "dropout outside of a module": (
+        lambda o, t: (functional.dropout(o, 0.3) - t).square().mean(),
+        numbers(),
+    ),
+    "noise": (lambda o, t: (o + 0.3 * torch.randn_like(o) - t).abs().mean(), numbers()),
+    "counts its calls": (CountsCalls(), numbers()),
+}
+OTHERS: dict[str, tuple[Loss, Data]] = {
+    "sum": (lambda o, t: (o - t).abs().sum(), numbers()),
+    "MSE sum": (nn.MSELoss(reduction="sum"), numbers()),
+    "root": (root, numbers()),
+    "root of constant targets": (root, constant),
+    "root in its own type": (as_typed(root), numbers()),
+    "root, scripted": (torch.jit.script(scripted_root), numbers()),
+    "root with dropout": (DropsOut(root=True), numbers()),
+    "root with dropout outside of a module": (
+        lambda o, t: (functional.dropout(o, 0.3) - t).square().mean().sqrt(),
+        numbers(),
+    ),
+    "root and mean": (lambda o, t: functional.mse_loss(o, t) + 0.2 * root(o, t), numbers()),
+    "logarithm of a mean": (lambda o, t: functional.mse_loss(o, t).log(), numbers()),
+    "square of a mean": (lambda o, t: functional.cross_entropy(o, t).square(), classes),
+    "error to signal": (ratio, numbers()),
+    "by the variance": (
+        lambda o, t: (o - t).square().sum() / ((t - t.mean()).square().sum() + 1e-6),
+        numbers(),
+    ),
+    "correlation": (correlation, numbers()),
+    "dice": (dice, bits),
+    "ranking": (ranking, numbers()),
+    "median": (lambda o, t: (o - t).abs().flatten().median(), numbers()),
+    "largest": (lambda o, t: (o - t).abs().max(), numbers()),
+    "hardest": (
+        lambda o, t: (o - t).square().flatten().topk(max(1, len(o) // 4)).values.mean(),
+        numbers(),
+    ),
+    "deviation": (lambda o, t: root(o, t) + (o - t).std(correction=0), numbers()),
+    "differences in time": (lambda o, t: (o.diff(dim=0) - t.diff(dim=0)).abs().mean(), numbers()),
+    "softmax over rows": (lambda o, t: -(o.log_softmax(0) * t).mean(), soft),
+    "batch norm": (Normalizes(), numbers()),
+    "norm": (lambda o, t: (o - t).norm() / len(o), numbers()),
+    "CE weight of a function": (
+        lambda o, t: functional.cross_entropy(o, t, torch.tensor(WEIGHT, dtype=o.dtype)),
+        classes,
+    ),
+    "by step": (
+        lambda o, t: (0.9 ** torch.arange(len(o))[:, None] * (o - t)).abs().mean(),
+        numbers(),
+    ),
+    "(N,) beside (N, 1)": (lambda o, t: (o[:2000, 0] - t[:2000]).square().mean(), numbers()),
+}
+
+
+def verdict(name: str, size: int, kind: torch.dtype, seed: int) -> bool | None:
+    """The verdict on a loss of one of the tables, which must change nothing."""
+    loss_fn, data = (MEANS | OTHERS)[name]
+    torch.manual_seed(seed * 1_000 + size)
+    outputs, targets = data(size, kind)
+    if isinstance(loss_fn, nn.Module) and not isinstance(loss_fn, torch.jit.ScriptModule):
+        loss_fn.to(kind)
+    OWN_TYPE.append(kind)
+    state = torch.get_rng_state()
+    summed = getattr(loss_fn, "reduction", "mean") == "sum"
+    counts_rows: Callable[[Tensor], float] = lambda labels: float(len(labels))  # noqa: E731
+    result = is_mean(
+        loss_fn, outputs, targets, counts_rows if summed else Objective(loss_fn)._weigh
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    return result
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_no_mean_is_accused(name: str) -> None:
+    verdicts = [verdict(name, n, kind, 0) for n in SIZES for kind in TYPES]
+    assert False not in verdicts
+    assert verdicts.count(True) >= len(verdicts) - 5  # some losses run in bfloat16 alone
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_mean_is_caught_or_undecided_and_caught_within_five_updates(name: str) -> None:
+    for kind in TYPES:
+        for n in SIZES:
+            verdicts = [verdict(name, n, kind, seed) for seed in range(5 if n < 10 else 1)]
+            assert True not in verdicts
+            assert False in verdicts
+
+
+@pytest.mark.slow  # 20 draws of every loss, size and type: minutes
+@pytest.mark.parametrize("name", [*MEANS, *OTHERS])
+def test_the_law_in_twenty_draws(name: str) -> None:
+    for kind in TYPES:
+        for n in SIZES:
+            verdicts = [verdict(name, n, kind, seed) for seed in range(20)]
+            assert (name in OTHERS) not in verdicts
+            assert name in MEANS or all(False in verdicts[k : k + 5] for k in range(0, 20, 5))
+
+
+def test_buffers_weights_and_modes_stay_as_they_are() -> None:
+    counter, dropout = CountsCalls(), DropsOut()
+    for loss_fn in (counter, dropout):
+        assert is_mean(loss_fn, *numbers()(50, torch.float32), lambda t: float(len(t)))
+        assert loss_fn.training
+    assert counter.calls == 0
+    assert counter.scale.grad is None
+    assert counter.scale.dtype == torch.float32
+
+
+def never_drawn(losses: Callable[[int], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    del device
+    values = losses(1)
+    return values, torch.zeros_like(values)
+
+
+def trained(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:
+    """The mutant without evaluation mode."""
+    return loss_fn.to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+
+
+MUTANTS: dict[str, tuple[str, Any, str, int, torch.dtype]] = {
+    "outputs not scaled": ("SCALES", (1.0,) * 8, "CE of one value", 100, torch.float64),
+    "one draw": ("_sample", never_drawn, "noise", 100, torch.float64),
+    "no error of draws": ("DEVIATIONS", 0, "noise", 100, torch.float64),
+    "rounding": ("TOLERANCE", dict.fromkeys(TYPES, 0.0), "L1", 100, torch.float64),
+    "any difference": ("TOLERANCE", dict.fromkeys(TYPES, 1.0), "root", 100, torch.float64),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_of_the_law(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a clause of the law a mean is accused, or what is no mean is not caught."""
+    name, value, loss, size, kind = MUTANTS[mutant]
+    if loss == "CE of one value":
+        equal = torch.ones(size, 1, dtype=kind), torch.zeros(size, 1, dtype=kind)
+        count: Callable[[Tensor], float] = lambda t: float(len(t))  # noqa: E731
+        assert is_mean(root, *equal, count) is False
+        monkeypatch.setattr(_mean, name, value)
+        assert is_mean(root, *equal, count) is None
+        return
+    right = loss in MEANS
+    before = verdict(loss, size, kind, 0)
+    assert before is right
+    monkeypatch.setattr(_mean, name, value)
+    assert verdict(loss, size, kind, 0) is not right
+
+
+def test_a_mutant_without_class_weights_accuses_cross_entropy() -> None:
+    loss_fn = nn.CrossEntropyLoss(torch.tensor(WEIGHT))
+    data = classes(100, torch.float32)
+    assert is_mean(loss_fn, *data, Objective(loss_fn)._weigh)
+    assert is_mean(loss_fn, *data, lambda labels: float(len(labels))) is False
+
+
+def test_a_mutant_that_keeps_the_labels_misses_weights_where_one_class_comes_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loss_fn, data = OTHERS["CE weight of a function"][0], one_class(100, torch.float64)
+    count: Callable[[Tensor], float] = lambda t: float(len(t))  # noqa: E731
+    assert is_mean(loss_fn, *data, count) is False
+    monkeypatch.setattr(_mean, "_pick", halves_of_classes)
+    assert is_mean(loss_fn, *data, count) is not False
+
+
+def halves_of_classes(
+    outputs: Tensor, targets: Tensor, dtype: torch.dtype, _: int
+) -> tuple[Tensor, Tensor]:
+    return outputs[:8].to(dtype) * torch.tensor(_mean.SCALES, dtype=dtype)[:, None], targets[:8]
+
+
+def test_a_mutant_in_training_mode_takes_dropout_for_what_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_mean, "_apart", trained)
+    monkeypatch.setattr(_mean, "_sample", never_drawn)
+    assert verdict("dropout", 100, torch.float64, 0) is False
+
+
+def test_a_loss_that_takes_one_number_of_rows_is_undecided() -> None:
+    fixed: Loss = lambda o, t: (o.view(7) - t.view(7)).abs().mean()  # noqa: E731
+    assert is_mean(fixed, *numbers()(7, torch.float32), lambda t: float(len(t))) is None
+
+
+# what is refused, what is a warning
+
+
+def net_and_stream(steps: int = 40, chunk: int = 10) -> tuple[Carried, tt.Stream]:
+    torch.manual_seed(0)
+    recording = {"inputs": torch.randn(steps, 2), "targets": torch.randn(steps)}
+    net = tt.carry(nn.Sequential(tt.nn.GRU(2, 4), nn.Linear(4, 1)))
+    return net, tt.Stream(recording, lanes=1, chunk=chunk)
+
+
+SPLITTING: dict[str, tuple[Any, int]] = {
+    "exact": (tt.Exact(chunk=10), 1),
+    "randomized": (tt.Randomized(10), 1),
+    "accumulate": (tt.Truncated(10), 2),
+    "adaptive": (tt.Adaptive(0.5, min=5, max=10), 1),
+}
+
+
+@pytest.mark.parametrize(("policy", "accumulate"), list(SPLITTING.values()), ids=list(SPLITTING))
+def test_a_root_is_refused_where_it_is_split(policy: Any, accumulate: int) -> None:
+    net, stream = net_and_stream()
+    updates = tt.updates(net, stream, root, gradient=policy, accumulate=accumulate)
+    line = r"write tt\.SequenceLoss\(lambda outputs, chunk: loss_fn\(\*chunk\.valid_pairs\(outputs"
+    with pytest.raises(ModelError, match=rf"loss_fn is no mean over its rows.*{line}"):
+        next(updates)
+    assert all(weight.grad is None for weight in net.parameters())
+
+
+def test_evaluate_refuses_a_root() -> None:
+    net, stream = net_and_stream()
+    with pytest.raises(ModelError, match="no mean over its rows"):
+        tt.evaluate(net, stream, root)
+
+
+def test_a_root_over_each_stride_is_a_warning_once() -> None:
+    net, stream = net_and_stream()
+    with pytest.warns(UserWarning, match=r"no mean over its rows.*SequenceLoss") as record:
+        assert len(list(tt.updates(net, stream, root, gradient=tt.Truncated(10)))) == 4
+    assert len(record) == 1
+
+
+def test_a_loss_that_is_known_to_be_no_mean_is_refused_when_a_window_is_split_later() -> None:
+    net, _ = net_and_stream()
+    lengths = (8, 40)  # the first to be played fits into one segment
+    recordings = [{"inputs": torch.randn(n, 2), "targets": torch.randn(n)} for n in lengths]
+    stream = tt.Stream(recordings, lanes=1, chunk=10, seed=None)
+    updates = tt.updates(net, stream, root, gradient=tt.Exact(chunk=10))
+    with pytest.warns(UserWarning, match="no mean over its rows"):
+        assert next(updates).steps == 8
+    with pytest.raises(ModelError, match="no mean over its rows"):
+        next(updates)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[bool | None]:
+    """The verdicts of the law."""
+    verdicts: list[bool | None] = []
+
+    def note(*args: Any) -> bool | None:
+        verdicts.append(is_mean(*args))
+        return verdicts[-1]
+
+    monkeypatch.setattr("throughtime.gradient.objective.is_mean", note)
+    return verdicts
+
+
+def test_the_law_is_tried_once(asked: list[bool | None]) -> None:
+    net, stream = net_and_stream()
+    loss_fn: Loss = lambda o, t: (o - t).square().mean()  # noqa: E731
+    list(tt.updates(net, stream, loss_fn, gradient=tt.Truncated(5)))
+    assert asked == [True]
+
+
+def test_losses_of_torch_are_known(asked: list[bool | None]) -> None:
+    net, stream = net_and_stream()
+    list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5)))
+    assert not asked
+
+
+def test_an_undecided_loss_is_tried_five_times(asked: list[bool | None]) -> None:
+    net, stream = net_and_stream()
+    none: Loss = lambda o, t: o.mean() * 0 + t.mean() * 0  # noqa: E731
+    list(tt.updates(net, stream, none, gradient=tt.Truncated(5)))
+    assert asked == [None] * 5
+
+
+def test_one_row_tells_enough() -> None:
+    chunk = Chunk.from_tensors(torch.zeros(1, 1, 2), torch.zeros(1, 1))
+    with pytest.raises(ModelError, match="no mean over its rows"):
+        Objective(root, split=True).loss(torch.ones(1, 1, 1), chunk)
+
+
+def test_a_compiled_loss_is_compiled_after_the_law() -> None:
+    compiled: list[int] = []
+
+    def backend(module: Any, example: Any) -> Any:
+        compiled.append(len(example))
+        return module.forward
+
+    loss_fn = torch.compile(scripted_mean, backend=backend)
+    outputs, targets = numbers()(50, torch.float32)
+    assert is_mean(loss_fn, outputs, targets, lambda t: float(len(t)))
+    assert not compiled
+    assert torch.equal(loss_fn(outputs, targets), scripted_mean(outputs, targets))
+    assert compiled
+
+
+# (N,) beside (N, 1)
+
+ACCIDENTS: dict[str, Loss] = {
+    "flat outputs": lambda o, t: (o[:, 0] - t).abs().mean(),
+    "flat targets": lambda o, t: (o - t[:, 0]).abs().mean(),
+    "squeezed": lambda o, t: (o.squeeze() - t).square().mean(),
+    "a dimension more": lambda o, t: (o - t[:, None]).square().mean(),
+    "mse_loss": lambda o, t: functional.mse_loss(o[:, 0], t),
+    "l1_loss": lambda o, t: functional.l1_loss(o, t[:, 0]),
+    "huber_loss": lambda o, t: functional.huber_loss(o[:, 0], t),
+    "poisson_nll_loss": lambda o, t: functional.poisson_nll_loss(o[:, 0], t),
+    "normal": lambda o, t: -torch.distributions.Normal(o[:, 0], 1.0).log_prob(t).mean(),
+    "where": lambda o, t: torch.where(t > 0, o[:, 0], 0.0).mean(),
+    "maximum": lambda o, t: torch.maximum(o[:, 0], t).mean(),
+    "scripted": torch.jit.script(scripted_pairs),
+    "partial": partial(lambda scale, o, t: (o[:, 0] - t).abs().mean() * scale, 2.0),
+}
+INTENDED: dict[str, Loss] = {
+    "correlation": correlation,
+    "ranking": ranking,
+    "moments": lambda o, t: (o.mean() - t.mean()).square(),
+    "root": root,
+}
+
+
+@pytest.mark.parametrize("name", ACCIDENTS)
+@pytest.mark.parametrize("policy", [tt.Truncated(10), tt.Exact()], ids=["truncated", "exact"])
+def test_pairs_by_accident_are_refused_before_a_gradient(name: str, policy: Any) -> None:
+    net, stream = net_and_stream()
+    with pytest.raises(ModelError, match=r"pairs each row.*Write outputs\[:, 0\] beside targets\["):
+        next(tt.updates(net, stream, ACCIDENTS[name], gradient=policy))
+    assert all(weight.grad is None for weight in net.parameters())
+
+
+@pytest.mark.parametrize("name", INTENDED)
+def test_statistics_of_all_rows_are_no_pairs(name: str) -> None:
+    outputs, targets = numbers()(100, torch.float64)
+    assert not pairs_rows(INTENDED[name], outputs, targets)
+
+
+def test_whole_numbers_as_targets_of_one_output() -> None:
+    chunk = Chunk.from_tensors(torch.zeros(7, 1, 2), torch.arange(7)[:, None])
+    with pytest.raises(ModelError, match=r"write outputs\[:, 0\] beside targets\. |Write"):
+        Objective(lambda o, t: (o - t).square().mean()).loss(torch.randn(7, 1, 1), chunk)
+
+
+def test_pairs_are_refused_before_they_take_memory() -> None:
+    """A million rows would pair to four terabytes."""
+    rows = 1_000_000
+    chunk = Chunk.from_tensors(torch.zeros(rows, 1, 1), torch.randn(rows, 1))
+    with warnings.catch_warnings(), pytest.raises(ModelError, match="pairs each row"):
+        Objective(ACCIDENTS["flat outputs"]).loss(torch.randn(rows, 1, 1), chunk)
