@@ -360,10 +360,10 @@ def test_buffers_weights_and_modes_stay_as_they_are() -> None:
     assert counter.scale.dtype == torch.float32
 
 
-def never_drawn(losses: Callable[[int], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+def unseen(device: torch.device) -> dict[str, Tensor]:
+    """The mutant that does not see random numbers."""
     del device
-    values = losses(1)
-    return values, torch.zeros_like(values)
+    return {}
 
 
 def trained(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:
@@ -373,7 +373,7 @@ def trained(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:
 
 MUTANTS: dict[str, tuple[str, Any, str, int, torch.dtype]] = {
     "outputs not scaled": ("SCALES", (1.0,) * 8, "CE of one value", 100, torch.float64),
-    "one draw": ("_sample", never_drawn, "noise", 100, torch.float64),
+    "one draw": ("generators", unseen, "noise", 100, torch.float64),
     "no error of draws": ("DEVIATIONS", 0, "noise", 100, torch.float64),
     "rounding": ("TOLERANCE", dict.fromkeys(TYPES, 0.0), "L1", 100, torch.float64),
     "any difference": ("TOLERANCE", dict.fromkeys(TYPES, 1.0), "root", 100, torch.float64),
@@ -425,7 +425,7 @@ def test_a_mutant_in_training_mode_takes_dropout_for_what_it_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_mean, "_apart", trained)
-    monkeypatch.setattr(_mean, "_sample", never_drawn)
+    monkeypatch.setattr(_mean, "generators", unseen)
     assert verdict("dropout", 100, torch.float64, 0) is False
 
 
@@ -523,7 +523,7 @@ def test_an_undecided_loss_is_tried_five_times(asked: list[bool | None]) -> None
 def test_one_row_tells_enough() -> None:
     chunk = Chunk.from_tensors(torch.zeros(1, 1, 2), torch.zeros(1, 1))
     with pytest.raises(ModelError, match="no mean over its rows"):
-        Objective(root, split=True).loss(torch.ones(1, 1, 1), chunk)
+        Objective(root, split=True)(torch.ones(1, 1, 1), chunk)
 
 
 def test_a_compiled_loss_is_compiled_after_the_law() -> None:
@@ -584,7 +584,7 @@ def test_statistics_of_all_rows_are_no_pairs(name: str) -> None:
 def test_whole_numbers_as_targets_of_one_output() -> None:
     chunk = Chunk.from_tensors(torch.zeros(7, 1, 2), torch.arange(7)[:, None])
     with pytest.raises(ModelError, match=r"write outputs\[:, 0\] beside targets\. |Write"):
-        Objective(lambda o, t: (o - t).square().mean()).loss(torch.randn(7, 1, 1), chunk)
+        Objective(lambda o, t: (o - t).square().mean())(torch.randn(7, 1, 1), chunk)
 
 
 def test_pairs_are_refused_before_they_take_memory() -> None:
@@ -592,4 +592,4 @@ def test_pairs_are_refused_before_they_take_memory() -> None:
     rows = 1_000_000
     chunk = Chunk.from_tensors(torch.zeros(rows, 1, 1), torch.randn(rows, 1))
     with warnings.catch_warnings(), pytest.raises(ModelError, match="pairs each row"):
-        Objective(ACCIDENTS["flat outputs"]).loss(torch.randn(rows, 1, 1), chunk)
+        Objective(ACCIDENTS["flat outputs"])(torch.randn(rows, 1, 1), chunk)

@@ -521,7 +521,7 @@ def test_loss_weights_and_mask_are_those_of_the_objective() -> None:
         ]
     for (a, b), loss in zip(((0, 5), (5, 12)), losses, strict=True):
         assert loss == pytest.approx(
-            Objective(nn.MSELoss()).loss(y[a:b], data.chunk[a:b]).item(), rel=1e-12
+            Objective(nn.MSELoss())(y[a:b], data.chunk[a:b])[0].item(), rel=1e-12
         )
 
 

@@ -6,8 +6,7 @@ with its outputs scaled, so that the parts are unlike. Plain halves would not do
 two halves have nearly the same root mean square. Labels of classes go round. It is computed in
 float64 if the loss can, so that rounding hides nothing.
 
-A `SequenceLoss` that is additive has a law of its own: its sum over all steps is that over two
-halves.
+A `SequenceLoss` that is additive obeys it for the two halves of any steps.
 
 Shapes: `N` rows, one for each valid step, `C` outputs.
 """
@@ -15,9 +14,10 @@ Shapes: `N` rows, one for each valid step, `C` outputs.
 import math
 import sys
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, tor
 
 Loss = Callable[..., Any]
 Weigh = Callable[[Tensor], float]
+# the loss and the weight of a whole, then of its parts, each repeated so many times
+Measure = Callable[[int], Iterable[tuple[Any, float]]]
 
 
 def is_mean(loss_fn: Loss, outputs: Tensor, targets: Tensor, weigh: Weigh) -> bool | None:
@@ -62,7 +64,7 @@ def is_mean(loss_fn: Loss, outputs: Tensor, targets: Tensor, weigh: Weigh) -> bo
             call = _apart(loss_fn, dtype if dtype != outputs.dtype else None)
             with _unnoticed(outputs.device):
                 trials = (_pick(outputs, targets, dtype, trial) for trial in range(TRIALS))
-                verdicts = {_judge(call, *rows, weigh) for rows in trials}
+                verdicts = {_judge(_parts(call, *rows, weigh), rows[0]) for rows in trials}
         except Exception:  # noqa: BLE001, S112 (of any kind: the loss is the user's)
             continue
         return False if False in verdicts else True if True in verdicts else None
@@ -75,15 +77,29 @@ def pairs_rows(loss_fn: Loss, outputs: Tensor, targets: Tensor) -> bool:
     So it is where `(N,)` meets `(N, 1)` by accident, which broadcasts to `(N, N)`.
     """
     rows, labels = _pick(outputs, targets, outputs.dtype, 0)
+    pairs = [(rows, labels), *product(rows.split(1), labels.split(1))]
+    weights = [float(len(pairs) - 1), *[1.0] * (len(pairs) - 1)]
     try:
         call = _apart(loss_fn, None)
         with _unnoticed(outputs.device):
-            one = [slice(k, k + 1) for k in range(len(rows))]
-            pairs = _values(call, [(rows[i], labels[j]) for i in one for j in one])
-            whole = _values(call, [(rows, labels)])
+            verdict = _judge(
+                lambda _: zip((call(*pair) for pair in pairs), weights, strict=True), rows
+            )
     except Exception:  # noqa: BLE001 (of any kind: the loss is the user's)
         return False
-    return bool((whole - pairs.mean()).abs() <= TOLERANCE[rows.dtype] * pairs.abs().mean())
+    return verdict is True
+
+
+def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool:
+    """Whether sum and weight of a loss over steps are those of the two halves of the steps.
+
+    The outputs of the first half are scaled, so that the halves differ.
+    """
+    half, call = chunk.steps // 2, _apart(loss_fn, None)
+    y = torch.cat([outputs[:half].detach() * SCALES[0], outputs[half:].detach()])
+    parts = [(y, chunk), (y[:half], chunk[:half]), (y[half:], chunk[half:])]
+    with _unnoticed(y.device):
+        return _judge(lambda _: [call(*part) for part in parts], y) is not False
 
 
 def _apart(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:
@@ -123,70 +139,42 @@ def _pick(
     return rows, labels
 
 
-def _judge(call: Loss, rows: Tensor, labels: Tensor, weigh: Weigh) -> bool | None:
-    """Compare the loss of all rows with the mean of those of the parts."""
+def _parts(call: Loss, rows: Tensor, labels: Tensor, weigh: Weigh) -> Measure:
+    """The losses of all rows, and of each."""
+    weights = [weigh(label) for label in labels.split(1)]
 
-    def losses(longer: int) -> Tensor:
+    def measure(longer: int) -> Iterable[tuple[Any, float]]:
         step = TWICE * longer
-        x, y = (v.repeat_interleave(step, 0) for v in (rows, labels))
+        x, y = (values.repeat_interleave(step, 0) for values in (rows, labels))
         x = x.requires_grad_()  # for a penalty of the gradient
-        spans = [slice(None), *(slice(a, a + step) for a in range(0, len(x), step))]
-        return _values(call, [(x[span], y[span]) for span in spans])
+        parts = [(x, y), *zip(x.split(step), y.split(step), strict=True)]
+        return zip((call(*part) for part in parts), [sum(weights), *weights], strict=True)
 
-    values, spread = _sample(losses, rows.device)
-    weights = torch.tensor([weigh(label) for label in labels.split(1)], dtype=values.dtype)
-    counted = weights > 0
+    return measure
+
+
+def _judge(measure: Measure, rows: Tensor) -> bool | None:
+    """Compare the loss of the whole with the mean of those of its parts; None if they are alike."""
+
+    def losses(longer: int) -> tuple[Tensor, Tensor]:
+        values, weights = zip(*measure(longer), strict=True)
+        stacked = torch.stack([value.detach().reshape(()) for value in values])
+        return stacked.to("cpu", torch.float64), torch.tensor(weights, dtype=torch.float64)
+
+    before, (values, weights) = generators(rows.device), losses(1)
+    drawn, errors = generators(rows.device), torch.zeros_like(values)
+    if any(not torch.equal(drawn[kind], state) for kind, state in before.items()):
+        draws = torch.stack([losses(LONGER)[0] for _ in range(DRAWS)])
+        values, errors = draws.mean(0), draws.std(0) * (DEVIATIONS / math.sqrt(DRAWS))
+    counted = weights[1:] > 0
     if not counted.any() or not values[0].isfinite():
         return None
-    parts, shares = values[1:][counted], weights[counted] / weights.sum()
-    if not parts.isfinite().all():
-        return False
-    size = (shares * parts.abs()).sum()
-    allowed = TOLERANCE[rows.dtype] * size + spread[0] + (shares * spread[1:][counted]).norm()
-    if (values[0] - (shares * parts).sum()).abs() > allowed:
+    parts, shares = values[1:][counted], weights[1:][counted] / weights[0]
+    size, close = (shares * parts.abs()).sum(), TOLERANCE[rows.dtype]
+    allowed = close * size + errors[0] + (shares * errors[1:][counted]).norm()
+    gap = (values[0] - (shares * parts).sum()).abs()
+    if not gap <= allowed or (shares.sum() - 1).abs() > close:
         return False
     # of parts that are alike even a root of the mean is nearly the mean of the roots
     root = (shares * parts.square()).sum().sqrt()
     return True if root - size > 2 * allowed else None
-
-
-def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool:
-    """Whether sum and weight of a loss over steps are those of the two halves of the steps.
-
-    The outputs of the first half are scaled, so that the halves differ.
-    """
-    half, call = chunk.steps // 2, _apart(loss_fn, None)
-    y = torch.cat([outputs[:half].detach() * SCALES[0], outputs[half:].detach()])
-    pieces = [(y, chunk), (y[:half], chunk[:half]), (y[half:], chunk[half:])]
-
-    def sums(_: int) -> Tensor:
-        means, weights = zip(*(call(*piece) for piece in pieces), strict=True)
-        sizes = torch.tensor(weights, dtype=torch.float64)
-        values = torch.stack([mean.detach() for mean in means]).to("cpu", torch.float64)
-        return torch.stack([values * sizes, sizes], 1)
-
-    with _unnoticed(y.device):
-        values, spread = _sample(sums, y.device)
-    gap = (values[0] - values[1] - values[2]).abs()
-    return bool((gap <= TOLERANCE[y.dtype] * values.abs().sum(0) + spread.sum(0)).all())
-
-
-def _sample(losses: Callable[[int], Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Losses, and their error, which is 0 unless they are drawn at random; then a mean of draws.
-
-    Args:
-        losses: of parts that are so many times as long.
-        device: whose random numbers they may draw.
-    """
-    before, values = generators(device), losses(1)
-    drawn = generators(device)
-    if all(torch.equal(drawn[kind], state) for kind, state in before.items()):
-        return values, torch.zeros_like(values)
-    draws = torch.stack([losses(LONGER) for _ in range(DRAWS)])
-    return draws.mean(0), draws.std(0) * (DEVIATIONS / math.sqrt(DRAWS))
-
-
-def _values(call: Loss, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The losses of pairs of outputs and targets, on the host: one wait for a device."""
-    losses = [call(rows, labels).detach().reshape(()) for rows, labels in pairs]
-    return torch.stack(losses).to("cpu", torch.float64)

@@ -235,12 +235,41 @@ class Objective:
 
         Returns:
             A scalar with a graph, a zero without one if no step counts; and the weight.
+
+        Raises:
+            ModelError: the function returns no scalar; or its first calls show that it is no mean
+                over rows where parts of it are added up, or that it pairs rows: it broadcasts
+                `(N,)` against `(N, 1)`.
         """
         weight = self.weight(chunk) if weight is None else weight
         if not weight:
             return outputs.new_zeros(()), 0.0
-        if not self.sequences:
-            return self.loss(outputs, chunk), weight
+        if self.sequences:
+            return self._of_sequences(outputs, chunk)
+        rows, targets = chunk.valid_pairs(outputs)
+        if self._lawful is None:
+            self._check_mean(rows, targets)
+        try:
+            loss = self.loss_fn(rows, targets)
+        except (RuntimeError, ValueError, IndexError) as error:
+            shapes = (f"{tuple(t.shape)} of {t.dtype} on {t.device}" for t in (rows, targets))
+            error.add_note(
+                "throughtime: loss_fn got outputs {} and targets {}, one row for each valid step."
+                " A loss over classes takes indexes (N,), one over numbers the shape of the"
+                " outputs".format(*shapes)
+            )
+            raise
+        known = torch.is_tensor(loss)  # a user's loss_fn may return anything
+        if not known or loss.dim():
+            got = f"tensor of shape {tuple(loss.shape)}" if known else type(loss).__name__
+            raise ModelError(
+                f"loss_fn returned a {got}, expected one number in a tensor: the mean over its"
+                f" {len(rows)} rows. Is it made with reduction='none'?"
+            )
+        return loss, weight
+
+    def _of_sequences(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
+        """The loss of steps in their order, or the mean of those of every stride."""
         if self._lawful is None and chunk.steps > 1:
             self._judge(is_additive(self.loss_fn, outputs, chunk))
             self.require_parts()
@@ -309,36 +338,6 @@ class Objective:
                 f"{_NO_MEAN}. Each update of these takes it over its own steps, and tt.evaluate"
                 f" and tt.Exact would refuse it. {_WHOLE}"
             )
-
-    def loss(self, outputs: Tensor, chunk: Chunk) -> Tensor:
-        """The mean loss over the valid steps, a scalar with a graph.
-
-        Raises:
-            ModelError: the function returns no scalar; or its first calls show that it is no mean
-                over rows where parts of it are added up, or that it pairs rows: it broadcasts
-                `(N,)` against `(N, 1)`.
-        """
-        rows, targets = chunk.valid_pairs(outputs)
-        if self._lawful is None:
-            self._check_mean(rows, targets)
-        try:
-            loss = self.loss_fn(rows, targets)
-        except (RuntimeError, ValueError, IndexError) as error:
-            shapes = (f"{tuple(t.shape)} of {t.dtype} on {t.device}" for t in (rows, targets))
-            error.add_note(
-                "throughtime: loss_fn got outputs {} and targets {}, one row for each valid step."
-                " A loss over classes takes indexes (N,), one over numbers the shape of the"
-                " outputs".format(*shapes)
-            )
-            raise
-        known = torch.is_tensor(loss)  # a user's loss_fn may return anything
-        if not known or loss.dim():
-            got = f"tensor of shape {tuple(loss.shape)}" if known else type(loss).__name__
-            raise ModelError(
-                f"loss_fn returned a {got}, expected one number in a tensor: the mean over its"
-                f" {len(rows)} rows. Is it made with reduction='none'?"
-            )
-        return loss
 
     def weight(self, chunk: Chunk) -> float:
         """The weight of this chunk's mean loss in that of several: its valid steps.
