@@ -159,7 +159,8 @@ def _judge(measure: Measure, rows: Tensor) -> bool | None:
     def losses(longer: int) -> tuple[Tensor, Tensor]:
         values, weights = zip(*measure(longer), strict=True)
         stacked = torch.stack([value.detach().reshape(()) for value in values])
-        return stacked.to("cpu", torch.float64), torch.tensor(weights, dtype=torch.float64)
+        sizes = torch.tensor(weights, dtype=torch.float64, device="cpu")
+        return stacked.to("cpu", torch.float64), sizes
 
     before, (values, weights) = generators(rows.device), losses(1)
     drawn, errors = generators(rows.device), torch.zeros_like(values)

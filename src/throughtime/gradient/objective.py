@@ -7,6 +7,7 @@ losses is that of all steps only if the loss is a mean over rows, which the firs
 Shapes: `T` steps, `B` lanes, `C` outputs, `N` valid steps.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,28 +36,14 @@ class Scaler(Protocol):
         ...
 
 
-_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.MultiMarginLoss)
+# losses of torch, as modules and as functions
+_CLASSES = "CrossEntropyLoss NLLLoss MultiMarginLoss cross_entropy nll_loss multi_margin_loss"
 _NUMBERS = (
-    nn.MSELoss,
-    nn.L1Loss,
-    nn.SmoothL1Loss,
-    nn.HuberLoss,
-    nn.BCELoss,
-    nn.BCEWithLogitsLoss,
-    nn.PoissonNLLLoss,
+    "MSELoss L1Loss SmoothL1Loss HuberLoss BCELoss BCEWithLogitsLoss PoissonNLLLoss mse_loss"
+    " l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits"
+    " poisson_nll_loss"
 )
-_CLASS_FUNCTIONS = (functional.cross_entropy, functional.nll_loss, functional.multi_margin_loss)
-_NUMBER_FUNCTIONS = (
-    functional.mse_loss,
-    functional.l1_loss,
-    functional.smooth_l1_loss,
-    functional.huber_loss,
-    functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-    functional.poisson_nll_loss,
-)
-
-
+_TORCH = {nn.MSELoss.__module__, functional.__name__}
 _LINE = "tt.SequenceLoss(lambda outputs, chunk: loss_fn(*chunk.valid_pairs(outputs)))"
 _WHOLE = f"For the loss of a whole window, or of a whole recording, write {_LINE}"
 _NO_MEAN = (
@@ -80,11 +67,12 @@ def target_kind(loss_fn: object) -> Literal["classes", "numbers"] | None:
     """
     while isinstance(loss_fn, partial):
         loss_fn = loss_fn.func
-    if isinstance(loss_fn, _CLASSES) or any(loss_fn is f for f in _CLASS_FUNCTIONS):
+    kinds = [loss_fn, *inspect.getmro(type(loss_fn))]
+    known = (kind for kind in kinds if getattr(kind, "__module__", "") in _TORCH)
+    names = {getattr(kind, "__name__", "") for kind in known}
+    if names & {*_CLASSES.split()}:
         return "classes"
-    if isinstance(loss_fn, _NUMBERS) or any(loss_fn is f for f in _NUMBER_FUNCTIONS):
-        return "numbers"
-    return None
+    return "numbers" if names & {*_NUMBERS.split()} else None
 
 
 class SequenceLoss(nn.Module):
@@ -208,9 +196,8 @@ class Objective:
         self.joins = isinstance(loss_fn, SequenceLoss) and not loss_fn.additive
         self.stride: int | None = None
         # how often the law of this loss was tried, and whether it holds, once known
-        self._trials, self._lawful = 0, None if not self.joins else True
-        if type(loss_fn) in (*_CLASSES, *_NUMBERS):
-            self._lawful = True
+        known = self.joins or type(loss_fn).__module__ in _TORCH
+        self._trials, self._lawful = 0, True if known else None
         # weights of classes on a device, an alias, torch's count of their changes, and a copy
         self._class_weight: tuple[Tensor, Tensor, int, Tensor] | None = None
         if isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", "mean") == "sum":
