@@ -18,7 +18,14 @@ from throughtime.state import State
 
 
 class Adapter(ABC):
-    """Calls one kind of module as `(x, state) -> (y, state)`."""
+    """Calls one kind of module as `(x, state) -> (y, state)`.
+
+    Attributes:
+        unpack: returns the items of several outputs from what `run` returns, in which they lie
+            side by side; None for a single one.
+    """
+
+    unpack: Callable[[Tensor], Any] | None = None
 
     @abstractmethod
     def initial_state(self, lanes: int, like: Tensor | None) -> State:

@@ -70,6 +70,8 @@ class BoundModule(Adapter):
             return None
         if c.flags or c.sizes or c.resets or c.context or c.method != "forward" or c.input_name:
             return None
+        if c.outputs.several:
+            return None
         (arranged,) = c.inputs.arrange(x)
         source = c.source
         if source.arguments is None:

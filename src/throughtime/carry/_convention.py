@@ -130,11 +130,13 @@ class OutputLayout:
         path: of the item.
         order: "TB", "BT", "flat TB", "flat BT", "BCT", "T" (one lane), "B" (one step), "".
         features: the shape of one output; None while it is unknown.
+        several: the layouts of several items, whose features are read side by side, in a row.
     """
 
     path: Path
     order: str
     features: tuple[int, ...] | None = None
+    several: tuple["OutputLayout", ...] = ()
 
     def read(self, result: Any, steps: int, lanes: int) -> Tensor:
         """The outputs `(T, B, ...)`.
@@ -142,6 +144,9 @@ class OutputLayout:
         Raises:
             MisfitError: the item is no tensor, or its shape does not fit.
         """
+        if self.several:
+            items = (item.read(result, steps, lanes) for item in self.several)
+            return torch.cat([item.reshape(steps, lanes, -1) for item in items], -1)
         y = item_at(result, self.path)
         if not isinstance(y, Tensor):
             raise MisfitError(f"returned a {type(y).__name__}, expected one tensor of outputs")
@@ -163,6 +168,15 @@ class OutputLayout:
         if leading != dims:
             y = y.reshape(*dims, *y.shape[len(leading) :])
         return y.transpose(0, 1) if lane_major else y
+
+    def unpack(self, y: Tensor) -> Any:
+        """Several items that lie side by side, `(..., C)`: a dict by their keys, or a tuple."""
+        parts = y.split([math.prod(item.features or ()) for item in self.several], -1)
+        items = {
+            item.path[-1]: part.reshape(*y.shape[:-1], *(item.features or ()))
+            for item, part in zip(self.several, parts, strict=True)
+        }
+        return items if all(isinstance(key, str) for key in items) else tuple(items.values())
 
     def _misfit(self, y: Tensor, steps: int, lanes: int) -> MisfitError:
         return MisfitError(

@@ -12,20 +12,13 @@ from throughtime import state as trees
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import (
     CALLS,
-    Call,
     Convention,
-    InputLayout,
-    MisfitError,
     ResetArgument,
     key_name,
     path_name,
 )
-from throughtime.carry._subject import Failure
-from throughtime.carry._trial import STEPS
 from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
 from throughtime.state import State
-
-LISTED = 4  # ways of calling that were tried in vain
 
 
 def state_shapes(names: Iterable[str], state: State) -> str:
@@ -73,36 +66,6 @@ def _resets(resets: ResetArgument) -> str:
     return value if resets.applied else f"{value}; calls are split at resets all the same"
 
 
-def laws_line(lanes: int, *, training: bool) -> str:
-    """On what the laws were measured."""
-    modes = "in evaluation and in training mode" if training else "in evaluation mode"
-    return f"laws: all hold on {STEPS} steps of {lanes} lane{'s' if lanes > 1 else ''}, {modes}"
-
-
-def rejected_lines(failures: Iterable[Failure]) -> list[str]:
-    """The ways of calling that were tried before, and the law or the error that refused each."""
-    reasons: dict[tuple[Call, InputLayout, bool, str], str] = {}
-    for failure in sorted(failures, key=lambda f: f.law is None):  # a law says more than an error
-        c = failure.convention
-        if c is None or c.source.arguments == ():
-            continue  # few modules take a pair: what they raise says nothing
-        key = (c.call, c.inputs, failure.one_lane)
-        if failure.law is not None:
-            reasons.setdefault((*key, source_name(c)), f"breaks the law {failure.law.name!r}")
-        elif not any(known[:3] == key for known in reasons):
-            reasons[*key, ""] = _reason(failure)
-    layouts: dict[str, list[str]] = {}
-    for (call, inputs, one_lane, source), reason in reasons.items():
-        lanes = ", one lane" if one_lane else ""
-        state = f", state in {source}" if source else ""
-        line = f"{CALLS[call].partition(',')[0].partition(';')[0]}{lanes}{state}: {reason}"
-        names = layouts.setdefault(line, [])
-        names += [str(inputs)] if str(inputs) not in names else []
-    lines = [f"{' or '.join(names)}, {line}" for line, names in layouts.items()]
-    more = [f"and {len(lines) - LISTED} more"] if len(lines) > LISTED else []
-    return ["refused:", *(f"  {line}" for line in [*lines[:LISTED], *more])] if lines else []
-
-
 def source_name(convention: Convention) -> str:
     """Where the state is, in a few words."""
     source = convention.source
@@ -111,13 +74,6 @@ def source_name(convention: Convention) -> str:
             f"argument '{', '.join(source.arguments)}'" if source.arguments else "a pair (x, state)"
         )
     return ", ".join(f"'{name}'" for name in (*source.ports, *map(key_name, source.attributes)))
-
-
-def _reason(failure: Failure) -> str:
-    if isinstance(failure.error, MisfitError) and "one output per step" in str(failure.error):
-        return "not one output per step"
-    text = str(failure.error).split("\n")[0].rstrip(".")
-    return text if len(text) <= 70 else f"{text[:67]}..."
 
 
 _WIDTHS = (  # in messages of torch

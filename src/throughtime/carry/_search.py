@@ -141,11 +141,10 @@ class _Trials:
             f"{path_name(c.outputs.path)} with features {c.outputs.features}" for c in accepted
         )
         path = accepted[0].outputs.path
-        shares_key = sum(c.outputs.path[:1] == path[:1] for c in accepted) > 1
         return ModelError(
             f"{type(self.subject.module).__name__} returns several tensors with one output per"
             f" step: {choices}. Choose the one that the loss gets: tt.carry(module,"
-            f" output={path if shares_key else path[0]!r})"
+            f' output={path if path[1:] else path[0]!r}), or output="all"'
         )
 
     # ------------------------------------------------------------ shapes
@@ -240,28 +239,27 @@ class _Trials:
     ) -> dict[Path, list[OutputLayout]]:
         """The tensors of a result that could be the outputs, with the orders that fit."""
         hint = self.subject.hints.output
+        several = isinstance(hint, list) or (hint == "all" and not isinstance(result, Tensor))
         held = {id(leaf) for leaf in trees.tensors(state)}
-        if hint is not None:
-            path = hint if isinstance(hint, tuple) else (hint,)
-            try:
-                leaves = list(tensor_paths(item_at(result, path), path))
-            except MisfitError:
-                return {}
-        else:
+        if hint is None or hint == "all":
             leaves = list(tensor_paths(result))
             leaves = [(p, leaf) for p, leaf in leaves if id(leaf) not in held] or leaves[:1]
+        else:
+            items = hint if isinstance(hint, list) else [hint]
+            paths = [item if isinstance(item, tuple) else (item,) for item in items]
+            try:
+                leaves = [leaf for p in paths for leaf in tensor_paths(item_at(result, p), p)]
+            except MisfitError:
+                return {}
         choices: dict[Path, list[OutputLayout]] = {}
-        for path, leaf in leaves:
-            if not leaf.is_floating_point():
-                continue
-            for order in _output_orders(convention.call, x.shape[1]):
-                layout = OutputLayout(path, order)
-                try:
-                    y = layout.read(result, x.shape[0], x.shape[1])
-                except MisfitError:
-                    continue
-                features = tuple(y.shape[2:])
-                choices.setdefault(path, []).append(replace(layout, features=features))
+        for order in _output_orders(convention.call, x.shape[1]):
+            fits = [_fit(OutputLayout(path, order), result, x) for path, _ in leaves]
+            layouts = [layout for layout in fits if layout is not None]
+            if several:
+                row = _fit(OutputLayout((), order, None, tuple(layouts)), result, x)
+                layouts = [row] if row is not None and len(layouts) == len(leaves) else []
+            for layout in layouts:
+                choices.setdefault(layout.path, []).append(layout)
         return choices
 
     def _lane_layouts(self, convention: Convention, x: Tensor, state: State) -> list[LaneLayout]:
@@ -380,9 +378,18 @@ def _state_paths(result: Any, count: int) -> Iterator[Path]:
         yield ()
 
 
+def _fit(layout: OutputLayout, result: Any, x: Tensor) -> OutputLayout | None:
+    """The layout with the features of the outputs; None if the result does not fit."""
+    try:
+        y = layout.read(result, x.shape[0], x.shape[1])
+    except MisfitError:
+        return None
+    return replace(layout, features=tuple(y.shape[2:])) if y.is_floating_point() else None
+
+
 def _no_outputs(result: Any, x: Tensor) -> str:
     shapes = [tuple(leaf.shape) for _, leaf in tensor_paths(result)]
     return (
-        f"returned tensors of shapes {shapes} for {x.shape[0]} steps of {x.shape[1]} lanes, none of"
-        " which has one output per step"
+        f"returned tensors of shapes {shapes} for {x.shape[0]} steps of {x.shape[1]} lanes, without"
+        " one output per step in what is to be the outputs"
     )

@@ -16,7 +16,7 @@ from throughtime.carry._adapter import NO_LANES
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import (
     Convention,
-    Path,
+    OutputLayout,
     call_start,
     item_at,
     key_name,
@@ -61,7 +61,7 @@ class Hints:
     """What the user says about a module; None is found by trials. See `tt.carry`."""
 
     inputs: Callable[[Tensor], Any] | None = None
-    output: int | str | tuple[int | str, ...] | None = None
+    output: int | str | tuple[int | str, ...] | list[Any] | None = None
     state: str | None = None
     start: Callable[[int], State] | None = None
     call: str | Callable[..., Any] | None = None
@@ -392,7 +392,7 @@ class Subject:
                 result, _, _ = self.call(whole, x, training)
             deviations = [
                 difference(item.reshape(expected.shape), expected)
-                for item in _outputs_of(result, convention.outputs.path, x)
+                for item in _outputs_of(result, convention.outputs, x)
                 for expected in (y[-1], y)
                 if item.numel() == expected.numel()
             ]
@@ -455,8 +455,12 @@ def _count_inputs(hints: Hints, x: Tensor) -> int:
     return 1
 
 
-def _outputs_of(result: Any, path: Path, x: Tensor) -> Iterator[Tensor]:
+def _outputs_of(result: Any, layout: OutputLayout, x: Tensor) -> Iterator[Tensor]:
     """The outputs of all steps, or of the last one, as a call with all steps may return them."""
+    if layout.several:
+        yield layout.read(result, *x.shape[:2])
+        return
+    path = layout.path
     item = item_at(result, path)
     if not isinstance(item, Tensor):
         return

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _set_grad_enabled as set_grad_enabled  # that of torch is an object
+from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
@@ -160,7 +161,7 @@ class Carried(nn.Module):
 
     def forward(
         self, x: Tensor, state: State = None, resets: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+    ) -> tuple[Any, State]:
         """Outputs for every step, and the state after the last one.
 
         Args:
@@ -171,7 +172,8 @@ class Carried(nn.Module):
                 a device they are read, which waits for it; those of a chunk are not.
 
         Returns:
-            `y` `(T, B, C)`, and the state after step T; new tensors, `state` is not changed.
+            `y` `(T, B, C)`, and the state after step T; new tensors, `state` is not changed. Of
+            several outputs `y` is a tuple or a dict.
 
         Raises:
             StateError: a state of another structure or number of lanes.
@@ -180,7 +182,7 @@ class Carried(nn.Module):
         """
         if x.dim() == (2 if x.is_floating_point() else 1):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
-            return y.squeeze(1), state
+            return tree_map(lambda item: item.squeeze(1), y), state
         if not x.shape[0]:  # len(x) would fix the steps of an exported program
             raise DataError(f"the chunk {tuple(x.shape)} has no steps, expected one at least")
         self.prepare(x)
@@ -199,20 +201,20 @@ class Carried(nn.Module):
                 f"resets have shape {tuple(resets.shape)}, expected {tuple(x.shape[:2])}: one flag"
                 " for each step and lane"
             )
+        adapter = self.adapter
         try:
-            if (not x.is_cpu and cudnn_rules(x)) or (
-                resets is not None and not self.adapter.takes_resets()
-            ):
-                return self._run_split(x, state, resets)
-            y, after = self.adapter.run(x, state, resets)
-            return y, _as_entering(after, state) if torch.is_autocast_enabled(
-                x.device.type
-            ) else after
+            split = (not x.is_cpu and cudnn_rules(x)) or (
+                resets is not None and not adapter.takes_resets()
+            )
+            y, after = (self._run_split if split else adapter.run)(x, state, resets)
+            if not split and torch.is_autocast_enabled(x.device.type):
+                after = _as_entering(after, state)
         except ResetsUnsupportedError:  # at most once per net: takes_resets is false from now on
-            return self._run_split(x, state, resets)
+            y, after = self._run_split(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
+        return (y if adapter.unpack is None else adapter.unpack(y)), after
 
     def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
@@ -263,6 +265,14 @@ class Carried(nn.Module):
             )
 
 
+def pack(y: Any) -> Tensor:
+    """Several outputs `(..., C)` side by side, as one tensor; a tensor as it is."""
+    if isinstance(y, Tensor):
+        return y
+    items: list[Tensor] = [*(y.values() if isinstance(y, dict) else y)]
+    return torch.cat([item.flatten(2) if item.dim() > 2 else item[..., None] for item in items], -1)
+
+
 def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:
     """The first step of each forward call: a call ends at a reset or after `limit` steps.
 
@@ -280,7 +290,7 @@ def carry(
     x: Tensor | None = None,
     *,
     inputs: Callable[[Tensor], Any] | None = None,
-    output: int | str | tuple[int | str, ...] | None = None,
+    output: int | str | tuple[int | str, ...] | list[Any] | None = None,
     state: str | None = None,
     start: Callable[[int], State] | None = None,
     call: str | Callable[..., Any] | None = None,
@@ -303,7 +313,8 @@ def carry(
         inputs: maps inputs, time first, to what the module takes: a tensor, or a tuple of
             arguments.
         output: index or key of the outputs, where the module returns several tensors; a tuple of
-            them for a tensor in a nested result.
+            them for a tensor in a nested result; a list of these for several outputs, or "all" of
+            them but the state. Several are a dict, if all have a string as key, else a tuple.
         state: the parameter, or the attribute, that holds the state.
         start: maps a number of lanes to the state before a recording, in the module's layout.
         call: "chunk", "step" for a module that takes one step `(B, ...)`, "last" for one that

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime._device import cudnn_rules
 from throughtime.carry._adapter import Adapter
-from throughtime.carry._explain import laws_line, state_shapes
+from throughtime.carry._explain import state_shapes
 from throughtime.carry._laws import Laboratory
 from throughtime.carry._ports import has_layers
 from throughtime.carry._refusal import broken_error, culprit
@@ -216,8 +216,6 @@ class ChainAdapter(Adapter):
         stateless = [n for n, link in self.links.items() if isinstance(link, StatelessAdapter)]
         if stateless:
             lines.append(f"no state, one call for each chunk: {', '.join(map(repr, stateless))}")
-        if self._tried:
-            lines.append(laws_line(LANES, training=self.module.training))
         return "\n  ".join(lines)
 
     def takes_resets(self) -> bool:

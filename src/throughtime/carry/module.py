@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from throughtime.carry._adapter import Adapter, LaneLayout
 from throughtime.carry._bound import BoundModule
 from throughtime.carry._convention import Convention
-from throughtime.carry._explain import convention_lines, laws_line, rejected_lines
+from throughtime.carry._explain import convention_lines
 from throughtime.carry._refusal import refusal
 from throughtime.carry._search import Search
 from throughtime.carry._subject import Hints
-from throughtime.carry._trial import LANES, guessed_inputs, is_sharded
+from throughtime.carry._trial import guessed_inputs, is_sharded
 from throughtime.errors import ModelError, StateError
 from throughtime.state import State
 
@@ -35,7 +35,6 @@ class ModuleAdapter(Adapter):
         self.module, self.hints = module, hints
         self.bound: BoundModule | None = None
         self._tried: set[InputKind] = set()
-        self._findings: list[str] = []  # what the trials measured, for `explain`
 
     def prepare(self, x: Tensor) -> None:
         kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
@@ -74,19 +73,16 @@ class ModuleAdapter(Adapter):
                 carried = ", ".join(["T", "B", *map(str, self.bound.example.shape[2:])])
                 error.add_note(f"throughtime: the module was carried with inputs ({carried})")
             raise error
-        bound = self._bind(convention, x)
+        self._bind(convention, x)
         self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
-        lanes = 1 if bound.convention.one_lane else LANES
-        laws = laws_line(lanes, training=self.module.training)
-        self._findings = [laws, *rejected_lines(search.failures)]
 
-    def _bind(self, convention: Convention, x: Tensor) -> BoundModule:
+    def _bind(self, convention: Convention, x: Tensor) -> None:
         if self.bound is not None:
             if self.bound.convention.source == convention.source:
-                return self.bound
+                return
             self.bound.release()
         self.bound = BoundModule(self.module, convention, torch.zeros_like(x[:1, :1]))
-        return self.bound
+        self.unpack = convention.outputs.unpack if convention.outputs.several else None
 
     def _ready(self, like: Tensor | None) -> BoundModule:
         if like is not None:
@@ -144,4 +140,4 @@ class ModuleAdapter(Adapter):
                 " tt.carry(module, x) finds it at once"
             )
         called, *others = convention_lines(self.bound)
-        return "\n  ".join([f"{name}: {called}", *others, *self._findings])
+        return "\n  ".join([f"{name}: {called}", *others])

@@ -34,7 +34,6 @@ class Parts:
         readout: reads the outputs of the last layer; None if the tail does.
         tail: maps the outputs of the last layer, for so many inputs, to those of the net.
         front: maps inputs to those of the first layer; None if they are the same.
-        front_modules: those of the front.
         foreign_front: whether the front runs code that is none of torch's.
         argument: whether the net's state is that of the only layer, or a tuple of those of several,
             not a dict.
@@ -49,7 +48,6 @@ class Parts:
     readout: nn.Linear | None
     tail: Callable[[Tensor, Tensor], Tensor]
     front: Callable[[Tensor], Tensor] | None = None
-    front_modules: tuple[nn.Module, ...] = ()
     foreign_front: bool = False
     argument: bool = False
     random_tail: bool = False
@@ -133,7 +131,6 @@ def _parts(
         readout,
         run_tail,
         run_front if around[0] else None,
-        front,
         any(foreign) or any(module._modules for module in front),
         bool(structure.paths),
         any(hasattr(part, "p") for module in tail for part in module.modules()),

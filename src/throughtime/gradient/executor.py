@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
 from throughtime._device import is_accelerator, send
@@ -63,7 +64,7 @@ class Update:
             it waits for the device.
         steps: number of valid steps behind it.
         state: the carried state after the last step, detached.
-        outputs: `(T, B, C)` detached, of the steps in `chunk`.
+        outputs: `(T, B, C)` detached, of the steps in `chunk`; a tuple or a dict of several.
         chunk: the steps whose losses count. Of several segments, or of several accumulated
             updates, it is the last part, so that memory stays flat; unless a `tt.SequenceLoss`
             takes all segments together.
@@ -75,15 +76,13 @@ class Update:
     loss: Tensor
     steps: int
     state: State
-    outputs: Tensor
+    outputs: Any
     chunk: Chunk
     weight: float
 
     def __repr__(self) -> str:
-        return (
-            f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs"
-            f" {tuple(self.outputs.shape)})"
-        )
+        shapes = tree_map(lambda y: tuple(y.shape), self.outputs)
+        return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {shapes})"
 
 
 class OwnGrads:
@@ -445,7 +444,8 @@ class Executor:
         state, y, edge = _detach(state), y.detach(), _detach(kept[-1]) if kept else None
         if len(parts) > 1 and total:
             loss = _mean_loss(parts, total)
-        update = Update(loss.detach(), valid if total else 0, state, y, chunk, total)
+        outputs = y if objective.unpack is None else objective.unpack(y)
+        update = Update(loss.detach(), valid if total else 0, state, outputs, chunk, total)
         if w.per is not None:  # all ranks take part, whatever counts on this one
             mean = total if self.ranks is None else self.ranks.mean([total])[0]
             loss = loss * (mean / (w.per * chunk.lanes))
@@ -513,7 +513,7 @@ class Executor:
             def run() -> tuple[Any, ...]:
                 state = self.net.initial_state(few.lanes, like=few.inputs)
                 y, after = self.net(few.inputs, state)
-                return y, after, self.objective(y, few)
+                return y, after, self.objective(self.objective.row(self.net, y), few)
 
             self._step_bytes = graph_bytes(self.net, few, run)
         return automatic_chunk(w.stop - w.start, self._step_bytes)
@@ -553,7 +553,7 @@ class Executor:
                 state = enter(part, state, net.initial_state(part.lanes, like=x))
                 part = part.without_resets()
             y, state = net(x, state, part.resets if part.any_reset else None)
-            outputs.append(y)
+            outputs.append(y if isinstance(y, Tensor) else self.objective.row(net, y))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _deliver(

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from throughtime.carry.carried import device_of, dtype_of
+from throughtime._metadata import attach, attached
+from throughtime.carry.carried import Carried, device_of, dtype_of, pack
 from throughtime.chunk import Chunk, Placement
 from throughtime.errors import ConfigError, ModelError, warn_caller
 from throughtime.gradient._mean import is_additive, is_mean, pairs_rows
@@ -25,7 +26,7 @@ from throughtime.gradient._mean import is_additive, is_mean, pairs_rows
 IGNORED = -100  # torch's own ignore_index; a stream masks such steps
 MOST_TRIALS = 5  # of the laws of a loss, where a chunk does not tell
 
-LossFn: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+LossFn: TypeAlias = Callable[[Any, Tensor], Tensor]
 
 
 class Scaler(Protocol):
@@ -140,9 +141,8 @@ class SequenceLoss(nn.Module):
 
     def _call(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         result: Any = self.fn(outputs, chunk)
-        paired = isinstance(result, tuple) and len(result) == 2
-        loss: Any = result[0] if paired else result
-        weight: Any = result[1] if paired else None
+        pair: tuple[Any, Any] = (result, None)
+        loss, weight = result if type(result) is tuple and len(result) == 2 else pair
         fixed = not (torch.is_tensor(weight) and weight.requires_grad)
         known = torch.is_tensor(loss) and loss.dim() == 0
         size = float(chunk.valid_steps if weight is None else weight) if fixed else math.nan
@@ -157,10 +157,20 @@ class SequenceLoss(nn.Module):
         return loss, size
 
 
+class Unpacked(nn.Module):
+    """A loss of several outputs, which lie side by side in what this one gets."""
+
+    def __init__(self, fn: Callable[[Any, Any], Any], unpack: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.fn, self.unpack = fn, unpack
+
+    def forward(self, outputs: Tensor, other: Any) -> Any:
+        """The loss of outputs and of targets, or of a chunk."""
+        return self.fn(self.unpack(outputs), other)
+
+
 def pooled(parts: Sequence[tuple[Tensor, float]], outputs: Tensor) -> tuple[Tensor, float]:
     """The mean of some mean losses by their weights, and its weight."""
-    if len(parts) == 1:
-        return parts[0]
     total = sum(weight for _, weight in parts)
     shares = (loss * (weight / total) for loss, weight in parts if weight)
     return sum(shares, outputs.new_zeros(())), total
@@ -195,11 +205,10 @@ class Objective:
         self.function: Any = loss_fn.fn if isinstance(loss_fn, SequenceLoss) else loss_fn
         self.joins = isinstance(loss_fn, SequenceLoss) and not loss_fn.additive
         self.stride: int | None = None
+        self.unpack: Any = None  # of a net with several outputs
         # how often the law of this loss was tried, and whether it holds, once known
         known = self.joins or type(loss_fn).__module__ in _TORCH
         self._trials, self._lawful = 0, True if known else None
-        # weights of classes on a device, an alias, torch's count of their changes, and a copy
-        self._class_weight: tuple[Tensor, Tensor, int, Tensor] | None = None
         if isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", "mean") == "sum":
             raise ModelError(
                 "loss_fn has reduction='sum', expected 'mean': chunks, lanes and updates are"
@@ -264,6 +273,17 @@ class Objective:
         begins = range(0, chunk.steps, every)
         parts = [(outputs[a : a + every], chunk[a : a + every]) for a in begins]
         return pooled([self.loss_fn(y, part) for y, part in parts if part.valid_steps], outputs)
+
+    def row(self, net: Carried, y: Any) -> Tensor:
+        """Outputs as one tensor; several lie side by side until the loss or the user gets them."""
+        if isinstance(y, Tensor):
+            return y
+        if self.unpack is None:
+            self.unpack, loss_fn = net.adapter.unpack, self.loss_fn
+            self.loss_fn = Unpacked(self.function, self.unpack)
+            if self.sequences:
+                self.loss_fn = SequenceLoss(self.loss_fn, loss_fn.over, loss_fn.additive)
+        return pack(y)
 
     def divide(self, stride: int | None, policy: str) -> None:
         """Call a loss of whole windows for every stride, where another policy is compared.
@@ -354,25 +374,7 @@ class Objective:
         counted, weight = targets[targets != fn.ignore_index], fn._buffers["weight"]
         if weight is None:
             return float(counted.numel())
-        return float(self._host(weight)[counted.cpu()].sum(dtype=torch.float64))
-
-    def _host(self, weight: Tensor) -> Tensor:
-        """The class weights on the host: read from a device once.
-
-        The alias keeps the memory of weights whose `.data` is replaced, so no others get it.
-        """
-        if weight.is_cpu:
-            return weight
-        known = self._class_weight
-        version = 0 if weight.is_inference() else weight._version
-        if (
-            known is None
-            or known[0] is not weight
-            or known[1].data_ptr() != weight.data_ptr()
-            or known[2] != version
-        ):
-            known = self._class_weight = weight, weight.detach(), version, weight.cpu()
-        return known[3]
+        return float(_on_host(weight)[counted.cpu()].sum(dtype=torch.float64))
 
     def recordings_at_fault(self, outputs: Tensor | None, chunk: Chunk) -> list[int]:
         """The recordings whose own loss is not finite; if there are none, all of the chunk."""
@@ -387,6 +389,17 @@ class Objective:
                     if not self.loss_fn(rows[owners == index], targets[owners == index]).isfinite()
                 ]
         return at_fault or chunk.recording[chunk.recording >= 0].unique().tolist()
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    """Class weights on the host: read from a device once, unless they are changed or replaced."""
+    if weight.is_cpu:
+        return weight
+    known, alias = attached(weight) or (None, weight)
+    if known is None or alias.data_ptr() != weight.data_ptr():
+        known = weight.cpu()
+        attach(weight, (known, weight.detach()))  # which keeps the memory: no others get it
+    return known
 
 
 def require_gradient(reached: bool) -> None:
