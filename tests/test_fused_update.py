@@ -121,7 +121,7 @@ def assert_same(one: Seen, other: Seen, tolerance: float) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [tt.Truncated(12), tt.Truncated(7, horizon=20), tt.Truncated(10, horizon=30, warm_up=3)],
+    [tt.Truncated(12), tt.Truncated(7, horizon=20), tt.Truncated(10, horizon=30)],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -165,27 +165,6 @@ def test_modules_without_weights_may_prepare_the_inputs(
     assert len(calls) == len(found.losses)
     by_graph(monkeypatch)
     assert_same(found, epoch(net(), nn.CrossEntropyLoss(), tt.Truncated(8, horizon=20)), 1e-12)
-
-
-class Counts(nn.Module):
-    """Prepares the inputs, and remembers how often; turned inputs lie in memory otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return x.transpose(0, 1).contiguous().transpose(0, 1)
-
-
-def test_modules_that_prepare_the_inputs_run_once(calls: list[int]) -> None:
-    net = tt.carry(nn.Sequential(counts := Counts(), tt.nn.GRU(5, 9), nn.Linear(9, 4))).double()
-    found = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert len(calls) == len(found.losses) == counts.calls
-    list(net.parameters())[-1].register_hook(lambda gradient: gradient)  # a graph from now on
-    found = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert counts.calls == len(calls) + len(found.losses)
 
 
 def test_gradients_are_added_to_those_that_are_there(

@@ -172,9 +172,7 @@ def make(name: Callable[[], nn.Module]) -> Carried:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("zero", [True, False])
-@pytest.mark.parametrize(
-    "policy", [tt.Truncated(12), tt.Truncated(7, horizon=20, warm_up=3)], ids=str
-)
+@pytest.mark.parametrize("policy", [tt.Truncated(12), tt.Truncated(7, horizon=20)], ids=str)
 @pytest.mark.parametrize("loss_fn", [nn.CrossEntropyLoss(), nn.MSELoss()], ids=["ce", "mse"])
 @pytest.mark.parametrize("net", NETS)
 def test_a_class_is_updated_in_one_call_as_by_the_graph(
@@ -650,7 +648,7 @@ def test_a_tail_runs_by_autograd_on_the_outputs_of_the_kernel(
 def test_a_tail_in_windows_longer_than_a_stride(
     net: str, tails: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = tt.Truncated(7, horizon=20, warm_up=3)
+    policy = tt.Truncated(7, horizon=20)
     result = epoch(make(TAILS[net]), nn.CrossEntropyLoss(), policy)
     assert ("drop" in net) == (len(tails) < len(result.losses))
     by_graph(monkeypatch)

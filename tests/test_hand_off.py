@@ -191,8 +191,7 @@ def test_first_lane_starts_from_the_learnt_state_and_gives_it_its_gradient(polic
     ("options", "policy"),
     [
         ({"warm_up": 3}, tt.Truncated(6)),
-        ({}, tt.Truncated(6, warm_up=3)),
-        ({}, tt.Truncated(6, 9, warm_up=3)),
+        ({"warm_up": 3}, tt.Truncated(6, 9)),
     ],
 )
 def test_warm_up_counts_where_a_state_is_cold_only(options: dict[str, Any], policy: Policy) -> None:

@@ -59,7 +59,6 @@ class Case:
     horizon: int
     jitter: bool
     burn_in: int
-    policy_warm_up: int
     segment: int | None
     limit: float | None
     grain: int
@@ -112,7 +111,6 @@ def draw(kind: str, seed: int) -> Case:
         horizon=stride + over,
         jitter=r.random() < 0.3,
         burn_in=maybe(1, 15),
-        policy_warm_up=maybe(1, 6) if policy == "truncated" else 0,
         segment=segment,
         limit=r.choice((None, 10 ** r.uniform(-3, -1))) if segment else None,
         grain=r.randint(1, stride),
@@ -177,9 +175,7 @@ def lay_out(case: Case, data: Data, recording: Tensor, position: Tensor) -> Step
                 data.inputs[index][row],
                 data.targets[index][row],
             )
-            valid[step, lane] = data.valid[index][row] and age >= max(
-                case.warm_up, case.policy_warm_up
-            )
+            valid[step, lane] = data.valid[index][row] and age >= case.warm_up
     return Steps(inputs, targets, resets, valid)
 
 
@@ -205,7 +201,6 @@ def policy_of(case: Case) -> Any:
                 case.horizon,
                 jitter=case.jitter,
                 burn_in=case.burn_in,
-                warm_up=case.policy_warm_up,
             )
         case "randomized":
             return tt.Randomized(case.stride, case.alpha, case.grain)

@@ -140,7 +140,7 @@ CASES: dict[str, Case] = {
     "horizon": Case(lambda: tt.Truncated(7, 15)),
     "refreshed": Case(lambda: tt.Truncated(7, 15, burn_in=5)),
     "jitter": Case(lambda: tt.Truncated(9, jitter=True)),
-    "warm-up": Case(lambda: tt.Truncated(6, warm_up=9)),
+    "warm-up": Case(lambda: tt.Truncated(6), options={"warm_up": 9}),
     "exact": Case(lambda: tt.Exact(chunk=11), epochs=3),
     "segment": Case(lambda: SEGMENT),
     "randomized": Case(lambda: tt.Randomized(20)),

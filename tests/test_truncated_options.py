@@ -299,67 +299,6 @@ def test_last_stride_looks_back_the_horizon_however_short_it_is() -> None:
     assert deviation(results, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
 
 
-@examples(20)
-@given(
-    lengths=st.lists(st.integers(1, 25), min_size=1, max_size=5),
-    lanes=st.sampled_from([1, 2, 3]),
-    warm_up=st.sampled_from([1, 2, 7, 30]),
-    stride=st.sampled_from([1, 4, 9]),
-    further=st.sampled_from([0, 5]),
-    chunk=st.sampled_from([3, 500]),
-)
-@some_nets("hides-layer")
-def test_warm_up_of_the_policy_is_that_of_the_stream(
-    row: Row,
-    lengths: list[int],
-    lanes: int,
-    warm_up: int,
-    stride: int,
-    further: int,
-    chunk: int,
-) -> None:
-    lanes = min(lanes, sum(lengths))
-    cold = tt.Stream(recordings(lengths), lanes, chunk)
-    expected = policy_gradients(
-        row.net(),
-        tt.Stream(recordings(lengths), lanes, chunk, warm_up=warm_up),
-        tt.Truncated(stride, stride + further),
-    )
-    policy = tt.Truncated(stride, stride + further, warm_up=warm_up)
-    assert deviation(policy_gradients(row.net(), cold, policy), expected) < EXACT
-    assert (
-        deviation(
-            policy_gradients(row.net(), list(tt.Stream(recordings(lengths), lanes, chunk)), policy),
-            expected,
-        )
-        < EXACT
-    )
-
-
-@pytest.mark.parametrize("done", [1, 2])
-def test_resuming_in_the_middle_of_a_warm_up_goes_on_with_it(done: int) -> None:
-    policy = tt.Truncated(5, 8, warm_up=14)
-    net, optimizer, run = _training(policy)
-    _train(optimizer, run, done)
-    saved = copy.deepcopy((net.state_dict(), run.state_dict()))
-    rest = _train(optimizer, run)
-    again, optimizer, run_again = _training(policy)
-    again.load_state_dict(saved[0])
-    run_again.load_state_dict(saved[1])
-    assert _train(optimizer, run_again) == rest
-    assert apart(weights(again), weights(net)) == 0
-
-
-def test_state_that_was_brought_along_is_warm() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(20, 2, 0)
-    chunk = Chunk.from_tensors(data.x, data.targets)
-    state = start(net, data.x)
-    warm = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12), state=state)
-    assert [update.steps for update in warm] == [10, 10, 10, 10]
-    cold = tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, warm_up=12))
-    assert [update.steps for update in cold] == [6, 10]
-
-
 class Scale(nn.Module):
     """`h' = w h`, whatever comes in; it is the output, too."""
 
@@ -432,7 +371,6 @@ def test_forum_loop_gives_288_where_the_truth_is_108() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "burn_in negative": ({"burn_in": -1}, "burn_in=-1: expected a whole number of at least 0"),
     "burn_in a float": ({"burn_in": 1.5}, r"burn_in=1\.5: expected a whole number of at least 0"),
-    "warm_up negative": ({"warm_up": -1}, "warm_up=-1: expected a whole number of at least 0"),
 }
 
 

@@ -255,22 +255,6 @@ class Chunk:
             self._first + start,
         )
 
-    def warmed_up(self, steps: int, since: Tensor) -> tuple["Chunk", Tensor]:
-        """Mask out the first `steps` steps after each reset.
-
-        Args:
-            steps: the length of the warm-up.
-            since: `(B,)`, steps since each lane's last reset, before the chunk; on the host.
-
-        Returns:
-            The chunk, and the steps since the last reset at its end.
-        """
-        resets, mask, recording, position = self._on_host()
-        at = torch.arange(self.steps, device="cpu").unsqueeze(1)
-        last = torch.where(resets, at, -since).cummax(dim=0).values
-        metadata = ChunkMetadata.of(resets, mask & (at - last >= steps), recording, position)
-        return self._with(metadata), at[-1] + 1 - last[-1]
-
     def without_resets(self) -> "Chunk":
         """The chunk for a caller that sets the states of lanes that start by itself."""
         _, mask, recording, position = self._on_host()

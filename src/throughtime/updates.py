@@ -334,8 +334,7 @@ class Updates(Iterator[Update]):
         if entering is not None:
             stream._hand_over(entering, self._net)
         stream._start(handed_off=entering is not None)
-        at = Progress(**moved["policy"])
-        self._executor.move(at if at.since is None else at._replace(since=at.since.cpu()))
+        self._executor.move(Progress(**moved["policy"]))
         self._generation = stream._generation
         self._status, self._count, self._before = "new", 0, None
 

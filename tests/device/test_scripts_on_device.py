@@ -242,7 +242,7 @@ def default_device(device: torch.device) -> Generator[None]:
 
 
 POLICIES: list[Any] = [
-    *(tt.Truncated(20, jitter=True, warm_up=3), tt.Exact(), tt.Exact(chunk=15)),
+    *(tt.Truncated(20, jitter=True), tt.Exact(), tt.Exact(chunk=15)),
     *(tt.Randomized(40), tt.Adaptive(tolerance=0.1, min=20, max=40)),
 ]
 

@@ -41,11 +41,8 @@ class Loop:
     @property
     def copies(self) -> int:
         """Inputs and targets of each stride; one more where a mask or resets are not trivial."""
-        warm_up = "warm_up" in self.stream or getattr(self.policy, "warm_up", 0)
-        flags = self.masked or self.lengths is SHORT or warm_up
-        # the mask of a policy's warm-up is sent beside the resets of the steps themselves
-        masks = bool(getattr(self.policy, "warm_up", 0))
-        return self.accumulate * ((3 if flags else 2) + masks)
+        flags = self.masked or self.lengths is SHORT or "warm_up" in self.stream
+        return self.accumulate * (3 if flags else 2)
 
     def recordings(self) -> list[dict[str, Tensor]]:
         torch.manual_seed(0)
@@ -98,9 +95,6 @@ LOOPS = {
     "horizon between strides": Loop(tt.Truncated(100, horizon=230), SHORT, masked=True),
     "strides across blocks": Loop(tt.Truncated(70), (600,) * 200, masked=True),
     "windows across blocks": Loop(tt.Truncated(70, horizon=150), (600,) * 200, masked=True),
-    "warm-up across blocks": Loop(tt.Truncated(70, horizon=90, warm_up=9), SHORT, masked=True),
-    "warm-up": Loop(tt.Truncated(100, warm_up=20), SHORT),
-    "warm-up and horizon": Loop(tt.Truncated(100, horizon=200, warm_up=20), SHORT),
     "warm-up of the stream": Loop(lengths=SHORT, stream={"warm_up": 20}),
     "accumulated": Loop(lengths=(800,) * 200, masked=True, accumulate=2),
     "class weights": Loop(weighted=True),

@@ -123,7 +123,6 @@ POLICIES: dict[str, Policy] = {
     "Truncated": Truncated(CHUNK),
     "Truncated, horizon": Truncated(CHUNK, 3 * CHUNK),
     "Truncated, burn-in": Truncated(CHUNK, 2 * CHUNK, burn_in=5),
-    "Truncated, warm-up": Truncated(CHUNK, warm_up=7),
     "Truncated, jitter": Truncated(CHUNK, jitter=True),
     "Exact": Exact(chunk=7),
     "Exact, cut": Exact(cut_every=25),

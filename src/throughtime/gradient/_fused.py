@@ -2,14 +2,14 @@
 
 Outside arithmetic such an update spends much on a graph and some fifteen operators: for a small net
 (LSTM of 50 units, one lane, 100 steps) more than on the arithmetic. So `tt.updates` makes one call
-wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules that carry nothing
-(the front), as an `nn.Sequential` or in a class whose forward can be read (`carry/structure.py`);
-`nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults (others by autograd on the outputs of the
-layers); no hooks on modules, or on the parameters of layers and readout, no ties among these, no
-autocast, no active torch mode or profiler. A front with weights, such as an `nn.Embedding`, learns
-by autograd, from the gradient of the first layer's inputs. The gradients are those of the graph to
-rounding. Hooks on nodes of the graph, or on tensors that it saves, do not run. Buffers are reused
-from one update to the next, for as long as the net exists.
+wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules of torch that
+carry nothing (the front), as an `nn.Sequential` or in a class whose forward can be read
+(`carry/structure.py`); `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults (others by
+autograd on the outputs of the layers); no hooks on modules, or on the parameters of layers and
+readout, no ties among these, no autocast, no active torch mode or profiler. A front with weights,
+such as an `nn.Embedding`, learns by autograd, from the gradient of the first layer's inputs. The
+gradients are those of the graph to rounding. Hooks on nodes of the graph, or on tensors that it
+saves, do not run. Buffers are reused from one update to the next, for as long as the net exists.
 
 We re-check everything the user may change before each update and cache only what depends on shapes.
 
@@ -188,7 +188,7 @@ class FusedNet:
             return None
         front = None
         if parts.front is not None:
-            front = self._front_inputs(net, steps, edge, keep, parameters)
+            front = self._front_inputs(net, steps, edge, keep)
             if front is None:
                 return None
         inputs = self._read_inputs(steps, front, dtype)
@@ -307,14 +307,7 @@ class FusedNet:
             )
         return self._workspaces[key]
 
-    def _front_inputs(
-        self,
-        net: Carried,
-        steps: Chunk,
-        edge: State,
-        keep: int,
-        parameters: _Parameters,
-    ) -> Tensor | None:
+    def _front_inputs(self, net: Carried, steps: Chunk, edge: State, keep: int) -> Tensor | None:
         """The inputs of the first layer, with the graph of the front; None to build all of it.
 
         Called after all checks, since a front may draw random numbers. In two calls where a window
@@ -332,10 +325,7 @@ class FusedNet:
         except MISFIT_ERRORS as error:
             net._explain(error, inputs, edge)
             raise
-        pure = not self.parts.foreign_front
-        if not pure and self.holds(net) and (now := self._read_weights()) is not None:
-            pure = all(map(is_, now[0], parameters[0]))
-        if type(front) is Tensor and pure and len(front) == steps.steps:
+        if len(front) == steps.steps:
             return front
         self._declined = True  # the front runs twice, this once
         return None

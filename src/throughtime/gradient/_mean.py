@@ -90,16 +90,23 @@ def pairs_rows(loss_fn: Loss, outputs: Tensor, targets: Tensor) -> bool:
     return verdict is True
 
 
-def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool:
+def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool | None:
     """Whether sum and weight of a loss over steps are those of the two halves of the steps.
 
     The outputs of the first half are scaled, so that the halves differ.
+
+    Returns:
+        None if these steps do not tell, or if the loss cannot be copied.
     """
-    half, call = chunk.steps // 2, _apart(loss_fn, None)
-    y = torch.cat([outputs[:half].detach() * SCALES[0], outputs[half:].detach()])
+    half, y = chunk.steps // 2, outputs.detach()
+    y = torch.cat([y[:half] * SCALES[0], y[half:]])
     parts = [(y, chunk), (y[:half], chunk[:half]), (y[half:], chunk[half:])]
-    with _unnoticed(y.device):
-        return _judge(lambda _: [call(*part) for part in parts], y) is not False
+    try:
+        call = _apart(loss_fn, None)
+        with _unnoticed(y.device):
+            return _judge(lambda _: [call(*part) for part in parts], y)
+    except Exception:  # noqa: BLE001 (of any kind: the loss is the user's)
+        return None
 
 
 def _apart(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:

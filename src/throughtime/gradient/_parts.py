@@ -34,7 +34,6 @@ class Parts:
         readout: reads the outputs of the last layer; None if the tail does.
         tail: maps the outputs of the last layer, for so many inputs, to those of the net.
         front: maps inputs to those of the first layer; None if they are the same.
-        foreign_front: whether the front runs code that is none of torch's.
         argument: whether the net's state is that of the only layer, or a tuple of those of several,
             not a dict.
         random_tail: whether the tail draws random numbers.
@@ -48,7 +47,6 @@ class Parts:
     readout: nn.Linear | None
     tail: Callable[[Tensor, Tensor], Tensor]
     front: Callable[[Tensor], Tensor] | None = None
-    foreign_front: bool = False
     argument: bool = False
     random_tail: bool = False
     zero_start: bool = True
@@ -99,9 +97,10 @@ def _parts(
     )
     own = [operation.target for operation in around[1]]
     readout = own[0] if len(own) == 1 and type(own[0]) is nn.Linear else None
-    foreign = [any(map(is_foreign, module.modules())) for module in front]
-    in_place = any(getattr(part, "inplace", False) for module in front for part in module.modules())
-    if (readout is None and not _may_be_tail(tail)) or (chain is None and in_place):
+    inside = [part for module in front for part in module.modules()]
+    in_place = any(getattr(part, "inplace", False) for part in inside)
+    unfit = any(map(is_foreign, inside)) or (chain is None and in_place)
+    if unfit or (readout is None and not _may_be_tail(tail)):
         return None
     batch_first = [chain is None and layer.batch_first for layer in (layers[0], layers[-1])]
     names = {layer: name for name, layer in net.module.named_modules()}
@@ -131,7 +130,6 @@ def _parts(
         readout,
         run_tail,
         run_front if around[0] else None,
-        any(foreign) or any(module._modules for module in front),
         bool(structure.paths),
         any(hasattr(part, "p") for module in tail for part in module.modules()),
         adapter.starts_from_zeros(),

@@ -4,7 +4,7 @@
     run         the lead without a graph; then one segment with its graph, or several that run again
     deliver     one backward pass; `.grad` gets the sum if all of it is finite, else stays as it was
 
-It alone knows of warm-up, ranks, accumulated updates, finite checks and the fused step. Lanes that
+It alone knows of ranks, accumulated updates, finite checks and the fused step. Lanes that
 start a recording are reset by the net itself (`carry/carried.py`), which splits the call there.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
@@ -131,6 +131,8 @@ class StepReader:
         """The steps `start` to before `stop` of the epoch; takes those that are new."""
         begins, chunks, source = self._begins, self._chunks, self._source
         if stop > self._end:
+            if chunks and begins[-1] + chunks[-1].steps < self._end:  # read on the way back
+                begins[:], chunks[:] = [], []
             chunk = source.take(stop - self._end)
             if chunk is None or chunk.steps < stop - self._end:
                 raise ConfigError(
@@ -172,8 +174,8 @@ class _Part(NamedTuple):
     weight: float
 
 
-# The update, the state entering step `keep`, and the steps since the last resets
-_Result: TypeAlias = tuple[Update, State, Tensor | None]
+# The update, and the state entering step `keep`
+_Result: TypeAlias = tuple[Update, State]
 
 
 class Executor:
@@ -233,7 +235,7 @@ class Executor:
             ConfigError: the policy's plan is none, or has no place in such a mean.
         """
         at, policy = self.at, self.policy
-        with OwnGrads(self._known_weights().values()) as grads:
+        with OwnGrads((self.weights() if mean else self._known_weights()).values()) as grads:
             if self._makes_updates:
                 result = policy.update(self.net, self.source, self.objective, at)
             elif self.ranks is None:
@@ -245,9 +247,7 @@ class Executor:
             if type(w) is Window:
                 lead, keep, stop = at.lead, w.keep, w.stop
                 if not (
-                    lead == w.lead <= w.start <= w.counted < stop > at.step
-                    and lead <= keep <= stop
-                    and (w.chunk is None or not w.warm_up)
+                    lead == w.lead <= w.start <= w.counted < stop > at.step and lead <= keep <= stop
                 ):
                     raise self._misplanned(result)
                 if mean and w.per is not None:
@@ -256,10 +256,10 @@ class Executor:
                         " would not be when weighted by their steps. Leave out"
                         " optimizer.zero_grad() between them, or take a larger mean_horizon"
                     )
-                update, edge, since = self._run(w, at)
+                update, edge = self._run(w, at)
                 edge = update.state if keep == stop else at.edge if keep == lead else edge
                 self._reader.forget(keep)
-                self.at = Progress(stop, update.state, keep, edge, after, since)
+                self.at = Progress(stop, update.state, keep, edge, after)
             elif self._makes_updates and isinstance(w, Update | None) and type(after) is Progress:
                 self.at = after
             elif w is None and type(result) is tuple and not self._makes_updates:
@@ -278,7 +278,7 @@ class Executor:
             " memory), from update (update, progress), and None in place of the first at the end of"
             f" the epoch. A Window has lead={self.at.lead}, where a state is known, a stop after"
             f" step {self.at.step}, where the last update ended, lead <= start <= counted < stop,"
-            " lead <= keep <= stop, and warm_up only where chunk is None"
+            " and lead <= keep <= stop"
         )
 
     def _known_weights(self) -> Mapping[str, Tensor]:
@@ -382,20 +382,16 @@ class Executor:
 
     def _run(self, w: Window, at: Progress) -> _Result:  # noqa: C901  (one call fewer per update)
         """Run a window; all segments but the last run again in the backward pass."""
-        objective, kept, since, whole = self.objective, list[State](), None, w.chunk is None
+        objective, kept, whole = self.objective, list[State](), w.chunk is None
         length = w.stop - w.start if whole else self._length(w)
         chunk = self._reader.read(w.counted if whole else w.lead, min(w.stop, w.start + length))
         state = at.edge
-        if w.warm_up:  # a state that the user passed in counts as warm
-            passed = 0 if state is None else w.warm_up
-            since = torch.full((chunk.lanes,), passed, device="cpu")
-            chunk, since = chunk.warmed_up(w.warm_up, since if at.since is None else at.since)
         if state is None:  # it may be learned
             state = self.net.initial_state(chunk.lanes, like=chunk.inputs)
         if whole and self.net._fused_net is not False:
             result = self._run_fused(w, chunk, state)
             if result is not None:
-                return *result, since
+                return result
         if w.lead < w.start:
             with torch.no_grad():
                 _, state = self._forward(w.lead, w.start, state, w, kept)
@@ -440,6 +436,8 @@ class Executor:
             outputs, chunks = zip(*joined, strict=True)
             y, chunk = torch.cat(outputs), join(chunks)
             loss, total = objective(y, chunk)
+            if replay is not None:
+                replay.reached = loss.requires_grad
             parts, valid = [_Part(w.counted, w.stop, loss, total)], chunk.valid_steps
         state, y, edge = _detach(state), y.detach(), _detach(kept[-1]) if kept else None
         if len(parts) > 1 and total:
@@ -451,7 +449,7 @@ class Executor:
             loss = loss * (mean / (w.per * chunk.lanes))
         if total:
             self._deliver(loss, parts, y, chunk, replay)
-        return update, edge, since
+        return update, edge
 
     def _run_fused(self, w: Window, chunk: Chunk, state: State) -> tuple[Update, State] | None:
         """The update by one call of a kernel, where the net and the loss allow it."""
@@ -513,7 +511,8 @@ class Executor:
             def run() -> tuple[Any, ...]:
                 state = self.net.initial_state(few.lanes, like=few.inputs)
                 y, after = self.net(few.inputs, state)
-                return y, after, self.objective(self.objective.row(self.net, y), few)
+                y = self.objective.row(self.net, y)
+                return y, after, None if self.objective.joins else self.objective(y, few)
 
             self._step_bytes = graph_bytes(self.net, few, run)
         return automatic_chunk(w.stop - w.start, self._step_bytes)
@@ -547,7 +546,7 @@ class Executor:
             if start == begin and torch.is_autocast_enabled(x.device.type):
                 # the cache may hold weights of another moment, or casts made without a graph
                 torch.clear_autocast_cache()
-            if start == w.keep:
+            if start == w.keep and not kept:  # else it runs again
                 kept.append(state)
             if enter is not None and part.any_reset:
                 state = enter(part, state, net.initial_state(part.lanes, like=x))

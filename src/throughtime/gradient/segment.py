@@ -103,10 +103,10 @@ class Segment(torch.autograd.Function):
 
 
 class _Mark(NamedTuple):
-    """Random states; which buffers these are, with torch's counts of changes; and their values."""
+    """Random states; the buffers, with torch's counts of changes; and their values."""
 
     random: dict[str, Tensor]
-    versions: list[tuple[int, int]]
+    versions: list[tuple[Tensor, int]]
     buffers: list[Tensor]
 
 
@@ -132,12 +132,7 @@ class Replay:
         )  # and of the credit that came to the first to run again
         self._versions = [weight._version for weight in weights]
         self._marks: list[_Mark] = []
-        self._buffers: list[tuple[Any, str]] = [
-            (module._buffers, name)
-            for module in net.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._buffers = _buffers(net)
         self._kind = real_type(device)
         self._pending: list[tuple[Any, list[Tensor], Any, Tensor]] = []
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -156,12 +151,14 @@ class Replay:
             return len(self._marks) - 1
         random = generators(self.device)
         buffers = [owner[name] for owner, name in self._buffers]
-        versions, values = [(id(buffer), buffer._version) for buffer in buffers], None
+        versions, values = [(buffer, buffer._version) for buffer in buffers], None
         if self._marks:
             last = self._marks[-1]
             same = [torch.equal(last.random[kind], state) for kind, state in random.items()]
             random = last.random if all(same) else random
-            values = last.buffers if last.versions == versions else None
+            pairs = zip(last.versions, versions, strict=True)
+            unchanged = all(a is b and count == now for (a, count), (b, now) in pairs)
+            values = last.buffers if unchanged else None
         values = [buffer.detach().clone() for buffer in buffers] if values is None else values
         self._marks.append(_Mark(random, versions, values))
         return len(self._marks) - 1
@@ -285,13 +282,20 @@ def preserve_rng_and_buffers(net: nn.Module, device: torch.device) -> Generator[
     All of them: the kernels of BatchNorm write running statistics, and torch counts no change.
     Without counting one here, which would make graphs that have saved a buffer useless.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in net.buffers()]
+    buffers = [(own, name, own[name], own[name].detach().clone()) for own, name in _buffers(net)]
     try:
         with fork_rng(device):
             yield
     finally:
-        for buffer, values in buffers:
+        for own, name, buffer, values in buffers:
             buffer.data.copy_(values)
+            own[name] = buffer  # a module may have set another one
+
+
+def _buffers(net: nn.Module) -> list[tuple[Any, str]]:
+    """Where a net has its buffers: modules may set others there."""
+    modules = [module._buffers for module in net.modules()]
+    return [(own, name) for own in modules for name, value in own.items() if value is not None]
 
 
 def lane_norms(credit: Credit) -> Tensor | None:

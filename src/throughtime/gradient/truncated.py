@@ -63,12 +63,9 @@ class Truncated:
             then end at other steps in each epoch, and no step always has a credit of one step.
         burn_in: steps before the window that are run again under the new weights, without a graph,
             so that the state entering the window is less stale.
-        warm_up: first steps after every reset whose loss does not count. The `warm_up` of a
-            `tt.Stream` does the same for every policy.
 
     Raises:
-        ConfigError: a stride below 1, a horizon below the stride, a negative `burn_in` or
-            `warm_up`.
+        ConfigError: a stride below 1, a horizon below the stride, or a negative `burn_in`.
 
     Cost: `horizon / stride` forward and backward passes per step, and `burn_in / stride` forward
     passes.
@@ -85,12 +82,10 @@ class Truncated:
     horizon: int | None = None
     jitter: bool = False
     burn_in: int = 0
-    warm_up: int = 0
 
     def __post_init__(self) -> None:
         check_horizon(self.stride, self.horizon or self.stride)
         check_whole("burn_in", self.burn_in, 0)
-        check_whole("warm_up", self.warm_up, 0)
 
     def describe(self) -> str:
         """The setting in words: guaranteed and mean horizon."""
@@ -102,8 +97,6 @@ class Truncated:
         )
         if self.jitter:
             text += ", the first stride of an epoch of random length"
-        if self.warm_up:
-            text += f", the first {counted(self.warm_up, 'step')} after a reset not counted"
         if self.burn_in:
             text += f", the {counted(self.burn_in, 'step')} before run again under the new weights"
         return text
@@ -124,7 +117,7 @@ class Truncated:
             start = max(lead, stop - horizon)
             back = horizon - (source.remaining(steps + self.stride) - steps)
         keep = min(stop, max(lead, stop - back - self.burn_in))
-        return Window(lead, start, step, stop, keep, warm_up=self.warm_up), memory
+        return Window(lead, start, step, stop, keep), memory
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ class Window(NamedTuple):
             step some lanes start a recording. It is called again in the backward pass of a
             segment, so one that remembers anything needs a window of one segment that begins where
             the last one ended.
-        warm_up: first steps after every reset whose loss does not count.
     """
 
     lead: int
@@ -61,7 +60,6 @@ class Window(NamedTuple):
     gate: Gate | None = None
     per: float | None = None
     enter: Enter | None = None
-    warm_up: int = 0
 
 
 class Progress(NamedTuple):
@@ -73,7 +71,6 @@ class Progress(NamedTuple):
         lead: the first step that the next window may run again.
         edge: the state entering that one.
         memory: the policy's own: plain values, tensors and states.
-        since: `(B,)`, steps since each lane's last reset, where a warm-up counts them.
     """
 
     step: int = 0
@@ -81,7 +78,6 @@ class Progress(NamedTuple):
     lead: int = 0
     edge: Any = None
     memory: Any = None
-    since: "Tensor | None" = None
 
 
 # probe(policy, steps): the gradient of the next steps by another policy, a tensor for each weight:
