@@ -272,13 +272,14 @@ def open_netcdf(path: Path) -> ArraysFile:
     """
     netcdf = import_extra("netCDF4", path, "netCDF", "netcdf")
     with path.open("rb") as file:
-        classic = file.read(3) == b"CDF"
-        file.seek(0)
-        if classic:  # netCDF4 reads zeros from one that is cut short
+        if file.read(3) == b"CDF":  # netCDF4 reads zeros from one that is cut short
+            file.seek(0)
             scipy = import_extra("scipy.io", path, "classic netCDF", "netcdf")
-            what = f"{path}: SciPy cannot read this classic netCDF file"
-            hint = "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY"
-            with unreadable(what, (IndexError, KeyError, TypeError, ValueError), hint):
+            with unreadable(
+                f"{path}: SciPy cannot read this classic netCDF file",
+                (IndexError, KeyError, TypeError, ValueError),
+                "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY",
+            ):
                 scipy.netcdf_file(file, mmap=True).close()
         else:
             _refuse_short_hdf5(path)
