@@ -307,9 +307,10 @@ class Chunk:
         Raises:
             IndexError: the chunk has no such lane.
         """
+        first = range(self.lanes)[index]
 
         def column(rows: Tensor) -> Tensor:
-            return rows.narrow(1, index, 1)
+            return rows.narrow(1, first, 1)
 
         targets = None if self.targets is None else column(self.targets)
         metadata = ChunkMetadata.of(*map(column, self._on_host()))

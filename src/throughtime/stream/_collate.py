@@ -98,8 +98,8 @@ class Collator:
         targets, missing_targets = self._targets(reads, steps, mask)
         metadata = ChunkMetadata.of(*map(torch.from_numpy, per_step))
         labels = None if targets is None else torch.from_numpy(targets)
-        rows, series = torch.from_numpy(inputs), self._series(reads, steps)
-        chunk = Chunk(rows, labels, metadata, 0, steps, 0, series)
+        series = self._series(reads, steps)
+        chunk = Chunk(torch.from_numpy(inputs), labels, metadata, 0, steps, 0, series)
         return chunk, MissingCounts(missing_inputs, missing_targets)
 
     def _metadata(self, slices: Sequence[LaneSlice], steps: int) -> tuple[Array, ...]:
@@ -196,7 +196,7 @@ class Collator:
         kind = "integer"
         if array.dtype.kind == "f":
             kind = "floating" if self.dtype is not None else str(array.dtype)
-        elif array.dtype.kind == "b" and role not in ("inputs", "targets"):
+        elif array.dtype.kind == "b" and "series" in role:
             kind = "boolean"
         width = "x".join(map(str, array.shape[1:])) or "1"
         return f"{width} {'columns' if array.ndim > 1 else 'column (a vector)'} of {kind} numbers"
