@@ -258,6 +258,15 @@ def rest_of(stream: tt.Stream) -> Iterator[Chunk]:
         yield chunk
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_nothing_left_to_play_has_series_of_zeros(rank: int) -> None:
+    stream = tt.Stream(numbered([2, 9]), 1, 4, rank=rank, ranks=2)
+    chunk = stream.read(4, 7)
+    assert series_faults(chunk) == []
+    assert [chunk[name].dtype for name in ("weight", "done")] == [torch.float64, torch.bool]
+    assert chunk["image"].shape == (3, 1, 2, 2)
+
+
 def test_handed_off_parts_keep_their_series() -> None:
     """A part that continues another starts no recording, in the second epoch no reset either."""
     lengths = [23]
