@@ -322,7 +322,8 @@ class Chunk:
 
         A run ends where its lane resets, where its recording ends, or with the chunk. Steps after
         the end of a lane's data are in no run; masked steps are. `starts` and `ends` of a run tell
-        whether its first and last step are those of the recording. Nothing waits for a device.
+        whether its first and last step are those of the recording. Nothing waits for a device;
+        `run.metadata.ends[run.span]` is on the host.
 
         Cost: about 50 microseconds for each lane, and 5 for each run.
 
