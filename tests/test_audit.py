@@ -597,7 +597,7 @@ REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
     "no targets": (
         lambda: audited(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)),
         DataError,
-        "none of the 9 steps has a target that counts",
+        "the recordings of this stream have no targets",
     ),
     "raw module": (
         lambda: audited(HidesLayer()),

@@ -84,7 +84,7 @@ def test_joined_slices_of_several_blocks_are_the_whole() -> None:
     ],
 )
 def test_counts_before_each_step_are_those_of_the_mask(mask: Tensor) -> None:
-    metadata = ChunkMetadata.of(mask < 0, mask > 0, mask.long(), mask.long())
+    metadata = ChunkMetadata.of(mask < 0, mask > 0, mask.long(), mask.long(), mask < 0)
     assert list(metadata.valid_before) == [
         int((mask[:step] > 0).sum()) for step in range(len(mask) + 1)
     ]

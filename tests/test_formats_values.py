@@ -341,12 +341,12 @@ def test_wfdb_signal_file_that_is_missing_is_refused(tmp_path: Path) -> None:
         open_table(tmp_path / "r.hea")
 
 
-@pytest.mark.parametrize("form", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET", "NETCDF3_64BIT_DATA"])
+@pytest.mark.parametrize("form", ["NETCDF3_CLASSIC", "NETCDF3_64BIT_OFFSET"])
 @pytest.mark.parametrize("columns_of_time", [1, 2])
 def test_classic_netcdf_with_growing_time_is_refused_where_it_is_cut_short(
     columns_of_time: int, form: Any, tmp_path: Path
 ) -> None:
-    """NetCDF-C reads zeros past the end of a file: only its header tells."""
+    """NetCDF-C reads zeros past the end of a file; SciPy refuses to map it."""
     path = tmp_path / "r.nc"
     with netCDF4.Dataset(path, "w", format=form) as file:
         file.title = "odd"
@@ -363,3 +363,15 @@ def test_classic_netcdf_with_growing_time_is_refused_where_it_is_cut_short(
         path.write_bytes(whole[:row])
         with pytest.raises(DataError, match=r"r\.nc: .*cut short"):
             open_table(path)
+
+
+def test_classic_netcdf_of_the_type_cdf_5_is_refused_with_the_line_that_converts_it(
+    tmp_path: Path,
+) -> None:
+    """Nothing but NetCDF-C reads it, which cannot tell a file that is cut short."""
+    path = tmp_path / "r.nc"
+    with netCDF4.Dataset(path, "w", format="NETCDF3_64BIT_DATA") as file:
+        file.createDimension("time", 4)
+        file.createVariable("a", "f8", ("time",))[:] = np.arange(4.0)
+    with pytest.raises(DataError, match=r"r\.nc: .*CDF-5: nccopy -k nc4 FILE COPY"):
+        open_table(path)

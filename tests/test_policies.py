@@ -279,7 +279,9 @@ def test_missing_targets_are_refused(setting: Setting) -> None:
 @every_policy
 def test_no_valid_step_means_no_update(setting: Setting) -> None:
     net = named("hides-layer").net()
-    assert policy_gradients(net, [Chunk.from_tensors(inputs(STEPS, 2))], setting.make()) == []
+    data = PolicyData.draw(STEPS, 2, 0)
+    chunk = Chunk.from_tensors(data.x, data.targets, mask=torch.zeros(STEPS, 2, dtype=torch.bool))
+    assert policy_gradients(net, [chunk], setting.make()) == []
     assert all(weight.grad is None for weight in net.parameters())
 
 

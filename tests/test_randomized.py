@@ -525,12 +525,9 @@ def test_loss_weights_and_mask_are_those_of_the_objective() -> None:
         )
 
 
-def test_no_targets_means_no_valid_step() -> None:
-    net = named("lstm").net()
-    assert policy_gradients(net, [Chunk.from_tensors(inputs(9, 1))], tt.Randomized(3)) == []
-    chunk = Chunk.from_tensors(inputs(9, 1), mask=torch.ones(9, 1, dtype=torch.bool))
+def test_chunks_without_targets_are_refused() -> None:
     with pytest.raises(DataError, match="have no targets"):
-        policy_gradients(net, [chunk], tt.Randomized(3))
+        policy_gradients(named("lstm").net(), [Chunk.from_tensors(inputs(9, 1))], tt.Randomized(3))
 
 
 def test_calls_of_the_net_have_few_lengths() -> None:

@@ -668,7 +668,7 @@ REFUSED: dict[str, tuple[Callable[[], Reach], type[Exception], str]] = {
     "no targets": (
         lambda: reached(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)),
         DataError,
-        "no step with a valid target",
+        "the recordings of this stream have no targets",
     ),
     "raw module": (
         lambda: reached(HidesLayer()),

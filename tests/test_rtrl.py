@@ -348,8 +348,10 @@ def test_gradients_add_up_until_they_are_zeroed() -> None:
     assert apart(gradients(net), added) < EXACT
 
 
-def test_no_targets_means_no_update() -> None:
-    assert policy_gradients(named("lstm").net(), [Chunk.from_tensors(inputs(9, 1))], RTRL(3)) == []
+def test_no_valid_step_means_no_update() -> None:
+    mask = torch.zeros(9, 1, dtype=torch.bool)
+    chunk = Chunk.from_tensors(inputs(9, 1), torch.zeros(9, 1, 2).double(), mask=mask)
+    assert policy_gradients(named("lstm").net(), [chunk], RTRL(3)) == []
 
 
 def test_the_example_of_the_docstring_runs() -> None:

@@ -486,7 +486,7 @@ def test_types_and_shapes_follow_the_rules(
         (None, None) if chunk.targets is None else (chunk.targets.dtype, tuple(chunk.targets.shape))
     )
     assert got == expected
-    assert chunk.mask.all() == (targets is not None)
+    assert chunk.mask.all()
 
 
 @given(lengths=few_short_recordings, length=st.sampled_from([1, 2, 7, 31, 50]))
@@ -515,7 +515,7 @@ def test_windows_of_no_length_are_refused() -> None:
 def test_chunks_by_hand_are_checked_and_filled_in() -> None:
     chunk = Chunk.from_tensors(torch.zeros(5, 2, 3), torch.zeros(5, 2))
     assert (chunk.steps, chunk.lanes, chunk.valid_steps, chunk.any_reset) == (5, 2, 10, False)
-    assert Chunk.from_tensors(torch.zeros(5, 2)).valid_steps == 0
+    assert Chunk.from_tensors(torch.zeros(5, 2)).valid_steps == 10
     with pytest.raises(DataError, match=r"inputs have shape \(5,\), expected \(T, B, D\)"):
         Chunk.from_tensors(torch.zeros(5))
     with pytest.raises(DataError) as caught:

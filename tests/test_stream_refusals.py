@@ -108,7 +108,8 @@ def test_recording_that_gives_fewer_steps_than_it_promised_is_refused() -> None:
     with pytest.raises(
         DataError,
         match=(
-            r"recording 'counting' gave 7 of the 9 steps asked for at step 0; it said that it has 9"
+            r"recording 'counting' gave 7 of the 9 steps asked for at step 0, as inputs; it said"
+            r" that it has 9"
         ),
     ):
         list(tt.Stream(Shrunk(9), lanes=1, chunk=9))

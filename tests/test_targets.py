@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
     "static text": ({"static": np.array(["a"])}, r"expected \(S,\) finite numbers"),
     "inputs of other lengths": (
         {"inputs": [np.ones(10), np.ones(9)]},
-        "10 rows and .* 9; all inputs of a recording need one row per step",
+        "10 rows and .* 9; all inputs and series of a recording need one row per step",
     ),
     "misspelt": ({"target_evry": 3}, "did you mean 'target_every' for 'target_evry'"),
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from throughtime._device import send
 
-PER_STEP = ("resets", "mask", "recording", "position")
+PER_STEP = ("resets", "mask", "recording", "position", "ends")
 
 
 def attach(tensor: Tensor, value: Any) -> None:
@@ -46,7 +46,7 @@ def reset_positions(resets: Tensor) -> Sequence[int]:
 
 @dataclass(frozen=True, eq=False)
 class ChunkMetadata:
-    """Resets, mask, recording and position of every step, and counts of valid steps.
+    """Resets, mask, recording, position and ends of every step, and counts of valid steps.
 
     The tensors are on the host, whatever the device of the chunk, so that the plan of an update
     waits for no device. Shared by all chunks sliced from the same block, so slicing a chunk slices
@@ -57,6 +57,7 @@ class ChunkMetadata:
     mask: Tensor
     recording: Tensor
     position: Tensor
+    ends: Tensor
     reset_steps: tuple[int, ...]  # steps at which any lane resets, ascending
     valid_before: Sequence[int]  # valid steps before each step, over all lanes: T + 1 entries
     _flags: dict[torch.device, Tensor] = field(
@@ -65,11 +66,11 @@ class ChunkMetadata:
 
     @classmethod
     def of(
-        cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor
+        cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor, ends: Tensor
     ) -> "ChunkMetadata":
         """Compute the counts from the tensors, and move these to the host."""
-        resets, mask, recording, position = (
-            tensor.cpu() for tensor in (resets, mask, recording, position)
+        resets, mask, recording, position, ends = (
+            tensor.cpu() for tensor in (resets, mask, recording, position, ends)
         )
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
         # the usual case: all steps are valid, and a range is enough
@@ -79,7 +80,7 @@ class ChunkMetadata:
             if full
             else (0, *accumulate(mask.sum(dim=1).tolist()))
         )
-        return cls(resets, mask, recording, position, reset_steps, valid_before)
+        return cls(resets, mask, recording, position, ends, reset_steps, valid_before)
 
     @property
     def is_plain(self) -> bool:

@@ -4,18 +4,18 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` target columns.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from throughtime._device import send
 from throughtime._metadata import PER_STEP, ChunkMetadata, attach, attached
-from throughtime.errors import DataError, ModelError
+from throughtime.errors import DataError, ModelError, listed
 
 _IGNORED = -100  # torch's own ignore_index
 
@@ -25,7 +25,7 @@ class Placement(NamedTuple):
 
     Attributes:
         device: of the weights.
-        dtype: of floating inputs and targets; `None`: as they are.
+        dtype: of floating inputs, targets and series; `None`: as they are.
         targets: "classes": indices `(T, B)` int64, also where they are stored as 0.0 and 1.0 or in
             one column `(T, B, 1)`; "numbers": floating, also where they are integers; `None`: as
             they are.
@@ -38,19 +38,26 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Chunk:
-    """Consecutive steps of all lanes, with their targets and metadata.
+    """Consecutive steps of all lanes, with their targets, other series and metadata.
 
-    `tt.Stream` makes chunks; `Chunk.from_tensors` makes one by hand, with checks and defaults.
+    `tt.Stream` makes chunks; `Chunk.from_tensors` makes one by hand, with checks and defaults. A
+    slice, `chunk[10:20]`, is a chunk of these steps; a name, `chunk["weight"]`, gives a series.
 
     Attributes:
         inputs: `(T, B, D)`, or `(T, B)` for token indices.
         targets: `(T, B)` or `(T, B, C)`; `None` if the recordings have no targets.
+        series: `(T, B, ...)` by name: what the recordings have beside inputs and targets; 0 or
+            false after the end of the lane's data.
         resets: `(T, B)` bool, true where a lane starts a recording and resets to the initial state.
         mask: `(T, B)` bool, true where the step counts in the loss.
+        starts: `(T, B)` bool, true at the first step of a recording. The first step of a later part
+            of a recording, or after an `offset`, is a reset but no start.
+        ends: `(T, B)` bool, true at the last step of a recording.
         recording: `(T, B)` int64, index of the recording; -1 after the end of the lane's data.
         position: `(T, B)` int64, step within the recording; -1 after the end of the lane's data.
-        metadata: these four for the block that contains the chunk, on the host. Those above are on
-            the device of the inputs, copied when they are first read.
+        metadata: resets, mask, recording, position and ends of the block that contains the chunk,
+            on the host. Those above are on the device of the inputs, copied when they are first
+            read.
         start: the first step of the chunk in that block.
         stop: the end of the chunk in that block, exclusive.
         steps: T.
@@ -66,6 +73,7 @@ class Chunk:
     start: int
     stop: int
     _first: int = 0  # the step of these tensors at which the chunk begins
+    _series: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     steps: int = field(init=False)
     lanes: int = field(init=False)
     valid_steps: int = field(init=False)
@@ -91,6 +99,8 @@ class Chunk:
         mask: Tensor | None = None,
         recording: Tensor | None = None,
         position: Tensor | None = None,
+        series: Mapping[str, Tensor] | None = None,
+        lengths: Sequence[int] | None = None,
     ) -> "Chunk":
         """Build a chunk from tensors, with checks of shapes and dtypes.
 
@@ -98,10 +108,11 @@ class Chunk:
             inputs: `(T, B, D)` or `(T, B)`.
             targets: `(T, B)` or `(T, B, C)`, optional.
             resets: `(T, B)` bool; default: no resets.
-            mask: `(T, B)` bool; default: all true with `targets`, else all false. Steps whose
-                target is the class -100 are masked.
+            mask: `(T, B)` bool; default: all true. Steps whose target is the class -100 are masked.
             recording: `(T, B)` int64; default 0.
             position: `(T, B)` int64; default 0 to T-1.
+            series: `(T, B, ...)` by name.
+            lengths: steps of each recording, by its index; default: no step is known to be an end.
 
         Raises:
             DataError: a shape or dtype is wrong; every such tensor is listed.
@@ -116,16 +127,14 @@ class Chunk:
             raise DataError(
                 f"inputs have shape {tuple(inputs.shape)}, expected (T, B, D) or (T, B)"
             )
-        shape = inputs.shape[:2]
-        if resets is None:
-            resets = torch.zeros(shape, dtype=torch.bool, device="cpu")
-        if mask is None:
-            mask = torch.full(shape, targets is not None, device="cpu")
-        if recording is None:
-            recording = torch.zeros(shape, dtype=torch.long, device="cpu")
-        if position is None:
-            position = torch.arange(shape[0], device="cpu").unsqueeze(1).expand(shape)
+        shape, series = inputs.shape[:2], dict(series or {})
+        no_step = torch.zeros(shape, dtype=torch.bool, device="cpu")
+        resets = no_step if resets is None else resets
+        mask = ~no_step if mask is None else mask
+        recording = no_step.long() if recording is None else recording
+        position = (~no_step).cumsum(0) - 1 if position is None else position
         named = {
+            **series,
             "targets": targets,
             "resets": resets,
             "mask": mask,
@@ -147,9 +156,11 @@ class Chunk:
             raise DataError("; ".join(faults))
         if targets is not None and targets.shape == shape and not targets.is_floating_point():
             mask = mask & (targets != _IGNORED).to(mask.device)  # as those of a stream
-        return cls(
-            inputs, targets, ChunkMetadata.of(resets, mask, recording, position), 0, shape[0]
-        )
+        ends = no_step
+        if lengths is not None:
+            ends = position.cpu() + 1 == torch.tensor(lengths, device="cpu")[recording.cpu()]
+        metadata = ChunkMetadata.of(resets, mask, recording, position, ends)
+        return cls(inputs, targets, metadata, 0, shape[0], 0, series)
 
     def __repr__(self) -> str:
         targets = "none" if self.targets is None else tuple(self.targets.shape)
@@ -166,9 +177,8 @@ class Chunk:
     @property
     def reset_steps(self) -> list[int]:
         """The steps at which any lane resets, ascending; read on the host."""
-        steps = self.metadata.reset_steps
-        first, last = (bisect_left(steps, end) for end in (self.start, self.stop))
-        return [step - self.start for step in steps[first:last]]
+        steps, start = self.metadata.reset_steps, self.start
+        return [step - start for step in steps if start <= step < self.stop]
 
     @cached_property
     def inputs(self) -> Tensor:
@@ -179,6 +189,12 @@ class Chunk:
     def targets(self) -> Tensor | None:
         rows, first = self._targets, self._first
         return rows if rows is None or len(rows) == self.steps else rows[first : first + self.steps]
+
+    @cached_property
+    def series(self) -> dict[str, Tensor]:
+        """What recordings have beside inputs and targets."""
+        first = self._first
+        return {name: rows[first : first + self.steps] for name, rows in self._series.items()}
 
     @cached_property
     def resets(self) -> Tensor:
@@ -196,7 +212,7 @@ class Chunk:
     def _flag(self, index: int) -> Tensor:
         """Resets or mask, where the inputs are."""
         if self._inputs.is_cpu:
-            return (self.metadata.resets, self.metadata.mask)[index][self.span]
+            return getattr(self.metadata, PER_STEP[index])[self.span]
         return self.metadata.flags(self._inputs.device)[index, self.span]
 
     @cached_property
@@ -208,6 +224,16 @@ class Chunk:
     def position(self) -> Tensor:
         """The step within it."""
         return send(self.metadata.position[self.span], self._inputs.device)
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """The first steps of recordings."""
+        return send(self.metadata.position[self.span] == 0, self._inputs.device)
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """Their last steps."""
+        return send(self.metadata.ends[self.span], self._inputs.device)
 
     @cached_property
     def valid(self) -> Tensor:
@@ -226,17 +252,31 @@ class Chunk:
             return sent[self._first : self._first + self.steps]
         return None if self.targets is None else self.targets.cpu()
 
-    def __getitem__(self, span: slice) -> "Chunk":
-        """The steps of a slice, without a stride; shares memory.
+    @overload
+    def __getitem__(self, span: slice) -> "Chunk": ...
+
+    @overload
+    def __getitem__(self, span: str) -> Tensor: ...
+
+    def __getitem__(self, span: slice | str) -> "Chunk | Tensor":
+        """The steps of a slice, without a stride, or the series of a name; shares memory.
 
         Raises:
-            TypeError: an index that is not a slice of adjacent steps.
+            TypeError: an index that is neither a name nor a slice of adjacent steps.
+            DataError: no series has this name.
         """
+        if isinstance(span, str):
+            if span not in self._series:
+                raise DataError(
+                    f"the chunk has no series '{span}', only {listed(self._series, quoted=True)}."
+                    " Give every recording an array of this name, with one row per step"
+                )
+            return self.series[span]
         # iteration asks for an int
         if not isinstance(span, slice) or span.step not in (None, 1):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
-                f"a chunk has no index {span!r}, only slices of adjacent steps: chunk[10:20]. Where"
-                " several chunks are expected, give a list: [chunk]"
+                f"a chunk has no index {span!r}, only slices of adjacent steps: chunk[10:20], and"
+                " names of series. Where several chunks are expected, give a list: [chunk]"
             )
         start, stop, _ = span.indices(self.steps)
         stop = max(start, stop)  # [5:3] is empty, as in a list
@@ -253,20 +293,70 @@ class Chunk:
             self.start + start,
             self.start + stop,
             self._first + start,
+            self._series,
         )
+
+    def lane(self, index: int) -> "Chunk":
+        """The chunk of one lane, `(T, 1, ...)`; shares memory with this one.
+
+        Args:
+            index: of the lane; -1 is the last one.
+
+        Raises:
+            IndexError: the chunk has no such lane.
+        """
+        first = range(self.lanes)[index]
+
+        def column(rows: Tensor) -> Tensor:
+            return rows.narrow(1, first, 1)
+
+        targets = None if self.targets is None else column(self.targets)
+        metadata = ChunkMetadata.of(*map(column, self._on_host()))
+        series = {name: column(rows) for name, rows in self.series.items()}
+        return Chunk(column(self.inputs), targets, metadata, 0, self.steps, 0, series)
+
+    def runs(self) -> Iterator[tuple[tuple[slice, slice], "Chunk"]]:
+        """The unbroken runs of a recording's steps, lane by lane: `(at, run)`.
+
+        A run is a chunk `(T', 1, ...)`, and `outputs[at]` are its outputs.
+
+        A run ends where its lane resets, where its recording ends, or with the chunk. Steps after
+        the end of a lane's data are in no run; masked steps are. `starts` and `ends` of a run tell
+        whether its first and last step are those of the recording. Nothing waits for a device;
+        `run.metadata.ends[run.span]` is on the host.
+
+        Cost: about 35 microseconds for each lane, and 7 for each further run of it.
+
+        Example:
+            >>> import numpy as np, throughtime as tt
+            >>> recordings = [np.zeros((n, 2)) for n in (5, 3, 4)]
+            >>> chunk = next(iter(tt.Stream(recordings, lanes=2, chunk=7, seed=None)))
+            >>> [(run.steps, bool(run.starts[0]), bool(run.ends[-1])) for _, run in chunk.runs()]
+            [(5, True, True), (3, True, True), (4, True, True)]
+        """
+        resets, _, recording, *_ = self._on_host()
+        breaks = resets.clone()
+        breaks[1:] |= recording.diff(dim=0) != 0
+        for index in range(self.lanes):
+            lane = self.lane(index)
+            edges = {0, *breaks[:, index].nonzero().flatten().tolist(), self.steps}
+            for start, stop in pairwise(sorted(edges)):
+                if recording[start, index] >= 0:
+                    yield (slice(start, stop), slice(index, index + 1)), lane[start:stop]
 
     def without_resets(self) -> "Chunk":
         """The chunk for a caller that sets the states of lanes that start by itself."""
-        _, mask, recording, position = self._on_host()
-        return self._with(ChunkMetadata.of(torch.zeros_like(mask), mask, recording, position))
+        resets, *others = self._on_host()
+        return self._with(torch.zeros_like(resets), *others)
 
     def _on_host(self) -> list[Tensor]:
-        """Resets, mask, recording and position on the host."""
+        """Resets, mask, recording, position and ends on the host."""
         return [getattr(self.metadata, name)[self.span] for name in PER_STEP]
 
-    def _with(self, metadata: ChunkMetadata) -> "Chunk":
+    def _with(self, *per_step: Tensor) -> "Chunk":
         """The same steps with metadata of their own."""
-        return Chunk(self._inputs, self._targets, metadata, 0, self.steps, self._first)
+        own = ChunkMetadata.of(*per_step)
+        return Chunk(self._inputs, self._targets, own, 0, self.steps, self._first, self._series)
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets of the N valid steps, time first.
@@ -321,26 +411,29 @@ class Chunk:
         Raises:
             DataError: the loss takes classes, and a target that counts is no whole number.
         """
-        inputs, targets = self.inputs, self.targets
-        if inputs.is_floating_point() and placement.dtype is not None:
-            inputs = inputs.to(placement.dtype)
-        if targets is not None:
-            targets = self._as_classes(targets) if placement.targets == "classes" else targets
-            if targets.is_floating_point() and placement.dtype is not None:
-                targets = targets.to(placement.dtype)
-            elif placement.targets == "numbers" and not targets.is_floating_point():
-                targets = targets.to(placement.dtype or torch.get_default_dtype())
-        rows = send(inputs, placement.device)
-        labels = None if targets is None else send(targets, placement.device)
-        if rows is self.inputs and labels is self.targets:
+        device, dtype, labels = *placement[:2], self.targets
+
+        def cast(values: Tensor) -> Tensor:
+            return values if dtype is None or not values.is_floating_point() else values.to(dtype)
+
+        if labels is not None:
+            labels = self._as_classes(labels) if placement.targets == "classes" else labels
+            if placement.targets == "numbers" and not labels.is_floating_point():
+                labels = labels.to(dtype or torch.get_default_dtype())
+            before = cast(labels)
+            labels = send(before, device)
+            if before.is_cpu and not labels.is_cpu:
+                attach(labels, before)
+        rows = send(cast(self.inputs), device)
+        series = {name: send(cast(values), device) for name, values in self.series.items()}
+        same = all(values is self.series[name] for name, values in series.items())
+        if same and rows is self.inputs and labels is self.targets:
             return self
-        if targets is not None and labels is not None and targets.is_cpu and not labels.is_cpu:
-            attach(labels, targets)
-        return Chunk(rows, labels, self.metadata, self.start, self.stop)
+        return Chunk(rows, labels, self.metadata, self.start, self.stop, 0, series)
 
     def _as_classes(self, targets: Tensor) -> Tensor:
         """Class indices `(T, B)`, int64; a target of several columns is no class: unchanged."""
-        if targets.dim() > 3 or (targets.dim() == 3 and targets.shape[2] != 1):
+        if targets.shape[2:] not in ((), (1,)):
             return targets
         labels = targets.flatten(1) if targets.dim() == 3 else targets
         if not labels.is_floating_point():
@@ -365,17 +458,16 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     targets = torch.cat(several) if len(several) == len(chunks) else None
     if targets is not None and all(attached(chunk._targets) is not None for chunk in chunks):
         attach(targets, torch.cat([rows for c in chunks if (rows := c.host_targets) is not None]))
-    first, last = chunks[0], chunks[-1]
-    if all(a.metadata is b.metadata and a.stop == b.start for a, b in pairwise(chunks)):
-        return Chunk(inputs, targets, first.metadata, first.start, last.stop)
-    metadata = ChunkMetadata.of(
-        *(torch.cat(parts) for parts in zip(*(c._on_host() for c in chunks), strict=True))
-    )
-    device = inputs.device
-    if any(device in chunk.metadata._flags for chunk in chunks):  # which are not sent again
-        flags = [chunk.metadata.flags(device)[:, chunk.span] for chunk in chunks]
-        metadata._flags[device] = torch.cat(flags, 1)
-    return Chunk(inputs, targets, metadata, 0, len(inputs))
+    names = {name for chunk in chunks for name in chunk._series}  # each must have all of them
+    series = {name: torch.cat([chunk[name] for chunk in chunks]) for name in names}
+    metadata, start, device = chunks[0].metadata, chunks[0].start, inputs.device
+    if any(a.metadata is not b.metadata or a.stop != b.start for a, b in pairwise(chunks)):
+        parts = zip(*(chunk._on_host() for chunk in chunks), strict=True)
+        metadata, start = ChunkMetadata.of(*map(torch.cat, parts)), 0
+        if any(device in chunk.metadata._flags for chunk in chunks):  # which are not sent again
+            flags = [chunk.metadata.flags(device)[:, chunk.span] for chunk in chunks]
+            metadata._flags[device] = torch.cat(flags, 1)
+    return Chunk(inputs, targets, metadata, start, start + len(inputs), 0, series)
 
 
 @runtime_checkable

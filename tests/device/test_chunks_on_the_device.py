@@ -24,7 +24,11 @@ def chunks(device: torch.device, lengths: tuple[int, ...] = (23, 40, 9, 30)) -> 
     """Two lanes with gaps and resets, in chunks of 10 steps of one block."""
     torch.manual_seed(0)
     data = [
-        {"inputs": torch.randn(n, 3), "targets": (torch.arange(n) % 3 - 1).clamp(min=-1)}
+        {
+            "inputs": torch.randn(n, 3),
+            "targets": (torch.arange(n) % 3 - 1).clamp(min=-1),
+            "weight": torch.rand(n),
+        }
         for n in lengths
     ]
     for row in data:
@@ -39,10 +43,12 @@ def with_resets(device: torch.device) -> Chunk:
 
 def test_metadata_is_on_the_device_and_equals_that_of_the_host() -> None:
     for own, expected in zip(chunks(DEVICE), chunks(CPU), strict=True):
-        for name in NAMES:
+        for name in (*NAMES, "starts", "ends"):
             values = getattr(own, name)
             assert values.device == DEVICE
             assert torch.equal(values.cpu(), getattr(expected, name))
+        assert own["weight"].device == DEVICE
+        assert torch.equal(own["weight"].cpu(), expected["weight"])
         assert own.reset_steps == expected.reset_steps
         assert (own.valid_steps, own.any_reset) == (expected.valid_steps, expected.any_reset)
         assert own.host_targets is not None
@@ -52,6 +58,19 @@ def test_metadata_is_on_the_device_and_equals_that_of_the_host() -> None:
         rows, targets = own.valid_pairs(outputs.to(DEVICE))
         assert torch.equal(rows.cpu(), outputs[expected.mask])
         assert torch.equal(targets.cpu(), expected.targets[expected.mask])
+
+
+def test_runs_are_cut_without_a_wait() -> None:
+    for own, expected in zip(chunks(DEVICE), chunks(CPU), strict=True):
+        with counted() as counts:
+            runs = [run for _, run in own.runs()]
+            ends = [bool(run.metadata.ends[run.span][-1]) for run in runs]
+            assert all(run["weight"].device == DEVICE for run in runs)
+        assert counts.to_device == counts.host_reads == counts.blocking == counts.nonzero == 0
+        for run, other in zip(runs, (run for _, run in expected.runs()), strict=True):
+            assert torch.equal(run["weight"].cpu(), other["weight"])
+            assert torch.equal(run.ends.cpu(), other.ends)
+        assert ends == [bool(run.ends[-1]) for _, run in expected.runs()]
 
 
 def test_resets_and_mask_of_a_block_are_sent_together_once() -> None:
@@ -139,7 +158,10 @@ def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> No
 def loop(device: torch.device) -> tuple[tt.Stream, Updates]:
     """Every chunk is a block of its own."""
     torch.manual_seed(0)
-    data = [{"inputs": torch.randn(300, 3), "targets": torch.randn(300, 1)} for _ in range(200)]
+    data = [
+        {"inputs": torch.randn(300, 3), "targets": torch.randn(300, 1), "weight": torch.rand(300)}
+        for _ in range(200)
+    ]
     net = tt.carry(nn.Sequential(nn.LSTM(3, 2), nn.Linear(2, 1))).to(device)
     stream = tt.Stream(data, lanes=200, chunk=60)
     return stream, tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(60))
@@ -168,7 +190,7 @@ def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> N
         counted(refuse=("from_device",)) as counts,
     ):
         next(updates)
-    assert counts.to_device == 2
+    assert counts.to_device == 3  # inputs, targets, weight
     assert counts.blocking == 0
 
 
@@ -253,8 +275,7 @@ def test_copies_ahead_have_a_queue_of_their_own_where_the_backend_has_streams(
     next(updates)
     events.clear()
     update = next(updates)
-    assert events == ["begin", "copy", "copy", "end", "wait"]
-    assert [
-        tensor is own
-        for tensor, own in zip(recorded, (update.chunk._inputs, update.chunk._targets), strict=True)
-    ] == [True, True]
+    assert events == ["begin", "copy", "copy", "copy", "end", "wait"]
+    chunk = update.chunk
+    tensors = (chunk._inputs, chunk._targets, chunk._series["weight"])
+    assert [a is b for a, b in zip(recorded, tensors, strict=True)] == [True] * 3

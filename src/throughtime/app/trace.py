@@ -60,7 +60,7 @@ def busiest_excerpt(
     steps = min(len(recording), _SEARCHED)
     part = Part(recording, 0, steps)
     outputs, _ = predict(net, part, dtype=spec.torch_dtype, missing=config.missing)
-    inputs, targets, _ = part.read(0, steps)
+    inputs, targets, *_ = part.read(0, steps)
     first = np.zeros(steps) if targets is None else targets.reshape(steps, -1)[:, 0]
     if spec.classes:
         start, predicted = _busiest(first), outputs.argmax(dim=1)

@@ -3,7 +3,7 @@
 Shapes: `T` steps, `B` lanes, `S` static features.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from threading import Lock
@@ -92,29 +92,29 @@ class Collator:
     def collate(self, slices: Sequence[LaneSlice], steps: int) -> Block:
         """The chunk in which lanes play these slices, and how many of its steps are missing."""
         reads = [(part, self._read(part)) for part in slices]
-        resets, mask, recording, position = self._metadata(slices, steps)
+        per_step = self._metadata(slices, steps)
+        mask = per_step[1]
         inputs, missing_inputs = self._inputs(reads, steps, mask)
         targets, missing_targets = self._targets(reads, steps, mask)
-        metadata = ChunkMetadata.of(
-            *(torch.from_numpy(array) for array in (resets, mask, recording, position))
-        )
+        metadata = ChunkMetadata.of(*map(torch.from_numpy, per_step))
         labels = None if targets is None else torch.from_numpy(targets)
-        chunk = Chunk(torch.from_numpy(inputs), labels, metadata, 0, steps)
+        series = self._series(reads, steps)
+        chunk = Chunk(torch.from_numpy(inputs), labels, metadata, 0, steps, 0, series)
         return chunk, MissingCounts(missing_inputs, missing_targets)
 
-    def _metadata(
-        self, slices: Sequence[LaneSlice], steps: int
-    ) -> tuple[Array, Array, Array, Array]:
-        """Resets, mask, recording and position of every step.
+    def _metadata(self, slices: Sequence[LaneSlice], steps: int) -> tuple[Array, ...]:
+        """Resets, mask, recording, position and ends of every step.
 
         One assignment for each slice, since there may be one for every few steps; the rest is
         looked up by the index of the slice. The last row of the table is for idle lanes.
         """
         owner = np.full((self.lanes, steps), len(slices))
-        resets = np.zeros((steps, self.lanes), dtype=np.bool_)
+        resets, ends = np.zeros((2, steps, self.lanes), dtype=np.bool_)
         for i, part in enumerate(slices):
             owner[part.lane, part.start : part.stop] = i
             resets[part.start, part.lane] = part.age == 0
+            left = len(self.recordings[part.recording]) - part.position
+            ends[part.stop - 1, part.lane] = part.steps == left
         owner = np.ascontiguousarray(owner.T)
         step = np.arange(steps)[:, None]
         table = np.array(
@@ -123,7 +123,7 @@ class Collator:
         played = owner < len(slices)
         position = np.where(played, table[:, 1][owner] + step, -1)
         mask = played & (table[:, 2][owner] + step >= self.warm_up) if self.warm_up else played
-        return resets, mask, table[:, 0][owner], position
+        return resets, mask, table[:, 0][owner], position, ends
 
     def prime(self) -> StepArrays:
         """The layout that all recordings must have: that of the first one, read now if need be."""
@@ -136,35 +136,43 @@ class Collator:
     def _read(self, part: LaneSlice) -> StepArrays:
         recording = self.recordings[part.recording]
         steps = recording.read(part.position, part.position + part.steps)
-        if len(steps.inputs) != part.steps:
-            raise DataError(
-                f"recording '{recording.name}' gave {len(steps.inputs)} of the {part.steps} steps"
-                f" asked for at step {part.position}; it said that it has {len(recording)}. Did the"
-                " file change?"
-            )
+        arrays = steps.by_role
+        for role, rows in arrays.items():
+            if len(rows) != part.steps:
+                raise DataError(
+                    f"recording '{recording.name}' gave {len(rows)} of the {part.steps} steps asked"
+                    f" for at step {part.position}, as {role}; it said that it has"
+                    f" {len(recording)}. Did the file change?"
+                )
         # layouts that are known to fit need not be put in words
-        layout = tuple(None if a is None else (a.dtype, a.shape[1:]) for a in steps[:2])
         static = None if steps.static is None else (steps.static.dtype, steps.static.shape)
-        if (*layout, static) not in self._accepted:
+        layout = static, *((role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items())
+        if layout not in self._accepted:
             self._check(recording, steps)
-            self._accepted.add((*layout, static))
+            self._accepted.add(layout)
         return steps
 
     def _check(self, recording: Recording, steps: StepArrays) -> None:
         """Refuse what is not numbers, or other columns than those of the first recording."""
-        name = recording.name
-        for role, array in zip(("inputs", "targets", "static features"), steps, strict=True):
+        name, arrays = recording.name, steps.by_role
+        for role, array in {**arrays, "static features": steps.static}.items():
             if array is not None and array.dtype.kind not in "biuf":
                 raise DataError(
                     f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
                     f" to integers first{text_hint(recording, role)}"
                 )
+        if taken := [key for key in steps.series if hasattr(Chunk, key)]:
+            raise DataError(
+                f"recording '{name}' has a series '{taken[0]}', a name that every chunk has; give"
+                " it another name"
+            )
         if self._first is None:
             self._first = (name, steps)
         first_name, first = self._first
+        expected = first.by_role
         layouts = [
-            (role, self._layout(array), self._layout(expected))
-            for role, array, expected in zip(("inputs", "targets"), steps, first, strict=False)
+            (role, self._layout(role, arrays), self._layout(role, expected))
+            for role in {**expected, **arrays}
         ]
         layouts.append(("static features", _width(steps.static), _width(first.static)))
         faults = [
@@ -173,19 +181,23 @@ class Collator:
             if got != expected
         ]
         if faults:
-            floating = self.dtype is None and not any("integer" in fault for fault in faults)
-            hint = ", or give the stream a dtype." if floating else "."
+            whole = any("integer" in fault or "boolean" in fault for fault in faults)
+            hint = "." if whole or self.dtype is not None else ", or give the stream a dtype."
             raise DataError(
                 "; ".join(faults) + ". All recordings of a stream need the same columns, and the"
                 " same kind of numbers" + hint
             )
 
-    def _layout(self, array: Array | None) -> str:
+    def _layout(self, role: str, arrays: Mapping[str, Array]) -> str:
         """The columns in words; floating types differ only where they decide that of the chunk."""
+        array = arrays.get(role)
         if array is None:
             return "no columns"
-        floating = "floating" if self.dtype is not None else str(array.dtype)
-        kind = floating if array.dtype.kind == "f" else "integer"
+        kind = "integer"
+        if array.dtype.kind == "f":
+            kind = "floating" if self.dtype is not None else str(array.dtype)
+        elif array.dtype.kind == "b" and "series" in role:
+            kind = "boolean"
         width = "x".join(map(str, array.shape[1:])) or "1"
         return f"{width} {'columns' if array.ndim > 1 else 'column (a vector)'} of {kind} numbers"
 
@@ -238,7 +250,6 @@ class Collator:
     def _targets(self, reads: Reads, steps: int, mask: Array) -> tuple[Array | None, Counts]:
         sample = (reads[0][1] if reads else self.prime()).targets
         if sample is None:
-            mask[:] = False
             return None, None
         dtype = np.dtype(np.int64) if sample.dtype.kind in "biu" else self._dtype(sample.dtype)
         parts = [(part, s.targets) for part, s in reads if s.targets is not None]
@@ -247,6 +258,18 @@ class Collator:
         if not missing.any():
             return targets, None
         return targets, _mask_out(mask, missing.reshape(*mask.shape, -1))
+
+    def _series(self, reads: Reads, steps: int) -> dict[str, torch.Tensor]:
+        """The series by name; bool stays bool, other types are those that targets would have."""
+        result: dict[str, torch.Tensor] = {}
+        for name, sample in (reads[0][1] if reads else self.prime()).series.items():
+            kinds = {"b": np.bool_, "f": self._dtype(sample.dtype)}
+            dtype = np.dtype(kinds.get(sample.dtype.kind, np.int64))
+            parts = [(part, s.series[name]) for part, s in reads]
+            result[name] = torch.from_numpy(
+                _assemble(parts, (steps, self.lanes, *sample.shape[1:]), dtype)
+            )
+        return result
 
     def _dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The stream's dtype, if any; else floating types stay and others become int64."""

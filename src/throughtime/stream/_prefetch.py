@@ -59,7 +59,8 @@ class BlockAhead(NamedTuple):
     def join(self) -> Block:
         """The block; what the device computes from now on waits for the copies."""
         chunk, _ = self.block
-        self.queue.join(t for t in (chunk._inputs, chunk._targets) if t is not None)
+        tensors = [chunk._inputs, chunk._targets, *chunk._series.values()]
+        self.queue.join(t for t in tensors if t is not None)
         return self.block
 
 

@@ -5,7 +5,7 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -27,22 +27,31 @@ class StepArrays(NamedTuple):
         inputs: `(n, D)` or `(n,)`.
         targets: `(n,)`, `(n, C)` or `None`.
         static: `(S,)`, features of the whole recording.
+        series: `(n, ...)` by name: more values of these steps, such as a weight.
     """
 
     inputs: Array
     targets: Array | None
     static: Array | None = None
+    series: Mapping[str, Array] = {}
+
+    @property
+    def by_role(self) -> dict[str, Array]:
+        """Those with a row per step, under the words that messages have for them."""
+        targets = {} if self.targets is None else {"targets": self.targets}
+        series = {f"series '{name}'": rows for name, rows in self.series.items()}
+        return {"inputs": self.inputs, **targets, **series}
 
 
 class StepChecksum:
-    """CRC-32 of inputs, targets and static features, over blocks of steps in order."""
+    """CRC-32 of inputs, of targets, and of static features and series, over blocks in order."""
 
     def __init__(self) -> None:
         self._sums = [0, 0, 0]
 
     def add(self, steps: StepArrays) -> None:
         """Add a block; its length must be the same wherever checksums are compared."""
-        for i, values in enumerate(steps):
+        for i, values in [*enumerate(steps[:3]), *((2, rows) for rows in steps.series.values())]:
             if values is not None:
                 array = np.asarray(values)
                 content = (
@@ -126,6 +135,7 @@ class TableRecording:
     input_columns: tuple[str, ...] = ()
     target_columns: tuple[str, ...] = ()
     times: RowSource | None = None
+    series: tuple[tuple[str, RowSource], ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -135,6 +145,7 @@ class TableRecording:
             self.inputs.read(start, stop),
             None if self.targets is None else self.targets.read(start, stop),
             self.static,
+            {name: rows.read(start, stop) for name, rows in self.series},
         )
 
 

@@ -86,12 +86,12 @@ class ConcatRows:
 
 
 def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
-    """Refuse inputs of different lengths; each part is a name and a number of rows."""
+    """Refuse series of different lengths; each part is a name and a number of rows."""
     for (first, length), (second, other) in pairwise(parts):
         if length != other:
             raise DataError(
                 f"recording '{name}': {first} has {length} rows and {second} has {other}; all"
-                " inputs of a recording need one row per step"
+                " inputs and series of a recording need one row per step"
             )
 
 

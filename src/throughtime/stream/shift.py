@@ -22,7 +22,7 @@ _RECENT = 1000  # steps whose spacing goes on
 
 @dataclass(frozen=True)
 class ForecastRecording(RecordingView[Recording]):
-    """The inputs of a recording with the targets of `shift` steps later."""
+    """The inputs and series of a recording with the targets of `shift` steps later."""
 
     whole: Recording
     shift: int
@@ -33,7 +33,8 @@ class ForecastRecording(RecordingView[Recording]):
         if steps.targets is None:
             return steps
         targets = padded_slice(steps.targets, self.shift, self.shift + stop - start)
-        return steps._replace(inputs=steps.inputs[: stop - start], targets=targets)
+        series = {name: rows[: stop - start] for name, rows in steps.series.items()}
+        return StepArrays(steps.inputs[: stop - start], targets, steps.static, series)
 
 
 def padded_slice(rows: Array, start: int, stop: int) -> Array:

@@ -35,6 +35,7 @@ from throughtime.stream.row_sources import (
     ColumnRows,
     ConcatRows,
     as_rows,
+    check_lengths,
     concat_rows,
     is_array,
     is_rows,
@@ -73,7 +74,9 @@ def as_recordings(data: Recordings) -> list[Recording]:
             `target_shift`: the target of a step is that of so many steps later, of an input or
             another column; the last steps have none;
             `static`: `(S,)` numbers of the recording, appended to the inputs of every step;
-            `name`: the name in messages and reports.
+            `name`: the name in messages and reports;
+            any other name: a series `(T,)` or `(T, ...)`, such as a `weight` of each step, that
+            chunks have as `chunk["weight"]`.
 
             Several are a list, or another iterable, of these; a folder or a glob pattern; or a
             `torch.utils.data.Dataset`, each sample of which, `(T, D)` or `((T, D), targets)`, is
@@ -252,13 +255,20 @@ def _from_entry(entry: ManifestEntry) -> Recording:
 
 def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     values = {key: value for key, value in source.items() if value is not None}
-    unknown = sorted(map(str, set(source) - set(_KEYS)))
+    series = {key: value for key, value in values.items() if key not in _KEYS}
+    similar = {key.rstrip("s") for key in _KEYS}  # 'target', 'input'
+    unknown = sorted(
+        str(key)
+        for key, value in series.items()
+        if str(key).rstrip("s") in similar or not (is_array(value) or is_series(value))
+    )
     if "inputs" not in values or unknown:
         near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
         hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else _hint(source)
         raise DataError(
             f"recording '{name}' has the keys {listed(sorted(map(str, source)), quoted=True)},"
-            f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}{hint}"
+            f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names,"
+            f" one row per step{hint}"
         )
     if "targets" in values and "intervals" in values:
         raise DataError(
@@ -272,12 +282,16 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         _check_separate_files(name, parts, values.get("targets"))
         for part in inputs.parts if isinstance(inputs, ConcatRows) else (inputs,):
             _check_separate_columns(name, part, targets)
+    rows = tuple((key, as_rows(value, name, f"series '{key}'")) for key, value in series.items())
+    lengths = [(f"series '{key}'", len(other)) for key, other in rows]
+    check_lengths(name, [("inputs", len(inputs)), *lengths])
     recording = TableRecording(
         name,
         inputs,
         targets,
         as_static(values["static"], name) if "static" in values else None,
         inputs.columns if isinstance(inputs, ColumnRows) else (),
+        series=rows,
     )
     return shift_targets(recording, shift)
 

@@ -75,10 +75,10 @@ class Stream:
 
     Args:
         recordings: one or several: arrays `(T, D)`, also of h5py, Zarr or xarray; tuples `(inputs,
-            targets)`; mappings with `inputs`, `targets`, labels at a lower rate, static features;
-            frames, Arrow tables, paths; objects with `name`, `__len__` and `read(start, stop)`; a
-            list of these; a folder, a glob pattern, a `TensorDataset`. What is lazy is read as it
-            is played.
+            targets)`; mappings with `inputs`, `targets`, labels at a lower rate, static features,
+            and series by other names; frames, Arrow tables, paths; objects with `name`, `__len__`
+            and `read(start, stop)`; a list of these; a folder, a glob pattern, a `TensorDataset`.
+            What is lazy is read as it is played.
         lanes: B, of this rank, at most the number of steps of all recordings.
         chunk: steps per chunk; it changes memory and speed, never a gradient.
         seed: draws the order of the recordings; `None` keeps the order of the sequence.

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError, listed
-from throughtime.stream.formats.netcdf_classic import expected_size
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
@@ -267,19 +266,24 @@ def open_netcdf(path: Path) -> ArraysFile:
     variable; coordinates are no columns.
 
     Raises:
-        MissingExtraError: netCDF4 is not installed.
-        DataError: the file is no netCDF file, cut short, or holds no such variable.
+        MissingExtraError: netCDF4 is not installed, or SciPy for a classic file.
+        DataError: the file is no netCDF file, cut short, of the type CDF-5, or holds no such
+            variable.
     """
     netcdf = import_extra("netCDF4", path, "netCDF", "netcdf")
-    what = f"{path}: not a readable netCDF file"
     with path.open("rb") as file:
-        if file.read(3) != b"CDF":
-            _refuse_short_hdf5(path)
+        if file.read(3) == b"CDF":  # netCDF4 reads zeros from one that is cut short
+            file.seek(0)
+            scipy = import_extra("scipy.io", path, "classic netCDF", "netcdf")
+            with unreadable(
+                f"{path}: SciPy cannot read this classic netCDF file",
+                (IndexError, KeyError, TypeError, ValueError),
+                "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY",
+            ):
+                scipy.netcdf_file(file, mmap=True).close()
         else:
-            with unreadable(what, (ValueError,)):
-                expected = expected_size(file)
-            refuse_shorter(path, expected)
-    with unreadable(what, (OSError, RuntimeError, ValueError)):
+            _refuse_short_hdf5(path)
+    with unreadable(f"{path}: not a readable netCDF file", (OSError, RuntimeError, ValueError)):
         data: Any = netcdf.Dataset(path, mode="r")
     return ArraysFile(path, longest_arrays(path, arrays_of_netcdf(data)))
 

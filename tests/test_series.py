@@ -1,0 +1,657 @@
+"""Series beside inputs and targets: they travel with their steps, and chunks tell runs apart.
+
+Every recording here numbers its steps in its inputs, so that a chunk says by itself which step of
+which recording is where; series and metadata are compared with that alone.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import throughtime as tt
+from quick import examples
+from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds
+from throughtime._metadata import ChunkMetadata
+from throughtime.chunk import Chunk, Placement, join
+from throughtime.errors import DataError
+from throughtime.stream import StepArrays
+from throughtime.stream._collate import Collator
+from throughtime.stream._queue import ChunkQueue
+from throughtime.stream.recording import sample_checksum
+from throughtime.stream.shift import ForecastRecording
+from throughtime.stream.sources import as_recording
+
+LONGEST = 1000
+FIELDS = ("inputs", "targets", "mask", "recording", "position", "starts", "ends")
+NAMES = ("weight", "vector", "image", "done", "count")
+AT = tuple[int, int]  # recording and step
+
+
+def values_at(at: AT) -> dict[str, Any]:
+    """The series of a step; none of them is zero at every step, as padding is."""
+    recording, step = at
+    number = 1.0 + recording * LONGEST + step
+    return {
+        "weight": number / 7,
+        "vector": np.array([number, -number, number**2]),
+        "image": np.full((2, 2), -number),
+        "done": step % 3 == 1,
+        "count": -1 - step,
+    }
+
+
+def numbered(lengths: Sequence[int], *, targets: bool = True) -> list[dict[str, Any]]:
+    """Recordings whose inputs are 1 + LONGEST * recording + step."""
+    recordings: list[dict[str, Any]] = []
+    for i, length in enumerate(lengths):
+        steps = [values_at((i, step)) for step in range(length)]
+        recordings.append(
+            {
+                "name": f"r{i}",
+                "inputs": 1.0 + i * LONGEST + np.arange(length)[:, None],
+                "targets": np.arange(length, dtype=np.float64) if targets else None,
+                **{name: np.array([step[name] for step in steps]) for name in NAMES},
+            }
+        )
+    return recordings
+
+
+def tape(chunk: Chunk) -> list[list[AT | None]]:
+    """What each lane plays at each step, decoded from the inputs alone; None after its end."""
+    numbers = chunk.inputs[..., 0].T.tolist()
+    return [[divmod(int(n) - 1, LONGEST) if n else None for n in lane] for lane in numbers]
+
+
+def series_faults(chunk: Chunk) -> list[str]:
+    """Where a series has another value than that of the step, or than zero after the end."""
+    faults: list[str] = []
+    for lane, played in enumerate(tape(chunk)):
+        for step, at in enumerate(played):
+            expected = values_at(at or (0, 0))
+            for name in NAMES:
+                value = np.asarray(expected[name]) * (at is not None)
+                got = chunk[name][step, lane].numpy()
+                if got.shape != value.shape or not np.array_equal(got, value):
+                    faults.append(f"{name} at {step}, {lane}: {got}, expected {value}")
+    return faults
+
+
+class Run(NamedTuple):
+    """A run by brute force: its lane and steps, and whether it has the ends of its recording."""
+
+    lane: int
+    start: int
+    stop: int
+    whole_start: bool
+    whole_end: bool
+
+
+def brute_runs(chunk: Chunk, lengths: Sequence[int]) -> list[Run]:
+    """The runs of a chunk, from its tape: step by step, lane by lane."""
+    runs: list[Run] = []
+    for lane, played in enumerate(tape(chunk)):
+        start: int | None = None
+        for step, at in enumerate([*played, None]):
+            before = played[step - 1] if step else None
+            broken = before is not None and at != (before[0], before[1] + 1)
+            if start is not None and before is not None and broken:
+                first, last = played[start], lengths[before[0]] - 1
+                runs.append(
+                    Run(lane, start, step, first is not None and first[1] == 0, before[1] == last)
+                )
+                start = None
+            if start is None and at is not None:
+                start = step
+    return runs
+
+
+def run_faults(chunk: Chunk, lengths: Sequence[int]) -> list[str]:
+    """Where starts, ends and runs are others than those by brute force."""
+    faults: list[str] = []
+    for lane, played in enumerate(tape(chunk)):
+        for step, at in enumerate(played):
+            start = at is not None and at[1] == 0
+            end = at is not None and at[1] == lengths[at[0]] - 1
+            if (bool(chunk.starts[step, lane]), bool(chunk.ends[step, lane])) != (start, end):
+                faults.append(f"starts or ends at step {step} of lane {lane}")
+    expected, got = brute_runs(chunk, lengths), [run for _, run in chunk.runs()]
+    if len(expected) != len(got):
+        return [*faults, f"{len(got)} runs, expected {len(expected)}"]
+    for run, part in zip(expected, got, strict=True):
+        whole = chunk[run.start : run.stop]
+        column = slice(run.lane, run.lane + 1)
+        ends = bool(part.starts[0]), bool(part.ends[-1])
+        if ends != (run.whole_start, run.whole_end):
+            faults.append(f"{run}: starts and ends {ends}")
+        faults += [
+            f"{run}: {name}"
+            for name in (*FIELDS, *NAMES)
+            if not equal(values_of(part, name), values_of(whole, name), column)
+        ]
+        if part.valid_steps != int(part.mask.sum()):
+            faults.append(f"{run}: {part.valid_steps} valid steps")
+    return faults
+
+
+def equal(part: Tensor | None, whole: Tensor | None, column: slice) -> bool:
+    if part is None or whole is None:
+        return part is whole
+    return torch.equal(part.nan_to_num(), whole[:, column].nan_to_num())
+
+
+def values_of(chunk: Chunk, name: str) -> Tensor | None:
+    return getattr(chunk, name) if name in FIELDS else chunk[name]
+
+
+def all_faults(chunks: Sequence[Chunk], lengths: Sequence[int]) -> list[str]:
+    return [f for chunk in chunks for f in [*series_faults(chunk), *run_faults(chunk, lengths)]]
+
+
+@given(
+    lengths=few_short_recordings,
+    wish=st.integers(1, 5),
+    chunk=chunk_lengths,
+    seed=st.none() | seeds,
+    offset=st.integers(0, 9),
+    warm_up=st.integers(0, 5),
+    targets=st.booleans(),
+)
+@examples(60)
+def test_series_starts_ends_and_runs_are_those_of_the_steps(
+    lengths: list[int],
+    wish: int,
+    chunk: int,
+    seed: int | None,
+    offset: int,
+    warm_up: int,
+    targets: bool,
+) -> None:
+    least = sum(length - length // 2 for length in lengths)
+    lanes = draw_lanes([least], wish)
+    stream = tt.Stream(
+        numbered(lengths, targets=targets),
+        lanes,
+        chunk,
+        seed=seed,
+        offset=0 if seed is None else offset,
+        warm_up=warm_up,
+    )
+    for _ in range(2):
+        chunks = list(stream)
+        assert all_faults(chunks, lengths) == []
+        check_mask(chunks, warm_up)
+
+
+def check_mask(chunks: Sequence[Chunk], warm_up: int) -> None:
+    """With or without targets: every step counts that a lane plays, but for the warm-up."""
+    age = [-1] * chunks[0].lanes
+    for chunk in chunks:
+        for lane, played in enumerate(tape(chunk)):
+            for step, at in enumerate(played):
+                age[lane] = 0 if chunk.resets[step, lane] else age[lane] + 1
+                counts = at is not None and age[lane] >= warm_up
+                assert bool(chunk.mask[step, lane]) == counts
+
+
+def test_series_pass_the_edges_of_the_blocks_that_a_stream_reads() -> None:
+    """64 lanes are read 252 steps at a time, and a chunk of 100 steps spans two of them."""
+    lengths = [300 + i for i in range(64)]
+    stream = tt.Stream(numbered(lengths), 64, 7)
+    assert stream._block_steps == 252
+    assert stream.take(200) is not None
+    chunk = stream.take(100)
+    assert chunk is not None
+    assert len({id(chunk.metadata), id(stream._block and stream._block.metadata)}) == 2
+    assert all_faults([chunk], lengths) == []
+
+
+@given(cuts=st.lists(st.integers(0, 31), max_size=4), lanes=st.integers(1, 3))
+@examples(30)
+def test_slices_and_joined_slices_keep_series_and_ends(cuts: list[int], lanes: int) -> None:
+    lengths = [12, 9, 10, 5]
+    (chunk,) = tt.Stream(numbered(lengths), lanes, 50)
+    edges = sorted({0, chunk.steps, *(min(cut, chunk.steps) for cut in cuts)})
+    parts = [chunk[start:stop] for start, stop in pairwise(edges)]
+    assert all_faults(parts, lengths) == []
+    whole = join(parts)
+    assert all_faults([whole], lengths) == []
+    apart = [chunk_of(part) for part in parts]  # with metadata of their own
+    assert all_faults([join(apart)], lengths) == []
+
+
+def chunk_of(chunk: Chunk) -> Chunk:
+    """The same chunk, in other memory."""
+    return pickle.loads(pickle.dumps(chunk))  # of ours
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": "thread"}, {"workers": 1}, {"offset": 5}])
+@pytest.mark.parametrize("taken", [1, 2, 4])
+def test_resumed_stream_has_the_same_series(options: dict[str, Any], taken: int) -> None:
+    lengths = [17, 5, 11, 2, 7]
+    stream = tt.Stream(numbered(lengths), 2, 4, **options)
+    for _ in range(taken):
+        assert stream.take(4) is not None
+    position = stream.state_dict()
+    resumed = tt.Stream(numbered(lengths), 2, 4, **options)
+    resumed.load_state_dict(position)
+    rest, again = list(rest_of(stream)), list(resumed)
+    assert all_faults(again, lengths) == []
+    assert [c.steps for c in again] == [c.steps for c in rest]
+    for first, second in zip(rest, again, strict=True):
+        for name in NAMES:
+            assert torch.equal(first[name], second[name])
+
+
+def rest_of(stream: tt.Stream) -> Iterator[Chunk]:
+    while (chunk := stream.take(4)) is not None:
+        yield chunk
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_has_nothing_left_to_play_has_series_of_zeros(rank: int) -> None:
+    stream = tt.Stream(numbered([2, 9]), 1, 4, rank=rank, ranks=2)
+    chunk = stream.read(4, 7)
+    assert series_faults(chunk) == []
+    assert [chunk[name].dtype for name in ("weight", "done")] == [torch.float64, torch.bool]
+    assert chunk["image"].shape == (3, 1, 2, 2)
+
+
+def test_handed_off_parts_keep_their_series() -> None:
+    """A part that continues another starts no recording, in the second epoch no reset either."""
+    lengths = [23]
+    stream = tt.Stream(numbered(lengths), 4, 5, hand_off=True)
+    net = tt.carry(nn.LSTM(1, 1).double())
+    seen: list[Chunk] = []
+    for _ in range(2):
+        seen += [u.chunk for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5))]
+    assert all_faults(seen, lengths) == []
+    assert sum(int(chunk.starts.sum()) for chunk in seen) == 2
+    assert sum(int(chunk.resets.sum()) for chunk in seen) == 4 + 1
+
+
+def test_windows_have_the_series_of_their_steps_and_ends_of_their_own() -> None:
+    """`tt.windows` makes recordings: the first and last step of each are its start and end."""
+    chunk = next(iter(tt.Stream(tt.windows(numbered([10]), 4), 1, 10, seed=None)))
+    assert series_faults(chunk) == []
+    assert chunk.starts[:, 0].nonzero().flatten().tolist() == [0, 4, 8]
+    assert chunk.ends[:, 0].nonzero().flatten().tolist() == [3, 7, 9]
+    assert [run.steps for _, run in chunk.runs()] == [4, 4, 2]
+
+
+def test_a_shift_of_targets_moves_no_series() -> None:
+    (recording,) = numbered([10])
+    stream = tt.Stream({**recording, "target_shift": 3}, 1, 4)
+    chunks = list(stream)
+    assert all_faults(chunks, [10]) == []
+    targets = [c.targets[c.mask] for c in chunks if c.targets is not None]
+    assert torch.cat(targets).tolist() == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_masked_steps_keep_their_series() -> None:
+    (recording,) = numbered([6])
+    recording["targets"][2] = np.nan
+    recording["weight"][4] = np.nan  # a series is checked by whoever needs it
+    (chunk,) = tt.Stream(recording, 1, 6)
+    assert chunk.mask[:, 0].tolist() == [True, True, False, True, True, True]
+    assert chunk["weight"][2] == 3 / 7
+    assert chunk["weight"].isnan().nonzero().tolist() == [[4, 0]]
+
+
+def test_chunks_from_an_iterator_are_cut_with_their_series() -> None:
+    lengths = [12, 9, 10, 5]
+    for again in (list, iter):
+        queue = ChunkQueue(again(tt.Stream(numbered(lengths), 2, 4)))
+        chunks: list[Chunk] = []
+        while (chunk := queue.take(7)) is not None:
+            chunks.append(chunk)
+        assert len(chunks) > 1
+        assert all_faults(chunks, lengths) == []
+
+
+def test_warm_up_and_resets_taken_away_leave_series_and_ends() -> None:
+    lengths = [12, 9]
+    (chunk,) = tt.Stream(numbered(lengths), 1, 50, seed=None, warm_up=4)
+    warm, plain = chunk[3:], chunk[3:].without_resets()
+    assert all_faults([warm, plain], lengths) == []
+    assert warm.valid_steps == 18 - 1 - 4
+    assert not plain.any_reset
+    assert [run.steps for _, run in plain.runs()] == [9, 9]
+
+
+# --- by hand ------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.integers(1, 12),
+    lanes=st.integers(1, 3),
+    draw=st.randoms(use_true_random=False),
+)
+@examples(40)
+def test_runs_of_chunks_by_hand_break_at_resets_and_where_recordings_change(
+    steps: int, lanes: int, draw: Any
+) -> None:
+    resets = torch.tensor([[draw.random() < 0.3 for _ in range(lanes)] for _ in range(steps)])
+    recording = torch.zeros(steps, lanes, dtype=torch.long)
+    for lane in range(lanes):
+        for step in range(1, steps):
+            change = resets[step, lane] and draw.random() < 0.5
+            recording[step, lane] = recording[step - 1, lane] + int(change)
+        end = draw.randint(0, steps)
+        recording[end:, lane] = -1
+    chunk = Chunk.from_tensors(torch.zeros(steps, lanes, 1), resets=resets, recording=recording)
+    expected: list[tuple[int, int, int]] = []
+    for lane in range(lanes):
+        played = [step for step in range(steps) if recording[step, lane] >= 0]
+        starts = [step for step in played if step == 0 or resets[step, lane]]
+        stops = [*starts[1:], len(played)]
+        expected += [(lane, start, stop) for start, stop in zip(starts, stops, strict=False)]
+    assert [run.steps for _, run in chunk.runs()] == [stop - start for _, start, stop in expected]
+    assert all(run.recording.unique().numel() == 1 for _, run in chunk.runs())
+
+
+def test_lengths_of_recordings_say_where_they_end() -> None:
+    recording = torch.tensor([[0, 1], [0, 1], [1, -1], [1, -1]])
+    position = torch.tensor([[3, 1], [4, 2], [0, -1], [1, -1]])
+    resets = position == 0
+    options: dict[str, Any] = {"recording": recording, "position": position, "resets": resets}
+    chunk = Chunk.from_tensors(torch.zeros(4, 2), lengths=[5, 3], **options)
+    assert chunk.starts.tolist() == [[0, 0], [0, 0], [1, 0], [0, 0]]
+    assert chunk.ends.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    assert not Chunk.from_tensors(torch.zeros(4, 2), **options).ends.any()
+    runs = [(bool(r.starts[0]), bool(r.ends[-1]), r.steps) for _, r in chunk.runs()]
+    assert runs == [(False, True, 2), (True, False, 2), (False, True, 2)]
+
+
+@pytest.mark.parametrize("lane", [0, 2, -1, -3])
+def test_a_lane_is_a_column_that_shares_memory(lane: int) -> None:
+    (chunk,) = tt.Stream(numbered([9, 7, 8]), 3, 20)
+    one = chunk[2:8].lane(lane)
+    column = slice(lane % 3, lane % 3 + 1)
+    whole = chunk[2:8]
+    for name in (*FIELDS, "resets"):
+        assert equal(getattr(one, name), getattr(whole, name), column), name
+    assert [*one.series] == [*whole.series]
+    for name in NAMES:
+        assert equal(one[name], whole[name], column)
+        assert one[name].data_ptr() == whole[name][:, column].data_ptr()
+    assert one.reset_steps == whole.resets[:, lane].nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("lane", [3, -4])
+def test_a_lane_that_is_none_is_refused(lane: int) -> None:
+    with pytest.raises(IndexError):
+        Chunk.from_tensors(torch.zeros(4, 3)).lane(lane)
+
+
+# --- types --------------------------------------------------------------------------------------
+
+TYPES: list[tuple[Any, torch.dtype | None, torch.dtype]] = [
+    (np.arange(6.0), None, torch.float64),
+    (np.arange(6.0), torch.float32, torch.float32),
+    (np.arange(6, dtype=np.float32), None, torch.float32),
+    (np.arange(6, dtype=np.float16), torch.float64, torch.float64),
+    (np.arange(6, dtype=np.int8), torch.float32, torch.int64),
+    (np.arange(6, dtype=np.uint8), None, torch.int64),
+    (np.arange(6) % 2 == 0, torch.float32, torch.bool),
+    (torch.arange(6.0), None, torch.float32),
+    (torch.arange(6).bool(), None, torch.bool),
+    (pd.Series(np.arange(6)), None, torch.int64),
+    (np.arange(12.0, dtype=">f8")[::2], None, torch.float64),
+]
+
+
+@pytest.mark.parametrize(("values", "dtype", "expected"), TYPES)
+def test_types_are_those_of_targets_and_bool_stays_bool(
+    values: Any, dtype: torch.dtype | None, expected: torch.dtype
+) -> None:
+    stream = tt.Stream({"inputs": np.zeros((6, 1)), "extra": values}, 1, 4, dtype=dtype)
+    joined = join(list(stream))["extra"]
+    assert joined.dtype == expected
+    assert joined.flatten().tolist() == np.asarray(values).tolist()
+
+
+def test_a_net_casts_floating_series_alone_and_a_device_gets_all() -> None:
+    (chunk,) = tt.Stream(numbered([6]), 1, 6)
+    cast = chunk.convert(Placement(torch.device("cpu"), torch.float32))
+    types = {name: cast[name].dtype for name in NAMES}
+    assert types == {
+        **dict.fromkeys(("weight", "vector", "image"), torch.float32),
+        "done": torch.bool,
+        "count": torch.int64,
+    }
+    assert cast["count"] is not None
+    assert torch.equal(cast["weight"], chunk["weight"].float())
+    assert cast.ends.tolist() == chunk.ends.tolist()
+    moved = chunk[1:4].to(torch.device("meta"))
+    assert {moved[name].device.type for name in NAMES} == {"meta"}
+    assert moved["vector"].shape == (3, 1, 3)
+    assert chunk.to(torch.device("cpu")) is chunk
+    only = Chunk.from_tensors(torch.zeros(3, 1), series={"w": torch.zeros(3, 1).double()})
+    converted = only.convert(Placement(torch.device("cpu"), torch.float32))
+    assert converted["w"].dtype == torch.float32  # though inputs and targets are as they were
+
+
+def test_updates_have_the_series_in_the_type_of_the_weights() -> None:
+    stream = tt.Stream(numbered([30, 20]), 2, 8)
+    net = tt.carry(nn.LSTM(1, 1))
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(8, 16)):
+        assert update.chunk["weight"].dtype == torch.float32
+        expected = update.chunk.inputs[..., 0] / 7
+        torch.testing.assert_close(update.chunk["weight"], expected)
+
+
+# --- without targets ----------------------------------------------------------------------------
+
+
+def test_without_targets_every_step_counts_and_a_plain_loss_is_refused() -> None:
+    stream = tt.Stream(numbered([9, 6], targets=False), 2, 4, warm_up=2)
+    chunks = list(stream)
+    assert all(chunk.targets is None for chunk in chunks)
+    assert sum(chunk.valid_steps for chunk in chunks) == 15 - 2 - 2
+    with pytest.raises(DataError, match="the recordings of this stream have no targets"):
+        list(tt.updates(tt.carry(nn.LSTM(1, 1)), stream, nn.MSELoss(), gradient=tt.Truncated(4)))
+
+
+# --- other recordings ---------------------------------------------------------------------------
+
+
+class Custom:
+    """A recording object with a series; `lost` rows of it are missing."""
+
+    def __init__(self, name: str = "custom", lost: int = 0, **series: Any) -> None:
+        self.name, self.lost, self.series = name, lost, series
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = np.arange(start, stop, dtype=np.float64)
+        series = {key: steps * factor for key, factor in self.series.items()}
+        if self.lost:
+            series = {key: rows[: -self.lost] for key, rows in series.items()}
+        return StepArrays(steps[:, None], steps, None, series)
+
+
+def test_an_object_gives_series_with_its_steps() -> None:
+    chunk = join(list(tt.Stream([Custom(w=3.0), Custom("b", w=2.0)], 1, 3, seed=None)))
+    assert chunk["w"].flatten().tolist() == [3.0 * n for n in range(8)] + [
+        2.0 * n for n in range(8)
+    ]
+
+
+def test_checksums_cover_series_and_without_them_are_those_of_before() -> None:
+    inputs = np.arange(20.0)[:, None]
+    weights = np.linspace(0, 1, 20)
+    plain = sample_checksum(as_recording({"inputs": inputs}))
+    first = sample_checksum(as_recording({"inputs": inputs, "w": weights}))
+    second = sample_checksum(as_recording({"inputs": inputs, "w": weights[::-1]}))
+    assert len({plain, first, second}) == 3
+    assert plain[8:] == "0" * 16
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+X = np.zeros((8, 2))
+BAD: list[tuple[Any, str]] = [
+    (
+        [{"inputs": X, "weight": X[:, 0]}, {"inputs": X}],
+        r"recording '1' has series 'weight' of no columns, recording '0' of 1 column \(a vector\)",
+    ),
+    (
+        [{"inputs": X, "name": "a"}, {"inputs": X, "weight": X[:, 0], "name": "b"}],
+        "recording 'b' has series 'weight' of 1 column .* numbers, recording 'a' of no columns",
+    ),
+    (
+        [{"inputs": X, "w": X[:, 0]}, {"inputs": X, "w": X}],
+        r"recording '1' has series 'w' of 2 columns .* recording '0' of 1 column",
+    ),
+    (
+        [{"inputs": X, "w": X[:, 0] > 0}, {"inputs": X, "w": X[:, 0].astype(int)}],
+        r"of integer numbers, recording '0' of .* of boolean numbers.* same kind of numbers\.$",
+    ),
+    (
+        {"inputs": X, "weight": X[:7, 0], "name": "a"},
+        "recording 'a': inputs has 8 rows and series 'weight' has 7; all inputs and series of",
+    ),
+    (
+        {"inputs": X, "mask": X[:, 0], "name": "a"},
+        "recording 'a' has a series 'mask', a name that every chunk has; give it another name",
+    ),
+    ({"inputs": X, "ends": X[:, 0]}, "has a series 'ends', a name that every chunk has"),
+    ({"inputs": X, "target": X[:, 0]}, "did you mean 'targets' for 'target'?"),
+    ({"inputs": X, "weight": 3}, r"\['inputs', 'weight'\], .* arrays by other names, one row per"),
+    ({"inputs": X, "who": np.array(list("abcdefgh"))}, "series 'who' have shape .* type <U1"),
+    ({"inputs": X, "who": "anna"}, r"recording '0' has the keys \['inputs', 'who'\]"),
+    ({"inputs": X, "w": np.float64(1)}, r"series 'w' have shape \(\)"),
+    (Custom(lost=1, w=1.0), "'custom' gave 7 of the 8 steps asked for at step 0, as series 'w'"),
+    (
+        [Custom(v=1.0), Custom("b", w=1.0)],
+        "recording 'b' has series 'v' of no columns.*; recording 'b' has series 'w' of 1 column",
+    ),
+    (Custom(position=1.0), "recording 'custom' has a series 'position', a name that every chunk"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), BAD)
+def test_what_cannot_travel_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(tt.Stream(data, 1, 8, seed=None))
+
+
+def test_a_series_that_is_none_is_refused_with_the_names_of_the_others() -> None:
+    (chunk,) = tt.Stream({"inputs": X, "weight": X[:, 0], "done": X[:, 0] > 0}, 1, 8)
+    with pytest.raises(DataError, match=r"no series 'advantage', only \['weight', 'done'\]"):
+        chunk["advantage"]
+    with pytest.raises(DataError, match=r"no series 'w', only \[\]"):
+        Chunk.from_tensors(torch.zeros(2, 1))["w"]
+
+
+def test_chunks_of_which_one_lacks_a_series_are_not_joined() -> None:
+    full = Chunk.from_tensors(torch.zeros(2, 1), series={"w": torch.zeros(2, 1)})
+    for chunks in ([full, Chunk.from_tensors(torch.zeros(2, 1))], [full, full][::-1]):
+        if chunks[1] is full:
+            assert join(chunks)["w"].shape == (4, 1)
+            continue
+        for several in (chunks, chunks[::-1]):
+            with pytest.raises(DataError, match="no series 'w'"):
+                join(several)
+
+
+def test_series_by_hand_have_the_steps_and_lanes_of_the_inputs() -> None:
+    with pytest.raises(DataError, match=r"w: shape \(4, 2\), expected the first two sizes \(5, 2"):
+        Chunk.from_tensors(torch.zeros(5, 2, 3), series={"w": torch.zeros(4, 2)})
+    chunk = Chunk.from_tensors(torch.zeros(5, 2, 3), series={"w": torch.ones(5, 2, 4)})
+    assert chunk[1:3]["w"].shape == (2, 2, 4)
+    assert chunk.valid_steps == 10
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+assemble_series, metadata_of, read_forecast = (
+    Collator._series,
+    ChunkMetadata.of,
+    ForecastRecording.read,
+)
+
+
+def late_series(self: Collator, reads: Any, steps: int) -> dict[str, Tensor]:
+    """Series one step later than their steps."""
+    return {k: v.roll(1, 0) for k, v in assemble_series(self, reads, steps).items()}
+
+
+def other_lanes(self: Collator, reads: Any, steps: int) -> dict[str, Tensor]:
+    """Series that stay where they are when the lanes are shuffled."""
+    return {k: v.flip(1) for k, v in assemble_series(self, reads, steps).items()}
+
+
+def unpadded_series(self: Collator, reads: Any, steps: int) -> dict[str, Tensor]:
+    """Padding that has the last value of the lane."""
+    series = assemble_series(self, reads, steps)
+    for values in series.values():
+        for lane in range(self.lanes):
+            stop = max((part.stop for part, _ in reads if part.lane == lane), default=0)
+            if 0 < stop < steps:
+                values[stop:, lane] = values[stop - 1, lane]
+    return series
+
+
+def ends_at_padding(*tensors: Tensor) -> ChunkMetadata:
+    """Ends at the first step after the end of the data, too."""
+    resets, mask, recording, position, ends = tensors
+    return metadata_of(resets, mask, recording, position, ends | (recording < 0))
+
+
+def ends_at_cuts(*tensors: Tensor) -> ChunkMetadata:
+    """Ends at the last step of every chunk."""
+    resets, mask, recording, position, ends = tensors
+    ends = ends.clone()
+    ends[-1:] |= recording[-1:] >= 0
+    return metadata_of(resets, mask, recording, position, ends)
+
+
+def padding_in_runs(*tensors: Tensor) -> ChunkMetadata:
+    """Padding that belongs to the recording before it."""
+    resets, mask, recording, position, ends = tensors
+    return metadata_of(resets, mask, recording.clamp(min=0), position, ends)
+
+
+def shifted_series(self: ForecastRecording, start: int, stop: int) -> StepArrays:
+    """Series of later steps, as targets are."""
+    steps = read_forecast(self, start, stop)
+    last = {k: np.roll(rows, -1, axis=0) for k, rows in steps.series.items()}
+    return steps._replace(series=last)
+
+
+MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "late": (Collator, "_series", late_series),
+    "other lanes": (Collator, "_series", other_lanes),
+    "unpadded": (Collator, "_series", unpadded_series),
+    "ends at padding": (ChunkMetadata, "of", ends_at_padding),
+    "ends at cuts": (ChunkMetadata, "of", ends_at_cuts),
+    "padding in runs": (ChunkMetadata, "of", padding_in_runs),
+    "shifted": (ForecastRecording, "read", shifted_series),
+}
+
+
+def shifted_chunks() -> list[Chunk]:
+    lengths = [9, 5, 6]
+    recordings = [{**recording, "target_shift": 2} for recording in numbered(lengths)]
+    return list(tt.Stream(recordings, 2, 4))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all_faults(shifted_chunks(), [9, 5, 6]) == []
+    monkeypatch.setattr(*MUTANTS[mutant])
+    assert all_faults(shifted_chunks(), [9, 5, 6]) != []
