@@ -174,6 +174,18 @@ def test_missing_library_is_named_with_its_extra(
         open_table(tmp_path / f"r{suffix}")
 
 
+def test_classic_netcdf_names_scipy_with_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FORMATS["netcdf-classic"].make(tmp_path / "r.nc")
+    monkeypatch.setitem(sys.modules, "scipy.io", None)
+    with pytest.raises(
+        MissingExtraError,
+        match=r"r\.nc: classic netCDF needs scipy\.io; pip install 'throughtime\[netcdf\]'",
+    ):
+        open_table(tmp_path / "r.nc")
+
+
 def test_csv_cut_within_a_line_is_refused_by_line(tmp_path: Path) -> None:
     path = tmp_path / "r.csv"
     FORMATS["csv"].make(path)

@@ -156,7 +156,7 @@ class Chunk:
             raise DataError("; ".join(faults))
         if targets is not None and targets.shape == shape and not targets.is_floating_point():
             mask = mask & (targets != _IGNORED).to(mask.device)  # as those of a stream
-        ends = no_step
+        ends = no_step.clone()
         if lengths is not None:
             ends = position.cpu() + 1 == torch.tensor(lengths, device="cpu")[recording.cpu()]
         metadata = ChunkMetadata.of(resets, mask, recording, position, ends)
@@ -458,7 +458,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     targets = torch.cat(several) if len(several) == len(chunks) else None
     if targets is not None and all(attached(chunk._targets) is not None for chunk in chunks):
         attach(targets, torch.cat([rows for c in chunks if (rows := c.host_targets) is not None]))
-    names = {name for chunk in chunks for name in chunk._series}  # each must have all of them
+    names = dict.fromkeys(name for chunk in chunks for name in chunk._series)  # all have all
     series = {name: torch.cat([chunk[name] for chunk in chunks]) for name in names}
     metadata, start, device = chunks[0].metadata, chunks[0].start, inputs.device
     if any(a.metadata is not b.metadata or a.stop != b.start for a, b in pairwise(chunks)):

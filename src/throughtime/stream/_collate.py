@@ -75,6 +75,7 @@ class Collator:
     def __post_init__(self) -> None:
         self._first: tuple[str, StepArrays] | None = None
         self._accepted = set[tuple[Any, ...]]()
+        self._lengths = np.array([*map(len, self.recordings)])
         self._lock = Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,12 +110,10 @@ class Collator:
         looked up by the index of the slice. The last row of the table is for idle lanes.
         """
         owner = np.full((self.lanes, steps), len(slices))
-        resets, ends = np.zeros((2, steps, self.lanes), dtype=np.bool_)
+        resets = np.zeros((steps, self.lanes), dtype=np.bool_)
         for i, part in enumerate(slices):
             owner[part.lane, part.start : part.stop] = i
             resets[part.start, part.lane] = part.age == 0
-            left = len(self.recordings[part.recording]) - part.position
-            ends[part.stop - 1, part.lane] = part.steps == left
         owner = np.ascontiguousarray(owner.T)
         step = np.arange(steps)[:, None]
         table = np.array(
@@ -123,7 +122,8 @@ class Collator:
         played = owner < len(slices)
         position = np.where(played, table[:, 1][owner] + step, -1)
         mask = played & (table[:, 2][owner] + step >= self.warm_up) if self.warm_up else played
-        return resets, mask, table[:, 0][owner], position, ends
+        recording = table[:, 0][owner]
+        return resets, mask, recording, position, position + 1 == self._lengths[recording]
 
     def prime(self) -> StepArrays:
         """The layout that all recordings must have: that of the first one, read now if need be."""
@@ -146,7 +146,7 @@ class Collator:
                 )
         # layouts that are known to fit need not be put in words
         static = None if steps.static is None else (steps.static.dtype, steps.static.shape)
-        layout = static, *((role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items())
+        layout = static, *[(role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items()]
         if layout not in self._accepted:
             self._check(recording, steps)
             self._accepted.add(layout)

@@ -38,9 +38,12 @@ class StepArrays(NamedTuple):
     @property
     def by_role(self) -> dict[str, Array]:
         """Those with a row per step, under the words that messages have for them."""
-        targets = {} if self.targets is None else {"targets": self.targets}
-        series = {f"series '{name}'": rows for name, rows in self.series.items()}
-        return {"inputs": self.inputs, **targets, **series}
+        arrays = {"inputs": self.inputs}
+        if self.targets is not None:
+            arrays["targets"] = self.targets
+        for name, rows in self.series.items():
+            arrays[f"series '{name}'"] = rows
+        return arrays
 
 
 class StepChecksum:
