@@ -236,7 +236,7 @@ class Updates(Iterator[Update]):
         weights, stream = self._executor.weights(), self._stream
         if self._ranks.count > 1 and stream is not None:
             policy = {"gradient": self._gradient, "accumulate": self._accumulate}
-            plan = None if self._count else {**stream._plan(), **policy, **stream._sample}
+            plan = None if self._count else {**stream._plan(), **policy}
             self._ranks.check_equal(weights, plan)
         if not self._count and stream is not None and stream.position > 0 and self.state is None:
             if self._ranks.count > 1:  # the others would wait for this rank

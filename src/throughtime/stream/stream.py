@@ -10,7 +10,6 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, Never
 
 import torch
@@ -29,7 +28,9 @@ from throughtime.stream.sources import Recordings, as_recordings
 NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
 _MOST_LANES = 64  # of recordings that are not cut
-_SAMPLED = 32  # recordings that ranks compare, at most
+_SAMPLED = 32  # recordings that a position and ranks compare, at most
+_MOST_FAULTS = 12  # in a message
+_BLOCKS = 96  # of all of them, three of each at least
 
 
 class Shard(NamedTuple):
@@ -166,6 +167,7 @@ class Stream:
         self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._placement: Placement | None = None
+        self._sums = dict[str, str]()
         self._begin(0)
         self._resumed = False
         self.masked = self.missing_targets = self._generation = 0
@@ -425,7 +427,10 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values.
 
-        With the same recordings it resumes bit for bit.
+        With the same recordings it resumes bit for bit. They are known by their names, lengths and
+        checksums.
+
+        Cost: the first call reads up to 96 blocks of 64 steps, twice.
         """
         return {
             "epoch": self.epoch,
@@ -441,14 +446,19 @@ class Stream:
             DataError: the position belongs to another stream; the message names each difference.
         """
         self._sync_ranks()
-        own = self._identity()
         faults = [
-            f"{key} is {state.get(key)!r} there and {own[key]!r} here"
-            for key in own
-            if state.get(key) != own[key]
+            f"{key} is {state[key]!r} there and {value!r} here"
+            for key, value in self._identity().items()
+            # no checksum if a recording could not be read then
+            if state.get(key, value) != value and not str(state[key]).startswith("missing (")
         ]
         if faults:
-            raise DataError("the saved position belongs to another stream: " + "; ".join(faults))
+            raise DataError(
+                "the saved position belongs to another stream: "
+                + "; ".join(faults[:_MOST_FAULTS])
+                + ". Make the stream as it was, of the same recordings, or start without the"
+                " position"
+            )
         self._begin(int(state["epoch"]), handed_off=bool(state["handed_off"]))
         self.position = int(state["position"])
         self._mark_moved(resumed=True)
@@ -456,15 +466,6 @@ class Stream:
     def _plan(self) -> dict[str, Any]:
         """What all ranks must have in common: the schedule, and the position in it."""
         return {key: value for key, value in self.state_dict().items() if key != "rank"}
-
-    @cached_property
-    def _sample(self) -> dict[str, str]:
-        """Checksums of some steps of some recordings, which must be the same on all ranks."""
-        step = -(-len(self.recordings) // _SAMPLED)
-        chosen = list(enumerate(self.recordings))[::step]
-        return {
-            f"the checksum of recording {i}, '{r.name}',": sample_checksum(r) for i, r in chosen
-        }
 
     def _identity(self) -> dict[str, Any]:
         names = "\n".join(
@@ -483,7 +484,23 @@ class Stream:
             "recordings": len(self.recordings),
             "total_steps": sum(self.lengths),
             "names_and_lengths": hashlib.sha256(names.encode()).hexdigest()[:16],
+            **self._checksums(),
         }
+
+    def _checksums(self) -> dict[str, str]:
+        """Checksums of some steps of some recordings, read once.
+
+        None within a read, as in the handler of a signal: an open file has one position.
+        """
+        with self._collator.exclusive() as free:
+            if not self._sums and free:
+                chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
+                blocks = _BLOCKS // len(chosen)
+                self._sums = {
+                    f"checksum of recording {i} ('{r.name}')": sample_checksum(r, blocks)
+                    for i, r in chosen
+                }
+        return self._sums
 
     def __getitem__(self, index: object) -> Never:
         """Refused: a sampler that picks chunks by index would tear the lanes apart."""
