@@ -13,8 +13,11 @@ ThroughtimeError
 
 import difflib
 import inspect
+import operator
 import warnings
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 __all__ = [
     "ConfigError",
@@ -129,3 +132,20 @@ class DiagnosisError(ThroughtimeError, RuntimeError):
 
 class LawError(ThroughtimeError, AssertionError):
     """A law of `throughtime.testing` that a module breaks."""
+
+
+def check_whole(
+    name: str, value: Any, least: int, error: type[ThroughtimeError] = ConfigError
+) -> int:
+    """A setting as an `int`; refused unless it is a whole number, of any library, not a bool.
+
+    Example:
+        >>> import numpy as np
+        >>> check_whole("stride", np.int64(20), 1)
+        20
+    """
+    with suppress(TypeError):
+        number = operator.index(value)
+        if number >= least and not isinstance(value, bool):
+            return number
+    raise error(f"{name}={value!r}: expected a whole number of at least {least}")

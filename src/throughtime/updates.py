@@ -12,10 +12,9 @@ from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import ranks_of
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError, check_whole
 from throughtime.gradient import LossFn, Objective, Policy, Progress, Scaler, Update, UpdatePolicy
 from throughtime.gradient.executor import Executor
-from throughtime.gradient.window import check_whole
 from throughtime.nn.fuse import ADVISE_AFTER, advise
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -98,7 +97,7 @@ def updates(
         10
     """
     _check_policy(gradient)
-    check_whole("accumulate", accumulate, 1)
+    accumulate = check_whole("accumulate", accumulate, 1)
     if finite not in ("next", "now"):
         raise ConfigError(f"finite={finite!r}: expected 'next' or 'now'")
     objective = Objective(loss_fn, scaler)

@@ -34,7 +34,8 @@ the bias by the decay of the gradient's norm; here it is measured, which assumes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,10 +48,31 @@ from throughtime.gradient.window import (
     Progress,
     Window,
     check_horizon,
-    check_whole,
+    set_whole,
 )
 
+P = TypeVar("P")
 
+
+def with_own_names(policy: type[P]) -> type[P]:
+    """Make a policy say what the literature's k1 and k2 are called here."""
+    names, init = {"k1": "stride", "k2": "horizon"}, policy.__init__
+
+    @wraps(init)
+    def checked(*settings: Any, **named: Any) -> None:
+        if names.keys() & named.keys():
+            line = ", ".join(f"{names.get(name, name)}={value}" for name, value in named.items())
+            raise ConfigError(
+                f"{policy.__name__} calls k1 stride and k2 horizon: write"
+                f" tt.{policy.__name__}({line})"
+            )
+        init(*settings, **named)
+
+    policy.__init__ = checked
+    return policy
+
+
+@with_own_names
 @dataclass(frozen=True)
 class Truncated:
     """Every `stride` steps, back through the last `horizon`; each loss counted once.
@@ -88,9 +110,8 @@ class Truncated:
     warm_up: int = 0
 
     def __post_init__(self) -> None:
+        set_whole(self, stride=1, horizon=1, burn_in=0, warm_up=0)
         check_horizon(self.stride, self.horizon or self.stride)
-        check_whole("burn_in", self.burn_in, 0)
-        check_whole("warm_up", self.warm_up, 0)
 
     def describe(self) -> str:
         """The setting in words: guaranteed and mean horizon."""
@@ -179,16 +200,14 @@ class Adaptive:
     probe: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("min", 1), ("max", self.min), ("every", 1), ("patience", 1)):
-            check_whole(name, getattr(self, name), least)
+        set_whole(self, min=1, stride=1, every=1, patience=1)
+        set_whole(self, max=self.min, probe=2 * self.min)
         if not 0 < self.tolerance < 1:
             raise ConfigError(
                 f"tolerance={self.tolerance}: expected a relative bias between 0 and 1"
             )
         if self.stride is not None:
             check_horizon(self.stride, self.min)
-        if self.probe is not None:
-            check_whole("probe", self.probe, 2 * self.min)
 
     @property
     def horizons(self) -> list[int]:

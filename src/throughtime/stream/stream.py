@@ -17,7 +17,7 @@ from torch import distributed
 
 from throughtime._device import is_accelerator
 from throughtime.chunk import Chunk, Placement, join
-from throughtime.errors import DataError
+from throughtime.errors import DataError, check_whole
 from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
 from throughtime.stream._prefetch import BlockAhead, ProcessReader, Reader, ThreadReader, Workers
@@ -142,14 +142,12 @@ class Stream:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        # a user's 1e3 is a float
-        counts: tuple[Any, ...] = (lanes, chunk, warm_up, offset)
-        integers = all(isinstance(value, int) for value in counts)
-        if not integers or chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
-            raise DataError(
-                f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1,"
-                " warm_up >= 0, missing 'error' or 'mask'"
-            )
+        lanes = check_whole("lanes", lanes, 1, DataError)
+        chunk = check_whole("chunk", chunk, 1, DataError)
+        warm_up = check_whole("warm_up", warm_up, 0, DataError)
+        offset = check_whole("offset", offset, 0, DataError)
+        if missing not in ("error", "mask"):
+            raise DataError(f"missing={missing!r}: expected 'error' or 'mask'")
         if dtype is not None and dtype not in DTYPES:
             raise DataError(
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
