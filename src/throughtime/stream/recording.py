@@ -126,6 +126,11 @@ class TableRecording:
     target_columns: tuple[str, ...] = ()
     times: RowSource | None = None
 
+    def __repr__(self) -> str:
+        roles = {"inputs": self.input_columns, "targets": self.target_columns}
+        named = [f"{role}={listed(names, quoted=True)}" for role, names in roles.items() if names]
+        return f"TableRecording({', '.join([f'{self.name!r:.100}', f'{len(self)} steps', *named])})"
+
     def __len__(self) -> int:
         return len(self.inputs)
 

@@ -159,7 +159,11 @@ class Stream:
         self.offset, self.hand_off = offset, hand_off
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
-        self._refuse_empty()
+        if 0 in self.lengths:
+            name = self.recordings[self.lengths.index(0)].name
+            raise DataError(
+                f"recording '{name}' is empty; leave it out: a recording needs at least one step"
+            )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._reader = self._make_reader(workers)
         self.wait_seconds = 0.0
@@ -169,18 +173,6 @@ class Stream:
         self._begin(0)
         self._resumed = False
         self.masked = self.missing_targets = self._generation = 0
-
-    def _refuse_empty(self) -> None:
-        empty = [
-            recording.name
-            for recording, length in zip(self.recordings, self.lengths, strict=True)
-            if length == 0
-        ]
-        if empty:
-            raise DataError(
-                f"recording '{empty[0]}' is empty ({len(empty)} such); leave it out: a recording"
-                " needs at least one step"
-            )
 
     def _make_reader(self, workers: Workers) -> Reader:
         if workers == "thread":
