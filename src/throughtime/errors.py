@@ -16,7 +16,6 @@ import inspect
 import operator
 import warnings
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 __all__ = [
@@ -144,8 +143,6 @@ def check_whole(
         >>> check_whole("stride", np.int64(20), 1)
         20
     """
-    with suppress(TypeError):
-        number = operator.index(value)
-        if number >= least and not isinstance(value, bool):
-            return number
-    raise error(f"{name}={value!r}: expected a whole number of at least {least}")
+    if not hasattr(value, "__index__") or isinstance(value, bool) or value < least:
+        raise error(f"{name}={value!r}: expected a whole number of at least {least}")
+    return operator.index(value)
