@@ -447,7 +447,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tolerance no number": ({"tolerance": float("nan")}, "tolerance=nan: expected a relative bias"),
     "stride above min": ({"stride": 6}, "horizon=5 is below stride=6"),
-    "stride zero": ({"stride": 0}, "stride=0: expected at least 1 step"),
+    "stride zero": ({"stride": 0}, "stride=0: expected a whole number of at least 1"),
     "every zero": ({"every": 0}, "every=0: expected a whole number of at least 1"),
     "patience zero": ({"patience": 0}, "patience=0: expected a whole number of at least 1"),
     "probe too short": ({"probe": 9}, "probe=9: expected a whole number of at least 10"),

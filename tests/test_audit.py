@@ -565,7 +565,7 @@ REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
     "horizon 0": (
         lambda: audited(horizons=(0, 3)),
         ConfigError,
-        "stride=0: expected at least 1 step|horizon=0",
+        "(stride|horizon)=0: expected a whole number of at least 1",
     ),
     "horizon below the stride": (
         lambda: audited(horizons=(3, 8), stride=5),
@@ -577,7 +577,7 @@ REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
     "horizon a float": (
         lambda: audited(horizons=(3.5,)),
         ConfigError,
-        "expected whole numbers of steps",
+        r"=3\.5: expected a whole number of at least 1",
     ),
     "steps 0": (
         lambda: audited(steps=0),

@@ -552,7 +552,7 @@ def test_nets_that_start_apart_are_refused() -> None:
         ("other seed", "seed is 0 there and 1 here"),
         ("other order", "names_and_lengths is"),
         ("other stride", "gradient is Truncated(stride=7"),
-        ("other values", "the checksum of recording 1, 'r1', is '"),
+        ("other values", "checksum of recording 1 ('r1') is '"),
         ("unreadable", "here"),
     ],
 )

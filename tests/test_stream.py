@@ -298,7 +298,6 @@ def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(stream_module, "BLOCK_LANE_STEPS", 40)
     first, second = Counting(100, "a"), Counting(100, "b")
     stream = tt.Stream([first, second], lanes=1, chunk=10, seed=None)
-    stream.state_dict()
     assert len(stream) == 20
     assert first.reads == second.reads == []
     for _ in range(4):

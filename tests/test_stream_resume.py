@@ -5,10 +5,12 @@ Shapes: `T` steps, `B` lanes.
 """
 
 import io
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -21,6 +23,7 @@ from strategies import HidesLayer, LearntStart, draw_lanes, recordings, weights
 from throughtime.carry import Carried
 from throughtime.errors import DataError
 from throughtime.gradient import Policy
+from throughtime.stream.recording import StepArrays
 from throughtime.updates import Updates
 
 LENGTHS = [17, 5, 11, 2, 7]
@@ -244,6 +247,138 @@ def test_position_in_another_stream_is_refused_naming_the_difference(
         tt.Stream(**{**setting, **change}).load_state_dict(saved_position)
     setting |= {"chunk": 5, "workers": "thread"}
     tt.Stream(**setting).load_state_dict(saved_position)
+
+
+def labelled(lengths: list[int], *, static: float = 0.0) -> list[dict[str, Any]]:
+    return [
+        one | {"targets": np.arange(n) % 3, "static": np.array([static])}
+        for one, n in zip(recordings(lengths), lengths, strict=True)
+    ]
+
+
+def with_other(key: str, index: int, values: np.ndarray) -> list[dict[str, Any]]:
+    data = labelled(LENGTHS)
+    data[index] |= {key: values}
+    return data
+
+
+FIRST = labelled(LENGTHS)[0]
+OTHER_DATA: dict[str, tuple[list[dict[str, Any]], int]] = {
+    "other inputs": (with_other("inputs", 2, np.zeros((11, 3))), 2),
+    "one number": (with_other("inputs", 0, FIRST["inputs"] + np.eye(17, 3, k=-8)), 0),
+    "labels reversed": (with_other("targets", 4, np.arange(7)[::-1] % 3), 4),
+    "other labels": (with_other("targets", 3, np.array([1, 0])), 3),
+    "other static": (labelled(LENGTHS, static=1.0), 0),
+}
+
+
+@pytest.mark.parametrize(("data", "index"), list(OTHER_DATA.values()), ids=list(OTHER_DATA))
+def test_position_in_other_data_of_equal_length_is_refused(
+    data: list[dict[str, Any]], index: int
+) -> None:
+    saved = tt.Stream(labelled(LENGTHS), 3, 8).state_dict()
+    name = data[index]["name"]
+    with pytest.raises(DataError, match=rf"checksum of recording {index} \('{name}'\) is '.*there"):
+        tt.Stream(data, 3, 8).load_state_dict(saved)
+    tt.Stream(labelled(LENGTHS), 3, 8).load_state_dict(saved)
+
+
+def test_updates_on_other_labels_do_not_resume() -> None:
+    net, loss_fn = tt.carry(nn.GRU(4, 3)), nn.CrossEntropyLoss()
+
+    def epoch(data: list[dict[str, Any]]) -> Updates:
+        return tt.updates(net, tt.Stream(data, 3, 8), loss_fn, gradient=tt.Truncated(6))
+
+    updates = epoch(labelled(LENGTHS))
+    next(updates)
+    exchanged = labelled(LENGTHS)
+    exchanged[0]["targets"] = 2 - exchanged[0]["targets"]
+    with pytest.raises(
+        DataError, match=r"checksum of recording 0 \('r0'\).* of the same recordings"
+    ):
+        epoch(exchanged).load_state_dict(updates.state_dict())
+
+
+@dataclass
+class Reads:
+    """A recording that notes its reads and those that overlap, and adds noise if asked to."""
+
+    steps: int
+    name: str = "reads"
+    noise: float = 0.0
+    shift: float = 0.0
+    count: int = 0
+    during: Callable[[], object] | None = None
+    reading: bool = False
+    overlaps: int = 0
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        self.overlaps += self.reading
+        self.reading, self.count = True, self.count + stop - start
+        if self.during is not None:
+            self.during()
+        inputs = np.arange(start, stop)[:, None] + self.shift + self.noise * self.count
+        self.reading = False
+        return StepArrays(inputs, np.zeros(stop - start))
+
+
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_a_position_reads_some_blocks_of_some_recordings_once(count: int) -> None:
+    sources = [Reads(1_000_000, str(i)) for i in range(count)]
+    stream = tt.Stream(sources, 1, 8)
+    assert sum(source.count for source in sources) == 0
+    saved = stream.state_dict()
+    read = sum(source.count for source in sources)
+    assert 0 < read <= 2 * 97 * 64
+    stream.take(8)
+    before = sum(source.count for source in sources)
+    assert stream.state_dict() == saved | {"position": 8}
+    assert sum(source.count for source in sources) == before
+    others = [Reads(1_000_000, str(i), shift=1.0) for i in range(count)]
+    with pytest.raises(DataError, match=r"checksum of recording 0 \('0'\)") as caught:
+        tt.Stream(others, 1, 8).load_state_dict(saved)
+    assert str(caught.value).count(" there and ") <= 12
+
+
+def test_recordings_that_add_noise_are_not_compared() -> None:
+    saved = tt.Stream(Reads(100, noise=1.0), 1, 8).state_dict()
+    tt.Stream(Reads(100, noise=1.0), 1, 8).load_state_dict(saved)
+
+
+def test_a_position_saved_while_a_disk_is_gone_resumes_once_it_is_back() -> None:
+    def gone() -> None:
+        raise OSError("no such device")
+
+    saved = tt.Stream(Reads(100, during=gone), 1, 8).state_dict()
+    tt.Stream(Reads(100), 1, 8).load_state_dict(saved)
+    saved = tt.Stream(Reads(100), 1, 8).state_dict()
+    with pytest.raises(DataError, match="OSError: no such device"):
+        tt.Stream(Reads(100, during=gone), 1, 8).load_state_dict(saved)
+
+
+def test_checksums_wait_for_the_thread_that_reads() -> None:
+    source = Reads(500_000, during=lambda: time.sleep(0.005))
+    stream = tt.Stream(source, 1, 8, workers="thread")
+    stream.take(8)  # the thread reads on
+    stream.state_dict()
+    stream.take(20_000)
+    assert source.count > 20_000
+    assert not source.overlaps
+
+
+def test_a_position_saved_within_a_read_has_no_checksums() -> None:
+    """As in the handler of a signal: the read goes on after it."""
+    saved: list[dict[str, Any]] = []
+    source = Reads(100, during=lambda: saved.append(stream.state_dict()))
+    stream = tt.Stream(source, 1, 8)
+    stream.take(8)
+    assert not any("checksum" in key for key in saved[0])
+    source.during = None
+    assert any("checksum" in key for key in stream.state_dict())
+    tt.Stream(Reads(100), 1, 8).load_state_dict(saved[0])
 
 
 OTHERS: dict[str, Callable[[Training], object]] = {

@@ -13,8 +13,10 @@ ThroughtimeError
 
 import difflib
 import inspect
+import operator
 import warnings
 from collections.abc import Iterable
+from typing import Any
 
 __all__ = [
     "ConfigError",
@@ -129,3 +131,18 @@ class DiagnosisError(ThroughtimeError, RuntimeError):
 
 class LawError(ThroughtimeError, AssertionError):
     """A law of `throughtime.testing` that a module breaks."""
+
+
+def check_whole(
+    name: str, value: Any, least: int, error: type[ThroughtimeError] = ConfigError
+) -> int:
+    """A setting as an `int`; refused unless it is a whole number, of any library, not a bool.
+
+    Example:
+        >>> import numpy as np
+        >>> check_whole("stride", np.int64(20), 1)
+        20
+    """
+    if not hasattr(value, "__index__") or isinstance(value, bool) or value < least:
+        raise error(f"{name}={value!r}: expected a whole number of at least {least}")
+    return operator.index(value)

@@ -3,6 +3,7 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal
@@ -12,10 +13,19 @@ from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
 from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import ranks_of
-from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.gradient import LossFn, Objective, Policy, Progress, Scaler, Update, UpdatePolicy
+from throughtime.errors import ConfigError, DataError, RunError, check_whole
+from throughtime.gradient import (
+    Exact,
+    LossFn,
+    Objective,
+    Policy,
+    Progress,
+    Scaler,
+    Truncated,
+    Update,
+    UpdatePolicy,
+)
 from throughtime.gradient.executor import Executor
-from throughtime.gradient.window import check_whole
 from throughtime.nn.fuse import ADVISE_AFTER, advise
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -98,7 +108,7 @@ def updates(
         10
     """
     _check_policy(gradient)
-    check_whole("accumulate", accumulate, 1)
+    accumulate = check_whole("accumulate", accumulate, 1)
     if finite not in ("next", "now"):
         raise ConfigError(f"finite={finite!r}: expected 'next' or 'now'")
     objective = Objective(loss_fn, scaler)
@@ -110,13 +120,11 @@ def updates(
 def _check_policy(gradient: object) -> None:
     """Refuse what is not a policy before any step is taken."""
     methods = [callable(getattr(gradient, name, None)) for name in ("plan", "update")]
-    if not any(methods) or isinstance(gradient, type):
-        is_class = isinstance(gradient, type)
-        fault = "is a class, not a policy" if is_class else "has no method plan"
+    if isinstance(gradient, type) or not any(methods):
         raise ConfigError(
-            f"gradient={gradient!r} {fault}: expected a policy, as tt.Truncated(stride=100) makes"
-            " one, or an object of your own with a method plan, or update (see"
-            " throughtime.gradient.Policy)"
+            f"gradient={gradient!r} is no object with a method plan: expected a policy, as"
+            " tt.Truncated(stride=100) makes one, or an object of your own with a method plan, or"
+            " update (see throughtime.gradient.Policy)"
         )
 
 
@@ -188,6 +196,36 @@ class Updates(Iterator[Update]):
         # epoch and progress before the last update
         self._before: tuple[int, Progress] | None = None
 
+    def __bool__(self) -> bool:
+        return True  # else some would be false at the end, and others an error
+
+    def __len__(self) -> int:
+        """The number of updates to come in this epoch, as `tqdm` asks for it.
+
+        One stride or recording is one update, unless none of its steps has a target.
+
+        Raises:
+            TypeError: the number is not known before the steps are played.
+        """
+        if self._status == "finished":
+            return 0
+        stream, each = self._stream, self._accumulate
+        if stream is not None and not stream._collator.warm_up:
+            step = self._executor.at.step
+            left = [end - step for end in stream._schedule.common_resets if end >= step]
+            match self._gradient:
+                case Truncated(stride=every, jitter=False, warm_up=0) | Exact(cut_every=int(every)):
+                    return math.ceil(left[-1] / every / each)
+                case Exact():
+                    return math.ceil(sum(map(bool, left)) / each)
+                case _:
+                    pass
+        raise TypeError(
+            "the number of these updates is not known beforehand: a policy other than Truncated and"
+            " Exact, jitter, a warm-up, or an iterable of chunks. Count them as they come:"
+            " enumerate(updates)"
+        )
+
     def __next__(self) -> Update:
         if self._status == "finished":
             raise StopIteration
@@ -236,7 +274,7 @@ class Updates(Iterator[Update]):
         weights, stream = self._executor.weights(), self._stream
         if self._ranks.count > 1 and stream is not None:
             policy = {"gradient": self._gradient, "accumulate": self._accumulate}
-            plan = None if self._count else {**stream._plan(), **policy, **stream._sample}
+            plan = None if self._count else {**stream._plan(), **policy}
             self._ranks.check_equal(weights, plan)
         if not self._count and stream is not None and stream.position > 0 and self.state is None:
             if self._ranks.count > 1:  # the others would wait for this rank

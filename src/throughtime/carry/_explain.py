@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-import re
 from collections.abc import Iterable
 
 from torch import Tensor, nn
@@ -76,12 +75,6 @@ def source_name(convention: Convention) -> str:
     return ", ".join(f"'{name}'" for name in (*source.ports, *map(key_name, source.attributes)))
 
 
-_WIDTHS = (  # in messages of torch
-    re.compile(r"Expected (?P<expected>\d+), got (?P<width>\d+)"),
-    re.compile(r"cannot be multiplied \(\d+x(?P<width>\d+) and (?P<expected>\d+)x"),
-)
-
-
 def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:
     """Say of inputs that the net refused with an error which ones it expects.
 
@@ -92,12 +85,25 @@ def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:
         return
     if hint := whole_numbers_hint(module, x) or _tokens_hint(module, x):
         raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
-    for match in (pattern.search(str(error)) for pattern in _WIDTHS):
-        if match is not None and int(match["width"]) == x.shape[-1]:
-            raise DataError(
-                f"the inputs have {counted(x.shape[-1], 'feature')} in each step, the net"
-                f" expects {match['expected']}: write inputs of shape (..., {match['expected']})"
-            ) from error
+    refuse_width(error, module, x)
+
+
+def refuse_width(error: Exception | None, module: nn.Module, x: Tensor) -> None:
+    """Say of inputs of another width than that of the net's first matrix which one it expects.
+
+    Raises:
+        DataError: the error is of torch, and says that.
+    """
+    matrix = next((weight for weight in module.parameters() if weight.dim() == 2), x)
+    own, net = x.shape[-1], matrix.shape[-1]
+    # of a layer, a linear map and a cell
+    texts = f"Expected {net}, got {own} ", f"x{own} and {net}x", f"got {own} expected {net} "
+    if any(text in f"{error} " for text in texts):
+        raise DataError(
+            f"the inputs have {counted(own, 'feature')} in each step, the net expects {net}: write"
+            f" inputs of shape (..., {net}), in a stream those of its recordings, or build the net"
+            f" for {own}"
+        ) from error
 
 
 def _tokens_hint(module: nn.Module, x: Tensor) -> str:

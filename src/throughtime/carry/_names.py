@@ -43,7 +43,7 @@ def names_lanes(name: str) -> bool:
 
 def is_method(module: nn.Module, name: str) -> bool:
     """Whether a module has a method of a name, not a parameter or a submodule."""
-    value = getattr(module, name, None)
+    value = inspect.getattr_static(module, name, None)  # a property may raise, as Lightning's do
     return callable(value) and not isinstance(value, nn.Module)
 
 

@@ -3,14 +3,12 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-import re
-
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from throughtime.carry._bound import BoundModule
-from throughtime.carry._explain import source_name
+from throughtime.carry._explain import refuse_width, source_name
 from throughtime.carry._laws import LAWS, NOT_FINITE, Laboratory, Law
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers, observe
@@ -37,9 +35,9 @@ def refusal(module: nn.Module, search: Search) -> ModelError:
     name = type(module).__name__
     if fault := device_error(module, search.x):
         return fault
-    bidirectional = _bidirectional(module)
-    if bidirectional:
-        return bidirectional_error(bidirectional)
+    for path, part in module.named_modules():
+        if isinstance(part, nn.RNNBase) and part.bidirectional:
+            return bidirectional_error(path or type(part).__name__)
     unknown = _unknown_parameters(search)
     if unknown:
         return ModelError(
@@ -49,7 +47,7 @@ def refusal(module: nn.Module, search: Search) -> ModelError:
         )
     failure = _telling(module, search.failures)
     if failure is None or failure.rank <= 0:
-        return _uncallable(module, failure, search.x.shape[-1])
+        return _uncallable(module, failure, search.x)
     if failure.in_training and failure.law is None:
         return ModelError(
             f"{name} cannot be carried: it obeys every law in evaluation mode, and in training mode"
@@ -131,13 +129,6 @@ def _unknown_parameters(search: Search) -> str:
     return ", ".join(map(repr, unknown)) if len(unknown) < len(names) else ""
 
 
-def _bidirectional(module: nn.Module) -> str | None:
-    for name, part in module.named_modules():
-        if isinstance(part, nn.RNNBase) and part.bidirectional:
-            return name or type(part).__name__
-    return None
-
-
 def device_error(module: nn.Module, x: Tensor) -> ModelError | None:
     """The error for inputs that are on another device than the weights."""
     weight = next(module.parameters(), x)
@@ -158,8 +149,8 @@ def bidirectional_error(name: str) -> ModelError:
     )
 
 
-def _uncallable(module: nn.Module, failure: Failure | None, features: int) -> ModelError:
-    """No call of the module with so many features gave outputs and a state."""
+def _uncallable(module: nn.Module, failure: Failure | None, x: Tensor) -> ModelError:
+    """No call of the module with such inputs gave outputs and a state."""
     name = type(module).__name__
     error = None if failure is None else failure.error
     convolutions = [part for part in module.modules() if isinstance(part, CONVOLUTIONS)]
@@ -178,12 +169,7 @@ def _uncallable(module: nn.Module, failure: Failure | None, features: int) -> Mo
             f"{name} cannot be tried: {NOT_FINITE}, for inputs like the examples and for smaller"
             " weights too. Look at its weights, and at the first step that is not finite."
         )
-    # of torch's recurrent layers; another number is that of another layout, or of the module itself
-    if re.search(rf"equal to input_size\. Expected \d+, got {features}\b", str(error)):
-        return ModelError(
-            f"{name}.forward does not take these inputs: {_first_line(error)}. Give it the features"
-            " that its layer was built for, last: (T, B, features)"
-        )
+    refuse_width(error, module, x)
     if failure is not None and failure.convention is not None:
         names = failure.convention.source.arguments or ()
         if any(map(names_state, names)):

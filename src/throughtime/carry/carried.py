@@ -24,6 +24,7 @@ from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
 from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
+from throughtime.carry._explain import refuse_width
 from throughtime.carry._names import names_state
 from throughtime.carry._ports import RECURRENT, has_layers
 from throughtime.carry._refusal import bidirectional_error, device_error
@@ -135,9 +136,7 @@ class Carried(nn.Module):
                 raise
             self.adapter = whole
         except MISFIT_ERRORS as error:
-            if fault := device_error(self.module, x):
-                raise fault from error
-            self._note_types(error, x)
+            self._explain(error, x)
             raise
 
     def _as_written(self, x: Tensor) -> ModuleAdapter | None:
@@ -232,32 +231,30 @@ class Carried(nn.Module):
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
-    def _explain(self, error: Exception, x: Tensor, state: State) -> None:
-        """Add what explains an error of the module: another state structure or another dtype.
+    def _explain(self, error: Exception, x: Tensor, state: State = None) -> None:
+        """Add what explains an error of the module: another width, state structure or dtype.
 
         Raises:
             ModelError: the inputs are on another device than the weights.
+            DataError: the inputs have another width than the net.
             StateError: the state has other leaves than this net's.
         """
         if isinstance(error, ThroughtimeError):
             return
         if fault := device_error(self.module, x):
             raise fault from error
-        expected = _leaf_shapes(self.initial_state(x.shape[1], like=x))
-        got = _leaf_shapes(state)
-        if expected != got:
-            raise StateError(
-                f"the state has the leaves {got}, this net carries {expected}, lanes first; start"
-                f" from net.initial_state(lanes={x.shape[1]})"
-            ) from error
-        self._note_types(error, x)
-
-    def _note_types(self, error: Exception, x: Tensor) -> None:
-        """Say so where inputs and weights are of two types, and the inputs are no indices."""
-        weight = next(self.module.parameters(), None)
-        if any(isinstance(part, nn.Embedding) for part in self.module.modules()):
-            return
-        if weight is not None and weight.dtype != x.dtype:
+        refuse_width(error, self.module, x)
+        if state is not None:
+            expected = _leaf_shapes(self.initial_state(x.shape[1], like=x))
+            got = _leaf_shapes(state)
+            if expected != got:
+                raise StateError(
+                    f"the state has the leaves {got}, this net carries {expected}, lanes first;"
+                    f" start from net.initial_state(lanes={x.shape[1]})"
+                ) from error
+        weight = next(self.module.parameters(), x)
+        embeds = any(isinstance(part, nn.Embedding) for part in self.module.modules())
+        if weight.dtype != x.dtype and not embeds:  # else the inputs are indices
             error.add_note(
                 f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}."
                 f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
@@ -342,6 +339,12 @@ def carry(
         >>> y.shape
         torch.Size([5, 2, 8])
     """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ModelError(
+            f"tt.carry got {module!r:.200}, expected a torch.nn.Module. Of a class make an object:"
+            " tt.carry(Net()). Of a function make the forward of a module: class Net(nn.Module)"
+            " with def forward(self, x, state), which returns (y, state)"
+        )
     if fused:
         fuse(module)
     if isinstance(module, Carried):

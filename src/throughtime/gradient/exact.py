@@ -22,7 +22,7 @@ from typing import Any
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError, counted
 from throughtime.gradient.segment import lane_norms
-from throughtime.gradient.window import Credit, Probe, Progress, Window, check_whole
+from throughtime.gradient.window import Credit, Probe, Progress, Window, set_whole
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,7 @@ class Exact:
     clip_adjoint: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("chunk", "cut_every"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1)
+        set_whole(self, chunk=1, cut_every=1)
         if self.clip_adjoint is not None and not self.clip_adjoint > 0:
             raise ConfigError(f"clip_adjoint={self.clip_adjoint}: expected a norm above 0")
         if self.clip_adjoint is not None and self.chunk is None:

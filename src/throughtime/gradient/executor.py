@@ -111,7 +111,7 @@ class OwnGrads:
             elif before is not None and not before.is_sparse:
                 weight.grad = before.add_(grad, alpha=self.scale)
             elif before is not None or self.scale != 1:
-                weight.grad = grad * self.scale if before is None else before + grad * self.scale
+                weight.grad = grad * self.scale if before is None else grad * self.scale + before
 
 
 class StepReader:

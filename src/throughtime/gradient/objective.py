@@ -233,9 +233,9 @@ class Objective:
             A scalar with a graph, a zero without one if no step counts; and the weight.
 
         Raises:
-            ModelError: the function returns no scalar; or its first calls show that it is no mean
-                over rows where parts of it are added up, or that it pairs rows: it broadcasts
-                `(N,)` against `(N, 1)`.
+            ModelError: the function returns no scalar, or the targets need another number of
+                outputs; or its first calls show that it is no mean over rows where parts of it are
+                added up, or that it pairs rows: it broadcasts `(N,)` against `(N, 1)`.
         """
         weight = self.weight(chunk) if weight is None else weight
         if not weight:
@@ -248,11 +248,19 @@ class Objective:
         try:
             loss = self.loss_fn(rows, targets)
         except (RuntimeError, ValueError, IndexError) as error:
-            shapes = (f"{tuple(t.shape)} of {t.dtype} on {t.device}" for t in (rows, targets))
+            classes, width = targets.dim() == 1, rows.shape[-1]
+            needed = int(targets.max()) + 1 if classes else targets.shape[1]
+            fits = needed <= width if classes else needed == width
+            if target_kind(self.loss_fn) and not fits:
+                raise ModelError(
+                    f"the net has {width} outputs in each step, and the targets of the stream need"
+                    f" {needed}, one for each class or column: build its last layer for them"
+                ) from error
             error.add_note(
-                "throughtime: loss_fn got outputs {} and targets {}, one row for each valid step."
-                " A loss over classes takes indexes (N,), one over numbers the shape of the"
-                " outputs".format(*shapes)
+                f"throughtime: loss_fn got outputs {tuple(rows.shape)} of {rows.dtype} on"
+                f" {rows.device} and targets {tuple(targets.shape)} of {targets.dtype} on"
+                f" {targets.device}, one row for each valid step. A loss over classes takes indexes"
+                " (N,), one over numbers the shape of the outputs"
             )
             raise
         known = torch.is_tensor(loss)  # a user's loss_fn may return anything

@@ -27,7 +27,7 @@ import torch
 
 from throughtime.chunk import Source
 from throughtime.errors import ConfigError, counted
-from throughtime.gradient.window import Credit, Probe, Progress, Window, check_whole
+from throughtime.gradient.window import Credit, Probe, Progress, Window, set_whole
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,7 @@ class Randomized:
     grain: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole("mean_horizon", self.mean_horizon, 1)
-        check_whole("grain", self._grain, 1)
+        set_whole(self, mean_horizon=1, grain=1)
         if not (self.alpha > 1 and math.isfinite(self.alpha)):
             raise ConfigError(
                 f"alpha={self.alpha}: expected a number above 1; with 1 or less the mean stretch"

@@ -34,7 +34,7 @@ the bias by the decay of the gradient's norm; here it is measured, which assumes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ from throughtime.gradient.window import (
     Progress,
     Window,
     check_horizon,
-    check_whole,
+    set_whole,
 )
 
 
@@ -83,9 +83,17 @@ class Truncated:
     jitter: bool = False
     burn_in: int = 0
 
+    def __new__(cls, *_: Any, **named: Any) -> Self:
+        """Refuse what the literature calls k1 and k2."""
+        own = {"k1": "stride", "k2": "horizon"}
+        if own.keys() & named.keys():
+            line = ", ".join(f"{own.get(name, name)}={value}" for name, value in named.items())
+            raise ConfigError(f"k1 is the stride, k2 the horizon: write tt.Truncated({line})")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
+        set_whole(self, stride=1, horizon=1, burn_in=0)
         check_horizon(self.stride, self.horizon or self.stride)
-        check_whole("burn_in", self.burn_in, 0)
 
     def describe(self) -> str:
         """The setting in words: guaranteed and mean horizon."""
@@ -172,16 +180,14 @@ class Adaptive:
     probe: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("min", 1), ("max", self.min), ("every", 1), ("patience", 1)):
-            check_whole(name, getattr(self, name), least)
+        set_whole(self, min=1, stride=1, every=1, patience=1)
+        set_whole(self, max=self.min, probe=2 * self.min)
         if not 0 < self.tolerance < 1:
             raise ConfigError(
                 f"tolerance={self.tolerance}: expected a relative bias between 0 and 1"
             )
         if self.stride is not None:
             check_horizon(self.stride, self.min)
-        if self.probe is not None:
-            check_whole("probe", self.probe, 2 * self.min)
 
     @property
     def horizons(self) -> list[int]:

@@ -13,7 +13,7 @@ Shapes: `B` lanes.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, check_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,13 +148,8 @@ class UpdatePolicy(Protocol):
 
 def check_horizon(stride: int, horizon: int) -> None:
     """Refuse settings without a plan."""
-    ks = (stride, horizon)  # a user's 1e3 is a float
-    if not all(isinstance(k, int) for k in ks):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(
-            f"stride={stride!r}, horizon={horizon!r}: expected whole numbers of steps"
-        )
-    if stride < 1:
-        raise ConfigError(f"stride={stride}: expected at least 1 step between two updates")
+    check_whole("stride", stride, 1)
+    check_whole("horizon", horizon, 1)
     if horizon < stride:
         raise ConfigError(
             f"horizon={horizon} is below stride={stride}: the first losses of every stride would"
@@ -162,7 +157,13 @@ def check_horizon(stride: int, horizon: int) -> None:
         )
 
 
-def check_whole(name: str, value: object, least: int) -> None:
-    """Refuse a setting that is not a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {least}")
+def set_whole(policy: object, **least: int) -> None:
+    """Make settings of a policy an `int`, so that it prints, compares and is saved alike.
+
+    Args:
+        policy: a frozen dataclass.
+        least: the least that each of them may be, by name; one that is None stays so.
+    """
+    for name, lowest in least.items():
+        if (value := getattr(policy, name)) is not None:
+            object.__setattr__(policy, name, check_whole(name, value, lowest))

@@ -3,10 +3,11 @@
 Shapes: `T` steps, `B` lanes, `S` static features.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -76,18 +77,28 @@ class Collator:
         self._first: tuple[str, StepArrays] | None = None
         self._accepted = set[tuple[Any, ...]]()
         self._lengths = np.array([*map(len, self.recordings)])
-        self._lock = Lock()
+        self._lock, self._busy = RLock(), False
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_lock"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=Lock())
+        vars(self).update(state, _lock=RLock(), _busy=False)
+
+    @contextmanager
+    def exclusive(self) -> Generator[bool]:
+        """No other thread reads inside; false in the handler of a signal that came in a read."""
+        with self._lock:
+            free, self._busy = not self._busy, True
+            try:
+                yield free
+            finally:
+                self._busy = not free
 
     def read(self, request: ReadRequest, later: Iterable[ReadRequest] = ()) -> Block:
         """The requested block, when no other thread reads one."""
         del later
-        with self._lock:
+        with self.exclusive():
             return self.collate(request.slices, request.steps)
 
     def collate(self, slices: Sequence[LaneSlice], steps: int) -> Block:

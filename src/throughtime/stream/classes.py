@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class ClassRecording(RecordingView[Recording]):
     """
 
     whole: Recording
-    classes: tuple[str, ...]
+    classes: tuple[str, ...] = field(repr=False)
     owner: str = "the classes are"
 
     def read(self, start: int, stop: int) -> StepArrays:

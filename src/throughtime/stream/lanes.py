@@ -259,8 +259,6 @@ def check_offset(
     """
     if not offset:
         return
-    if offset < 0:
-        raise DataError(f"offset={offset}: expected a number of steps, 0 for none")
     if seed is None:
         raise DataError(
             f"offset={offset} is drawn from the seed, and seed=None draws nothing; give a seed"

@@ -5,11 +5,13 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 
 import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
+from torch.utils._pytree import tree_leaves
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
@@ -17,7 +19,7 @@ from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IntervalLabels
 from throughtime.stream.row_sources import ColumnRows, check_columns, time_rows
 
-_SAMPLE = 16  # steps
+_SAMPLE = 64  # steps
 
 
 class StepArrays(NamedTuple):
@@ -47,23 +49,20 @@ class StepArrays(NamedTuple):
 
 
 class StepChecksum:
-    """CRC-32 of inputs, of targets, and of static features and series, over blocks in order."""
+    """CRC-32 of every array of a recording, over blocks of steps in order."""
 
     def __init__(self) -> None:
-        self._sums = [0, 0, 0]
+        self._sums = Counter[int]()
 
     def add(self, steps: StepArrays) -> None:
         """Add a block; its length must be the same wherever checksums are compared."""
-        for i, values in [*enumerate(steps[:3]), *((2, rows) for rows in steps.series.values())]:
-            if values is not None:
-                array = np.asarray(values)
-                content = (
-                    repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-                )
-                self._sums[i] = zlib.crc32(content, self._sums[i])
+        for i, values in enumerate(tree_leaves(steps)):
+            array = np.asarray(() if values is None else values)
+            content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+            self._sums[i] = zlib.crc32(content, self._sums[i])
 
     def __str__(self) -> str:
-        return "".join(f"{value:08x}" for value in self._sums)
+        return "".join(f"{value:08x}" for value in self._sums.values())
 
 
 @runtime_checkable
@@ -107,20 +106,20 @@ class Recording(Protocol):
         ...
 
 
-def sample_checksum(recording: Recording) -> str:
-    """A checksum of the first, middle and last steps.
+def sample_checksum(recording: Recording, blocks: int) -> str:
+    """A checksum of so many blocks of 64 steps, from the first to the last; of all if they fit.
 
     An error while reading is the result: other ranks wait for one. So is "random" if two reads
     differ, as where `read` adds noise.
     """
-    size, half = len(recording), len(recording) // 2
-    spans = [(0, _SAMPLE), (half, half + _SAMPLE), (size - _SAMPLE, size)]
+    last = max(0, len(recording) - _SAMPLE)
+    starts = [*range(0, last, max(_SAMPLE, -(-last // (blocks - 1)))), last]
     sums: list[str] = []
     try:
         for _ in range(2):
             checksum = StepChecksum()
-            for start, stop in spans:
-                checksum.add(recording.read(max(0, start), min(stop, size)))
+            for start in starts:
+                checksum.add(recording.read(start, min(start + _SAMPLE, len(recording))))
             sums.append(str(checksum))
     except Exception as error:  # noqa: BLE001 (a recording may be anybody's)
         return f"missing ({type(error).__name__}: {error})"
@@ -139,6 +138,11 @@ class TableRecording:
     target_columns: tuple[str, ...] = ()
     times: RowSource | None = None
     series: tuple[tuple[str, RowSource], ...] = ()
+
+    def __repr__(self) -> str:
+        roles = {"inputs": self.input_columns, "targets": self.target_columns}
+        named = [f"{role}={listed(names, quoted=True)}" for role, names in roles.items() if names]
+        return f"TableRecording({', '.join([f'{self.name!r:.100}', f'{len(self)} steps', *named])})"
 
     def __len__(self) -> int:
         return len(self.inputs)

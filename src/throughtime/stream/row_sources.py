@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
@@ -140,13 +139,6 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
         table = open_object(value)
         names = table.columns if is_series(value) else value_columns(table)
         return ColumnRows(table, names, flat=role == "targets" or is_series(value))
-    if isinstance(value, torch.Tensor):
-        if value.dtype == torch.bfloat16:
-            raise DataError(
-                f"recording '{name}': {role} are torch.bfloat16, which NumPy does not know; convert"
-                f" them: {role}.float()"
-            )
-        value = value.detach().cpu().numpy()
     if not is_array(value):
         hint = ""
         if has(value, "collect"):
@@ -157,8 +149,9 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
             f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a"
             f" torch tensor, another array, a frame, or a path{hint}"
         )
-    _check_array(value, name, role)
-    return ArrayRows(role, as_file_array(value))
+    array = as_file_array(value, f"recording '{name}': {role}")
+    _check_array(array, name, role)
+    return ArrayRows(role, array)
 
 
 def _check_array(value: Any, name: str, role: str) -> None:

@@ -10,7 +10,6 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, Never
 
 import torch
@@ -18,7 +17,7 @@ from torch import distributed
 
 from throughtime._device import is_accelerator
 from throughtime.chunk import Chunk, Placement, join
-from throughtime.errors import DataError
+from throughtime.errors import DataError, check_whole
 from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
 from throughtime.stream._prefetch import BlockAhead, ProcessReader, Reader, ThreadReader, Workers
@@ -29,7 +28,9 @@ from throughtime.stream.sources import Recordings, as_recordings
 NONE_MISSING = MissingCounts(None, None)
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
 _MOST_LANES = 64  # of recordings that are not cut
-_SAMPLED = 32  # recordings that ranks compare, at most
+_SAMPLED = 32  # recordings that a position and ranks compare, at most
+_MOST_FAULTS = 12  # in a message
+_BLOCKS = 96  # of all of them, three of each at least
 
 
 class Shard(NamedTuple):
@@ -141,14 +142,12 @@ class Stream:
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        # a user's 1e3 is a float
-        counts: tuple[Any, ...] = (lanes, chunk, warm_up, offset)
-        integers = all(isinstance(value, int) for value in counts)
-        if not integers or chunk < 1 or warm_up < 0 or missing not in ("error", "mask"):
-            raise DataError(
-                f"chunk={chunk}, warm_up={warm_up}, missing={missing!r}: expected chunk >= 1,"
-                " warm_up >= 0, missing 'error' or 'mask'"
-            )
+        lanes = check_whole("lanes", lanes, 1, DataError)
+        chunk = check_whole("chunk", chunk, 1, DataError)
+        warm_up = check_whole("warm_up", warm_up, 0, DataError)
+        offset = check_whole("offset", offset, 0, DataError)
+        if missing not in ("error", "mask"):
+            raise DataError(f"missing={missing!r}: expected 'error' or 'mask'")
         if dtype is not None and dtype not in DTYPES:
             raise DataError(
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
@@ -160,27 +159,20 @@ class Stream:
         self.offset, self.hand_off = offset, hand_off
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
-        self._refuse_empty()
+        if 0 in self.lengths:
+            name = self.recordings[self.lengths.index(0)].name
+            raise DataError(
+                f"recording '{name}' is empty; leave it out: a recording needs at least one step"
+            )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
         self._reader = self._make_reader(workers)
         self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._placement: Placement | None = None
+        self._sums = dict[str, str]()
         self._begin(0)
         self._resumed = False
         self.masked = self.missing_targets = self._generation = 0
-
-    def _refuse_empty(self) -> None:
-        empty = [
-            recording.name
-            for recording, length in zip(self.recordings, self.lengths, strict=True)
-            if length == 0
-        ]
-        if empty:
-            raise DataError(
-                f"recording '{empty[0]}' is empty ({len(empty)} such); leave it out: a recording"
-                " needs at least one step"
-            )
 
     def _make_reader(self, workers: Workers) -> Reader:
         if workers == "thread":
@@ -425,7 +417,10 @@ class Stream:
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values.
 
-        With the same recordings it resumes bit for bit.
+        With the same recordings it resumes bit for bit. They are known by their names, lengths and
+        checksums.
+
+        Cost: the first call reads up to 96 blocks of 64 steps, twice.
         """
         return {
             "epoch": self.epoch,
@@ -441,14 +436,19 @@ class Stream:
             DataError: the position belongs to another stream; the message names each difference.
         """
         self._sync_ranks()
-        own = self._identity()
         faults = [
-            f"{key} is {state.get(key)!r} there and {own[key]!r} here"
-            for key in own
-            if state.get(key) != own[key]
+            f"{key} is {state[key]!r} there and {value!r} here"
+            for key, value in self._identity().items()
+            # no checksum if a recording could not be read then
+            if state.get(key, value) != value and not str(state[key]).startswith("missing (")
         ]
         if faults:
-            raise DataError("the saved position belongs to another stream: " + "; ".join(faults))
+            raise DataError(
+                "the saved position belongs to another stream: "
+                + "; ".join(faults[:_MOST_FAULTS])
+                + ". Make the stream as it was, of the same recordings, or start without the"
+                " position"
+            )
         self._begin(int(state["epoch"]), handed_off=bool(state["handed_off"]))
         self.position = int(state["position"])
         self._mark_moved(resumed=True)
@@ -456,15 +456,6 @@ class Stream:
     def _plan(self) -> dict[str, Any]:
         """What all ranks must have in common: the schedule, and the position in it."""
         return {key: value for key, value in self.state_dict().items() if key != "rank"}
-
-    @cached_property
-    def _sample(self) -> dict[str, str]:
-        """Checksums of some steps of some recordings, which must be the same on all ranks."""
-        step = -(-len(self.recordings) // _SAMPLED)
-        chosen = list(enumerate(self.recordings))[::step]
-        return {
-            f"the checksum of recording {i}, '{r.name}',": sample_checksum(r) for i, r in chosen
-        }
 
     def _identity(self) -> dict[str, Any]:
         names = "\n".join(
@@ -483,7 +474,23 @@ class Stream:
             "recordings": len(self.recordings),
             "total_steps": sum(self.lengths),
             "names_and_lengths": hashlib.sha256(names.encode()).hexdigest()[:16],
+            **self._checksums(),
         }
+
+    def _checksums(self) -> dict[str, str]:
+        """Checksums of some steps of some recordings, read once.
+
+        None within a read, as in the handler of a signal: an open file has one position.
+        """
+        with self._collator.exclusive() as free:
+            if not self._sums and free:
+                chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
+                blocks = _BLOCKS // len(chosen)
+                self._sums = {
+                    f"checksum of recording {i} ('{r.name}')": sample_checksum(r, blocks)
+                    for i, r in chosen
+                }
+        return self._sums
 
     def __getitem__(self, index: object) -> Never:
         """Refused: a sampler that picks chunks by index would tear the lanes apart."""

@@ -39,30 +39,26 @@ class Dialect(NamedTuple):
     Attributes:
         delimiter: a character; a space stands for any run of spaces and tabs.
         decimal: the mark before the decimals of a number.
-        trailing: whether each line ends with a delimiter, after which there is no field.
     """
 
     delimiter: str = ","
     decimal: str = "."
-    trailing: bool = False
 
     @property
     def word(self) -> str:
         """A name for the dialect, of letters and digits."""
-        return f"{ord(self.delimiter):x}d{ord(self.decimal):x}{'t' if self.trailing else ''}"
+        return f"{ord(self.delimiter):x}d{ord(self.decimal):x}"
 
     @property
     def is_plain(self) -> bool:
         """Whether lines need no `clean`."""
-        return self.delimiter != " " and not self.trailing
+        return self.delimiter != " "
 
     def clean(self, text: str) -> str:
-        """Whole lines with a single delimiter between two fields, and none at the end."""
-        if self.delimiter == " ":
-            return _EDGES.sub("", _SPACES.sub(lambda match: match[1] or " ", text))
-        if self.trailing:
-            return re.sub(rf"{re.escape(self.delimiter)} *(?=[\r\n]|\Z)", "", text)
-        return text
+        """Whole lines with a single delimiter between two fields, no spaces at their ends."""
+        if self.is_plain:
+            return text
+        return _EDGES.sub("", _SPACES.sub(lambda match: match[1] or " ", text))
 
     def is_number(self, field: str) -> bool:
         """Whether a field holds a number."""
@@ -152,7 +148,7 @@ def detect_dialect(
     sample = max(samples, key=_fit)
     if not _fit(sample)[0]:
         _check_first_line(path, [s for s in samples if s.dialect.delimiter != decimal])
-    if delimiter is None and len(sample.header) < 2 and not sample.dialect.trailing:
+    if delimiter is None and len(sample.header) < 2:
         # a single column; with decimal commas its fields are split by none of the marks
         sample = _sample(lines, "," if decimal != "," else ";")
     if decimal is None:
@@ -209,13 +205,6 @@ def _sample(lines: Iterable[str], delimiter: str) -> _Sample:
     dialect = Dialect(delimiter)
     records = list(_records(lines, dialect))
     header, rows = (records[0], records[1:]) if records else ([], [])
-    width = len(rows[0]) if rows else len(header)
-    ends = sum(len(row) == width and not row[-1].strip() for row in rows)
-    named = len(header) == width and bool(header[-1:] and header[-1].strip())
-    if width > 1 and ends == len(rows) and not named and len(header) >= width - 1:
-        cut = slice(None, width - 1)
-        dialect = dialect._replace(trailing=True)
-        return _Sample(dialect, header[cut], [row[cut] for row in rows[:_RECORDS]])
     return _Sample(dialect, header, rows[:_RECORDS])
 
 
@@ -264,5 +253,10 @@ def column_names(path: Path, fields: list[str]) -> list[str]:
         raise DataError(f"{path}: the file is empty, expected a header line with column names")
     if "" in names or len(set(names)) < len(names):
         index = "; an index of pandas? to_csv(path, index=False)" if names[0] == "" else ""
+        if names[-1] == "":
+            index = (
+                "; delete a line 'sep=;'. With a delimiter at the end of each line, pass the frame"
+                " pandas.read_csv(...).iloc[:, :-1]"
+            )
         raise DataError(f"{path}: the first line is {names}, expected distinct column names{index}")
     return names

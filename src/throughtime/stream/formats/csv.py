@@ -284,9 +284,8 @@ class _Scan(CsvScan):
         fields, before = list[str](), (0, 0)
         try:
             while not fields and (record := next(reader, None)) is not None:
-                if _is_record(record):
-                    fields = record
-                else:
+                fields = record
+                if not record:  # a blank line
                     before = feed.consumed, reader.line_num
         except csv.Error as error:
             self._refuse(error, reader.line_num)
@@ -421,11 +420,6 @@ class _Scan(CsvScan):
         line = self._line()
         self._check(line)
         return line
-
-
-def _is_record(fields: list[str]) -> bool:
-    """Whether a first line has fields: it is not blank, nor the `sep=;` that Excel reads."""
-    return bool(fields) and not "".join(fields).lower().startswith("sep=")
 
 
 class _LineFeed:

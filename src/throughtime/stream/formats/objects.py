@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from throughtime.errors import DataError
 from throughtime.stream.formats.arrays import (
@@ -251,8 +252,15 @@ def _netcdf_array(path: Path, name: str) -> FileArray:
     return NetcdfVariable(import_extra("netCDF4", path, "netCDF", "netcdf").Dataset(path)[name])
 
 
-def as_file_array(value: Any) -> FileArray:
-    """An array that a process of its own can read, and that marks missing values as NaN."""
+def as_file_array(value: Any, name: str = "the arrays") -> Any:
+    """A `FileArray` that a process of its own can read, and that marks missing values as NaN."""
+    if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16:
+            raise DataError(
+                f"{name} are torch.bfloat16, which NumPy does not know; convert them:"
+                " tensor.float()"
+            )
+        return value.detach().cpu().numpy()
     if isinstance(value, PackedArray):
         return replace(value, array=as_file_array(value.array))
     if has(value, "read_direct", "file"):

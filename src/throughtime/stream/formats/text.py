@@ -5,7 +5,7 @@ Shapes: `n` symbols read.
 
 import codecs
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -73,7 +73,7 @@ class Text:
     """The recording: each symbol, and the one to come."""
 
     stamp: FileStamp
-    source: "Bytes | Characters"
+    source: "Bytes | Characters" = field(repr=False)
 
     @property
     def name(self) -> str:
