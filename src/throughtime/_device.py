@@ -70,32 +70,6 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-class HostCopies:
-    """Tensors of one device on their way to the host: waited for when they are read.
-
-    What the device computes after them is not waited for. Tensors of the CPU are not copied, and
-    a device for which the host pins no memory is waited for at once.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        device = tensors[0].device
-        self._arrival, self._copies = None, [*tensors]
-        if pins_memory(device):
-            self._copies = [
-                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
-                    tensor, non_blocking=True
-                )
-                for tensor in tensors
-            ]
-            self._arrival = torch.accelerator.current_stream(device).record_event()
-
-    def read(self) -> list[Tensor]:
-        """The copies, in order."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return [copy.cpu() for copy in self._copies]
-
-
 class SideStream:
     """Copies to a device beside its computations, where its backend has streams (CUDA, XPU).
 
