@@ -82,9 +82,9 @@ class Ranks:
             distributed.all_gather_object(everyone, value)
         return everyone
 
-    def mean(self, values: Sequence[float]) -> list[float]:
-        """Of each value over the ranks."""
-        return [value / self.count for value in self.total(values)]
+    def mean(self, value: float) -> float:
+        """Over the ranks."""
+        return self.total([value])[0] / self.count
 
     def check_equal(
         self, weights: Mapping[str, Tensor], plan: Mapping[str, object] | None = None

@@ -379,13 +379,13 @@ class Predictor:
         if lanes is None or self.state is None:
             self.state = None
             return
-        numbers = [lanes] if isinstance(lanes, int) else list(lanes)
-        if wrong := [lane for lane in numbers if not 0 <= lane < self.lanes]:
-            raise StateError(
-                f"lane {wrong[0]} asked for, the predictor has lanes 0 to {self.lanes - 1}"
-            )
         where = torch.zeros(self.lanes, dtype=torch.bool, device="cpu")
-        where[numbers] = True
+        try:
+            where[lanes] = True
+        except IndexError as error:
+            raise StateError(
+                f"lane {lanes} asked for, the predictor has lanes 0 to {self.lanes - 1}"
+            ) from error
         with torch.no_grad():
             self.state = trees.reset(self.state, self.net.initial_state(self.lanes), where)
 

@@ -414,7 +414,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def to_cpu(content: Any) -> Any:
     """The content with its tensors copied to the CPU, to be sent to another process."""
-    return map_tensors(lambda _, tensor: _copy(tensor), content)
+    return map_tensors(_copy, content)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -431,7 +431,7 @@ class Executor:
             loss = _mean_loss(parts, total)
         update = Update(loss.detach(), valid if total else 0, state, y, chunk, total)
         if w.per is not None:  # all ranks take part, whatever counts on this one
-            mean = total if self.ranks is None else self.ranks.mean([total])[0]
+            mean = total if self.ranks is None else self.ranks.mean(total)
             loss = loss * (mean / (w.per * chunk.lanes))
         if total:
             self._deliver(loss, parts, y, chunk, replay)
