@@ -94,12 +94,6 @@ class SideStream:
                 tensor.record_stream(current)
 
 
-def device_count(device: torch.device) -> int:
-    """The accelerators of this type on this machine; 0 where torch has no such backend."""
-    query = _backend(device, "device_count")
-    return 0 if query is None else query()
-
-
 def device_name(device: torch.device) -> str:
     """The product's name; the type of the device where the backend does not say."""
     query = _backend(device, "get_device_name")

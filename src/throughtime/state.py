@@ -170,16 +170,14 @@ def lanes(state: State) -> int | None:
         >>> tt.state.lanes((torch.zeros(4, 8), {"c": torch.zeros(4, 2)}))
         4
     """
-    count: int | None = None
-    first = ""
+    first, count = "", None
     for name, leaf in leaves(state):
         if leaf.dim() == 0:
             raise StateError(
                 f"state leaf '{name}' has no lane dimension: got shape (), expected (B, ...)"
             )
-        if count is None:
-            count, first = leaf.shape[0], name
-        elif leaf.shape[0] != count:
+        first, count = first or name, leaf.shape[0] if count is None else count
+        if leaf.shape[0] != count:
             raise StateError(
                 f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {count}"
             )
