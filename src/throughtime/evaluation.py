@@ -18,7 +18,7 @@ from throughtime._device import real_type
 from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import ranks_of
-from throughtime.errors import DataError, listed, warn_caller
+from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.gradient.objective import LossFn, Objective, check_rows, target_kind
 from throughtime.metrics import (
     Classification,
@@ -117,18 +117,17 @@ def evaluate(
 def warn_of_cuts(stream: Stream) -> None:
     """Warn where the stream cuts recordings: an evaluation starts each part from the start."""
     stream._sync_ranks()
-    if not (cuts := stream._schedule.cuts):
-        return
-    count, ranks = len(stream.recordings), stream._shard.ranks
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"
-    warn_caller(
-        f"lanes={stream.lanes}{each} for {count} recording{'s' * (count > 1)}"
-        f" ({listed(r.name for r in stream.recordings)}): the stream cuts recordings into parts,"
-        f" and {cuts} of the parts start from the initial state instead of the state that the"
-        f" steps before them leave. To evaluate whole recordings write tt.Stream(..., {lanes}), or"
-        " give the recordings themselves to tt.evaluate"
-    )
+    if cuts := stream._schedule.cuts:
+        count, ranks = len(stream.recordings), stream._shard.ranks
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"
+        warn_caller(
+            f"lanes={stream.lanes}{each} for {counted(count, 'recording')}"
+            f" ({listed(r.name for r in stream.recordings)}): the stream cuts recordings into"
+            f" parts, and {cuts} of the parts start from the initial state instead of the state"
+            " that the steps before them leave. To evaluate whole recordings write"
+            f" tt.Stream(..., {lanes}), or give the recordings themselves to tt.evaluate"
+        )
 
 
 class Evaluator:
@@ -263,20 +262,16 @@ class Evaluator:
         loss = None
         if self._objective is not None:
             loss = total / weight if weight else math.nan
-        names = Counter(recording.name for recording in stream.recordings)
+        names = [recording.name for recording in stream.recordings]
+        counts = Counter(names)
         whole = metrics.pop(None, None if self._metric is None else self._metric.new())
         return Evaluation(
             loss,
             int(steps),
             {} if whole is None else whole.compute(),
             {
-                _unique(recording.name, i, names): metrics[i].compute()
-                for i, recording in enumerate(stream.recordings)
+                name if counts[name] == 1 else f"{name} (#{i})": metrics[i].compute()
+                for i, name in enumerate(names)
                 if i in metrics
             },
         )
-
-
-def _unique(name: str, index: int, names: Counter[str]) -> str:
-    """The name, with its index where several recordings share it."""
-    return name if names[name] == 1 else f"{name} (#{index})"

@@ -220,7 +220,7 @@ class _KernelOptimizer(Optimizer):
             self._plan = None
             if (reason := self._unsupported(params, grads)) is not None:
                 return reason
-            self._plan = plan = self._new_plan(params, grads)
+            self._plan = plan = self._new_plan(grads)
         norm = plan.table.run(grads, self._max_norm)
         if self._max_norm is not None:
             self._norm = norm
@@ -241,13 +241,13 @@ class _KernelOptimizer(Optimizer):
             self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
         return plan
 
-    def _new_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> _TablePlan:
-        groups = {
-            id(param): (number, group)
+    def _new_plan(self, grads: Sequence[Tensor]) -> _TablePlan:
+        entries = [
+            self._entry(param, number, group)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
-        }
-        entries = [self._entry(param, *groups[id(param)]) for param in params]
+            if param.grad is not None
+        ]
         table = StepTable(entries, grads, len(self.param_groups))
         tensors = table.configure(list(map(self._numbers, self.param_groups)))
         slots = list(map(_slots, self.param_groups))
