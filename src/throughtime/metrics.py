@@ -95,9 +95,8 @@ class TorchMetricAdapter:
     def new(self) -> "TorchMetricAdapter":
         metric = self.metric.clone()
         metric.reset()
-        for part in metric.modules() if isinstance(metric, nn.Module) else ():
-            if hasattr(part, "sync_on_compute"):  # each rank has the same recordings
-                setattr(part, "sync_on_compute", False)  # noqa: B010 (torchmetrics has no types)
+        for part in metric.modules():
+            part.sync_on_compute = False  # each rank has the same recordings
         return TorchMetricAdapter(metric)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -128,7 +127,7 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     """
     if callable(getattr(metric, "new", None)) and not isinstance(metric, type):
         return cast("Metric", metric)
-    if all(callable(getattr(metric, name, None)) for name in ("update", "compute", "clone")):
+    if isinstance(metric, nn.Module) and callable(getattr(metric, "clone", None)):
         return TorchMetricAdapter(cast("TorchMetric", metric))
     is_class = isinstance(metric, type)
     got = f"the class {metric.__name__}" if is_class else f"a {type(metric).__name__}"
