@@ -222,7 +222,7 @@ def one_run(name: str, seed: int, splits: dict[str, Signals], updates: int) -> d
             pass
         seconds += time.process_time() - began
         found = {
-            split: tt.evaluate(net, stream, nn.MSELoss()).loss.item() * 100
+            split: tt.evaluate(net, stream, nn.MSELoss()).loss * 100
             for split, stream in streams.items()
         }
         curve.append({"updates": done, "seconds": round(seconds, 3), **found})

@@ -201,4 +201,3 @@ def test_kinds_of_devices() -> None:
     assert [_device.is_accelerator(device) for device in devices] == [False, False, True, True]
     assert [_device.real_type(d) for d in devices] == [torch.float64] * 3 + [torch.float32]
     assert _device.device_bytes(devices[0]) is None
-    assert _device.device_count(devices[0]) == 0

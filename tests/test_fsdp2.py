@@ -286,7 +286,7 @@ def test_between_updates_weights_gradients_and_optimizer_are_spread() -> None:
 def test_evaluation_of_spread_weights_is_that_of_one_process() -> None:
     expected = tt.evaluate(
         plain(), tt.Stream(recordings(LENGTHS, outputs=1), 2 * LANES, 10), LOSS
-    ).loss.item()
+    ).loss
     for told in found(few_works):
         assert told["evaluated"] == pytest.approx(expected, rel=1e-12)
 

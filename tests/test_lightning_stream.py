@@ -134,7 +134,7 @@ def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) ->
             module.net, stream_of(lanes, seed=seed), nn.MSELoss(), metrics=tt.metrics.Regression()
         )
         assert logged[f"val_loss/dataloader_idx_{index}"].item() == pytest.approx(
-            expected.loss.item(), rel=1e-6
+            expected.loss, rel=1e-6
         )
         assert logged[f"val_rmse/dataloader_idx_{index}"].item() == pytest.approx(
             expected.metrics["rmse"], rel=1e-6
@@ -159,7 +159,7 @@ def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
     for chunk in first:
         evaluator.add(chunk)
     assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
-        evaluator.result(stream_of(1)).loss.item(), rel=1e-6
+        evaluator.result(stream_of(1)).loss, rel=1e-6
     )
 
 
@@ -167,7 +167,7 @@ def test_test_and_prediction_are_those_of_evaluate_and_predict(tmp_path: Path) -
     module, trainer = Module(), trainer_of(tmp_path)
     (values,) = trainer.test(module, loader_of_validation(), verbose=False)
     assert values["test_loss"] == pytest.approx(
-        tt.evaluate(module.net, stream_of(1, seed=3), nn.MSELoss()).loss.item(), rel=1e-6
+        tt.evaluate(module.net, stream_of(1, seed=3), nn.MSELoss()).loss, rel=1e-6
     )
     one = recordings([60])[0]
     parts = trainer.predict(module, Loader(tt.Stream({"inputs": one["inputs"]}, 1, 10), 2))

@@ -12,7 +12,8 @@ import throughtime as tt
 from processes import in_processes
 from throughtime.carry import Carried
 from throughtime.errors import DataError
-from throughtime.metrics import Classification, Regression, as_metric, is_mergeable
+from throughtime.evaluation import Evaluator
+from throughtime.metrics import Classification, Regression
 
 LENGTHS = (40, 25, 53, 19, 31)
 CLASSES: dict[str, Any] = {"task": "multiclass", "num_classes": 3}
@@ -39,19 +40,6 @@ def metrics() -> dict[str, tuple[str, Any]]:
     return {
         "classification": ("class", Classification(3)),
         "regression": ("number", Regression()),
-        "accuracy": ("class", torchmetrics.Accuracy(**CLASSES, average="micro")),
-        "collected": ("class", torchmetrics.AUROC(**CLASSES, thresholds=None)),
-        "collection": (
-            "class",
-            torchmetrics.MetricCollection(
-                {
-                    "f1": torchmetrics.F1Score(**CLASSES, average="none"),
-                    "precision": torchmetrics.Precision(**CLASSES, average="macro"),
-                    "recall": torchmetrics.Recall(**CLASSES, average="macro"),
-                }
-            ),
-        ),
-        "r2": ("number", torchmetrics.MeanAbsoluteError()),
     }
 
 
@@ -68,11 +56,26 @@ def work(rank: int, _: object) -> Iterator[tuple[str, Any]]:
         shares = tt.evaluate(net, stream, metrics=metric)
         whole = tt.evaluate(net, recordings(kind), metrics=metric)
         yield name, (shares.metrics, shares.recordings, whole.metrics, whole.recordings)
-    stream = tt.Stream(recordings("class"), lanes=2, chunk=9, seed=None)
-    try:
-        tt.evaluate(net_for("class"), stream, metrics=Own())
-    except DataError as error:
-        yield "refused", str(error)
+    for name, metric in (("own", Own()), ("torchmetrics", torchmetrics.Accuracy(**CLASSES))):
+        stream = tt.Stream(recordings("class"), lanes=2, chunk=9, seed=None)
+        try:
+            tt.evaluate(net_for("class"), stream, metrics=metric)
+        except DataError as error:
+            yield f"refused {name}", str(error)
+    yield "in a loop", accuracy_in_a_loop()
+
+
+def accuracy_in_a_loop() -> float:
+    """What the refusal of a metric of torchmetrics advises."""
+    metric, evaluator = (
+        torchmetrics.Accuracy(**CLASSES, average="micro"),
+        Evaluator(net_for("class")),
+    )
+    for chunk in tt.Stream(recordings("class"), lanes=2, chunk=9, seed=None):
+        outputs = evaluator.add(chunk)
+        if chunk.valid_steps:
+            metric.update(*chunk.valid_pairs(outputs))
+    return float(metric.compute())
 
 
 def nothing() -> None:
@@ -81,11 +84,16 @@ def nothing() -> None:
 
 def test_two_ranks_score_as_one_process() -> None:
     reports = in_processes(2, nothing, work)
+    alone = tt.evaluate(net_for("class"), recordings("class"), metrics=Classification(3))
+    for report in reports:
+        for name in ("own", "torchmetrics"):
+            refusal = report[f"refused {name}"]
+            assert "cannot be added up over ranks: give them a method merge" in refusal
+        assert report["in a loop"] == pytest.approx(alone.metrics["accuracy"])
     for name, (kind, metric) in metrics().items():
         alone = tt.evaluate(net_for(kind), recordings(kind), metrics=metric)
         assert len(alone.recordings) == len(LENGTHS)
         for report in reports:
-            assert "cannot be added up over ranks: give them a method merge" in report["refused"]
             shares, by_recording, whole, whole_by_recording = report[name]
             assert shares == pytest.approx(alone.metrics, rel=1e-5, nan_ok=True), name
             assert whole == pytest.approx(alone.metrics, rel=1e-6, nan_ok=True), name
@@ -118,11 +126,3 @@ class Own:
 
     def compute(self) -> dict[str, float]:
         return {"zero": 0.0}
-
-
-def test_metrics_that_ranks_cannot_add_up_are_refused() -> None:
-    wrapped = torchmetrics.ClasswiseWrapper(torchmetrics.Accuracy(**CLASSES, average="none"))
-    for metric in (Own(), wrapped, torchmetrics.PearsonCorrCoef()):
-        assert not is_mergeable(as_metric(metric))
-    for _, metric in metrics().values():
-        assert is_mergeable(as_metric(metric).new())

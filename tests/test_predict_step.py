@@ -345,8 +345,8 @@ def test_a_state_may_be_changed_in_place_replaced_and_reset(tmp_path: Any) -> No
     for predictor in (pair.step, pair.call):
         predictor.reset([2])
     assert pair.agrees(rows[10:15])
-    pair.step.save(tmp_path / "state")
-    pair.call.load(tmp_path / "state")
+    tt.state.save(pair.step.state, tmp_path / "state")
+    pair.call.state = tt.state.load(tmp_path / "state", like=pair.step.state)
     assert pair.agrees(rows[15:20])
     pair.call.state = pair.step.state = tt.state.map_leaves(torch.randn_like, pair.call.state)
     assert pair.agrees(rows[20:25])

@@ -44,13 +44,9 @@ def real_type(value: Tensor | torch.device) -> torch.dtype:
     return torch.float32 if _kind(value) == "mps" else torch.float64
 
 
-def pins_memory(value: Tensor | torch.device) -> bool:
-    """Whether the host can pin memory, so that copies to this device need not be waited for."""
-    return is_accelerator(value) and _pins_memory(_kind(value))
-
-
 @cache
-def _pins_memory(kind: str) -> bool:
+def pins_memory(kind: str) -> bool:
+    """Whether the host can pin memory, so that copies to such a device need not be waited for."""
     current = torch.accelerator.current_accelerator()
     # torch pins memory for the current one alone; MPS shares the memory of the host
     if current is None or current.type != kind or kind == "mps":
@@ -63,37 +59,11 @@ def _pins_memory(kind: str) -> bool:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """The tensor on a device: from the host in one transfer, not waited for where that is safe."""
-    if tensor.is_cpu and pins_memory(device):
+    if tensor.is_cpu and pins_memory(device.type):
         if not tensor.is_pinned():  # pin_memory() takes no tensor that repeats its memory
             tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return tensor.to(device, non_blocking=True)
     return tensor.to(device)
-
-
-class HostCopies:
-    """Tensors of one device on their way to the host: waited for when they are read.
-
-    What the device computes after them is not waited for. Tensors of the CPU are not copied, and
-    a device for which the host pins no memory is waited for at once.
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        device = tensors[0].device
-        self._arrival, self._copies = None, [*tensors]
-        if pins_memory(device):
-            self._copies = [
-                torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
-                    tensor, non_blocking=True
-                )
-                for tensor in tensors
-            ]
-            self._arrival = torch.accelerator.current_stream(device).record_event()
-
-    def read(self) -> list[Tensor]:
-        """The copies, in order."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return [copy.cpu() for copy in self._copies]
 
 
 class SideStream:
@@ -107,29 +77,21 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        make, self._within, self._current = (
-            _backend(device, name) for name in ("Stream", "stream", "current_stream")
-        )
-        self._device = device
-        self._stream: Any = make(device) if make and self._current else None
+        self._device, self._backend = device, torch.get_device_module(device)
+        has_streams = hasattr(self._backend, "current_stream")
+        self._stream: Any = self._backend.Stream(device) if has_streams else None
 
     def copies(self) -> AbstractContextManager[Any]:
         """Copies that begin in the block are queued beside the computations."""
-        return nullcontext() if self._stream is None else self._within(self._stream)
+        return nullcontext() if self._stream is None else self._backend.stream(self._stream)
 
     def join(self, tensors: Iterable[Tensor]) -> None:
         """Queue the next computations behind the copies; the host does not wait."""
         if self._stream is not None:
-            current = self._current(self._device)
+            current = self._backend.current_stream(self._device)
             current.wait_stream(self._stream)
             for tensor in tensors:  # or their memory would be used again before it is read
                 tensor.record_stream(current)
-
-
-def device_count(device: torch.device) -> int:
-    """The accelerators of this type on this machine; 0 where torch has no such backend."""
-    query = _backend(device, "device_count")
-    return 0 if query is None else query()
 
 
 def device_name(device: torch.device) -> str:

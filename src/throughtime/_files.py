@@ -1,18 +1,14 @@
-"""Files that are either the old ones or the new ones, and files that one process at a time holds.
+"""Files that are either the old ones or the new ones, and locks that one process at a time holds.
 
-A lock belongs to an open file (`flock` of Linux and macOS), so the system releases it when its
-process ends, however it ends. Windows has no `flock`: nothing is locked there. On NFS the lock
-holds between machines unless the mount says `nolock` or `local_lock`; on Lustre it needs the mount
-option `flock`, without which the system refuses it.
+The system releases a lock when its process ends, however it ends. On NFS `flock` holds between
+machines unless the mount says `nolock` or `local_lock`; on Lustre it needs the mount option
+`flock`, without which the system refuses it.
 """
 
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
-
-_locked: set[IO[bytes]] = set()
 
 
 def write_atomically(path: Path, content: bytes | bytearray) -> None:
@@ -82,51 +78,28 @@ def named_errors(path: Path) -> Generator[None]:
 
 
 @contextmanager
-def exclusive(path: Path, *, wait: bool) -> Generator[IO[bytes]]:
+def exclusive(path: Path, *, wait: bool) -> Generator[None]:
     """Hold the lock of a file, which is made for it and removed afterwards.
 
-    Readers and writers that ask for no lock are not hindered. A forked child does not hold it.
+    A forked child does not hold it.
 
     Args:
-        path: the file.
+        path: the file, of the lock alone.
         wait: for the process that holds it.
 
     Raises:
-        BlockingIOError: another process holds it, and `wait` is false.
+        TimeoutError: another process holds it, and `wait` is false.
         OSError: the folder is not writable, or its file system has no locks.
     """
-    while True:
-        with path.open("ab") as file:
-            with named_errors(path):
-                _lock(file, wait=wait)
-            try:
-                current = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            except FileNotFoundError:
-                current = False
-            if current:  # else the process that had the lock renamed or removed it: try again
-                _locked.add(file)
-                try:
-                    yield file
-                finally:
-                    if file in _locked:
-                        _locked.discard(file)
-                        with suppress(PermissionError):  # Windows removes no open file
-                            path.unlink(missing_ok=True)
-                return
+    from filelock import FileLock  # 15 ms, for the few that lock
 
-
-def _lock(file: IO[bytes], *, wait: bool) -> None:
-    with suppress(ImportError):
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-
-
-def _close_locked() -> None:
-    """In a forked child, which could outlive its parent: close the files and lock nothing."""
-    while _locked:
-        _locked.pop().close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_locked)
+    lock = FileLock(path, blocking=wait, thread_local=False)
+    with named_errors(path):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        if lock.is_locked:  # not in a forked child
+            with suppress(PermissionError):  # Windows removes no open file
+                path.unlink(missing_ok=True)
+        lock.release()

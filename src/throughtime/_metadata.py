@@ -73,19 +73,13 @@ class ChunkMetadata:
             tensor.cpu() for tensor in (resets, mask, recording, position, ends)
         )
         reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
-        # the usual case: all steps are valid, and a range is enough
-        full = mask.numel() > 0 and bool(mask.all())
-        valid_before = (
-            range(0, mask.numel() + 1, mask.shape[1])
-            if full
-            else (0, *accumulate(mask.sum(dim=1).tolist()))
-        )
+        valid_before = (0, *accumulate(mask.sum(dim=1).tolist()))
         return cls(resets, mask, recording, position, ends, reset_steps, valid_before)
 
     @property
     def is_plain(self) -> bool:
         """Whether no lane resets, and all steps count: a device needs no copy."""
-        return not self.reset_steps and isinstance(self.valid_before, range)
+        return not self.reset_steps and self.valid_before[-1] == self.mask.numel()
 
     def flags(self, device: torch.device) -> Tensor:
         """`(2, T, B)` bool, resets and mask on a device; they are sent once."""

@@ -18,7 +18,6 @@ import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -82,9 +81,9 @@ class Ranks:
             distributed.all_gather_object(everyone, value)
         return everyone
 
-    def mean(self, values: Sequence[float]) -> list[float]:
-        """Of each value over the ranks."""
-        return [value / self.count for value in self.total(values)]
+    def mean(self, value: float) -> float:
+        """Over the ranks."""
+        return self.total([value])[0] / self.count
 
     def check_equal(
         self, weights: Mapping[str, Tensor], plan: Mapping[str, object] | None = None
@@ -185,21 +184,21 @@ class Ranks:
         Gradients of all types travel together, in the widest of them, at least float32.
         """
         values = [_as_real(weight) for weight in weights]
-        dtype = reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
-        sizes = [value.numel() for value in values]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=self.device)
-        pairs = zip(flat.split(sizes), values, strict=True)
-        sums = [part.view(value.shape) for part, value in pairs]
-        for total, grad in zip(sums, grads, strict=True):
-            if grad is not None:
-                total.add_(_as_real(grad), alpha=counts[1])
+        parts = [
+            torch.zeros_like(value) if grad is None else _as_real(grad)
+            for value, grad in zip(values, grads, strict=True)
+        ]
+        # of the types of all parts, cat takes the widest
+        empty = torch.empty(0, dtype=torch.float32, device=self.device)
+        flat = torch.cat([empty, *map(torch.flatten, parts)]).mul_(counts[1])
         owners = [grad is not None for grad in grads]
         head = torch.tensor([*counts, *owners], dtype=_COUNTS, device=self.device)
         with rank_errors():
             sent: Any = distributed.all_reduce(head, async_op=True)
             distributed.all_reduce(flat)
             sent.wait()
-        return head.tolist(), sums
+        sums = zip(flat.split([*map(Tensor.numel, values)]), values, strict=True)
+        return head.tolist(), [total.view(value.shape) for total, value in sums]
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -240,18 +239,15 @@ def ranks_of(net: nn.Module, stream: Stream | None) -> Ranks:
         stream._sync_ranks()
     if stream is None or stream._shard.ranks == 1:
         return Ranks(0, 1, device, shards)
-    if not (distributed.is_available() and distributed.is_initialized()):
+    share, group = f"rank {stream._shard.rank} of {stream._shard.ranks}", "in no process group"
+    if distributed.is_available() and distributed.is_initialized():
+        group = f"rank {distributed.get_rank()} of {distributed.get_world_size()}"
+    if share != group:
         raise DataError(
-            f"the stream plays rank {stream._shard.rank} of {stream._shard.ranks}, and there is no"
-            " process group over which the ranks could add up what they find: call"
-            " torch.distributed.init_process_group(...) first, as torchrun's scripts do"
-        )
-    group = distributed.get_rank(), distributed.get_world_size()
-    if group != (stream._shard.rank, stream._shard.ranks):
-        raise DataError(
-            f"the stream plays rank {stream._shard.rank} of {stream._shard.ranks}, and this process"
-            f" is rank {group[0]} of {group[1]} of the process group: recordings would be left out"
-            " or played twice. Leave out rank=, ranks=, or give those of the group"
+            f"the stream plays {share}, and this process is {group}: recordings would be left out"
+            " or played twice, and gradients not added up. Call"
+            " torch.distributed.init_process_group(...) first, as torchrun's scripts do, and leave"
+            " out rank=, ranks=, or give those of the group"
         )
     return Ranks(stream._shard.rank, stream._shard.ranks, device, shards)
 

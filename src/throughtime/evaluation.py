@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -18,15 +18,15 @@ from throughtime._device import real_type
 from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import ranks_of
-from throughtime.errors import DataError, listed, warn_caller
+from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.gradient.objective import LossFn, Objective, target_kind
 from throughtime.metrics import (
     Classification,
+    MergeableMetric,
     Metric,
     Metrics,
     TorchMetric,
     as_metric,
-    is_mergeable,
 )
 from throughtime.predict import Predictor
 from throughtime.state import State
@@ -40,14 +40,13 @@ class Evaluation:
     """The result of `tt.evaluate`.
 
     Attributes:
-        loss: mean over all valid steps, a scalar tensor, NaN where no step is valid; `None`
-            without a `loss_fn`.
+        loss: mean over all valid steps, NaN where no step is valid; `None` without a `loss_fn`.
         steps: number of valid steps.
         metrics: over all recordings together; empty without `metrics`.
         recordings: metrics by recording's name; a recording cut into parts counts as one.
     """
 
-    loss: Any
+    loss: Any  # a float or None, which a type checker would ask every caller about
     steps: int
     metrics: Metrics
     recordings: dict[str, Metrics]
@@ -118,18 +117,17 @@ def evaluate(
 def warn_of_cuts(stream: Stream) -> None:
     """Warn where the stream cuts recordings: an evaluation starts each part from the start."""
     stream._sync_ranks()
-    if not (cuts := stream._schedule.cuts):
-        return
-    count, ranks = len(stream.recordings), stream._shard.ranks
-    each = f" on each of {ranks} ranks" if ranks > 1 else ""
-    lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"
-    warn_caller(
-        f"lanes={stream.lanes}{each} for {count} recording{'s' * (count > 1)}"
-        f" ({listed(r.name for r in stream.recordings)}): the stream cuts recordings into parts,"
-        f" and {cuts} of the parts start from the initial state instead of the state that the"
-        f" steps before them leave. To evaluate whole recordings write tt.Stream(..., {lanes}), or"
-        " give the recordings themselves to tt.evaluate"
-    )
+    if cuts := stream._schedule.cuts:
+        count, ranks = len(stream.recordings), stream._shard.ranks
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
+        lanes = f"lanes={count // ranks}" if count >= ranks else f"lanes={count}, rank=0, ranks=1"
+        warn_caller(
+            f"lanes={stream.lanes}{each} for {counted(count, 'recording')}"
+            f" ({listed(r.name for r in stream.recordings)}): the stream cuts recordings into"
+            f" parts, and {cuts} of the parts start from the initial state instead of the state"
+            " that the steps before them leave. To evaluate whole recordings write"
+            f" tt.Stream(..., {lanes}), or give the recordings themselves to tt.evaluate"
+        )
 
 
 class Evaluator:
@@ -169,7 +167,10 @@ class Evaluator:
         kind = "classes" if isinstance(metrics, Classification) else target_kind(loss_fn)
         self._placement = Placement(self._predictor.device, dtype_of(net), kind)
         self._metric = None if metrics is None else as_metric(metrics)
-        self._metrics: dict[int | None, Metric] = {}  # by recording; None: over all of them
+        # by recording; None: over all of them
+        self._metrics: dict[int | None, Any] = {}
+        if self._metric is not None:
+            self._metrics = defaultdict(self._metric.new)
         self._loss: Tensor | float = 0.0
         self._weight, self._steps = 0.0, 0
         self._state: State = None
@@ -189,12 +190,15 @@ class Evaluator:
         self._checked = stream
         warn_of_cuts(stream)
         ranks = ranks_of(self._predictor.net, stream)
-        if ranks.count > 1 and self._metric is not None and not is_mergeable(self._metric):
+        if ranks.count > 1 and not isinstance(self._metric, MergeableMetric | None):
             raise DataError(
                 f"the stream plays the share of rank {ranks.rank} of {ranks.count}, and these"
-                " metrics cannot be added up over ranks: give them a method merge(other), which"
-                " Classification, Regression and most of torchmetrics have, or write"
-                " tt.Stream(..., rank=0, ranks=1), which plays everything"
+                " metrics cannot be added up over ranks: give them a method merge(other), as"
+                " Classification and Regression have, or write tt.Stream(..., rank=0, ranks=1),"
+                " which plays everything. A metric of torchmetrics adds up ranks itself: take"
+                " evaluator = throughtime.evaluation.Evaluator(net), and for every chunk"
+                " outputs = evaluator.add(chunk), then, if chunk.valid_steps,"
+                " metric.update(*chunk.valid_pairs(outputs))"
             )
 
     def add(self, chunk: Chunk) -> Tensor:
@@ -227,21 +231,16 @@ class Evaluator:
             rows, targets = chunk.valid_pairs(outputs)
             owners = chunk.metadata.recording[chunk.span][chunk.metadata.mask[chunk.span]]
             indices, counts = (values.tolist() for values in owners.unique(return_counts=True))
-            self._update(None, rows, targets)
+            self._metrics[None].update(rows, targets)
             if len(indices) > 1:
                 if not rows.is_cpu:  # the host's order would have to be sent
                     owners = chunk.recording.flatten().index_select(0, chunk.valid)
                 order = owners.argsort(stable=True)
                 rows, targets = rows.index_select(0, order), targets.index_select(0, order)
             parts = zip(indices, rows.split(counts), targets.split(counts), strict=True)
-            for part in parts:
-                self._update(*part)
+            for recording, *pair in parts:
+                self._metrics[recording].update(*pair)
         return outputs
-
-    def _update(self, recording: int | None, rows: Tensor, targets: Tensor) -> None:
-        if self._metric is not None and recording not in self._metrics:
-            self._metrics[recording] = self._metric.new()
-        self._metrics[recording].update(rows, targets)
 
     def result(self, stream: Stream) -> Evaluation:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
@@ -256,23 +255,19 @@ class Evaluator:
             for recording, metric in chain.from_iterable(other.items() for other in others):
                 if (own := metrics.setdefault(recording, metric)) is not metric:
                     own.merge(metric)
-        mean = total / weight if weight else math.nan
-        names = Counter(recording.name for recording in stream.recordings)
+        loss = None
+        if self._objective is not None:
+            loss = total / weight if weight else math.nan
+        names = [recording.name for recording in stream.recordings]
+        counts = Counter(names)
         whole = metrics.pop(None, None if self._metric is None else self._metric.new())
         return Evaluation(
-            None
-            if self._objective is None
-            else torch.tensor(mean, dtype=torch.float64, device="cpu"),
+            loss,
             int(steps),
             {} if whole is None else whole.compute(),
             {
-                _unique(recording.name, i, names): metrics[i].compute()
-                for i, recording in enumerate(stream.recordings)
+                name if counts[name] == 1 else f"{name} (#{i})": metrics[i].compute()
+                for i, name in enumerate(names)
                 if i in metrics
             },
         )
-
-
-def _unique(name: str, index: int, names: Counter[str]) -> str:
-    """The name, with its index where several recordings share it."""
-    return name if names[name] == 1 else f"{name} (#{index})"

@@ -19,7 +19,6 @@ from throughtime.errors import ConfigError, DataError, counted, listed
 
 __all__ = ["Classification", "MergeableMetric", "Metric", "Regression"]
 
-_MERGED = {"dim_zero_sum", "dim_zero_cat", "dim_zero_max", "dim_zero_min"}  # of torchmetrics
 Metrics: TypeAlias = dict[str, float]
 
 
@@ -96,9 +95,8 @@ class TorchMetricAdapter:
     def new(self) -> "TorchMetricAdapter":
         metric = self.metric.clone()
         metric.reset()
-        for part in metric.modules() if isinstance(metric, nn.Module) else ():
-            if hasattr(part, "sync_on_compute"):  # `merge` adds ranks up, where they differ
-                setattr(part, "sync_on_compute", False)  # noqa: B010 (torchmetrics has no types)
+        for part in metric.modules():
+            part.sync_on_compute = False  # each rank has the same recordings
         return TorchMetricAdapter(metric)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
@@ -106,17 +104,6 @@ class TorchMetricAdapter:
             self.metric = self.metric.to(outputs.device)
         self._updated = True
         self.metric.update(outputs, targets)
-
-    def merge(self, other: "TorchMetricAdapter") -> None:
-        if self._updated and other._updated:
-            for mine, theirs in zip(_parts(self.metric), _parts(other.metric), strict=True):
-                mine.merge_state(theirs)
-        elif other._updated:
-            self.metric, self._updated = other.metric, True
-
-    def __getstate__(self) -> dict[str, Any]:
-        """On the CPU, for other ranks."""
-        return self.__dict__ | {"metric": self.metric.clone().to(torch.device("cpu"))}
 
     def compute(self) -> Metrics:
         if not self._updated:  # torchmetrics would warn, and has no names yet
@@ -132,25 +119,6 @@ class TorchMetricAdapter:
         return values
 
 
-def _parts(metric: Any) -> list[Any]:
-    """The metrics of a collection, each with a state of its own; or the metric itself."""
-    values: Any = getattr(metric, "values", None)
-    return [metric] if values is None else list(values(copy_state=True))
-
-
-def is_mergeable(metric: Metric) -> bool:
-    """Whether ranks can add it up: all state is summed, collected, or a largest or smallest."""
-    if not isinstance(metric, TorchMetricAdapter):
-        return isinstance(metric, MergeableMetric)
-    return all(
-        hasattr(part, "merge_state")
-        and len(list(part.modules())) == 1  # a metric around another keeps state in that one
-        and not part.full_state_update
-        and {getattr(f, "__name__", "") for f in part._reductions.values()} <= _MERGED
-        for part in _parts(metric.metric)
-    )
-
-
 def as_metric(metric: Metric | TorchMetric) -> Metric:
     """The metric itself, or an adapter for one of torchmetrics.
 
@@ -159,7 +127,7 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     """
     if callable(getattr(metric, "new", None)) and not isinstance(metric, type):
         return cast("Metric", metric)
-    if all(callable(getattr(metric, name, None)) for name in ("update", "compute", "clone")):
+    if isinstance(metric, nn.Module) and callable(getattr(metric, "clone", None)):
         return TorchMetricAdapter(cast("TorchMetric", metric))
     is_class = isinstance(metric, type)
     got = f"the class {metric.__name__}" if is_class else f"a {type(metric).__name__}"

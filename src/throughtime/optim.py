@@ -74,7 +74,11 @@ class _KernelOptimizer(Optimizer):
     _plan: _TablePlan | None = None
     fallback: str | None = None  # why the last step was torch's own; None if it was compiled
 
-    def _set_up(self, max_norm: float | None) -> None:
+    def __init__(
+        self, params: ParamsT, *arguments: Any, max_norm: float | None = None, **options: Any
+    ) -> None:
+        torch_init: Any = super().__init__
+        torch_init(params, *arguments, **options)
         self.max_norm = max_norm
         # GradScaler then unscales first, so the norm is that of the unscaled gradients
         self._step_supports_amp_scaling = False
@@ -216,7 +220,7 @@ class _KernelOptimizer(Optimizer):
             self._plan = None
             if (reason := self._unsupported(params, grads)) is not None:
                 return reason
-            self._plan = plan = self._new_plan(params, grads)
+            self._plan = plan = self._new_plan(grads)
         norm = plan.table.run(grads, self._max_norm)
         if self._max_norm is not None:
             self._norm = norm
@@ -237,13 +241,13 @@ class _KernelOptimizer(Optimizer):
             self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
         return plan
 
-    def _new_plan(self, params: Sequence[Tensor], grads: Sequence[Tensor]) -> _TablePlan:
-        groups = {
-            id(param): (number, group)
+    def _new_plan(self, grads: Sequence[Tensor]) -> _TablePlan:
+        entries = [
+            self._entry(param, number, group)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
-        }
-        entries = [self._entry(param, *groups[id(param)]) for param in params]
+            if param.grad is not None
+        ]
         table = StepTable(entries, grads, len(self.param_groups))
         tensors = table.configure(list(map(self._numbers, self.param_groups)))
         slots = list(map(_slots, self.param_groups))
@@ -326,41 +330,7 @@ def _is_first_step(state: Mapping[str, Any], slots: Mapping[str, str]) -> bool:
     return all(state.get(key) is None for key in slots.values())
 
 
-class _AdamBase(_KernelOptimizer):
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float | None = None,
-        amsgrad: bool = False,
-        *,
-        max_norm: float | None = None,
-        foreach: bool | None = None,
-        maximize: bool = False,
-        capturable: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        torch_init: Any = super().__init__
-        torch_init(
-            params,
-            lr,
-            betas,
-            eps,
-            **({} if weight_decay is None else {"weight_decay": weight_decay}),
-            amsgrad=amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._set_up(max_norm)
-
-
-class Adam(_AdamBase, torch.optim.Adam):
+class Adam(_KernelOptimizer, torch.optim.Adam):
     """`torch.optim.Adam` that clips by the global norm and steps in one call.
 
     The update is torch's, to rounding.
@@ -404,7 +374,7 @@ class Adam(_AdamBase, torch.optim.Adam):
     """
 
 
-class AdamW(_AdamBase, torch.optim.AdamW):
+class AdamW(_KernelOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` that clips by the global norm and steps in one call.
 
     The update is torch's, to rounding.
@@ -474,32 +444,3 @@ class SGD(_KernelOptimizer, torch.optim.SGD):
     References: I. Sutskever, J. Martens, G. Dahl and G. Hinton, On the importance of initialization
     and momentum in deep learning, ICML (2013), for Nesterov's momentum as torch writes it.
     """
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        momentum: float = 0,
-        dampening: float = 0,
-        weight_decay: float | Tensor = 0,
-        nesterov: bool = False,
-        *,
-        max_norm: float | None = None,
-        maximize: bool = False,
-        foreach: bool | None = None,
-        differentiable: bool = False,
-        fused: bool | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            momentum,
-            dampening,
-            weight_decay,
-            nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
-        self._set_up(max_norm)

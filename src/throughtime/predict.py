@@ -7,16 +7,14 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, pairwise
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime._device import HostCopies, send
+from throughtime._device import send
 from throughtime.carry._explain import refuse_shapes, whole_numbers_hint
 from throughtime.carry.carried import (
     Carried,
@@ -35,7 +33,6 @@ from throughtime.stream.formats.table import Array
 from throughtime.stream.sources import Recordings, as_recording
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
-ON_NAN = ("raise", "hold", "reset")
 MOST_PREPARED = 20  # a net that changes again and again is called
 
 
@@ -104,17 +101,15 @@ def predict(
     stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
     stream._collator.advice += "; on_nan='hold' leaves such steps out"
     predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
-    begun: Any = chain(map(predictor._begin, stream), [None])
     writer: Any = out
     start = 0
-    for (answer, copies), _ in pairwise(begun):  # a device computes the next one meanwhile
-        outputs, nan = copies.read()
-        predictor._refuse_nan(answer, nan)
-        rows = outputs.squeeze(1)
+    for part in stream:
+        rows = predictor(part.inputs).squeeze(1).cpu()
         if writer is None:
             writer = rows.new_empty(stream.steps, *rows.shape[1:])
         span = slice(start, start + len(rows))
-        writer[span] = rows if isinstance(writer, Tensor) else rows.numpy()
+        values: Any = rows if isinstance(writer, Tensor) else rows.numpy()
+        writer[span] = values
         start = span.stop
     return writer, predictor.state
 
@@ -133,7 +128,8 @@ class Predictor:
             With either, the outputs of that step are NaN, and the other lanes are as ever.
 
     Attributes:
-        state: the state after the last step; `None` before the first. A value: keep it, set it.
+        state: the state after the last step; `None` before the first. A value: keep it, set it,
+            and write it to a file with `tt.state.save`.
         skipped: steps left out so far, over all lanes.
 
     Several threads may share a net that is in evaluation mode already (`net.eval()`), each with a
@@ -152,8 +148,8 @@ class Predictor:
         self, net: Carried, lanes: int = 1, *, state: State = None, on_nan: OnNaN = "raise"
     ) -> None:
         require_carried(net)
-        if on_nan not in ON_NAN:
-            raise ConfigError(f"on_nan={on_nan!r}: expected {', '.join(map(repr, ON_NAN))}")
+        if on_nan not in (choices := get_args(OnNaN)):
+            raise ConfigError(f"on_nan={on_nan!r}: expected {', '.join(map(repr, choices))}")
         self.net, self.lanes, self.on_nan, self.skipped = net, lanes, on_nan, 0
         self._state, self._single, self._prepared = state, None, 0
         self._dtype, self._alone = dtype_of(net), _OneThread()
@@ -213,18 +209,14 @@ class Predictor:
             )
         before = self.state
         with self._alone:
-            answer = self._play(x, before, self._find_missing(x), resets)
-            self._refuse_nan(answer, answer.nan)
-            self.state = answer.after
-            return answer.outputs
+            outputs, self.state = self._play(x, before, resets)
+            return outputs
 
     def _as_tensor(self, inputs: Tensor | Array) -> Tensor:
-        """Floating inputs in the type of the weights; those of the host where the weights are."""
+        """Floating inputs in the type of the weights; arrays become tensors of the host."""
         if isinstance(inputs, Tensor):
             inputs = inputs.reshape(1) if inputs.dim() == 0 else inputs
-            if inputs.is_floating_point() and self._dtype is not None:
-                inputs = inputs.to(self._dtype)
-            return send(inputs, self.device) if inputs.is_cpu else inputs
+            return inputs.to(self._dtype) if inputs.is_floating_point() else inputs
         array = np.ascontiguousarray(inputs)  # torch takes no negative strides
         if array.dtype.kind in "SUO":
             raise DataError(
@@ -234,14 +226,7 @@ class Predictor:
             )
         weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())
         dtype = torch.int64 if array.dtype.kind in "biu" else next(weights, None)
-        return torch.tensor(array, dtype=dtype, device=self.device)
-
-    def _begin(self, chunk: Chunk) -> tuple["_Answer", HostCopies]:
-        """Begin a call with a chunk of the host; the copies of outputs and flags are under way."""
-        missing = self._find_missing(chunk.inputs)
-        answer = self._play(self._as_tensor(chunk.inputs), self.state, missing, None)
-        self.state = answer.after
-        return answer, HostCopies(answer.outputs, answer.nan)
+        return torch.tensor(array, dtype=dtype, device="cpu")
 
     def _find_missing(self, x: Tensor) -> Tensor | None:
         """`(T, B)`, on the host: the steps with an input that is not finite, if there are any.
@@ -262,10 +247,10 @@ class Predictor:
             " starts it anew"
         )
 
-    def _play(
-        self, x: Tensor, before: State, missing: Tensor | None, resets: Tensor | None
-    ) -> "_Answer":
-        """Run the net on inputs, of which the `missing` steps are left out."""
+    def _play(self, x: Tensor, before: State, resets: Tensor | None) -> tuple[Tensor, State]:
+        """Run the net on inputs without the missing steps: its outputs, and the state after it."""
+        missing = self._find_missing(x)  # before inputs of the host are sent
+        x = send(x, self.device) if x.is_cpu else x
         run = self._run if missing is None else partial(self._run_around, missing)
         try:
             with self._ready():
@@ -277,7 +262,10 @@ class Predictor:
         if missing is not None:
             nan &= send(~missing, x.device)[(..., *[None] * (nan.dim() - 2))]
         flags = torch.stack([nan.any(), *[leaf.isnan().any() for leaf in trees.tensors(after)]])
-        return _Answer(outputs, before, after, flags)
+        if True in (wrong := flags.tolist()):
+            leaves = [f"state leaf '{name}' is NaN" for name, _ in trees.leaves(after)]
+            self._refuse_nan(before, ["the outputs are NaN", *leaves][wrong.index(True)])
+        return outputs, after
 
     @contextmanager
     def _ready(self) -> Generator[None]:
@@ -323,17 +311,10 @@ class Predictor:
             states[lane] = trees.select(start, [lane]) if restarts else state
         return outputs, trees.stack(states)
 
-    def _refuse_nan(self, answer: "_Answer", nan: Tensor) -> None:
-        """Refuse NaN that finite inputs led to; `nan` are the flags, on the host or not."""
-        if not bool(nan.any()):
-            return
-        before = answer.before
+    def _refuse_nan(self, before: State, what: str) -> None:
+        """Refuse NaN that finite inputs led to; the message begins with `what` is NaN."""
         if before is not None and any(leaf.isnan().any() for leaf in trees.tensors(before)):
             raise RunError("the state of the predictor is NaN; start anew: predictor.reset()")
-        wrong, what = nan.tolist().index(True), "the outputs are NaN"
-        if wrong:
-            name, _ = [*trees.leaves(answer.after)][wrong - 1]
-            what = f"state leaf '{name}' is NaN"
         self._refuse_weights(what)
         raise RunError(
             f"{what} though the inputs are finite; the net is unstable on them: are they scaled as"
@@ -374,6 +355,7 @@ class Predictor:
             with running(self.net):
                 if before is None:
                     before = self.net.initial_state(self.lanes, like=x)
+                x = send(x, self.device)
                 self._single = SingleStep.prepare(self.net, x, before, y, self.state)
         return y.squeeze(0)
 
@@ -397,56 +379,15 @@ class Predictor:
         if lanes is None or self.state is None:
             self.state = None
             return
-        numbers = [lanes] if isinstance(lanes, int) else list(lanes)
-        if wrong := [lane for lane in numbers if not 0 <= lane < self.lanes]:
-            raise StateError(
-                f"lane {wrong[0]} asked for, the predictor has lanes 0 to {self.lanes - 1}"
-            )
         where = torch.zeros(self.lanes, dtype=torch.bool, device="cpu")
-        where[numbers] = True
+        try:
+            where[lanes] = True
+        except IndexError as error:
+            raise StateError(
+                f"lane {lanes} asked for, the predictor has lanes 0 to {self.lanes - 1}"
+            ) from error
         with torch.no_grad():
             self.state = trees.reset(self.state, self.net.initial_state(self.lanes), where)
-
-    def save(self, path: str | Path) -> None:
-        """Writes the state as safetensors; `load` in another process goes on to the bit.
-
-        Raises:
-            StateError: nothing has been played yet.
-        """
-        if self.state is None:
-            raise StateError(
-                "there is no state to save before the first step; call the predictor on some inputs"
-                " first"
-            )
-        trees.save(self.state, path)
-
-    def load(self, path: str | Path, *, like: Tensor | None = None) -> None:
-        """Reads a state written by `save`, for the same net and number of lanes.
-
-        Args:
-            path: the file.
-            like: inputs `(T, B, D)`, for nets whose `initial_state` needs them.
-
-        Raises:
-            StateError: the file holds no state of this net and lane count.
-        """
-        self.state = trees.load(path, trees.detach(self.net.initial_state(self.lanes, like=like)))
-
-
-class _Answer(NamedTuple):
-    """What a call of the net computed.
-
-    Attributes:
-        outputs: `(T, B, C)`.
-        before: the state that entered.
-        after: the state after it.
-        nan: whether the outputs are NaN, then each leaf of the state; on the device.
-    """
-
-    outputs: Tensor
-    before: State
-    after: State
-    nan: Tensor
 
 
 class _OneThread:

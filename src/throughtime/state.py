@@ -63,26 +63,25 @@ def _by_path(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any,
         yield from _by_path(branch, (*path, name))
 
 
-def _map(fn: Callable[[Tensor], Any], tree: Any) -> Any:
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same nesting with `fn` of each tensor; whatever else it holds stays."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if (level := _level(tree)) is None:
         return tree
-    return level[2]([fn(b) if isinstance(b, Tensor) else _map(fn, b) for b in level[1]])
+    return level[2]([fn(b) if isinstance(b, Tensor) else map_tensors(fn, b) for b in level[1]])
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
+def named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
+    """Every tensor of any nesting, in order, and its path.
 
-
-def map_tensors(fn: Callable[[str, Tensor], Tensor], values: Any) -> Any:
-    """The same nesting, with `fn` of the path of every tensor and the tensor itself.
-
-    A path joins keys, field names and positions by dots; values that are no tensors stay.
+    A path joins keys, field names and positions by dots; what is no tensor is left out.
     """
-    paths = iter([_dotted(path) for path, leaf in _by_path(values) if isinstance(leaf, Tensor)])
-    return _map(lambda leaf: fn(next(paths), leaf), values)
+    return [(_dotted(path), leaf) for path, leaf in _by_path(tree) if isinstance(leaf, Tensor)]
 
 
 def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State:
@@ -96,7 +95,7 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State
     for tree in (state, *others):
         tensors(tree)  # refuses what is no tensor
     if not others:
-        return _map(fn, state)
+        return map_tensors(fn, state)
     first, *rest = (
         {path: leaf for path, leaf in _by_path(tree) if leaf is not None}
         for tree in (state, *others)
@@ -106,7 +105,7 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State
             only_one = listed(sorted(map(_dotted, first.keys() ^ other.keys())), quoted=True)
             raise StateError(f"two states differ: only one of them has the leaves {only_one}")
     rows = iter([[leaf, *(other[path] for other in rest)] for path, leaf in first.items()])
-    return _map(lambda _: fn(*next(rows)), state)
+    return map_tensors(lambda _: fn(*next(rows)), state)
 
 
 def arranged(state: State, like: State) -> State:
@@ -171,16 +170,14 @@ def lanes(state: State) -> int | None:
         >>> tt.state.lanes((torch.zeros(4, 8), {"c": torch.zeros(4, 2)}))
         4
     """
-    count: int | None = None
-    first = ""
+    first, count = "", None
     for name, leaf in leaves(state):
         if leaf.dim() == 0:
             raise StateError(
                 f"state leaf '{name}' has no lane dimension: got shape (), expected (B, ...)"
             )
-        if count is None:
-            count, first = leaf.shape[0], name
-        elif leaf.shape[0] != count:
+        first, count = first or name, leaf.shape[0] if count is None else count
+        if leaf.shape[0] != count:
             raise StateError(
                 f"state leaf '{name}' has {leaf.shape[0]} lanes, leaf '{first}' has {count}"
             )

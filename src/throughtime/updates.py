@@ -367,7 +367,7 @@ class Updates(Iterator[Update]):
                 )
         stream.load_state_dict(values["stream"])
         # checkpoints are read to the CPU
-        moved = trees.map_tensors(lambda _, leaf: leaf.to(self._ranks.device), dict(values))
+        moved = trees.map_tensors(lambda leaf: leaf.to(self._ranks.device), dict(values))
         entering = moved.get("entering")
         if entering is not None:
             stream._hand_over(entering, self._net)

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 from torch.multiprocessing.spawn import ProcessContext, start_processes
 
-from throughtime._device import device_count, is_accelerator
+from throughtime._device import is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.flags import in_words, print_error
 from throughtime.app.run_folder import to_cpu
@@ -384,8 +384,9 @@ def _end_with_others(children: ProcessContext) -> None:
 
 def _check_gpus(config: Config) -> None:
     device = torch.device(config.device)
-    if is_accelerator(device) and device_count(device) < config.devices:
-        raise ConfigError(f"this machine has {device_count(device)} GPUs")
+    count = torch.get_device_module(device).device_count()
+    if is_accelerator(device) and count < config.devices:
+        raise ConfigError(f"this machine has {count} GPUs")
 
 
 def _join_group(config: Config, variables: dict[str, str]) -> torch.device:

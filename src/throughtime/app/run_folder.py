@@ -90,8 +90,8 @@ class RunFolder:
         """
         path = self.path / ".lock"
         try:
-            file = self._lock.enter_context(exclusive(path, wait=False))
-        except BlockingIOError as error:
+            self._lock.enter_context(exclusive(path, wait=False))
+        except TimeoutError as error:
             owner = ""
             with suppress(OSError):
                 owner = path.read_text(encoding="utf-8", errors="replace")
@@ -108,9 +108,8 @@ class RunFolder:
                 stacklevel=2,
             )
         else:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-            file.flush()
+            with suppress(PermissionError):  # Windows locks the content as well
+                path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
 
     def unlock(self) -> None:
         """Let another process train the run; nothing happens if this one holds no lock."""
@@ -415,7 +414,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def to_cpu(content: Any) -> Any:
     """The content with its tensors copied to the CPU, to be sent to another process."""
-    return map_tensors(lambda _, tensor: _copy(tensor), content)
+    return map_tensors(_copy, content)
 
 
 def _copy(tensor: Tensor) -> Tensor:

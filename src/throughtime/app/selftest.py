@@ -24,9 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from throughtime import __version__, optim
 from throughtime._device import (
-    device_count,
     device_name,
-    is_accelerator,
     real_type,
     seed_generators,
 )
@@ -400,7 +398,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "kernels": level() or "none",
         "device": str(device),
         "name": device_name(device),
-        "devices": device_count(device) if is_accelerator(device) else 1,
+        "devices": torch.get_device_module(device).device_count(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "cudnn": torch.backends.cudnn.version(),

@@ -393,7 +393,7 @@ class Training:
         with self._outside_training():
             evaluator = Evaluator(self.net, self.loss_fn, metrics=spec.metrics())
             scores = evaluate_recordings(evaluator, spec, valid, self.config, self._on_phase)
-        row = {"loss": scores.loss.item(), **scores.metrics}
+        row = {"loss": scores.loss, **scores.metrics}
         self._write("valid", **row, recordings=scores.recordings)
         return selection_score(row)
 

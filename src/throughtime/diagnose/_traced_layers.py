@@ -73,7 +73,7 @@ def substituted(own: Callable[[], Any], other: Callable[[], Any], *inputs: Any) 
     with torch.no_grad():
         results = own()
     values = iter(TracedSteps.apply(tensors_in(results), *tensors_in(other())))
-    return trees.map_tensors(lambda *_: next(values), results)
+    return trees.map_tensors(lambda _: next(values), results)
 
 
 def run_reference(
@@ -340,6 +340,4 @@ def _run_named_cell(track: Track, leaves: Sequence[str], forward: Callable[[], A
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor of a nesting, in order; everything else is skipped."""
-    named: dict[str, Tensor] = {}
-    trees.map_tensors(named.setdefault, tree)
-    return list(named.values())
+    return [tensor for _, tensor in trees.named_tensors(tree)]

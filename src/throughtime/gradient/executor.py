@@ -445,7 +445,7 @@ class Executor:
         outputs = y if objective.unpack is None else objective.unpack(y)
         update = Update(loss.detach(), valid if total else 0, state, outputs, chunk, total)
         if w.per is not None:  # all ranks take part, whatever counts on this one
-            mean = total if self.ranks is None else self.ranks.mean([total])[0]
+            mean = total if self.ranks is None else self.ranks.mean(total)
             loss = loss * (mean / (w.per * chunk.lanes))
         if total:
             self._deliver(loss, parts, y, chunk, replay)

@@ -22,7 +22,7 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, listed
 from throughtime.integrations._ignite_step import OptimizerStep
-from throughtime.state import map_tensors
+from throughtime.state import map_tensors, named_tensors
 
 Batch: TypeAlias = Any  # a nesting of tensors and anything else; `_count_steps` checks it
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
@@ -63,7 +63,7 @@ def prepare_batch(
         got = (
             f"the keys {listed(batch, quoted=True)}"
             if isinstance(batch, Mapping)
-            else f"{type(batch).__name__} of {len(_tensors(batch))} tensors"
+            else f"{type(batch).__name__} of {len(named_tensors(batch))} tensors"
         )
         raise DataError(
             f"a batch is a {got}, expected a pair (inputs, targets) or a mapping of 'inputs' and"
@@ -73,7 +73,7 @@ def prepare_batch(
 
     if device is None:
         return pair
-    return map_tensors(lambda _, tensor: tensor.to(device, non_blocking=non_blocking), pair)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), pair)
 
 
 def create_supervised_tbptt_trainer(
@@ -391,13 +391,6 @@ class _Iteration:
 # chunk. A path joins keys, field names and positions by dots: "1", "speaker", "0.meta.age".
 
 
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    """Every tensor by its path, in order."""
-    tensors: dict[str, Tensor] = {}
-    map_tensors(tensors.setdefault, batch)
-    return tensors
-
-
 def _is_static(path: str, static: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in static)
 
@@ -408,7 +401,7 @@ def _count_steps(batch: Batch, dim: int, static: Sequence[str]) -> int:
     Raises:
         DataError: no tensor, one without the dimension, or different numbers of steps.
     """
-    tensors = _tensors(batch)
+    tensors = dict(named_tensors(batch))
     unknown = [name for name in static if not any(_is_static(path, (name,)) for path in tensors)]
     lengths = {
         tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None
@@ -429,8 +422,7 @@ def _count_steps(batch: Batch, dim: int, static: Sequence[str]) -> int:
 
 def _count_lanes(batch: Batch, dim: int, static: Sequence[str]) -> int | None:
     """The first dimension besides time of the first tensor with time; None if it has no other."""
-    tensors = _tensors(batch).items()
-    first = next(tensor for path, tensor in tensors if not _is_static(path, static))
+    first = next(t for path, t in named_tensors(batch) if not _is_static(path, static))
     return next((size for i, size in enumerate(first.shape) if i != dim % first.dim()), None)
 
 
@@ -441,10 +433,14 @@ def _cut(batch: Batch, steps: int, dim: int, static: Sequence[str]) -> Iterator[
     """
     total = _count_steps(batch, dim, static)
     batch = tuple(batch) if isinstance(batch, list) else batch
+    whole = [_is_static(path, static) for path, _ in named_tensors(batch)]
     for start in range(0, total, steps):
         count = min(steps, total - start)
+        static_flags = iter(whole)
 
-        def narrow(path: str, tensor: Tensor, start: int = start, count: int = count) -> Tensor:
-            return tensor if _is_static(path, static) else tensor.narrow(dim, start, count)
+        def narrow(
+            t: Tensor, flags: Iterator[bool] = static_flags, start: int = start, count: int = count
+        ) -> Tensor:
+            return t if next(flags) else t.narrow(dim, start, count)
 
         yield map_tensors(narrow, batch), count

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import throughtime as tt
-from throughtime._device import HostCopies
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
 from throughtime.evaluation import Evaluator
@@ -174,9 +173,9 @@ class StreamModule(AttachedModule):
         if as_stream_batch(batch).index == 0:
             self._predictors[dataloader_idx] = tt.Predictor(self.net, batch.stream.lanes)
         predictor = self._predictors[dataloader_idx]
-        copies = [HostCopies(predictor._run_chunk(chunk)) for chunk in batch.chunks()]
-        outputs = [rows for copy in copies for rows in copy.read()]
-        return torch.cat(outputs) if outputs else torch.empty(0, batch.stream.lanes, device="cpu")
+        outputs = [predictor._run_chunk(chunk) for chunk in batch.chunks()]
+        empty = torch.empty(0, batch.stream.lanes, device="cpu")
+        return torch.cat(outputs).cpu() if outputs else empty
 
     def _next_update(self) -> Update | None:
         update = None if self._updates is None else next(self._updates, None)

@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from throughtime._files import exclusive
+from throughtime._files import exclusive, sync
 from throughtime.errors import DataError
 from throughtime.stream.formats._csv_dialect import Dialect, detect_dialect
 from throughtime.stream.formats.table import (
@@ -213,15 +213,13 @@ def write_batches(path: Path, scan: CsvScan) -> None:
     """Write the batches of a pass to an Arrow file; its metadata is that of the last, empty one."""
     import pyarrow as pa
 
-    with path.open("wb") as file:
-        with pa.ipc.new_file(file, scan.schema) as writer:
-            for batch in scan.batches():
-                writer.write_batch(batch)
-            metadata = {_METADATA: json.dumps(scan.metadata()).encode()}
-            empty = pa.RecordBatch.from_pylist([], schema=scan.schema)
-            writer.write_batch(empty, custom_metadata=metadata)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("wb") as file, pa.ipc.new_file(file, scan.schema) as writer:
+        for batch in scan.batches():
+            writer.write_batch(batch)
+        metadata = {_METADATA: json.dumps(scan.metadata()).encode()}
+        empty = pa.RecordBatch.from_pylist([], schema=scan.schema)
+        writer.write_batch(empty, custom_metadata=metadata)
+    sync(path)
 
 
 def open_cached(
@@ -246,13 +244,16 @@ def open_cached(
             return CacheFile(path)
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        with exclusive(temporary, wait=True):
+        with exclusive(path.with_suffix(".lock"), wait=True):
             with contextlib.suppress(FileNotFoundError, ValueError):
                 return CacheFile(path)  # another process has written it meanwhile
-            with stamp.path.open("rb") as file:
-                write_batches(temporary, scan(stamp.path, file))
-            stamp.check()
-            temporary.replace(path)
+            try:
+                with stamp.path.open("rb") as file:
+                    write_batches(temporary, scan(stamp.path, file))
+                stamp.check()
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
             for old in folder.glob(f"{source}-*"):
                 if not old.stem.endswith(version):
                     old.unlink(missing_ok=True)
