@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import RunError
+from throughtime.errors import ModelError, RunError
 from throughtime.gradient import _fused, executor
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.library import library
@@ -349,7 +349,7 @@ def test_dropout_between_layers_is_run_with_a_graph_while_training(calls: list[i
     assert calls
 
 
-def test_a_class_that_is_not_there_is_refused_by_torch_and_nothing_is_written(
+def test_a_class_without_an_output_is_refused_and_nothing_is_written(
     calls: list[int],
 ) -> None:
     net = make("lstm")
@@ -360,7 +360,7 @@ def test_a_class_that_is_not_there_is_refused_by_torch_and_nothing_is_written(
         chunk=20,
         dtype=torch.float64,
     )
-    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+    with pytest.raises(ModelError, match=r"has 4 outputs in each step, .* need 5"):
         next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(20)))
     assert calls
     assert all(

@@ -22,7 +22,7 @@ from test_fused_update import LAYERS, by_graph, calls, make, recordings
 from throughtime.carry import Carried
 from throughtime.diagnose._trace_record import History
 from throughtime.diagnose.trace import SAMPLED, BackwardRecord, Trace, trace
-from throughtime.errors import RunError
+from throughtime.errors import ModelError, RunError
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
@@ -169,7 +169,7 @@ def test_an_error_leaves_the_passes_that_were_made() -> None:
             chunk=12,
             dtype=torch.float64,
         )
-        with pytest.raises(IndexError):
+        with pytest.raises(ModelError, match="the targets of the stream need 5"):
             next(tt.updates(net, wrong, nn.CrossEntropyLoss(), gradient=tt.Truncated(12)))
         assert result.count == count
         assert all(

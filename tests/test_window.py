@@ -68,7 +68,7 @@ def test_a_plan_that_counts_a_step_twice_breaks_the_law() -> None:
 
 def test_numbers_that_are_not_whole_are_refused() -> None:
     half: float = 10.5
-    with pytest.raises(ConfigError, match=r"stride=10\.5, horizon=10\.5: expected whole numbers"):
+    with pytest.raises(ConfigError, match=r"stride=10\.5: expected a whole number of at least 1"):
         tt.Truncated(half)  # pyright: ignore[reportArgumentType]  # what a user may well do
 
 
@@ -77,7 +77,7 @@ def test_settings_that_no_plan_can_serve_are_refused() -> None:
         ConfigError, match=r"horizon=50 is below stride=100: .*Take horizon >= stride, or stride=50"
     ):
         tt.Truncated(100, 50)
-    with pytest.raises(ConfigError, match="stride=0: expected at least 1 step"):
+    with pytest.raises(ConfigError, match="stride=0: expected a whole number of at least 1"):
         tt.Truncated(0)
     assert (
         tt.Truncated(100).describe()
