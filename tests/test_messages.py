@@ -111,6 +111,7 @@ def test_a_layer_inside_that_does_not_fit_is_not_blamed_on_the_inputs() -> None:
         play(net, tt.Truncated(10), torch.arange(STEPS) % 4, nn.CrossEntropyLoss())
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")  # of torch, before the error
 @every_policy
 def test_outputs_that_do_not_fit_the_targets_are_named(policy: Policy) -> None:
     net = nn.Sequential(nn.GRU(3, 8), nn.Linear(8, 2))
@@ -165,7 +166,7 @@ def test_policies_of_numpy_integers_are_those_of_integers() -> None:
 
 def test_k1_and_k2_are_named_as_here() -> None:
     wrong: Any = tt.Truncated
-    line = r"calls k1 stride and k2 horizon: write tt.Truncated\(stride=20, horizon=40\)"
+    line = r"k1 is the stride, k2 the horizon: write tt.Truncated\(stride=20, horizon=40\)"
     with pytest.raises(ConfigError, match=line):
         wrong(k1=20, k2=40)
     with pytest.raises(ConfigError, match=line):

