@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
 from throughtime._device import is_accelerator, send
-from throughtime.carry.carried import Carried, device_of
+from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import ConfigError, ModelError, RunError, listed
 from throughtime.gradient._fused import try_fused
@@ -511,8 +511,8 @@ class Executor:
             def run() -> tuple[Any, ...]:
                 state = self.net.initial_state(few.lanes, like=few.inputs)
                 y, after = self.net(few.inputs, state)
-                y = self.objective.row(self.net, y)
-                return y, after, None if self.objective.joins else self.objective(y, few)
+                self.objective.bind(self.net.adapter.unpack)
+                return y, after, None if self.objective.joins else self.objective(pack(y), few)
 
             self._step_bytes = graph_bytes(self.net, few, run)
         return automatic_chunk(w.stop - w.start, self._step_bytes)
@@ -552,7 +552,10 @@ class Executor:
                 state = enter(part, state, net.initial_state(part.lanes, like=x))
                 part = part.without_resets()
             y, state = net(x, state, part.resets if part.any_reset else None)
-            outputs.append(y if isinstance(y, Tensor) else self.objective.row(net, y))
+            if not isinstance(y, Tensor):
+                self.objective.bind(net.adapter.unpack)
+                y = pack(y)
+            outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _deliver(

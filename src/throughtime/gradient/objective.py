@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from throughtime._metadata import attach, attached
-from throughtime.carry.carried import Carried, device_of, dtype_of, pack
+from throughtime.carry.carried import device_of, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.errors import ConfigError, ModelError, warn_caller
 from throughtime.gradient._mean import is_additive, is_mean, pairs_rows
@@ -282,16 +282,13 @@ class Objective:
         parts = [(outputs[a : a + every], chunk[a : a + every]) for a in begins]
         return pooled([self.loss_fn(y, part) for y, part in parts if part.valid_steps], outputs)
 
-    def row(self, net: Carried, y: Any) -> Tensor:
-        """Outputs as one tensor; several lie side by side until the loss or the user gets them."""
-        if isinstance(y, Tensor):
-            return y
-        if self.unpack is None:
-            self.unpack, loss_fn = net.adapter.unpack, self.loss_fn
-            self.loss_fn = Unpacked(self.function, self.unpack)
+    def bind(self, unpack: Any) -> None:
+        """Let the loss have the items of several outputs, which lie side by side until then."""
+        if self.unpack is None and unpack is not None:
+            own, self.unpack = self.loss_fn, unpack
+            self.loss_fn = Unpacked(self.function, unpack)
             if self.sequences:
-                self.loss_fn = SequenceLoss(self.loss_fn, loss_fn.over, loss_fn.additive)
-        return pack(y)
+                self.loss_fn = SequenceLoss(self.loss_fn, own.over, own.additive)
 
     def divide(self, stride: int | None, policy: str) -> None:
         """Call a loss of whole windows for every stride, where another policy is compared.
