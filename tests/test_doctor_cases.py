@@ -60,7 +60,7 @@ def replace_layers(layers: str) -> list[Any]:
 
         def init(self: Any, *args: Any, base: Any = base, **kwargs: Any) -> None:
             base.__init__(self, *args, **kwargs)
-            traces.append(tt.trace(self))
+            traces.append(tt.trace(self).__enter__())
 
         setattr(
             torch.nn,

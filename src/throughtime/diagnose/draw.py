@@ -332,7 +332,7 @@ def _walk(roots: list[Any]) -> tuple[int, Inputs, Inputs]:
         else:
             inner[node] = [i for i in inputs[node] if i not in leaf]
             # under a trace, a state that enters names the weights without using them
-            for end in ends if node.name() != "TracedStepsBackward" else ():
+            for end in ends if node.name() != "CreditGateBackward" else ():
                 uses[end].append(node)
     return len(inputs), inner, uses
 
