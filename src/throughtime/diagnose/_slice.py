@@ -7,9 +7,8 @@ back belong to the same random numbers. Reading a slice does not advance the str
 Shapes: `T` steps, `B` lanes (rows of the batch).
 """
 
-import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -21,7 +20,7 @@ from torch import Tensor
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk, Placement, Readable
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.gradient import Objective
 from throughtime.gradient.segment import (
     MOST_BYTES,
@@ -61,7 +60,7 @@ class StreamSlice:
         stream: Readable,
         steps: int | None,
         state: State,
-        objective: Objective,
+        place: Callable[[Carried], Placement],
     ) -> "StreamSlice":
         """From the stream's position if `state` is passed, else from the start of the epoch."""
         require_carried(net)
@@ -80,7 +79,7 @@ class StreamSlice:
                 "the stream is at the end of its epoch and a state was passed: no steps are left to"
                 " measure"
             )
-        placement = objective.placement(net)
+        placement = place(net)
         if state is None:
             first = stream.read(0, 1).convert(placement)
             state = net.initial_state(first.lanes, like=first.inputs)
@@ -89,6 +88,24 @@ class StreamSlice:
     def read(self, start: int, stop: int) -> Chunk:
         """The steps from `start` to before `stop` of the slice."""
         return self.stream.read(self.begin + start, self.begin + stop).convert(self.placement)
+
+
+def run_spans(
+    net: Carried,
+    read: Callable[[int, int], Chunk],
+    edges: Sequence[int],
+    state: State,
+    hook: Callable[[int, State], State] = lambda _, state: state,
+) -> Iterator[tuple[Chunk, Tensor, State]]:
+    """The rows, the outputs and the last state of the steps between each two edges.
+
+    `hook(step, state)` replaces the state that enters at an edge.
+    """
+    for begin, stop in pairwise(edges):
+        rows = read(begin, stop)
+        resets = rows.resets if rows.any_reset else None
+        y, state = net(rows.inputs, hook(begin, state), resets)
+        yield rows, y, state
 
 
 class CreditGate(torch.autograd.Function):
@@ -175,29 +192,29 @@ class CreditPass:
         self, first: int, last: int, rebuild: Rebuild, *entering: Tensor
     ) -> tuple[Tensor, ...]:
         """The losses of a segment, and the state after it, leaf by leaf."""
-        leaves: Sequence[Tensor] = entering
-        losses, inner = list[Tensor](), [cut for cut in self._cuts if first <= cut < last]
-        for begin, stop in pairwise([*inner, last]):
-            carried = [leaf for leaf in leaves if trees.differentiable(leaf)]
-            gate, values = partial(self._pass, begin), [leaf.detach() for leaf in carried]
-            gated = iter(CreditGate.apply(values, gate, *carried, self._sources[0]))
-            inside = [next(gated) if trees.differentiable(leaf) else leaf for leaf in leaves]
-            rows = self._read(begin, stop)
-            resets = rows.resets if rows.any_reset else None
-            y, state = self._net(rows.inputs, rebuild(inside), resets)
-            leaves, rebuild = flatten(state)
-            spans = self.span(begin, stop)
-            for i, (a, b) in enumerate(
-                pairwise(self.begins[spans.start : spans.stop + 1]), spans.start
-            ):
-                part = slice(a - begin, b - begin)
+        losses, leaves = list[Tensor](), entering
+        edges = [*(cut for cut in self._cuts if first <= cut < last), last]
+        spans = run_spans(self._net, self._read, edges, rebuild(entering), self._gated)
+        for (begin, stop), (rows, y, state) in zip(pairwise(edges), spans, strict=True):
+            leaves, self._rebuild = flatten(state)
+            own = self.span(begin, stop)
+            for i in range(own.start, own.stop):
+                part = slice(self.begins[i] - begin, self.begins[i + 1] - begin)
                 loss, self.counts[i] = self._objective(y[part], rows[part])
                 losses.append(loss * self.counts[i])
-        self._rebuild = rebuild
         return torch.stack(losses), *leaves
 
-    def _pass(self, begin: int, credit: Credit) -> Credit:
-        return self.gate(begin, credit)
+    def _gated(self, begin: int, state: State) -> State:
+        """The state entering a step, with the gate between it and the steps before."""
+        leaves, rebuild = flatten(state)
+        carried = [leaf for leaf in leaves if trees.differentiable(leaf)]
+        values = [leaf.detach() for leaf in carried]
+
+        def gate(credit: Credit) -> Credit:
+            return self.gate(begin, credit)
+
+        gated = iter(CreditGate.apply(values, gate, *carried, self._sources[0]))
+        return rebuild([next(gated) if trees.differentiable(leaf) else leaf for leaf in leaves])
 
     def span(self, start: int, stop: int) -> slice:
         """The spans between two cuts."""
@@ -212,25 +229,3 @@ class CreditPass:
                 roots, self._sources, credit, retain_graph=True, allow_unused=True
             )
         return list(grads[1:])
-
-
-def get_axes(axes: Any) -> Any:
-    """`axes`, or new matplotlib axes if None."""
-    if axes is not None:
-        return axes
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError as error:
-        raise MissingExtraError(
-            "plot() needs matplotlib: pip install 'throughtime[plot]'"
-        ) from error
-    return plt.subplots()[1]
-
-
-def json_safe(value: Any) -> Any:
-    """The value with `None` for floats that are not finite, which JSON cannot express."""
-    if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

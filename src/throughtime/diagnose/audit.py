@@ -23,17 +23,16 @@ Shapes: `B` lanes (rows of the batch).
 """
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from throughtime.carry.carried import Carried, device_of
 from throughtime.chunk import Readable
-from throughtime.diagnose._slice import CreditPass, StreamSlice, get_axes, json_safe
+from throughtime.diagnose._slice import CreditPass, StreamSlice
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient.objective import require_gradient, trainable_weights
@@ -44,19 +43,6 @@ from throughtime.state import State
 
 BLOCKS = 16  # of steps; every other one is in the same half
 NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
-WIDTH = 80  # characters of a line of text under the table
-SHORTER_STRIDE = (
-    "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
-    " more passes."
-)
-NOISE = (
-    "|g| is small against its sampling noise ({:.2g} times |g|), as near a minimum: these relative"
-    " biases are noise. Audit more steps, or the weights of an earlier update."
-)
-UNEQUAL_DATA = (
-    "An update reads as many steps as its stride, one of tt.Exact() all of them. Compared after"
-    " equal numbers of updates, rows have read unequal amounts of data."
-)
 HORIZONS = (50, 200, 800, 3200)  # the default, those shorter than the slice
 
 
@@ -127,68 +113,24 @@ class Audit:
             shortest = row.horizon
         return shortest
 
-    def table(self) -> str:
-        """The figures as text: a line for each horizon, then how to read them.
-
-        `worst parameter` is the one whose gradient is most wrong.
-        """
-        head = (
-            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
-            " worst parameter"
-        )
-        lines = [_line(row) for row in self.rows]
-        exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
-        foot = (
-            f"over {counted(self.steps, 'step')} of {counted(self.lanes, 'lane')}, at fixed"
-            f" weights; loss {self.loss:.4g}, |g| {self.norm:.3g}"
-        )
-        remarks = [line for remark in self.remarks() for line in textwrap.wrap(remark, WIDTH)]
-        return "\n".join([head, *lines, exact, foot, *remarks])
-
-    def remarks(self, tolerance: float = 0.1) -> list[str]:
-        """How to read the rows for the choice of a truncation, in sentences."""
-        row = next((row for row in self.rows if row.horizon == self.suggest(tolerance)), None)
-        if row is None:
-            choice = (
-                f"No audited horizon is suggested: the longest, {self.rows[-1].horizon}, has a bias"
-                f" above {tolerance:g}. Audit longer ones, or train with tt.Exact()."
-            )
-        else:
-            choice = (
-                f"Bias within {tolerance:g} from horizon {row.horizon} on:"
-                f" tt.Truncated(stride={row.stride}, horizon={row.horizon}). {SHORTER_STRIDE}"
-            )
-        return [choice, *([NOISE.format(self.noise)] if self.is_noisy else []), UNEQUAL_DATA]
-
     @property
     def is_noisy(self) -> bool:
         """Whether half of `|g|^2` or more is sampling noise, so that relative biases are noise."""
         return self.noise >= NOISY
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for any logger; `None` for what is not finite."""
-        return json_safe(asdict(self))
-
-    def plot(self, axes: Any = None) -> Any:
-        """Bias and cosine over the horizon; returns matplotlib's axes.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        axes = get_axes(axes)
-        horizons = [row.horizon for row in self.rows]
-        axes.semilogx(horizons, [row.bias for row in self.rows], marker="o", label="relative bias")
-        axes.semilogx(horizons, [row.cosine for row in self.rows], marker="s", label="cosine")
-        axes.set_xlabel("horizon (steps)")
-        axes.set_ylim(
-            min(0.0, *(row.cosine for row in self.rows)),
-            max(1.05, *(row.bias for row in self.rows)),
-        )
-        axes.legend()
-        return axes
-
     def __str__(self) -> str:
-        return self.table()
+        """A line for each horizon; `worst parameter` is the one whose gradient is most wrong."""
+        head = (
+            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
+            " worst parameter"
+        )
+        exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
+        foot = (
+            f"over {counted(self.steps, 'step')} of {counted(self.lanes, 'lane')}, at fixed"
+            f" weights; loss {self.loss:.4g}, |g| {self.norm:.3g}, its noise {self.noise:.2g}"
+            " times that"
+        )
+        return "\n".join([head, *map(_line, self.rows), exact, foot])
 
 
 def audit(
@@ -248,7 +190,7 @@ def audit(
     """
     objective, weights = Objective(loss_fn), trainable_weights(net, loss_fn)
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
-        section = StreamSlice.of(net, stream, steps, state, objective)
+        section = StreamSlice.of(net, stream, steps, state, objective.placement)
         steps = section.steps
         selected = _horizons(horizons, stride, steps)
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]

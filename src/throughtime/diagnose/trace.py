@@ -294,7 +294,8 @@ class Trace:
                     "dropout between its layers",
                     "trace in eval() mode, or put nn.Dropout between single layers",
                 )
-            raise ModelError(f"'{path}' has {what}, which a trace cannot run again: {instead}")
+            name = path or type(module).__name__
+            raise ModelError(f"{name} has {what}, which a trace cannot run again: {instead}")
         prefix, ends = f"{path}." if path else "", ("", "_reverse")[: 1 + module.bidirectional]
         names = iter([f"{prefix}layer{k}{end}" for k in range(module.num_layers) for end in ends])
 
