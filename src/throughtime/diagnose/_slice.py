@@ -144,10 +144,8 @@ class CreditPass:
         chunk: steps per segment; None: as many as have a graph of 512 MB.
 
     Attributes:
-        begins: the first step of each span whose loss is told apart.
-        losses: of each span, the sum over its valid steps, with a graph.
+        losses: of each span whose loss is told apart, the sum over its valid steps, with a graph.
         counts: of each span, the weight of its mean loss among others.
-        after: the leaves of the state after the last step.
         gate: `gate(step, credit)` returns the credit that crosses a cut.
     """
 
@@ -171,20 +169,20 @@ class CreditPass:
         self._net, self._objective, self._read = net, objective, read
         # whose gradient the engine is asked for: it comes to every gate, of a frozen net as well
         self._sources = [torch.zeros(1, device=few.inputs.device, requires_grad=True), *weights]
-        self._cuts = sorted({*range(0, steps, chunk), *cuts})
-        self.begins = sorted({*self._cuts, *begins, steps})
-        self.counts = [0.0] * (len(self.begins) - 1)
+        self._cuts = {*range(0, steps, chunk), *cuts, steps}
+        self._begins = sorted({*self._cuts, *begins})
+        self.counts = [0.0] * (len(self._begins) - 1)
         self.gate: Callable[[int, Credit], Credit] = lambda _, credit: credit
         replay, losses = Replay(net, self._sources, few.inputs.device), list[Tensor]()
-        self.after, self._rebuild = flatten(state)
+        after, self._rebuild = flatten(state)
         for begin in range(0, steps, chunk):
-            stop, count = min(begin + chunk, steps), len(self.after)
+            stop, count = min(begin + chunk, steps), len(after)
             run = partial(self._run, begin, stop, self._rebuild)
             if stop == steps:  # it would be the first to run again
-                loss, *self.after = run(*self.after)
+                loss, *after = run(*after)
             else:
-                inputs = *self.after, *replay.inputs
-                loss, *self.after = Segment.apply(run, (begin, stop), replay, None, count, *inputs)
+                inputs = *after, *replay.inputs
+                loss, *after = Segment.apply(run, (begin, stop), replay, None, count, *inputs)
             losses.append(loss)
         self.losses = torch.cat(losses)
 
@@ -193,13 +191,13 @@ class CreditPass:
     ) -> tuple[Tensor, ...]:
         """The losses of a segment, and the state after it, leaf by leaf."""
         losses, leaves = list[Tensor](), entering
-        edges = [*(cut for cut in self._cuts if first <= cut < last), last]
+        edges = sorted(cut for cut in self._cuts if first <= cut <= last)
         spans = run_spans(self._net, self._read, edges, rebuild(entering), self._gated)
-        for (begin, stop), (rows, y, state) in zip(pairwise(edges), spans, strict=True):
+        for begin, (rows, y, state) in zip(edges, spans, strict=False):
             leaves, self._rebuild = flatten(state)
-            own = self.span(begin, stop)
-            for i in range(own.start, own.stop):
-                part = slice(self.begins[i] - begin, self.begins[i + 1] - begin)
+            own = self.span(begin, begin + rows.steps)
+            for i, (a, b) in enumerate(pairwise(self._begins[own.start : own.stop + 1]), own.start):
+                part = slice(a - begin, b - begin)
                 loss, self.counts[i] = self._objective(y[part], rows[part])
                 losses.append(loss * self.counts[i])
         return torch.stack(losses), *leaves
@@ -217,8 +215,8 @@ class CreditPass:
         return rebuild([next(gated) if trees.differentiable(leaf) else leaf for leaf in leaves])
 
     def span(self, start: int, stop: int) -> slice:
-        """The spans between two cuts."""
-        return slice(bisect_left(self.begins, start), bisect_left(self.begins, stop))
+        """The indices of the spans between two steps."""
+        return slice(bisect_left(self._begins, start), bisect_left(self._begins, stop))
 
     def gradients(
         self, roots: Sequence[Tensor], credit: Sequence[Tensor] | None = None

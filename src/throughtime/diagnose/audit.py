@@ -196,8 +196,8 @@ def audit(
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
         blocks = range(0, steps, max(1, steps // BLOCKS))
         groups = [group for plan in plans for group in plan]
-        cuts, begins = set().union(*(g.cuts for g in groups)), {*blocks}
-        begins.update(*(span for g in groups for span in g.spans))
+        cuts = set().union(*(group.cuts for group in groups))
+        begins = {*blocks}.union(*(span for group in groups for span in group.spans))
         read, own = section.read, weights.values()
         run = CreditPass(net, objective, read, steps, section.state, own, cuts, begins, chunk)
         total = sum(run.counts)

@@ -10,9 +10,9 @@ its anchor. Gates between the steps read the credit (`_slice.py`).
 Shapes: `T` steps of a window, `B` lanes (rows of the batch). A recording is one unbroken sequence.
 """
 
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -155,72 +155,69 @@ def reach(
     """
     for name, value in {"max_lag": max_lag, "anchors": anchors, "every": every}.items():
         check_whole(name, value, 1)
-    objective, losses = Objective(loss_fn), list[list[float]]()
+    objective, losses = Objective(loss_fn), list[Tensor]()
     with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice.of(net, stream, steps, state, objective.placement)
-        lags = range(every, max(every, min(max_lag, section.steps - 1)) + 1, every)
-        spread = max(1, lags[-1] // 4)
-        length = min(section.steps, lags[-1] + spread)
+        longest = max(every, min(max_lag, section.steps - 1))
+        lags = torch.arange(every, longest + 1, every, device="cpu")
+        longest = int(lags[-1])
+        spread = max(1, longest // 4)
+        length = min(section.steps, longest + spread)
         spread = min(spread, -(-length // 2))
-        contexts = [1 << k for k in range(max(1, min(length - spread, lags[-1])).bit_length())]
+        contexts = [1 << k for k in range(max(1, min(length - spread, longest)).bit_length())]
         at, state, names = 0, section.state, net.leaf_names(section.state)
-        sums = torch.zeros(1 + len(names), len(lags), dtype=torch.float64, device="cpu")
-        counts, rounds = [0] * len(lags), -(-anchors // stream.lanes)
+        sums = torch.zeros(len(lags), 1 + len(names), dtype=torch.float64, device="cpu")
+        counts, rounds = torch.zeros_like(lags), -(-anchors // stream.lanes)
         for number in range(rounds):
             begin = (section.steps - length) * number // max(1, rounds - 1)
-            for *_, after in run_spans(
-                net, section.read, [*range(at, begin, _BLOCK), begin], state
-            ):
+            edges = [*range(at, begin, _BLOCK), begin]
+            for *_, after in run_spans(net, section.read, edges, state):
                 state = after
             at, generator = begin, torch.Generator().manual_seed(seed + number)
             window = section.read(at, at + length)
             drawn = _draw(window, spread, generator)
-            if drawn:
-                tables, row = _measure(net, objective, window, state, drawn, lags, contexts, chunk)
-                losses += [row] * len(drawn)
-                for table in tables:
-                    sums[0, : len(table)] += table.norm(dim=1)
-                    sums[1:, : len(table)] += table.T
-                    counts = [n + (i < len(table)) for i, n in enumerate(counts)]
+            if drawn.numel():
+                valid = lags.unsqueeze(1) <= drawn[2]
+                norms, row = _measure(net, objective, window, state, drawn, lags, contexts, chunk)
+                values = norms.masked_fill(~valid.unsqueeze(2), 0)
+                sums += torch.cat([values.norm(dim=2, keepdim=True), values], 2).sum(1)
+                counts += valid.sum(1)
+                losses += [row] * drawn.shape[1]
     if not losses:
         raise DataError(
             "no step with a valid target among those drawn: there is no loss to differentiate"
         )
-    if not any(counts):
+    if not counts.any():
         raise DataError(
             "none of the losses drawn has a past: each is at the first step of its recording"
         )
-    counts = [n for n in counts if n]
-    lags = lags[: len(counts)]
-    means = sums[:, : len(counts)] / torch.tensor(counts, device="cpu")
-    whole, *leaves = map(tuple, means.tolist())
-    loss, *rest = map(statistics.fmean, zip(*losses, strict=True))
+    whole, *leaves = map(tuple, (sums / counts.unsqueeze(1))[counts > 0].T.tolist())
+    loss, *rest = torch.stack(losses).mean(0).tolist()
+    measured = tuple(lags[counts > 0].tolist())
     return Reach(
-        tuple(lags),
+        measured,
         whole,
         dict(zip(names, leaves, strict=True)),
         len(losses),
-        tuple(counts),
-        {share: within(lags, whole, share) for share in SHARES},
+        tuple(counts[counts > 0].tolist()),
+        {share: within(measured, whole, share) for share in SHARES},
         loss,
         dict(zip(contexts, rest, strict=True)),
     )
 
 
-def _draw(window: Chunk, spread: int, generator: torch.Generator) -> list[tuple[int, int, int]]:
-    """Draw an anchor of each lane from the valid ones of the last `spread` steps.
+def _draw(window: Chunk, spread: int, generator: torch.Generator) -> Tensor:
+    """Draw an anchor of each lane from the valid ones of the last `spread` steps, `(3, N)`.
 
-    Each is a lane, a step, and the steps up to it that its recording has states before.
+    Its rows are lanes, steps, and the steps up to these before which the recording has a state.
     """
-    anchors, begin = list[tuple[int, int, int]](), window.steps - spread
-    for lane in range(window.lanes):
-        valid = window.mask[begin:, lane].nonzero().flatten().tolist()
-        if valid:
-            index = torch.randint(len(valid), (), device="cpu", generator=generator)
-            step = begin + valid[int(index)]
-            starts = window.resets[: step + 1, lane].nonzero().flatten().tolist()
-            anchors.append((lane, step, step - max(starts, default=-1)))
-    return anchors
+    valid, resets = window.mask[-spread:].cpu(), window.resets.cpu()
+    lanes = valid.any(0).nonzero().squeeze(1)
+    chosen = torch.multinomial(valid[:, lanes].T.double(), 1, generator=generator)
+    steps = window.steps - spread + chosen.squeeze(1)
+    times = torch.arange(window.steps, device="cpu").unsqueeze(1)
+    starts = torch.where(resets[:, lanes] & (times <= steps), times, -1).amax(0)
+    return torch.stack([lanes, steps, steps - starts])
 
 
 def _measure(
@@ -228,59 +225,54 @@ def _measure(
     objective: Objective,
     window: Chunk,
     state: State,
-    anchors: Sequence[tuple[int, int, int]],
-    lags: range,
+    anchors: Tensor,
+    lags: Tensor,
     contexts: Sequence[int],
     size: int | None,
-) -> tuple[list[Tensor], list[float]]:
-    """Of each anchor the norms of the credit, by lag and leaf; and the mean losses.
+) -> tuple[Tensor, Tensor]:
+    """The norms of the credit by lag, anchor and leaf, and the mean losses, on the host.
 
     The first loss has all of the past, the others start so many steps before the anchors.
     """
+    lanes, steps, pasts = anchors
     leaves, mask = trees.tensors(state), torch.zeros_like(window.mask)
-    for lane, step, _ in anchors:
-        mask[step, lane] = True
+    mask[steps, lanes] = True
     kept = [i for i, leaf in enumerate(leaves) if trees.differentiable(leaf)]
-    shape = window.steps, len(leaves), window.lanes
+    shape = window.steps, window.lanes, len(leaves)
     norms = torch.zeros(shape, dtype=torch.float64, device="cpu")
 
     def record(step: int, credit: Credit) -> Credit:
         for i, leaf in zip(kept, credit, strict=True):
             if leaf is not None:
                 sizes: Any = lane_norms([leaf.abs().to(real_type(leaf))])  # squares underflow
-                norms[step, i] = sizes
+                norms[step, :, i] = sizes
         return credit
 
     def chunk_of(resets: Tensor) -> Chunk:
         return Chunk.from_tensors(window.inputs, window.targets, resets=resets, mask=mask)
 
-    steps = [[step + 1 - lag for lag in lags if lag <= past] for _, step, past in anchors]
-    chunk, cuts = chunk_of(window.resets), {step for own in steps for step in own}
+    behind = steps + 1 - lags.unsqueeze(1)
+    chunk, cuts = chunk_of(window.resets), behind[lags.unsqueeze(1) <= pasts].tolist()
     with torch.enable_grad():
         run = CreditPass(
             net, objective, lambda a, b: chunk[a:b], chunk.steps, state, [], cuts, chunk=size
         )
         run.gate, loss = record, run.losses.sum() / (sum(run.counts) or 1.0)
         if loss.requires_grad:
-            run.gradients([loss * len(anchors)])
+            run.gradients([loss * len(lanes)])
     vars(run).clear()  # or its graph, which refers to it, would wait for the garbage collector
-    losses, first = [loss.item()], min(step for _, step, _ in anchors) + 1
+    losses, first = [loss], int(steps.min()) + 1
     for context in contexts:
         resets = window.resets.clone()
-        for lane, step, _ in anchors:
-            resets[step + 1 - context, lane] = True
+        resets[steps + 1 - context, lanes] = True
         rows = chunk_of(resets)[first - context :]
         start = net.initial_state(rows.lanes, like=rows.inputs)
-        losses.append(objective(net(rows.inputs, start, rows.resets)[0], rows)[0].item())
-    return [norms[own, :, lane] for own, (lane, *_) in zip(steps, anchors, strict=True)], losses
+        losses.append(objective(net(rows.inputs, start, rows.resets)[0], rows)[0])
+    return norms[behind.clamp(min=0), lanes], torch.stack(losses).detach().double().cpu()
 
 
 def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:
     """The first lag up to which the share of the sum lies."""
-    total = sum(norms)
-    running = 0.0
-    for lag, norm in zip(lags, norms, strict=True):
-        running += norm
-        if running >= share * total:
-            return lag
-    return lags[-1]
+    sums, least = accumulate(norms), share * sum(norms)
+    reached = (lag for lag, part in zip(lags, sums, strict=True) if part >= least)
+    return next(reached, lags[-1])
