@@ -30,7 +30,6 @@ from strategies import (
     lawless,
     named,
     recordings,
-    seeds,
     some_nets,
     start,
     weights,
@@ -231,37 +230,18 @@ def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) 
 
 
 @examples(10)
-@given(
-    begin=st.integers(0, 20),
-    steps=st.sampled_from([None, 1, 7, 1000]),
-    stride=st.sampled_from([None, 3]),
-    seed=seeds,
-)
+@given(steps=st.sampled_from([None, 1, 7, 1000]), stride=st.sampled_from([None, 3]))
 @some_nets("hides-layer", "namedtuple-state")
-def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
-    row: Row, begin: int, steps: int | None, stride: int | None, seed: int
-) -> None:
-    """And looks at so many steps."""
+def test_so_many_steps_are_audited(row: Row, steps: int | None, stride: int | None) -> None:
     net, source = row.net(), stream_of([30, 23, 9], 2)
     data = PolicyData.of(join(list(stream_of([30, 23, 9], 2))))
-    state = tt.state.map_leaves(
-        lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape),
-        start(net, data.x),
-    )
-    if begin:
-        source.take(begin)
-    stop = len(data.x) if steps is None else begin + steps
-    part = PolicyData(
-        data.x[begin:stop], data.targets[begin:stop], data.resets[begin:stop], data.mask[begin:stop]
-    )
-    results = tt.audit(
-        net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, state=state, chunk=5
-    )
+    part = PolicyData(data.x[:steps], data.targets[:steps], data.resets[:steps], data.mask[:steps])
+    results = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, chunk=5)
     assert results.steps == len(part.x)
-    assert agrees(results, net, part, state)
+    assert agrees(results, net, part)
 
 
-def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch() -> None:
+def test_an_audit_starts_at_the_start_of_the_epoch() -> None:
     net, source = named("hides-layer").net(), stream_of([30, 23], 2)
     source.take(11)
     expected = tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8))
@@ -511,12 +491,6 @@ def audited(
     )
 
 
-def at_the_end() -> tt.Stream:
-    source = stream_of([20], 1)
-    source.take(20)
-    return source
-
-
 def explodes() -> Carried:
     net = named("tensor-state").net()
     net.prepare(inputs(3, 2))
@@ -580,11 +554,6 @@ REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
         lambda: audited(frozen()),
         ModelError,
         "the loss depends on no parameter that requires a gradient",
-    ),
-    "end of the epoch": (
-        lambda: audited(source=at_the_end(), state=(torch.zeros(1, HIDDEN),)),
-        DataError,
-        "the stream is at the end of its epoch and a state was passed",
     ),
     "not finite": (
         lambda: audited(explodes()),

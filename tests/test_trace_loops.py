@@ -191,7 +191,7 @@ def tensors_alive() -> int:
 @CARRIED
 def test_many_updates_hold_no_more_than_a_few(row: Any) -> None:
     net, x, alive = row.net(), inputs(12, LANES), list[int]()
-    with trace(net, keep=2, tensors=True):
+    with trace(net, keep=2):
         for round_ in range(30):
             y, _ = net(x, start(net, x))
             y.square().mean().backward()

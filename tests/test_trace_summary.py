@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from strategies import inputs, remembering
-from throughtime.diagnose.trace import GradientSummary, Timescale, Trace, trace
+from throughtime.diagnose._trace_summary import GradientSummary, Timescale
+from throughtime.diagnose.trace import Trace, trace
 
 STEPS = 60
 
@@ -43,7 +44,6 @@ def test_a_gradient_dies_where_it_falls_below_the_threshold() -> None:
     seen = row(linear(0.9, steps=100))
     assert seen.vanished == 99 - 66
     assert seen.lifetime == 66
-    assert seen.in_words() == "vanishes at step 33, lag 66"
     assert row(linear(0.99)).vanished is None
     assert row(linear(0.99)).lifetime == STEPS
 
@@ -71,7 +71,7 @@ def test_a_forget_gate_that_scales_a_state_of_zero_has_not_vanished(given: bool)
     with trace(net) as found:
         net(x, state)[0][-1].square().sum().backward()
     assert found["layer0.f"][0].tolist() == [0, 0]
-    assert row(found, "layer0.f").in_words() == "reaches the first step"
+    assert row(found, "layer0.f").vanished is None
     assert row(found, "layer0.f").lifetime == 40
 
 
@@ -88,19 +88,23 @@ def test_a_reset_gate_without_biases_has_not_vanished_at_a_state_of_zero() -> No
     with trace(net) as found:
         net(x)[0].square().sum().backward()
     assert found["layer0.r"][0].tolist() == [0, 0]
-    assert row(found, "layer0.r").in_words() == "reaches the first step"
+    assert row(found, "layer0.r").vanished is None
 
 
 def test_a_bidirectional_layer_has_a_summary_without_an_edge_of_its_backward_direction() -> None:
     net = nn.LSTM(3, 4, bidirectional=True).double()
     with trace(net) as found:
         net(torch.randn(6, 2, 3, dtype=torch.float64))[0].square().sum().backward()
-    assert {one.in_words() for one in found.summary().rows} == {"reaches the first step"}
+    assert {one.vanished for one in found.summary().rows} == {None}
+    assert {one.name for one in found.summary().rows if one.edge is not None} == {
+        "layer0.h",
+        "layer0.c",
+    }
 
 
 def test_lags_are_counted_from_the_last_step_with_a_gradient() -> None:
     seen = row(linear(0.5, lambda y: y[30]))
-    assert (seen.end, seen.at, seen.lifetime, seen.last) == (30, 30, 10, 1.0)
+    assert (seen.end, seen.at, seen.lifetime) == (30, 30, 10)
     assert seen.vanished == 20
 
 
@@ -115,7 +119,6 @@ def test_a_gradient_blows_up_where_losses_alone_could_not_make_it_so_large() -> 
     late = [1.2**lag for lag in range(STEPS)]
     first = next(lag for lag, norm in enumerate(late) if norm > 10 * (lag + 1) * max(late[:6]))
     assert seen.exploded == STEPS - 1 - first
-    assert seen.in_words() == f"explodes at step {seen.exploded}, lag {first}"
 
 
 def test_losses_that_add_up_are_no_explosion() -> None:
@@ -141,8 +144,7 @@ def test_a_gradient_that_does_not_come_is_said() -> None:
     with trace(net) as found:
         y, _ = net(torch.randn(5, 2, 3))
         (y * 0).sum().backward()
-    assert row(found).in_words() == "no gradient arrives"
-    assert (row(found).lifetime, row(found).edge) == (0, 0.0)
+    assert (row(found).largest, row(found).lifetime, row(found).edge) == (0, 0, 0.0)
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell, nn.GRU])
@@ -204,11 +206,10 @@ def test_the_table_says_it_in_words() -> None:
         "largest",
         "at",
         "step",
-        "at",
-        "the",
-        "end",
         "lifetime",
         "edge",
+        "vanished",
+        "exploded",
     ]
     assert [line.split()[0] for line in lines[1:7]] == [f"layer0.{letter}" for letter in "hcifgo"]
     assert "layer0: its gates keep 1/e for" in told

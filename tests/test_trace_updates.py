@@ -21,7 +21,8 @@ from processes import PATIENCE
 from recurrences import needs_kernels
 from test_fused_update import LAYERS, by_graph, calls, make, recordings
 from throughtime.carry import Carried
-from throughtime.diagnose.trace import BackwardRecord, Trace, trace
+from throughtime.diagnose._trace_summary import BackwardRecord
+from throughtime.diagnose.trace import Trace, trace
 from throughtime.errors import RunError
 
 pytestmark = needs_kernels
@@ -235,7 +236,6 @@ def hooked(net: Carried) -> Trace:
 
 
 MORE: dict[str, Callable[[Carried], Trace]] = {
-    "tensors": lambda net: trace(net, keep=9, tensors=True),
     "another-module": lambda net: trace(net, keep=9, names={"1": ("y",)}),
     "wrapped-before": wrapped_before,
     "wrapped-after": wrapped_after,

@@ -213,7 +213,7 @@ def trace_run(
     summaries: list[tuple[int, TraceSummary]] = []  # the length of each window, and its summary
     gates: dict[str, list[Tensor]] = {}
     policy = Truncated(plan.stride, plan.horizon)
-    with trace(net, tensors=True) as watch:
+    with trace(net) as watch:
         for update in updates(net, [chunk], loss_fn, gradient=policy, state=state):
             stop = int(update.chunk.position[-1, 0]) + 1
             begin = plan.window_start(stop)

@@ -9,7 +9,6 @@ Shapes: `T` steps, `B` lanes (rows of the batch).
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried, require_carried
+from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried
 from throughtime.chunk import Chunk, Placement, Readable
 from throughtime.errors import DataError
 from throughtime.gradient import Objective
@@ -35,34 +34,24 @@ from throughtime.gradient.window import Credit, check_whole
 from throughtime.state import State
 
 
-@dataclass(frozen=True, eq=False)
 class StreamSlice:
-    """Consecutive steps of a stream, and the state entering them.
+    """The first steps of an epoch, and the state entering them.
+
+    Args:
+        net: made by `tt.carry`.
+        stream: the stream.
+        steps: how many, at most; None: all.
+        objective: the loss, whose targets are placed as well.
 
     Attributes:
-        stream: the stream.
-        begin: the first step of the slice, counted from the start of the epoch.
         steps: the number of steps.
-        state: the state before the first step; the initial one may be learned.
+        state: the initial one; it may be learned.
         placement: of the net and the loss.
     """
 
-    stream: Readable
-    begin: int
-    steps: int
-    state: State
-    placement: Placement
-
-    @classmethod
-    def of(
-        cls,
-        net: Carried,
-        stream: Readable,
-        steps: int | None,
-        state: State,
-        place: Callable[[Carried], Placement],
-    ) -> "StreamSlice":
-        """From the stream's position if `state` is passed, else from the start of the epoch."""
+    def __init__(
+        self, net: Carried, stream: Readable, steps: int | None, objective: Objective | None = None
+    ) -> None:
         require_carried(net)
         # users do pass lists of chunks
         if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -70,24 +59,16 @@ class StreamSlice:
                 f"got a {type(stream).__name__}, expected a tt.Stream: a measurement needs"
                 " random access to the steps"
             )
-        if steps is not None:
-            check_whole("steps", steps, 1)
-        begin = 0 if state is None else stream.position
-        left = stream.steps - begin
-        if left < 1:
-            raise DataError(
-                "the stream is at the end of its epoch and a state was passed: no steps are left to"
-                " measure"
-            )
-        placement = place(net)
-        if state is None:
-            first = stream.read(0, 1).convert(placement)
-            state = net.initial_state(first.lanes, like=first.inputs)
-        return cls(stream, begin, min(steps or left, left), state, placement)
+        self.steps = stream.steps if steps is None else min(steps, stream.steps)
+        check_whole("steps", self.steps, 1)
+        plain = Placement(device_of(net), dtype_of(net))
+        self._stream, self.placement = stream, objective.placement(net) if objective else plain
+        first = self.read(0, 1)
+        self.state = net.initial_state(first.lanes, like=first.inputs)
 
     def read(self, start: int, stop: int) -> Chunk:
-        """The steps from `start` to before `stop` of the slice."""
-        return self.stream.read(self.begin + start, self.begin + stop).convert(self.placement)
+        """The steps from `start` to before `stop`."""
+        return self._stream.read(start, stop).convert(self.placement)
 
 
 def run_spans(
@@ -109,7 +90,7 @@ def run_spans(
 
 
 class CreditGate(torch.autograd.Function):
-    """`CreditGate.apply(values, gate, *sources)`: values, each with the gradient of its source.
+    """`CreditGate.apply(values, gate, *sources)`: values, each giving its source the gradient.
 
     `gate` maps these gradients, or is None. Sources beyond the values get none: they let the engine
     come here for their sake.
@@ -121,7 +102,7 @@ class CreditGate(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.gate, ctx.others = gate, len(sources) - len(values)
-        return tuple(values)
+        return tuple(value.detach() for value in values)
 
     @staticmethod
     def backward(ctx: Any, *credit: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -206,24 +187,19 @@ class CreditPass:
         """The state entering a step, with the gate between it and the steps before."""
         leaves, rebuild = flatten(state)
         carried = [leaf for leaf in leaves if trees.differentiable(leaf)]
-        values = [leaf.detach() for leaf in carried]
-
-        def gate(credit: Credit) -> Credit:
-            return self.gate(begin, credit)
-
-        gated = iter(CreditGate.apply(values, gate, *carried, self._sources[0]))
+        gated = iter(
+            CreditGate.apply(
+                carried, lambda credit: self.gate(begin, credit), *carried, self._sources[0]
+            )
+        )
         return rebuild([next(gated) if trees.differentiable(leaf) else leaf for leaf in leaves])
 
     def span(self, start: int, stop: int) -> slice:
         """The indices of the spans between two steps."""
         return slice(bisect_left(self._begins, start), bisect_left(self._begins, stop))
 
-    def gradients(
-        self, roots: Sequence[Tensor], credit: Sequence[Tensor] | None = None
-    ) -> list[Tensor | None]:
-        """The gradient of each weight, by a pass back from tensors."""
-        with torch.autocast(self.losses.device.type, enabled=False):
-            grads = torch.autograd.grad(
-                roots, self._sources, credit, retain_graph=True, allow_unused=True
-            )
-        return list(grads[1:])
+    def gradients(self, root: Tensor) -> Sequence[Tensor | None]:
+        """The gradient of each weight, by a pass back from a scalar."""
+        with torch.autocast(root.device.type, enabled=False):
+            grads = torch.autograd.grad(root, self._sources, retain_graph=True, allow_unused=True)
+        return grads[1:]

@@ -17,13 +17,13 @@ EXPLODED = 10.0  # so many times more than the losses after it could add up to w
 
 @dataclass(frozen=True, eq=False)
 class BackwardRecord:
-    """One backward pass: what was kept of each state and gate, by names such as `layer0.c`.
+    """One backward pass: what came to each state and gate, by names such as `layer0.c`.
 
     Steps are counted from the first one that the pass reached.
 
     Attributes:
         norms: of the gradient at every step, per lane, `(T, B)`.
-        gradients: themselves, `(T, B, H)`; empty unless `tensors=True`.
+        gradients: themselves, `(T, B, H)`.
         edges: the norm of the gradient of the state that entered the first step, per lane, `(B,)`:
             what flows on into the past, or is cut. Gates have none, nor has the backward direction
             of a layer, nor a cell of your own.
@@ -46,7 +46,6 @@ class GradientSummary:
         largest: its largest norm, over all lanes.
         at: the step of the largest.
         end: the last step that it reaches; lags are counted from there.
-        last: its norm at that step.
         vanished: the latest step at which it has vanished; `None` if it reaches the first step.
         exploded: the latest step at which it has exploded or is not finite; `None` if there is
             none.
@@ -58,7 +57,6 @@ class GradientSummary:
     largest: float
     at: int
     end: int
-    last: float
     vanished: int | None
     exploded: int | None
     edge: float | None
@@ -74,17 +72,16 @@ class GradientSummary:
         first = int((norms >= VANISHED * largest).nonzero()[0])
         if edge is None and not norms[:first].any():
             first = 0
-        if edge is not None and largest:
-            edge = torch.linalg.vector_norm(edge).cpu() / largest
+        if edge is not None:
+            edge = (edge.norm().cpu() / largest).item() if largest else 0.0
         return cls(
             name,
             largest.item(),
             int(at),
             end,
-            norms[end].item(),
             first - 1 if first else None,
             _explosion(norms[: end + 1]),
-            None if edge is None else edge.sum().item(),
+            edge,
         )
 
     @property
@@ -92,22 +89,13 @@ class GradientSummary:
         """Steps, counted back from its end, before it vanishes."""
         return self.end - (-1 if self.vanished is None else self.vanished) if self.largest else 0
 
-    def in_words(self) -> str:
-        """Where it ends."""
-        if not self.largest:
-            return "no gradient arrives"
-        if self.exploded is not None:
-            return f"explodes at step {self.exploded}, lag {self.end - self.exploded}"
-        if self.vanished is not None:
-            return f"vanishes at step {self.vanished}, lag {self.end - self.vanished}"
-        return "reaches the first step"
-
 
 def _explosion(norms: Tensor) -> int | None:
     """The latest step at which the norm is larger than the losses after it could add up to."""
     late = norms[-max(1, len(norms) // 10) :]
-    size = max((norm for norm in late.tolist() if norm < math.inf), default=math.inf)
-    lags = torch.arange(len(norms), 0, -1, dtype=norms.dtype, device="cpu")
+    finite = late[late.isfinite()]
+    lags = torch.arange(len(norms), 0, -1, device="cpu")
+    size = finite.amax() if len(finite) else math.inf
     beyond = ((norms > EXPLODED * lags * size) | norms.isinf()).nonzero()
     return int(beyond[-1]) if len(beyond) else None
 
@@ -133,10 +121,10 @@ class Timescale:
     @classmethod
     def from_mean(cls, name: str, mean: Tensor) -> "Timescale":
         """From the mean of the retention gate, `(H,)`."""
-        taus = (1 / mean.double().log()).abs().tolist()
-        ranks = sorted(taus)
-        short, median, long = (ranks[round(q * (len(ranks) - 1))] for q in (0.1, 0.5, 0.9))
-        return cls(name, short, median, long, tuple(taus))
+        taus = (1 / mean.double().log()).abs()
+        shares = taus.new_tensor([0.1, 0.5, 0.9])
+        short, median, long = taus.quantile(shares, interpolation="nearest").tolist()
+        return cls(name, short, median, long, tuple(taus.tolist()))
 
 
 @dataclass(frozen=True)
@@ -151,27 +139,19 @@ class TraceSummary:
     rows: tuple[GradientSummary, ...]
     timescales: tuple[Timescale, ...]
 
-    @classmethod
-    def from_pass(cls, record: BackwardRecord) -> "TraceSummary":
-        """The summary of one pass."""
-        return cls(
-            tuple(GradientSummary.from_pass(record, name) for name in record.norms),
-            tuple(Timescale.from_mean(*pair) for pair in record.retention.items()),
-        )
-
     def __str__(self) -> str:
         """One line for each state and gate, then what the columns mean."""
         width = max(len("gradient of"), *(len(row.name) for row in self.rows))
         header = (
-            f"{'gradient of':<{width}} {'largest':>9} {'at step':>8} {'at the end':>10}"
-            f" {'lifetime':>8} {'edge':>7}"
+            f"{'gradient of':<{width}} {'largest':>9} {'at step':>8} {'lifetime':>8} {'edge':>7}"
+            f" {'vanished':>9} {'exploded':>9}"
         )
         lines = [header]
         for row in self.rows:
             edge = "" if row.edge is None else f"{row.edge:.3f}"
             lines.append(
-                f"{row.name:<{width}} {row.largest:>9.3g} {row.at:>8} {row.last:>10.3g}"
-                f" {row.lifetime:>8} {edge:>7}  {row.in_words()}"
+                f"{row.name:<{width}} {row.largest:>9.3g} {row.at:>8} {row.lifetime:>8} {edge:>7}"
+                f" {row.vanished!s:>9} {row.exploded!s:>9}"
             )
         lines += [
             f"{scale.name}: its gates keep 1/e for {scale.median:.3g} steps (median; a tenth under"
@@ -180,6 +160,7 @@ class TraceSummary:
         ]
         footnote = (
             f"lifetime: steps back from the end above {VANISHED:g} of the largest; edge:"
-            " gradient that flows on into the steps before, relative to the largest"
+            " gradient that flows on into the steps before, relative to the largest;\nvanished and"
+            " exploded: the latest step at which it has"
         )
         return "\n".join([*lines, footnote])

@@ -25,7 +25,8 @@ Shapes: `B` lanes (rows of the batch).
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +40,6 @@ from throughtime.gradient.objective import require_gradient, trainable_weights
 from throughtime.gradient.segment import preserve_rng_and_buffers
 from throughtime.gradient.truncated import norm
 from throughtime.gradient.window import check_horizon
-from throughtime.state import State
 
 BLOCKS = 16  # of steps; every other one is in the same half
 NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
@@ -106,12 +106,8 @@ class Audit:
         `None` if even the longest audited horizon has a bias above `tolerance`: audit longer ones,
         or train with `tt.Exact()`.
         """
-        shortest = None
-        for row in reversed(self.rows):
-            if not row.bias <= tolerance:
-                break
-            shortest = row.horizon
-        return shortest
+        near = takewhile(lambda row: row.bias <= tolerance, reversed(self.rows))
+        return min((row.horizon for row in near), default=None)
 
     @property
     def is_noisy(self) -> bool:
@@ -141,7 +137,6 @@ def audit(
     *,
     stride: int | None = None,
     steps: int | None = None,
-    state: State = None,
     chunk: int | None = None,
 ) -> Audit:
     """Measure the bias of truncations: the distance of each horizon's gradient from the exact one.
@@ -159,9 +154,7 @@ def audit(
         stride: steps between two updates, for all horizons; those below it are refused. Default:
             each horizon is its own stride, as in `tt.Truncated(horizon)`. A short stride costs
             about horizon / stride backward passes.
-        steps: the number of steps of every lane; default: to the end of the epoch.
-        state: the state entering the stream's next step; default: the start of the epoch, and the
-            net's initial state.
+        steps: the number of steps of every lane, from the start of an epoch; default: all.
         chunk: steps per segment, see `tt.Exact`.
 
     Returns:
@@ -190,7 +183,7 @@ def audit(
     """
     objective, weights = Objective(loss_fn), trainable_weights(net, loss_fn)
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
-        section = StreamSlice.of(net, stream, steps, state, objective.placement)
+        section = StreamSlice(net, stream, steps, objective)
         steps = section.steps
         selected = _horizons(horizons, stride, steps)
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
@@ -198,8 +191,17 @@ def audit(
         groups = [group for plan in plans for group in plan]
         cuts = set().union(*(group.cuts for group in groups))
         begins = {*blocks}.union(*(span for group in groups for span in group.spans))
-        read, own = section.read, weights.values()
-        run = CreditPass(net, objective, read, steps, section.state, own, cuts, begins, chunk)
+        run = CreditPass(
+            net,
+            objective,
+            section.read,
+            steps,
+            section.state,
+            weights.values(),
+            cuts,
+            begins,
+            chunk,
+        )
         total = sum(run.counts)
         if not total:
             raise DataError(
@@ -212,7 +214,7 @@ def audit(
             for start, stop in spans:
                 chosen[run.span(start, stop)] = 1 / total
             run.gate = lambda step, credit: [None] * len(credit) if step and step in cut else credit
-            grads = run.gradients([(run.losses * chosen).sum()])
+            grads = run.gradients((run.losses * chosen).sum())
             require_gradient(any(grad is not None for grad in grads))
             pairs = zip(grads, weights.values(), strict=True)
             return [torch.zeros_like(w) if grad is None else grad for grad, w in pairs]
@@ -228,7 +230,7 @@ def audit(
         rows: list[Truncation] = []
         for horizon, plan in zip(selected, plans, strict=True):
             parts = [gradient(*group) for group in plan]
-            truncated = [torch.stack(grads).sum(0) for grads in zip(*parts, strict=True)]
+            truncated: Any = [sum(grads) for grads in zip(*parts, strict=True)]
             updates = sum(any(run.counts[run.span(*span)]) for g in plan for span in g.spans)
             rows.append(_row((horizon, stride or horizon), updates, [*weights], truncated, exact))
     noise = norm([2 * part - whole for part, whole in zip(half, exact, strict=True)])
@@ -288,10 +290,9 @@ def _line(row: Truncation) -> str:
 
 
 def _horizons(requested: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
-    horizons = sorted(set(HORIZONS if requested is None else requested))
-    if requested is None:
-        least = stride or 1
-        horizons = [h for h in horizons if least <= h < steps] or [max(least, steps // 2)]
+    least = stride or 1
+    fitting = [h for h in HORIZONS if least <= h < steps] or [max(least, steps // 2)]
+    horizons = sorted(set(fitting if requested is None else requested))
     if not horizons:
         raise ConfigError("horizons is empty: expected at least one number of steps")
     for horizon in horizons:

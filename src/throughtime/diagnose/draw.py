@@ -225,16 +225,12 @@ def draw(
         'the graph before was freed by an earlier backward, so this loss cannot go back through it'
     """
     roots = [losses] if isinstance(losses, Tensor) else list(losses)
-    for i, loss in enumerate(roots, 1):
-        if loss.grad_fn is None:
-            raise DataError(
-                f"loss {i} of {len(roots)} has no graph: it was computed under torch.no_grad(),"
-                " detached, or is a leaf. Draw the loss before it is detached or converted to a"
-                " number"
-            )
-    if not roots:
+    bare = [i for i, loss in enumerate(roots, 1) if loss.grad_fn is None]
+    if bare or not roots:
         raise DataError(
-            "got no loss, expected one tensor at least: the graph is that behind a loss"
+            f"got {counted(len(roots), 'loss', 'losses')}, and no graph of {bare or 'any'}: a loss"
+            " computed under torch.no_grad(), a detached one or a leaf has none. Draw the loss"
+            " before it is detached or converted to a number"
         )
     count, inner, uses = _walk([loss.grad_fn for loss in roots])
     _hold(inner)
@@ -251,7 +247,8 @@ def draw(
     known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
     leaves = Counter[str]()
     for leaf, nodes in uses.items():
-        leaves[known.get(id(leaf.variable), _described(leaf.variable))] += len(nodes)
+        shape = tuple(leaf.variable.shape)
+        leaves[known.get(id(leaf.variable), f"leaf {shape}")] += len(nodes)
     return Drawing(
         tuple(
             ChunkGraph(
@@ -441,8 +438,3 @@ def _fused_steps(node: Any) -> int:
 def _made(node: Any) -> int:
     """The only number that gives the order in which nodes were made."""
     return node._sequence_nr()
-
-
-def _described(leaf: Tensor) -> str:
-    """A leaf without a name."""
-    return f"{'weight' if isinstance(leaf, nn.Parameter) else 'leaf'} {tuple(leaf.shape)}"

@@ -38,13 +38,11 @@ class Reach:
     """The result of `tt.reach`.
 
     Attributes:
-        lags: 1, 2, ... steps before the loss, or multiples of `every`.
+        lags: 1, 2, ... steps before the loss.
         norms: phi at every lag, of the whole state.
         by_leaf: phi at every lag, of each leaf of the state by its name, so h and c of an LSTM
             apart.
         anchors: losses measured.
-        counts: for every lag, the anchors with that much past; no gradient crosses the start of a
-            recording.
         shares: the lags within which 50, 90 and 99 % of the sum of phi lie.
         loss: mean loss at the anchors, with all of the past.
         contexts: mean loss at the anchors if the net starts so many steps before, from the initial
@@ -55,7 +53,6 @@ class Reach:
     norms: tuple[float, ...]
     by_leaf: dict[str, tuple[float, ...]]
     anchors: int
-    counts: tuple[int, ...]
     shares: dict[float, int]
     loss: float
     contexts: dict[int, float]
@@ -110,9 +107,7 @@ def reach(
     *,
     max_lag: int = 1000,
     anchors: int = 64,
-    every: int = 1,
     steps: int | None = None,
-    state: State = None,
     chunk: int | None = None,
     seed: int = 0,
 ) -> Reach:
@@ -127,9 +122,8 @@ def reach(
         loss_fn: as for `tt.updates`.
         max_lag: the longest lag measured.
         anchors: the number of losses, spread over the slice; each lane has its own.
-        every: resolution in lags; a larger one is faster with fused layers.
-        steps: the number of steps of every lane to draw from; default: to the end of the epoch.
-        state: the state entering the stream's next step; default: the start of the epoch.
+        steps: the number of steps of every lane to draw from, from the start of an epoch; default:
+            all.
         chunk: steps per segment, see `tt.Exact`.
         seed: draws the anchors.
 
@@ -153,14 +147,13 @@ def reach(
         >>> result.shares[0.5] <= result.shares[0.9] <= result.shares[0.99] <= 50
         True
     """
-    for name, value in {"max_lag": max_lag, "anchors": anchors, "every": every}.items():
-        check_whole(name, value, 1)
+    check_whole("max_lag", max_lag, 1)
+    check_whole("anchors", anchors, 1)
     objective, losses = Objective(loss_fn), list[Tensor]()
     with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
-        section = StreamSlice.of(net, stream, steps, state, objective.placement)
-        longest = max(every, min(max_lag, section.steps - 1))
-        lags = torch.arange(every, longest + 1, every, device="cpu")
-        longest = int(lags[-1])
+        section = StreamSlice(net, stream, steps, objective)
+        longest = max(1, min(max_lag, section.steps - 1))
+        lags = torch.arange(1, longest + 1, device="cpu")
         spread = max(1, longest // 4)
         length = min(section.steps, longest + spread)
         spread = min(spread, -(-length // 2))
@@ -199,7 +192,6 @@ def reach(
         whole,
         dict(zip(names, leaves, strict=True)),
         len(losses),
-        tuple(counts[counts > 0].tolist()),
         {share: within(measured, whole, share) for share in SHARES},
         loss,
         dict(zip(contexts, rest, strict=True)),
@@ -259,7 +251,7 @@ def _measure(
         )
         run.gate, loss = record, run.losses.sum() / (sum(run.counts) or 1.0)
         if loss.requires_grad:
-            run.gradients([loss * len(lanes)])
+            run.gradients(loss * len(lanes))
     vars(run).clear()  # or its graph, which refers to it, would wait for the garbage collector
     losses, first = [loss], int(steps.min()) + 1
     for context in contexts:

@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from throughtime.carry.carried import Carried, device_of, dtype_of, running
-from throughtime.chunk import Placement
+from throughtime.carry.carried import Carried, running
 from throughtime.diagnose._slice import StreamSlice, run_spans
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient.segment import preserve_rng_and_buffers
@@ -92,12 +91,11 @@ class SettlingTime:
             for share, n in self.quantiles.items()
         )
         compared = counted(max(start.compared for start in self.starts), "step")
-        rest = f"; {self.unsettled:,} had not settled" if self.unsettled else ""
         return (
             "steps until a cold start agrees with the carried state, by the share of cold starts:"
             f" {quantiles}. Within {self.tolerance:g} of the scale of the outputs,"
             f" {self.scale:.3g}; {counted(len(self.starts), 'cold start')}, compared for"
-            f" {compared} at most{rest}"
+            f" {compared} at most; {self.unsettled:,} had not settled"
         )
 
 
@@ -157,12 +155,11 @@ def settling_time(
     """
     check_whole("starts", starts, 1)
     check_whole("span", span, 1)
-    for name, value in (("tolerance", tolerance), ("scale", 1.0 if scale is None else scale)):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}={value}: expected a finite number above 0")
+    if not (0 < tolerance < math.inf and (scale is None or 0 < scale < math.inf)):
+        raise ConfigError(f"tolerance={tolerance}, scale={scale}: expected finite numbers above 0")
     played = stream if isinstance(stream, Stream) else whole_stream(stream)
     played._sync_ranks()
-    section = StreamSlice.of(net, played, steps, None, _placement)
+    section = StreamSlice(net, played, steps)
     lanes: dict[int, list[LaneSlice]] = {}
     for run in played._schedule.slices(0, section.steps):
         if run.steps > 1:  # it has a past to compare with
@@ -205,10 +202,6 @@ def _draw(runs: Sequence[LaneSlice], count: int, span: int, seed: int) -> Iterat
         yield _Start(run, run.stop - left, min(span, left))
 
 
-def _placement(net: Carried) -> Placement:
-    return Placement(device_of(net), dtype_of(net))
-
-
 def _carried_run(net: Carried, section: StreamSlice, drawn: Sequence[_Start]) -> Tensor:
     """The outputs `(T, N, C)` of the carried run after each cold start."""
     last = max(cold.step + cold.compared for cold in drawn)
@@ -242,8 +235,8 @@ def _compared(
     values = carried[counts]
     if scale is None:
         scale = float(values.var(0, correction=0).mean().sqrt())
-    precision = torch.finfo(runs[0].dtype).eps if runs[0].is_floating_point() else 0.0
-    limit = max(tolerance * scale, _ROUNDING * precision * float(values.abs().max()))
+    rounding = _ROUNDING * torch.finfo(runs[0].dtype).eps * float(values.abs().max())
+    limit = max(tolerance * scale, rounding)
     differences = (cold - carried).abs().amax(2).masked_fill(~counts, 0.0)
     settled = torch.where(differences <= limit, 0, ages + 1).amax(0).tolist()
     starts = tuple(

@@ -30,18 +30,17 @@ Shapes: `T` steps, `B` lanes (rows of the batch), `H` hidden.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
-from weakref import WeakValueDictionary
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Variable, forward_ad
 from torch.nn.modules import module as torch_modules
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils.rnn import PackedSequence, pad_sequence
+from torch.utils._pytree import tree_leaves, tree_map
 
-from throughtime import state as trees
 from throughtime._device import real_type
 from throughtime.carry.carried import Carried
 from throughtime.diagnose._slice import CreditGate
@@ -59,17 +58,9 @@ from throughtime.kernels.dispatch import AUTOCAST_TYPES, transforms
 from throughtime.kernels.reference import States
 from throughtime.nn.layers import Recurrent, layer_weights, run_layers
 
-__all__ = [
-    "BackwardRecord",
-    "GradientSummary",
-    "Timescale",
-    "Trace",
-    "TraceSummary",
-    "trace",
-]
-
 OUTSIDE = -1  # torch's task id outside of a backward pass
 ENTERING = -1  # the step of the state that enters a call
+OPEN = set[nn.Module]()  # traced now
 FORWARDS = {
     Recurrent.forward,
     *(kind.forward for cell in CELLS.values() for kind in (cell.layer, cell.step)),
@@ -80,7 +71,6 @@ def trace(
     net: nn.Module,
     *,
     names: Mapping[str, Sequence[str]] | None = None,
-    tensors: bool = False,
     keep: int = 1,
 ) -> "Trace":
     """Trace a net inside `with tt.trace(net) as trace:`, around any loop.
@@ -95,18 +85,17 @@ def trace(
         names: your own cells, called once per step, by their path in the net (`""` is the net): a
             name for each tensor that they return, in order, `"_"` to skip one:
             `names={"cell": ("h", "c")}`. Lanes come first.
-        tensors: keep the gradients themselves, not only their norms. Each pass needs about as much
-            memory as its graph.
-        keep: the number of passes kept, at least 1.
+        keep: the number of passes kept, at least 1. Each holds the gradient of every state and gate
+            at every step, less than half of what its graph took.
 
     Returns:
         A `Trace`: `trace["layer0.c"][17]` for norms, `(B,)`, `print(trace)` for a table. It keeps
         its records after the block, and may be entered again.
 
     Raises:
-        ModelError: the net has nothing to trace, a layer with a forward of its own, or no module of
-            a path in `names`. Inside the block, a layer gets a packed sequence, or has dropout
-            between its layers while training.
+        ModelError: the net has nothing to trace, or a layer with a forward of its own. Inside the
+            block, a layer gets a packed sequence, or has dropout between its layers while training.
+        AttributeError: the net has no module of a path in `names`.
         ConfigError: `keep` is below 1. On entering, the net is traced already.
 
     Cost: a traced pass runs each layer once more, step by step, with the graph of all its steps
@@ -128,15 +117,9 @@ def trace(
     """
     check_whole("keep", keep, 1)
     module, own = net.module if isinstance(net, Carried) else net, names or {}
-    modules = dict(module.named_modules())
-    unknown = [name for name in own if name not in modules]
-    if unknown:
-        raise ModelError(
-            f"names has '{unknown[0]}', the net only {listed(sorted(modules), quoted=True)};"
-            " give the path that net.named_modules() has"
-        )
     kinds = nn.RNNBase, nn.RNNCellBase
-    paths = {m: name for name, m in modules.items() if name in own or isinstance(m, kinds)}
+    paths = {part: name for name, part in module.named_modules() if isinstance(part, kinds)}
+    paths |= {module.get_submodule(name): name for name in own}
     if not paths:
         raise ModelError(
             f"{type(module).__name__} has no recurrent layer or cell of torch.nn inside. For a cell"
@@ -149,11 +132,11 @@ def trace(
                 f"module '{name}' is a {type(part).__name__}, whose forward is not that of torch:"
                 " its steps are unknown. Let it call a layer of torch.nn or tt.nn inside"
             )
-    return Trace(paths, own, tensors, keep)
+    return Trace(paths, own, keep)
 
 
-class EngineRun(dict["TracedCall", dict[tuple[str, int], Tensor]]):
-    """One run of the engine: of each call, the last one first, what is kept by leaf and step."""
+# One run of the engine: of each call, the last one first, what is kept by leaf and step.
+EngineRun: TypeAlias = dict["TracedCall", dict[tuple[str, int], Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +146,7 @@ class TracedCall:
     Attributes:
         name: `layer0`, `lstm.layer1_reverse`, `cell`.
         steps: of the call.
-        zeros: by leaf, what is kept of a step without a gradient.
+        zeros: by leaf, the gradient of a step that gets none.
         gates: the retention gate of every step and lane, `(N, H)`.
         run: to which it belongs if it was computed in a backward pass.
     """
@@ -199,27 +182,25 @@ class Trace:
         self,
         paths: Mapping[nn.Module, str],
         names: Mapping[str, Sequence[str]],
-        tensors: bool,
         keep: int,
     ) -> None:
-        self._paths, self._names, self._tensors, self._keep = paths, names, tensors, keep
+        self._paths, self._names, self._keep = paths, names, keep
         self.count = 0
         self.passes: tuple[BackwardRecord, ...] = ()
-        # A run is held by its callback in the engine; a pass that fails leaves nothing behind.
-        self._running: WeakValueDictionary[int, EngineRun] = WeakValueDictionary()
+        self._running: dict[int, EngineRun] = {}
 
     def __enter__(self) -> Self:
-        for hook in torch_modules._global_forward_hooks.values():
-            other = getattr(hook, "__self__", None)
-            if isinstance(other, Trace) and not self._paths.keys().isdisjoint(other._paths):
-                raise ConfigError(
-                    "this net is traced already: leave the first `with` before you enter the second"
-                )
+        if not OPEN.isdisjoint(self._paths):
+            raise ConfigError(
+                "this net is traced already: leave the first `with` before you enter the second"
+            )
+        OPEN.update(self._paths)
         # Not hooks of the modules: those of `tt.carry` would come first, and copies have them too.
         self._handle = register_module_forward_hook(self._replace, with_kwargs=True)
         return self
 
     def __exit__(self, *_: object) -> None:
+        OPEN.difference_update(self._paths)
         self._handle.remove()
         # torch forgets this one
         torch_modules._global_forward_hooks_with_kwargs.pop(self._handle.id, None)
@@ -257,25 +238,33 @@ class Trace:
 
     def summary(self) -> TraceSummary:
         """Where the gradient of the last pass vanishes or explodes, and how long gates remember."""
-        return TraceSummary.from_pass(self.last)
+        return TraceSummary(
+            tuple(GradientSummary.from_pass(self.last, name) for name in self.names),
+            tuple(Timescale.from_mean(*scale) for scale in self.last.retention.items()),
+        )
 
     def __str__(self) -> str:
         return str(self.summary())
 
     def _replace(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The output of a module, with the gradient of the reference; None if it stays."""
-        results, path = tensors_in(output), self._paths.get(module)
-        if path is None or not any(t.requires_grad for t in results) or _transformed():
+        path = self._paths.get(module)
+        if path is None:
+            return None
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        # torch.func and forward-mode differentiation do not take our node
+        transformed = transforms() is not None or forward_ad._current_level >= 0
+        if transformed or not any(tensor.requires_grad for tensor in results):
             return None
         if path in self._names:
             self._watch_results(path, results)
             return None
         inputs = dict(zip(("input", "hx", "resets"), args, strict=False)) | kwargs
         run = self._run_cell if isinstance(module, nn.RNNCellBase) else self._run_layer
-        again = tensors_in(run(path, module, **inputs))
+        again = tree_leaves(run(path, module, **inputs))
         sources = [other.view_as(own) for other, own in zip(again, results, strict=True)]
-        values = iter(CreditGate.apply([own.detach() for own in results], None, *sources))
-        return trees.map_tensors(lambda *_: next(values), output)
+        values = iter(CreditGate.apply(results, None, *sources))
+        return tree_map(lambda _: next(values), output)
 
     def _run_layer(
         self,
@@ -288,14 +277,11 @@ class Trace:
         """nn.LSTM, nn.GRU, nn.RNN and those of `tt.nn`, by the reference."""
         dropout = module.dropout and module.training and module.num_layers > 1
         if dropout or isinstance(input, PackedSequence):
-            what, instead = "a packed sequence", "pad it, and leave the rest out of the loss"
-            if dropout:
-                what, instead = (
-                    "dropout between its layers",
-                    "trace in eval() mode, or put nn.Dropout between single layers",
-                )
-            name = path or type(module).__name__
-            raise ModelError(f"{name} has {what}, which a trace cannot run again: {instead}")
+            raise ModelError(
+                f"{path or type(module).__name__} has a packed sequence or dropout between its"
+                " layers, which a trace cannot run again: pad the sequences, and leave the rest out"
+                " of the loss; trace in eval() mode, or put nn.Dropout between single layers"
+            )
         prefix, ends = f"{path}." if path else "", ("", "_reverse")[: 1 + module.bidirectional]
         names = iter([f"{prefix}layer{k}{end}" for k in range(module.num_layers) for end in ends])
 
@@ -314,8 +300,9 @@ class Trace:
         """nn.LSTMCell, nn.GRUCell, nn.RNNCell: a layer of one step."""
         cell: Any = cell_of(module)
         x, hidden = input.reshape(1, -1, module.input_size), module.hidden_size
-        zeros = [x.new_zeros(x.shape[1], hidden)] * len(cell.states)
-        states = tuple(leaf.reshape(-1, hidden) for leaf in tensors_in(hx) or zeros)
+        if hx is None:
+            hx = [x.new_zeros(x.shape[1], hidden)] * len(cell.states)
+        states = tuple(leaf.reshape(-1, hidden) for leaf in tree_leaves(hx))
         own = module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh
         return self._run_steps(path or "cell", cell, x, states, Weights(*own, hr=None), None)[1]
 
@@ -337,8 +324,7 @@ class Trace:
             rounded = torch.get_autocast_dtype(device)
         wide = torch.promote_types(dtype, torch.float32)
         # the other sources: an edge is computed wherever the gradient of a weight is
-        entering = [leaf.detach().to(wide) for leaf in states]
-        entering = CreditGate.apply(entering, None, *states, x, *weights)
+        entering = CreditGate.apply([leaf.to(wide) for leaf in states], None, *states, x, *weights)
         with torch.autocast(device, enabled=False):
             own: Any = (w if w is None else w.to(wide) for w in weights)
             pairs = [*reference.steps(cell, x.to(wide), entering, Weights(*own), resets, rounded)]
@@ -352,24 +338,25 @@ class Trace:
 
     def _watch_results(self, path: str, results: Sequence[Tensor]) -> None:
         """What a user's cell returns, by the names that the user has given."""
-        leaves = self._names[path]
+        leaves, name = self._names[path], path or "cell"
         if len(results) != len(leaves):
             raise ModelError(
-                f"'{path or 'cell'}' returns {len(results)} tensors, names has {len(leaves)}:"
+                f"'{name}' returns {len(results)} tensors, names has {len(leaves)}:"
                 f" {listed(leaves, quoted=True)}. Name each, in order, with '_' for one that is not"
                 " traced"
             )
-        named = {leaf: t for leaf, t in zip(leaves, results, strict=True) if leaf != "_"}
-        self._watch(path or "cell", [named])
+        step = dict(zip(leaves, results, strict=True))
+        step.pop("_", None)
+        self._watch(name, [step])
 
     def _watch(
         self, name: str, steps: Sequence[Mapping[str, Tensor]], gate: str | None = None
     ) -> TracedCall:
         """Keep the gradients of every step of a call, `(B, H)` by leaf, whenever there are any."""
         gates = None if gate is None else torch.cat([step[gate].detach() for step in steps])
-        zeros = {leaf: self._kept(torch.zeros_like(t)) for leaf, t in steps[0].items()}
-        run = None if backward_task() == OUTSIDE else self._run()
-        call = TracedCall(name, len(steps), zeros, gates, run)
+        zeros = {leaf: torch.zeros_like(t) for leaf, t in steps[0].items()}
+        outside = backward_task() == OUTSIDE
+        call = TracedCall(name, len(steps), zeros, gates, None if outside else self._run())
         for number, step in enumerate(steps):
             for leaf, tensor in step.items():
                 if tensor.requires_grad:
@@ -378,24 +365,18 @@ class Trace:
 
     def _note(self, call: TracedCall, leaf: str, step: int, gradient: Tensor | None) -> None:
         # rows of a Jacobian (`is_grads_batched`) are not the gradient of a loss
-        batched: Any = _functorch.is_legacy_batchedtensor
-        if gradient is not None and not batched(gradient):
+        if gradient is not None and not is_legacy_batchedtensor(gradient):
             run = self._run() if call.run is None else call.run
-            run.setdefault(call, {})[leaf, step] = self._kept(gradient, step == ENTERING)
-
-    def _kept(self, gradient: Tensor, edge: bool = False) -> Tensor:
-        """What is kept of a gradient `(B, ...)`: itself, or its norms."""
-        plain = gradient.detach()
-        return plain if self._tensors and not edge else vector_norms(plain, 1)
+            run.setdefault(call, {})[leaf, step] = gradient.detach()
 
     def _run(self) -> EngineRun:
         """The engine's present run."""
-        run = self._running.get(backward_task())
-        if run is None:
-            run = self._running[backward_task()] = EngineRun()
+        task = backward_task()
+        if task not in self._running:
+            self._running = {task: {}}  # a pass that failed leaves nothing behind
             engine: Any = Variable._execution_engine  # as DistributedDataParallel does
-            engine.queue_callback(partial(self._finish, run))
-        return run
+            engine.queue_callback(partial(self._finish, self._running[task]))
+        return self._running[task]
 
     def _finish(self, run: EngineRun) -> None:
         """Record a run that has ended; calls of one name are consecutive steps."""
@@ -411,11 +392,10 @@ class Trace:
                     for step in range(call.steps)
                 ]
                 name, values = f"{layer}.{leaf}", pad_sequence(rows, batch_first=True)
-                record.norms[name] = vector_norms(values, 2) if self._tensors else values
-                if self._tensors:
-                    record.gradients[name] = values
-                if (leaf, ENTERING) in run[calls[0]]:
-                    record.edges[name] = run[calls[0]][leaf, ENTERING]
+                record.gradients[name], record.norms[name] = values, vector_norms(values, 2)
+                edge = run[calls[0]].get((leaf, ENTERING))
+                if edge is not None:
+                    record.edges[name] = vector_norms(edge, 1)
             gates = [call.gates for call in calls if call.gates is not None]
             if gates:
                 record.retention[layer] = torch.cat(gates).mean(0)
@@ -437,15 +417,3 @@ def vector_norms(gradient: Tensor, dims: int) -> Tensor:
 def backward_task() -> int:
     """The number of the engine's present run; torch has no public name for it."""
     return torch._C._current_graph_task_id()
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Every tensor of a nesting, in order; everything else is skipped."""
-    named: dict[str, Tensor] = {}
-    trees.map_tensors(named.setdefault, tree)
-    return list(named.values())
-
-
-def _transformed() -> bool:
-    """Whether torch.func or forward-mode differentiation is active; neither takes our node."""
-    return transforms() is not None or forward_ad._current_level >= 0
