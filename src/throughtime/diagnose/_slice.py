@@ -171,16 +171,16 @@ class CreditPass:
         self, first: int, last: int, rebuild: Rebuild, *entering: Tensor
     ) -> tuple[Tensor, ...]:
         """The losses of a segment, and the state after it, leaf by leaf."""
-        losses, leaves = list[Tensor](), entering
+        losses, state = list[Tensor](), rebuild(entering)
         edges = sorted(cut for cut in self._cuts if first <= cut <= last)
-        spans = run_spans(self._net, self._read, edges, rebuild(entering), self._gated)
-        for begin, (rows, y, state) in zip(edges, spans, strict=False):
-            leaves, self._rebuild = flatten(state)
+        spans = run_spans(self._net, self._read, edges, state, self._gated)
+        for begin, (rows, y, state) in zip(edges, spans, strict=False):  # noqa: B007  # the last
             own = self.span(begin, begin + rows.steps)
             for i, (a, b) in enumerate(pairwise(self._begins[own.start : own.stop + 1]), own.start):
                 part = slice(a - begin, b - begin)
                 loss, self.counts[i] = self._objective(y[part], rows[part])
                 losses.append(loss * self.counts[i])
+        leaves, self._rebuild = flatten(state)
         return torch.stack(losses), *leaves
 
     def _gated(self, begin: int, state: State) -> State:
