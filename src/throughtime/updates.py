@@ -5,13 +5,11 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
-from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import ranks_of
 from throughtime.errors import ConfigError, DataError, RunError, check_whole
 from throughtime.gradient import (
@@ -243,13 +241,13 @@ class Updates(Iterator[Update]):
             # after the checks: a refused call must not save a later position
             self._before = stream.epoch, executor.at
         self._status = "busy"
-        if self._plain and not SAMPLED:  # the usual case
+        if self._plain:  # the usual case
             update = executor.step()
             while update is not None and not update.weight:
                 update = executor.step()
         else:
             with self._ranks.unsharded(self._net):
-                update = traced_update(self._net, partial(executor.reduced, self._accumulate))
+                update = executor.reduced(self._accumulate)
         if update is None:
             self._finish()
             raise StopIteration
