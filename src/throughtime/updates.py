@@ -212,7 +212,7 @@ class Updates(Iterator[Update]):
             step = self._executor.at.step
             left = [end - step for end in stream._schedule.common_resets if end >= step]
             match self._gradient:
-                case Truncated(stride=every, jitter=False, warm_up=0) | Exact(cut_every=int(every)):
+                case Truncated(stride=every, jitter=False) | Exact(cut_every=int(every)):
                     return math.ceil(left[-1] / every / each)
                 case Exact():
                     return math.ceil(sum(map(bool, left)) / each)
