@@ -23,7 +23,6 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
 from throughtime._device import is_accelerator
@@ -87,8 +86,7 @@ class Update:
     weight: float
 
     def __repr__(self) -> str:
-        shapes = tree_map(lambda y: tuple(y.shape), self.outputs)
-        return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {shapes})"
+        return f"Update(loss={self.loss.item():.6g}, steps={self.steps})"
 
 
 class OwnGrads:
