@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol, overload, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -461,30 +461,6 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
             flags = [chunk.metadata.flags(device)[:, chunk.span] for chunk in chunks]
             metadata._flags[device] = torch.cat(flags, 1)
     return Chunk(inputs, targets, metadata, start, start + len(inputs), 0, series)
-
-
-@runtime_checkable
-class Readable(Protocol):
-    """Steps that can be read in any order without advancing, as those of a `tt.Stream`."""
-
-    @property
-    def lanes(self) -> int:
-        """The number of lanes."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of an epoch."""
-        ...
-
-    @property
-    def position(self) -> int:
-        """Steps taken in this epoch."""
-        ...
-
-    def read(self, start: int, stop: int) -> Chunk:
-        """The steps `start` to before `stop` of this epoch."""
-        ...
 
 
 class Source(Protocol):

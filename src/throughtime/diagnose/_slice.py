@@ -20,7 +20,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
-from throughtime.chunk import Chunk, Placement, Readable
+from throughtime.chunk import Chunk, Placement
 from throughtime.errors import DataError, MissingExtraError
 from throughtime.gradient import Objective
 from throughtime.gradient.segment import (
@@ -34,6 +34,7 @@ from throughtime.gradient.segment import (
 )
 from throughtime.gradient.window import Credit, check_whole
 from throughtime.state import State
+from throughtime.stream import Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class StreamSlice:
         placement: of the net and the loss.
     """
 
-    stream: Readable
+    stream: Stream
     begin: int
     steps: int
     state: State
@@ -58,7 +59,7 @@ class StreamSlice:
     def of(
         cls,
         net: Carried,
-        stream: Readable,
+        stream: Stream,
         steps: int | None,
         state: State,
         objective: Objective,
@@ -66,7 +67,7 @@ class StreamSlice:
         """From the stream's position if `state` is passed, else from the start of the epoch."""
         require_carried(net)
         # users do pass lists of chunks
-        if not isinstance(stream, Readable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not isinstance(stream, Stream):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise DataError(
                 f"got a {type(stream).__name__}, expected a tt.Stream: a measurement needs"
                 " random access to the steps"

@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from throughtime.carry.carried import Carried, device_of
-from throughtime.chunk import Readable
 from throughtime.diagnose._slice import CreditPass, StreamSlice, get_axes, json_safe
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient import LossFn, Objective
@@ -41,6 +40,7 @@ from throughtime.gradient.segment import preserve_rng_and_buffers
 from throughtime.gradient.truncated import norm
 from throughtime.gradient.window import check_horizon
 from throughtime.state import State
+from throughtime.stream import Stream
 
 BLOCKS = 16  # of steps; every other one is in the same half
 NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
@@ -193,7 +193,7 @@ class Audit:
 
 def audit(
     net: Carried,
-    stream: Readable,
+    stream: Stream,
     loss_fn: LossFn,
     horizons: Sequence[int] | None = None,
     *,

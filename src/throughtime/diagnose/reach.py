@@ -24,13 +24,14 @@ from torch.nn.utils.rnn import pad_sequence
 from throughtime import state as trees
 from throughtime._device import real_type
 from throughtime.carry.carried import Carried, device_of
-from throughtime.chunk import Chunk, Readable
+from throughtime.chunk import Chunk
 from throughtime.diagnose._slice import CreditPass, StreamSlice, get_axes, json_safe
 from throughtime.errors import DataError
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient.segment import lane_norms, preserve_rng_and_buffers
 from throughtime.gradient.window import Credit, check_whole
 from throughtime.state import State
+from throughtime.stream import Stream
 
 _LEAST = 1e-30  # a norm of which float32 has all digits
 _BLOCK = 1024  # steps of a forward call between two windows
@@ -180,7 +181,7 @@ class Reach:
 
 def reach(
     net: Carried,
-    stream: Readable,
+    stream: Stream,
     loss_fn: LossFn,
     *,
     max_lag: int = 1000,
