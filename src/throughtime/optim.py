@@ -145,11 +145,8 @@ class _KernelOptimizer(Optimizer):
             self._step_torch()
         return loss
 
-    @disable_dynamo
-    def _step_outside_graph(self, closure: Closure | None) -> Any:
-        """The graph of torch.compile ends before the step; the next begins after it."""
-        return self.step(closure)
-
+    # The graph of torch.compile ends before the step; the next begins after it.
+    _step_outside_graph = disable_dynamo(step)
     _step_hooked = Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -220,7 +217,7 @@ class _KernelOptimizer(Optimizer):
             self._plan = None
             if (reason := self._unsupported(params, grads)) is not None:
                 return reason
-            self._plan = plan = self._new_plan(grads)
+            self._plan = plan = self._new_plan(self._new_table(grads))
         norm = plan.table.run(grads, self._max_norm)
         if self._max_norm is not None:
             self._norm = norm
@@ -237,18 +234,20 @@ class _KernelOptimizer(Optimizer):
         if plan.has_tensor_options or options != plan.options:
             if list(map(_slots, self.param_groups)) != plan.slots:
                 return None
-            tensors = plan.table.configure(list(map(self._numbers, self.param_groups)))
-            self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
+            self._plan = plan = self._new_plan(plan.table)
         return plan
 
-    def _new_plan(self, grads: Sequence[Tensor]) -> _TablePlan:
+    def _new_table(self, grads: Sequence[Tensor]) -> StepTable:
         entries = [
             self._entry(param, number, group)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
             if param.grad is not None
         ]
-        table = StepTable(entries, grads, len(self.param_groups))
+        return StepTable(entries, grads, len(self.param_groups))
+
+    def _new_plan(self, table: StepTable) -> _TablePlan:
+        """The plan of the present state and options, whose numbers the table gets."""
         tensors = table.configure(list(map(self._numbers, self.param_groups)))
         slots = list(map(_slots, self.param_groups))
         return _TablePlan(table, self._state_values(), self._options(), slots, tensors)
