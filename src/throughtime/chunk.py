@@ -223,7 +223,7 @@ class Chunk:
     @cached_property
     def starts(self) -> Tensor:
         """The first steps of recordings."""
-        return send(self.metadata.position[self.span] == 0, self._inputs.device)
+        return self.position == 0
 
     @cached_property
     def ends(self) -> Tensor:

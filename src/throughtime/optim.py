@@ -69,6 +69,7 @@ class _TablePlan(NamedTuple):
 class _KernelOptimizer(Optimizer):
     """Everything but the rule: when the compiled step runs, and clipping around torch's own."""
 
+    _rule: str  # as torch's class, without its options
     _max_norm: float | None = None
     _norm: float | Tensor | None = None
     _plan: _TablePlan | None = None
@@ -177,7 +178,7 @@ class _KernelOptimizer(Optimizer):
         """Put clipped copies in place of the gradients for a while."""
         pairs = self._pairs()
         sparse = [grad for _, grad in pairs if grad.layout != torch.strided]
-        if sparse and (self._max_norm is not None or not isinstance(self, torch.optim.SGD)):
+        if sparse and (self._max_norm is not None or self._rule != "sgd"):
             raise ConfigError(
                 f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of"
                 f" shape {tuple(sparse[0].shape)}; expected dense ones, only SGD without max_norm"
@@ -311,9 +312,8 @@ class _KernelOptimizer(Optimizer):
         numbers = {name: group[name] for name in OPTIONS if name in self.defaults}
         if "betas" in group:
             numbers["beta1"], numbers["beta2"] = group["betas"]
-        adamw = isinstance(self, torch.optim.AdamW)  # before torch 2.7 no subclass of Adam
-        adam = "adamw" if group.get("decoupled_weight_decay", adamw) else "adam"
-        return numbers | {"rule": RULES["sgd" if isinstance(self, torch.optim.SGD) else adam]}
+        rule = "adamw" if group.get("decoupled_weight_decay") else self._rule
+        return numbers | {"rule": RULES[rule]}
 
 
 def _slots(group: Group) -> dict[str, str]:
@@ -372,6 +372,8 @@ class Adam(_KernelOptimizer, torch.optim.Adam):
     J. Reddi, S. Kale and S. Kumar, On the convergence of Adam and beyond, ICLR (2018).
     """
 
+    _rule = "adam"
+
 
 class AdamW(_KernelOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` that clips by the global norm and steps in one call.
@@ -408,6 +410,8 @@ class AdamW(_KernelOptimizer, torch.optim.AdamW):
     References: I. Loshchilov and F. Hutter, Decoupled weight decay regularization, ICLR (2019).
     """
 
+    _rule = "adamw"
+
 
 class SGD(_KernelOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` that clips by the global norm and steps in one call.
@@ -443,3 +447,5 @@ class SGD(_KernelOptimizer, torch.optim.SGD):
     References: I. Sutskever, J. Martens, G. Dahl and G. Hinton, On the importance of initialization
     and momentum in deep learning, ICML (2013), for Nesterov's momentum as torch writes it.
     """
+
+    _rule = "sgd"
