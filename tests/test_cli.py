@@ -372,7 +372,7 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
         (["train", "{data}.missing.csv", "--task", "regress"], "no such file"),
         (
             ["train", "{data}", "--task", "regress", "--config", "{config}"],
-            "unknown key 'strides', did you mean 'stride'?",
+            "unknown key 'strides'; did you mean 'stride'?",
         ),
         (["train", "--task", "regress"], "DATA is missing"),
         (["train", "--resume", "{run}", "--lr", "1"], "--resume goes on with the settings"),

@@ -50,7 +50,7 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"hiden": 3}, "unknown key 'hiden', did you mean 'hidden'?"),
+        ({"hiden": 3}, "unknown key 'hiden'; did you mean 'hidden'?"),
         ({"task": "clasify"}, "task='clasify': expected one of 'classify', 'regress'"),
         ({"lanes": "four"}, "lanes='four': expected a whole number"),
         ({"lanes": True}, "lanes=True: expected a whole number"),

@@ -266,7 +266,7 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         ),
         ({"offset": 3, "train_on": "windows"}, "offset=3 and train_on='windows' are both given"),
         ({"static": 3}, "static=3: expected a list of column names"),
-        ({"target_evry": 3}, "unknown key 'target_evry', did you mean 'target_every'"),
+        ({"target_evry": 3}, "unknown key 'target_evry'; did you mean 'target_every'"),
     ],
 )
 def test_settings_of_data_that_do_not_go_together_are_refused(

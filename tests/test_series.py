@@ -360,14 +360,15 @@ def test_runs_of_chunks_by_hand_break_at_resets_and_where_recordings_change(
     assert all(run.recording.unique().numel() == 1 for _, run in chunk.runs())
 
 
-def test_lengths_of_recordings_say_where_they_end() -> None:
+def test_a_chunk_by_hand_has_the_ends_that_it_is_built_with() -> None:
     recording = torch.tensor([[0, 1], [0, 1], [1, -1], [1, -1]])
     position = torch.tensor([[3, 1], [4, 2], [0, -1], [1, -1]])
     resets = position == 0
     options: dict[str, Any] = {"recording": recording, "position": position, "resets": resets}
-    chunk = Chunk.from_tensors(torch.zeros(4, 2), lengths=[5, 3], **options)
+    ends = torch.tensor([[0, 0], [1, 1], [0, 0], [0, 0]]).bool()
+    chunk = Chunk.from_tensors(torch.zeros(4, 2), ends=ends, **options)
     assert chunk.starts.tolist() == [[0, 0], [0, 0], [1, 0], [0, 0]]
-    assert chunk.ends.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    assert torch.equal(chunk.ends, ends)
     assert not Chunk.from_tensors(torch.zeros(4, 2), **options).ends.any()
     runs = [(bool(r.starts[0]), bool(r.ends[-1]), r.steps) for _, r in chunk.runs()]
     assert runs == [(False, True, 2), (True, False, 2), (False, True, 2)]

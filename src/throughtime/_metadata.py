@@ -65,26 +65,18 @@ class ChunkMetadata:
     )
 
     @classmethod
-    def of(
-        cls, resets: Tensor, mask: Tensor, recording: Tensor, position: Tensor, ends: Tensor
-    ) -> "ChunkMetadata":
-        """Compute the counts from the tensors, and move these to the host."""
-        resets, mask, recording, position, ends = (
-            tensor.cpu() for tensor in (resets, mask, recording, position, ends)
-        )
-        reset_steps = tuple(resets.any(dim=1).nonzero().flatten().tolist())
+    def of(cls, *per_step: Tensor) -> "ChunkMetadata":
+        """Move the five tensors to the host, and compute the counts from them."""
+        resets, mask, *others = (tensor.cpu() for tensor in per_step)
+        steps = tuple(reset_positions(resets))
         valid_before = (0, *accumulate(mask.sum(dim=1).tolist()))
-        return cls(resets, mask, recording, position, ends, reset_steps, valid_before)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether no lane resets, and all steps count: a device needs no copy."""
-        return not self.reset_steps and self.valid_before[-1] == self.mask.numel()
+        return cls(resets, mask, *others, reset_steps=steps, valid_before=valid_before)
 
     def flags(self, device: torch.device) -> Tensor:
         """`(2, T, B)` bool, resets and mask on a device; they are sent once."""
         if device not in self._flags:
-            if self.is_plain:
+            # no lane resets, and all steps count: a device needs no copy
+            if not self.reset_steps and self.valid_before[-1] == self.mask.numel():
                 resets = torch.zeros(self.mask.shape, dtype=torch.bool, device=device)
                 self._flags[device] = torch.stack([resets, ~resets])
             else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal, NamedTuple, Protocol, overload, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -99,8 +99,8 @@ class Chunk:
         mask: Tensor | None = None,
         recording: Tensor | None = None,
         position: Tensor | None = None,
+        ends: Tensor | None = None,
         series: Mapping[str, Tensor] | None = None,
-        lengths: Sequence[int] | None = None,
     ) -> "Chunk":
         """Build a chunk from tensors, with checks of shapes and dtypes.
 
@@ -111,8 +111,8 @@ class Chunk:
             mask: `(T, B)` bool; default: all true. Steps whose target is the class -100 are masked.
             recording: `(T, B)` int64; default 0.
             position: `(T, B)` int64; default 0 to T-1.
+            ends: `(T, B)` bool; default: no step is known to be an end.
             series: `(T, B, ...)` by name.
-            lengths: steps of each recording, by its index; default: no step is known to be an end.
 
         Raises:
             DataError: a shape or dtype is wrong; every such tensor is listed.
@@ -129,18 +129,15 @@ class Chunk:
             )
         shape, series = inputs.shape[:2], dict(series or {})
         no_step = torch.zeros(shape, dtype=torch.bool, device="cpu")
-        resets = no_step if resets is None else resets
-        mask = ~no_step if mask is None else mask
-        recording = no_step.long() if recording is None else recording
-        position = (~no_step).cumsum(0) - 1 if position is None else position
-        named = {
-            **series,
-            "targets": targets,
-            "resets": resets,
-            "mask": mask,
-            "recording": recording,
-            "position": position,
+        positions = (~no_step).cumsum(0) - 1
+        defaults = (no_step, ~no_step, no_step.long(), positions, no_step.clone())
+        per_step = {
+            name: default if tensor is None else tensor
+            for name, tensor, default in zip(
+                PER_STEP, (resets, mask, recording, position, ends), defaults, strict=True
+            )
         }
+        named = {**series, "targets": targets, **per_step}
         faults = [
             f"{name}: shape {tuple(t.shape)}, expected the first two sizes ({shape[0]}, {shape[1]})"
             f" of the inputs {tuple(inputs.shape)}"
@@ -148,18 +145,16 @@ class Chunk:
             if t is not None and t.shape[:2] != shape
         ]
         faults += [
-            f"{name}: dtype {t.dtype}, expected torch.bool"
-            for name, t in (("resets", resets), ("mask", mask))
-            if t.dtype != torch.bool
+            f"{name}: dtype {per_step[name].dtype}, expected torch.bool"
+            for name in ("resets", "mask", "ends")
+            if per_step[name].dtype != torch.bool
         ]
         if faults:
             raise DataError("; ".join(faults))
         if targets is not None and targets.shape == shape and not targets.is_floating_point():
-            mask = mask & (targets != _IGNORED).to(mask.device)  # as those of a stream
-        ends = no_step.clone()
-        if lengths is not None:
-            ends = position.cpu() + 1 == torch.tensor(lengths, device="cpu")[recording.cpu()]
-        metadata = ChunkMetadata.of(resets, mask, recording, position, ends)
+            mask = per_step["mask"]  # without them, as those of a stream
+            per_step["mask"] = mask & (targets != _IGNORED).to(mask.device)
+        metadata = ChunkMetadata.of(*per_step.values())
         return cls(inputs, targets, metadata, 0, shape[0], 0, series)
 
     def __repr__(self) -> str:
@@ -228,7 +223,7 @@ class Chunk:
     @cached_property
     def starts(self) -> Tensor:
         """The first steps of recordings."""
-        return send(self.metadata.position[self.span] == 0, self._inputs.device)
+        return self.position == 0
 
     @cached_property
     def ends(self) -> Tensor:
@@ -347,16 +342,14 @@ class Chunk:
     def without_resets(self) -> "Chunk":
         """The chunk for a caller that sets the states of lanes that start by itself."""
         resets, *others = self._on_host()
-        return self._with(torch.zeros_like(resets), *others)
+        metadata = ChunkMetadata.of(torch.zeros_like(resets), *others)
+        return Chunk(
+            self._inputs, self._targets, metadata, 0, self.steps, self._first, self._series
+        )
 
     def _on_host(self) -> list[Tensor]:
         """Resets, mask, recording, position and ends on the host."""
         return [getattr(self.metadata, name)[self.span] for name in PER_STEP]
-
-    def _with(self, *per_step: Tensor) -> "Chunk":
-        """The same steps with metadata of their own."""
-        own = ChunkMetadata.of(*per_step)
-        return Chunk(self._inputs, self._targets, own, 0, self.steps, self._first, self._series)
 
     def valid_pairs(self, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs `(N, C)` and targets of the N valid steps, time first.
@@ -468,30 +461,6 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
             flags = [chunk.metadata.flags(device)[:, chunk.span] for chunk in chunks]
             metadata._flags[device] = torch.cat(flags, 1)
     return Chunk(inputs, targets, metadata, start, start + len(inputs), 0, series)
-
-
-@runtime_checkable
-class Readable(Protocol):
-    """Steps that can be read in any order without advancing, as those of a `tt.Stream`."""
-
-    @property
-    def lanes(self) -> int:
-        """The number of lanes."""
-        ...
-
-    @property
-    def steps(self) -> int:
-        """The number of steps of an epoch."""
-        ...
-
-    @property
-    def position(self) -> int:
-        """Steps taken in this epoch."""
-        ...
-
-    def read(self, start: int, stop: int) -> Chunk:
-        """The steps `start` to before `stop` of this epoch."""
-        ...
 
 
 class Source(Protocol):

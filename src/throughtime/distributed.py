@@ -259,12 +259,11 @@ def shards_of(net: nn.Module) -> tuple["FSDPModule", ...]:
         ModelError: one with a MixedPrecisionPolicy, under which gradients are kept elsewhere than
             in `.grad`.
     """
-    sharded = [
-        module
+    shards = tuple(
+        cast("FSDPModule", module)
         for module in net.modules()
         if any(c.__name__ == "FSDPModule" for c in type(module).__mro__)
-    ]
-    shards = tuple(cast("FSDPModule", module) for module in sharded)
+    )
     for shard in shards:
         policy = shard._get_fsdp_state()._mp_policy  # there is no public way
         if policy.param_dtype is not None or policy.reduce_dtype is not None:

@@ -68,20 +68,19 @@ def counted(count: int, one: str, many: str = "") -> str:
     return f"{count:,} {one if count == 1 else many or f'{one}s'}"
 
 
-def did_you_mean(name: str, known: Iterable[str], before: str = "; ") -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The question whether the most similar of the known names is meant; empty without one.
 
     Args:
         name: that is unknown.
         known: the names to choose from.
-        before: separates the question from the message that it is added to.
 
     Example:
         >>> did_you_mean("stirde", ["lanes", "stride"]), did_you_mean("x", ["lanes", "stride"])
         ("; did you mean 'stride'?", '')
     """
     near = difflib.get_close_matches(name, [*known], n=1)
-    return f"{before}did you mean '{near[0]}'?" if near else ""
+    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def one_line(error: BaseException) -> str:

@@ -8,9 +8,9 @@ Shapes: `N` valid steps, `C` classes or output columns.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -128,7 +128,7 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     if callable(getattr(metric, "new", None)) and not isinstance(metric, type):
         return cast("Metric", metric)
     if isinstance(metric, nn.Module) and callable(getattr(metric, "clone", None)):
-        return TorchMetricAdapter(cast("TorchMetric", metric))
+        return TorchMetricAdapter(metric)
     is_class = isinstance(metric, type)
     got = f"the class {metric.__name__}" if is_class else f"a {type(metric).__name__}"
     raise ConfigError(
@@ -181,9 +181,9 @@ class Classification(_Sums):
 
     def __post_init__(self) -> None:
         classes: Any = self.classes  # checked here
-        if isinstance(classes, (int, np.integer)) and not isinstance(classes, bool):
+        if isinstance(classes, (int, Integral)) and not isinstance(classes, bool):
             classes = [*map(str, range(int(classes)))]
-        if isinstance(classes, (str, bool)) or not isinstance(classes, Sequence) or not classes:
+        if isinstance(classes, str) or not isinstance(classes, Sequence) or not classes:
             raise ConfigError(
                 f"classes={self.classes!r}, expected their number or their names:"
                 " tt.metrics.Classification(2) or tt.metrics.Classification(['rest', 'beat'])"

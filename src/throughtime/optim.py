@@ -69,6 +69,7 @@ class _TablePlan(NamedTuple):
 class _KernelOptimizer(Optimizer):
     """Everything but the rule: when the compiled step runs, and clipping around torch's own."""
 
+    _rule: str  # as torch's class, without its options
     _max_norm: float | None = None
     _norm: float | Tensor | None = None
     _plan: _TablePlan | None = None
@@ -145,11 +146,8 @@ class _KernelOptimizer(Optimizer):
             self._step_torch()
         return loss
 
-    @disable_dynamo
-    def _step_outside_graph(self, closure: Closure | None) -> Any:
-        """The graph of torch.compile ends before the step; the next begins after it."""
-        return self.step(closure)
-
+    # The graph of torch.compile ends before the step; the next begins after it.
+    _step_outside_graph = disable_dynamo(step)
     _step_hooked = Optimizer.profile_hook_step(_step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -180,7 +178,7 @@ class _KernelOptimizer(Optimizer):
         """Put clipped copies in place of the gradients for a while."""
         pairs = self._pairs()
         sparse = [grad for _, grad in pairs if grad.layout != torch.strided]
-        if sparse and (self._max_norm is not None or not isinstance(self, torch.optim.SGD)):
+        if sparse and (self._max_norm is not None or self._rule != "sgd"):
             raise ConfigError(
                 f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of"
                 f" shape {tuple(sparse[0].shape)}; expected dense ones, only SGD without max_norm"
@@ -220,7 +218,7 @@ class _KernelOptimizer(Optimizer):
             self._plan = None
             if (reason := self._unsupported(params, grads)) is not None:
                 return reason
-            self._plan = plan = self._new_plan(grads)
+            self._plan = plan = self._new_plan(self._new_table(grads))
         norm = plan.table.run(grads, self._max_norm)
         if self._max_norm is not None:
             self._norm = norm
@@ -237,18 +235,20 @@ class _KernelOptimizer(Optimizer):
         if plan.has_tensor_options or options != plan.options:
             if list(map(_slots, self.param_groups)) != plan.slots:
                 return None
-            tensors = plan.table.configure(list(map(self._numbers, self.param_groups)))
-            self._plan = plan = plan._replace(options=options, has_tensor_options=tensors)
+            self._plan = plan = self._new_plan(plan.table)
         return plan
 
-    def _new_plan(self, grads: Sequence[Tensor]) -> _TablePlan:
+    def _new_table(self, grads: Sequence[Tensor]) -> StepTable:
         entries = [
             self._entry(param, number, group)
             for number, group in enumerate(self.param_groups)
             for param in group["params"]
             if param.grad is not None
         ]
-        table = StepTable(entries, grads, len(self.param_groups))
+        return StepTable(entries, grads, len(self.param_groups))
+
+    def _new_plan(self, table: StepTable) -> _TablePlan:
+        """The plan of the present state and options, whose numbers the table gets."""
         tensors = table.configure(list(map(self._numbers, self.param_groups)))
         slots = list(map(_slots, self.param_groups))
         return _TablePlan(table, self._state_values(), self._options(), slots, tensors)
@@ -312,9 +312,8 @@ class _KernelOptimizer(Optimizer):
         numbers = {name: group[name] for name in OPTIONS if name in self.defaults}
         if "betas" in group:
             numbers["beta1"], numbers["beta2"] = group["betas"]
-        adamw = isinstance(self, torch.optim.AdamW)  # before torch 2.7 no subclass of Adam
-        adam = "adamw" if group.get("decoupled_weight_decay", adamw) else "adam"
-        return numbers | {"rule": RULES["sgd" if isinstance(self, torch.optim.SGD) else adam]}
+        rule = "adamw" if group.get("decoupled_weight_decay") else self._rule
+        return numbers | {"rule": RULES[rule]}
 
 
 def _slots(group: Group) -> dict[str, str]:
@@ -373,6 +372,8 @@ class Adam(_KernelOptimizer, torch.optim.Adam):
     J. Reddi, S. Kale and S. Kumar, On the convergence of Adam and beyond, ICLR (2018).
     """
 
+    _rule = "adam"
+
 
 class AdamW(_KernelOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` that clips by the global norm and steps in one call.
@@ -409,6 +410,8 @@ class AdamW(_KernelOptimizer, torch.optim.AdamW):
     References: I. Loshchilov and F. Hutter, Decoupled weight decay regularization, ICLR (2019).
     """
 
+    _rule = "adamw"
+
 
 class SGD(_KernelOptimizer, torch.optim.SGD):
     """`torch.optim.SGD` that clips by the global norm and steps in one call.
@@ -444,3 +447,5 @@ class SGD(_KernelOptimizer, torch.optim.SGD):
     References: I. Sutskever, J. Martens, G. Dahl and G. Hinton, On the importance of initialization
     and momentum in deep learning, ICML (2013), for Nesterov's momentum as torch writes it.
     """
+
+    _rule = "sgd"

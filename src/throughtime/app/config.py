@@ -337,7 +337,7 @@ def make_config(settings: Mapping[str, Any], *, source: str = "") -> Config:
     present = {key: value for key, value in settings.items() if value is not None}
     known = f"; known are {', '.join(types)}"
     faults = [
-        f"unknown key '{key}'{did_you_mean(key, types, ', ') or known}"
+        f"unknown key '{key}'{did_you_mean(key, types) or known}"
         for key in present
         if key not in types
     ]

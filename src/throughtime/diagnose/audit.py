@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from throughtime.carry.carried import Carried, device_of
-from throughtime.chunk import Readable
 from throughtime.diagnose._slice import CreditPass, StreamSlice
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient import LossFn, Objective
@@ -40,6 +39,7 @@ from throughtime.gradient.objective import require_gradient, trainable_weights
 from throughtime.gradient.segment import preserve_rng_and_buffers
 from throughtime.gradient.truncated import norm
 from throughtime.gradient.window import check_horizon
+from throughtime.stream import Stream
 
 BLOCKS = 16  # of steps; every other one is in the same half
 NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
@@ -131,7 +131,7 @@ class Audit:
 
 def audit(
     net: Carried,
-    stream: Readable,
+    stream: Stream,
     loss_fn: LossFn,
     horizons: Sequence[int] | None = None,
     *,
@@ -148,7 +148,8 @@ def audit(
     Args:
         net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
         stream: a `tt.Stream`; it is read, not moved.
-        loss_fn: as for `tt.updates`.
+        loss_fn: as for `tt.updates`; a `tt.SequenceLoss` that is not additive is taken over each
+            `stride`.
         horizons: steps, in any order; default: those of 50, 200, 800, 3200 that are shorter than
             the slice.
         stride: steps between two updates, for all horizons; those below it are refused. Default:
@@ -181,13 +182,16 @@ def audit(
 
     References: Aicher, Foti & Fox, UAI 2019.
     """
-    objective, weights = Objective(loss_fn), trainable_weights(net, loss_fn)
+    objective, weights = Objective(loss_fn, split=True), trainable_weights(net, loss_fn)
+    if objective.joins:
+        objective.divide(stride, "tt.audit")
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         steps = section.steps
         selected = _horizons(horizons, stride, steps)
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
-        blocks = range(0, steps, max(1, steps // BLOCKS))
+        each = stride or 1
+        blocks = range(0, steps, max(each, steps // BLOCKS // each * each))
         groups = [group for plan in plans for group in plan]
         cuts = set().union(*(group.cuts for group in groups))
         begins = {*blocks}.union(*(span for group in groups for span in group.spans))
