@@ -534,7 +534,8 @@ def test_an_output_keeps_its_type() -> None:
 
 def test_single_precision_has_the_same_structure() -> None:
     net = tt.carry(Names(), output="all")
-    theirs, _ = net.double()(data()[0]["inputs"][:, None], None)
+    x = data()[0]["inputs"][:, None]
+    theirs, _ = net.double()(x, net.initial_state(1, like=x))
     ours, _ = tt.predict(net.float(), data()[0], dtype=torch.float32)
     for name in "ab":
         assert ours[name].dtype == torch.float32
