@@ -365,7 +365,7 @@ def test_a_run_resumes_to_the_bit(name: str, policy: Any) -> None:
     resumed.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     updates.load_state_dict(saved[2])
-    train(resumed, updates, optimizer, 2)
+    train(updates, optimizer, 2)
     for ours, theirs in zip(resumed.parameters(), net.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 
