@@ -290,6 +290,8 @@ class Objective:
         Raises:
             ConfigError: there is no fixed stride.
         """
+        if not self.joins:
+            return
         self.stride = stride
         if stride is None:
             raise ConfigError(
