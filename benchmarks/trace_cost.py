@@ -1,13 +1,13 @@
-"""The cost of a trace: forward and backward pass, untraced, traced, and one traced pass in ten.
+"""The cost of a trace: a forward and a backward pass, untraced, and traced.
 
     python benchmarks/trace_cost.py [--rounds 10] [--quick] [--out PATH]
 
 Layers and cells of torch.nn with 64 units on chunks of 100 steps, float32, one thread, batches of 1
 and 32, and the fused layers of tt.nn in three sizes: a forward pass, a mean square of all outputs,
 a backward pass. Outputs and gradients are checked to agree first. Then the sides run in turns in
-one process, and each turn is divided by the untraced one. "every" traces one pass in ten, all ten
-timed. Time is that of the thread, so other processes count little. Memory is the most that torch's
-operators hold during a pass, and what the trace keeps of it; it is not counted for fused layers.
+one process, and each turn is divided by the untraced one. Time is that of the thread, so other
+processes count little. Memory is the most that torch's operators hold during a pass, and what the
+trace keeps of it; it is not counted for fused layers.
 `make bench` has the cost for `tt.updates`, stream and optimizer included. `--quick` checks that all
 rows run: one round on chunks of 10 steps, whose figures mean little, so it writes a file only with
 `--out`.
@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace import trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 # counts every allocated tensor, as the tests do
@@ -51,8 +52,7 @@ SIZES = (
     (1, 50, torch.float64),
     (32, 128, torch.float32),
 )  # lanes, units, type
-EVERY = 10
-SIDES = ("untraced", "norms", "tensors", "every")
+SIDES = ("untraced", "traced")
 
 
 def played(net: nn.Module, x: Tensor) -> Tensor:
@@ -74,10 +74,8 @@ def step(net: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), *(torch.as_tensor(weight.grad) for weight in net.parameters())]
 
 
-def opened(net: nn.Module, side: str) -> Trace | None:
-    if side == "untraced":
-        return None
-    return trace(net, tensors=side == "tensors", every=EVERY if side == "every" else 1)
+def opened(net: nn.Module, side: str) -> AbstractContextManager[object]:
+    return nullcontext() if side == "untraced" else trace(net)
 
 
 def check(net: nn.Module, x: Tensor) -> None:
@@ -93,18 +91,15 @@ def timed(net: nn.Module, x: Tensor, rounds: int) -> dict[str, dict[str, float]]
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     began = time.thread_time()
     step(net, x)
-    steps = EVERY * max(1, round(TURN / EVERY / (time.thread_time() - began)))
+    steps = max(1, round(TURN / (time.thread_time() - began)))
     for turn in range(rounds):
         for side in SIDES if turn % 2 else SIDES[::-1]:
-            open_trace = opened(net, side)
-            for _ in range(EVERY if side == "every" else 1):  # ends before the next traced pass
+            with opened(net, side):
                 step(net, x)
-            began = time.thread_time()
-            for _ in range(steps):
-                step(net, x)
-            seconds[side].append((time.thread_time() - began) / steps)
-            if open_trace is not None:
-                open_trace.close()
+                began = time.thread_time()
+                for _ in range(steps):
+                    step(net, x)
+                seconds[side].append((time.thread_time() - began) / steps)
     ratios: dict[str, dict[str, float]] = {}
     for side, times in seconds.items():
         turns = [a / b for a, b in zip(times, seconds["untraced"], strict=True)]
@@ -122,14 +117,12 @@ def timed(net: nn.Module, x: Tensor, rounds: int) -> dict[str, dict[str, float]]
 def held(net: nn.Module, x: Tensor, side: str) -> dict[str, float]:
     """Kilobytes of a pass at most, and of what the trace keeps afterwards."""
     step(net, x)
-    open_trace = opened(net, side)
 
     def run() -> None:
         step(net, x)
 
-    memory = allocated(run)
-    if open_trace is not None:
-        open_trace.close()
+    with opened(net, side):
+        memory = allocated(run)
     return {"kb_most": memory.most / 1e3, "kb_kept": memory.kept / 1e3}
 
 

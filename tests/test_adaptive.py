@@ -461,21 +461,6 @@ def test_setting_out_of_range_is_refused(setting: dict[str, Any], message: str) 
         tt.Adaptive(**settings_)
 
 
-def test_description_says_the_range_of_horizons() -> None:
-    assert (
-        tt.Adaptive(0.1, 5, 40)
-        .describe()
-        .startswith(
-            "an update every horizon, a horizon from 5 to 40 steps, for a bias of at most 0.1"
-        )
-    )
-    assert (
-        tt.Adaptive(0.1, 5, 40, stride=3)
-        .describe()
-        .startswith("an update every 3 steps, a horizon")
-    )
-
-
 class Silent(Rotation):
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y, h = self.play(x, self.zeros(x) if state is None else state)

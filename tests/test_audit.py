@@ -7,10 +7,9 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-import matplotlib as mpl
 import pytest
 import torch
 from hypothesis import assume, given
@@ -31,7 +30,6 @@ from strategies import (
     lawless,
     named,
     recordings,
-    seeds,
     some_nets,
     start,
     weights,
@@ -45,7 +43,6 @@ from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
-mpl.use("Agg")
 CLOSE = 1e-8
 
 
@@ -233,37 +230,18 @@ def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) 
 
 
 @examples(10)
-@given(
-    begin=st.integers(0, 20),
-    steps=st.sampled_from([None, 1, 7, 1000]),
-    stride=st.sampled_from([None, 3]),
-    seed=seeds,
-)
+@given(steps=st.sampled_from([None, 1, 7, 1000]), stride=st.sampled_from([None, 3]))
 @some_nets("hides-layer", "namedtuple-state")
-def test_audit_in_the_middle_of_an_epoch_starts_from_the_state_given(
-    row: Row, begin: int, steps: int | None, stride: int | None, seed: int
-) -> None:
-    """And looks at so many steps."""
+def test_so_many_steps_are_audited(row: Row, steps: int | None, stride: int | None) -> None:
     net, source = row.net(), stream_of([30, 23, 9], 2)
     data = PolicyData.of(join(list(stream_of([30, 23, 9], 2))))
-    state = tt.state.map_leaves(
-        lambda leaf: inputs(1, leaf.numel(), seed=seed)[0, :, 0].view(leaf.shape),
-        start(net, data.x),
-    )
-    if begin:
-        source.take(begin)
-    stop = len(data.x) if steps is None else begin + steps
-    part = PolicyData(
-        data.x[begin:stop], data.targets[begin:stop], data.resets[begin:stop], data.mask[begin:stop]
-    )
-    results = tt.audit(
-        net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, state=state, chunk=5
-    )
+    part = PolicyData(data.x[:steps], data.targets[:steps], data.resets[:steps], data.mask[:steps])
+    results = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, chunk=5)
     assert results.steps == len(part.x)
-    assert agrees(results, net, part, state)
+    assert agrees(results, net, part)
 
 
-def test_without_a_state_the_audit_starts_at_the_start_of_the_epoch() -> None:
+def test_an_audit_starts_at_the_start_of_the_epoch() -> None:
     net, source = named("hides-layer").net(), stream_of([30, 23], 2)
     source.take(11)
     expected = tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8))
@@ -423,8 +401,7 @@ def test_bias_that_is_no_number_is_not_within_the_tolerance() -> None:
 
 def test_table_says_the_figures_and_the_worst_parameter() -> None:
     results = rows_of({1: 0.5, 20: 0.25})
-    lines = results.table().splitlines()
-    assert str(results) == results.table()
+    lines = str(results).splitlines()
     assert lines[0].split() == [
         "horizon",
         "stride",
@@ -438,30 +415,13 @@ def test_table_says_the_figures_and_the_worst_parameter() -> None:
     assert lines[1].split() == ["1", "1", "100", "0.500", "0.900", "0.80", "lstm.weight", "0.500"]
     assert lines[2].split() == ["20", "20", "5", "0.250", "0.900", "0.80", "lstm.weight", "0.250"]
     assert lines[3].split() == ["exact", "100", "1", "0.000", "1.000", "1.00"]
-    assert lines[4] == "over 100 steps of 2 lanes, at fixed weights; loss 0.5, |g| 1.5"
-
-
-def text_below_table(results: Audit) -> str:
-    lines = results.table().splitlines()[len(results.rows) + 3 :]
-    assert all(len(line) <= 80 for line in lines)
-    return " ".join(lines)
-
-
-def test_text_names_stride_and_horizon_of_the_suggestion_or_says_why_there_is_none() -> None:
-    text = text_below_table(rows_of({1: 0.5, 20: 0.05}))
-    assert "from horizon 20 on: tt.Truncated(stride=20, horizon=20)." in text
-    assert "A shorter stride with the same horizon" in text
-    assert "have read unequal amounts of data" in text
-    text = text_below_table(rows_of({1: 0.5, 20: 0.25}))
-    assert rows_of({1: 0.5, 20: 0.25}).suggest() is None
-    assert "No audited horizon is suggested: the longest, 20, has a bias above 0.1." in text
+    assert lines[4].startswith("over 100 steps of 2 lanes, at fixed weights; loss 0.5, |g| 1.5")
+    assert lines[4].endswith("its noise 0 times that")
 
 
 @pytest.mark.parametrize("noise", [0.7, 0.72])
-def test_text_says_where_relative_biases_are_noise(noise: float) -> None:
-    results = replace(rows_of({1: 0.5}), noise=noise)
-    assert results.is_noisy == (noise > 0.71)
-    assert ("these relative biases are noise" in text_below_table(results)) == results.is_noisy
+def test_relative_biases_are_noise_where_half_of_the_square_is(noise: float) -> None:
+    assert replace(rows_of({1: 0.5}), noise=noise).is_noisy == (noise > 0.71)
 
 
 def test_noise_is_the_difference_of_two_halves_of_the_losses() -> None:
@@ -492,7 +452,7 @@ def test_figures_are_plain_numbers_for_any_logger() -> None:
     results = tt.audit(
         named("lstm").net(), stream_of([40], 1, outputs=HIDDEN), nn.MSELoss(), (3, 8)
     )
-    again = json.loads(json.dumps(results.as_dict(), allow_nan=False))
+    again = json.loads(json.dumps(asdict(results), allow_nan=False))
     assert [row["horizon"] for row in again["rows"]] == [3, 8]
     assert again["rows"][0]["bias"] == results.rows[0].bias
     assert again["rows"][0]["by_parameter"] == results.rows[0].by_parameter
@@ -503,19 +463,6 @@ def test_figures_are_plain_numbers_for_any_logger() -> None:
         "bias_hh_l0",
     }
     assert (again["steps"], again["lanes"]) == (40, 1)
-
-
-def test_plot_draws_bias_and_cosine_over_the_horizon() -> None:
-    from matplotlib import pyplot as plt
-
-    results = rows_of({1: 0.5, 20: 0.25})
-    axes = results.plot()
-    bias, cosine = axes.get_lines()
-    assert bias.get_xdata().tolist() == [1, 20]
-    assert bias.get_ydata().tolist() == [0.5, 0.25]
-    assert cosine.get_ydata().tolist() == [0.9, 0.9]
-    assert results.plot(axes) is axes
-    plt.close("all")
 
 
 def test_parameter_without_gradient_has_no_bias() -> None:
@@ -542,12 +489,6 @@ def audited(
         horizons,
         **options,
     )
-
-
-def at_the_end() -> tt.Stream:
-    source = stream_of([20], 1)
-    source.take(20)
-    return source
 
 
 def explodes() -> Carried:
@@ -613,11 +554,6 @@ REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
         lambda: audited(frozen()),
         ModelError,
         "the loss depends on no parameter that requires a gradient",
-    ),
-    "end of the epoch": (
-        lambda: audited(source=at_the_end(), state=(torch.zeros(1, HIDDEN),)),
-        DataError,
-        "the stream is at the end of its epoch and a state was passed",
     ),
     "not finite": (
         lambda: audited(explodes()),

@@ -46,8 +46,11 @@ def examine(path: Path) -> dict[str, Any]:
     }
 
 
-def have_layers(path: Path) -> bool:
-    return re.search(r"nn\.(LSTM|GRU|RNN)\(", path.read_text(encoding="utf-8")) is not None
+def have_layers(path: Path, traced: bool) -> bool:
+    """Whether a script has recurrent layers, and a trace takes what they do."""
+    source = path.read_text(encoding="utf-8")
+    refused = traced and re.search(r"pack_|dropout=", source)
+    return not refused and re.search(r"nn\.(LSTM|GRU|RNN)\(", source) is not None
 
 
 def replace_layers(layers: str) -> list[Any]:
@@ -60,7 +63,7 @@ def replace_layers(layers: str) -> list[Any]:
 
         def init(self: Any, *args: Any, base: Any = base, **kwargs: Any) -> None:
             base.__init__(self, *args, **kwargs)
-            traces.append(tt.trace(self))
+            traces.append(tt.trace(self).__enter__())
 
         setattr(
             torch.nn,
@@ -122,7 +125,7 @@ if __name__ == "__main__":
             {
                 path.name: examine(path)
                 for path in scripts(sys.argv[1])
-                if not others or have_layers(path)
+                if not others or have_layers(path, sys.argv[2].endswith("traced"))
             }
         )
     )

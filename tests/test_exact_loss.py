@@ -204,16 +204,7 @@ def test_settings_out_of_range_are_refused(setting: dict[str, Any], reason: str)
         tt.Exact(**setting)
 
 
-def test_recordings_without_targets_make_no_update() -> None:
-    net = named("hides-layer").net()
-    assert (
-        list(
-            tt.updates(
-                net,
-                tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5),
-                nn.MSELoss(),
-                gradient=tt.Exact(),
-            )
-        )
-        == []
-    )
+def test_recordings_without_targets_are_refused_by_a_loss_of_targets() -> None:
+    net, stream = named("hides-layer").net(), tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5)
+    with pytest.raises(DataError, match="have no targets"):
+        next(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Exact()))

@@ -342,7 +342,7 @@ def test_trace_shows_the_gradients_of_the_fused_layer(
         assert (traced - plain).norm() <= 2**-8 * plain.norm()
     with monkeypatch.context() as patch:
         patch.setattr(recurrent, "run", defined)
-        with tt.trace(layer, tensors=True) as expected:
+        with tt.trace(layer) as expected:
             under(layer, x)
     assert set(observed.names) == set(expected.names)
     for leaf in observed.names:

@@ -20,7 +20,6 @@ from rollouts import (
     EXACT,
     LOSSES,
     Loss,
-    Played,
     deviation,
     of_all,
     of_both,
@@ -50,7 +49,6 @@ from strategies import (
     seeds,
     some_nets,
     start,
-    states_apart,
 )
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import segment
@@ -140,45 +138,6 @@ def test_rollout_that_loses_something_is_not_the_net(
         next(name for name in broken if name.startswith("state")),
     ):
         assert apart({part: broken[part]}, {part: expected.gradients[part]}) > 1e-7
-
-
-@pytest.mark.parametrize("resets", [None, random_resets(23, 1)[:, 0]], ids=["unbroken", "resets"])
-@some_nets("hides-layer", "hides-cell-batch-first", "namedtuple-state", "learnt-start")
-def test_one_unbatched_lane_is_rolled_out(row: Row, resets: Tensor | None) -> None:
-    """Inputs `(T, D)` and resets `(T,)` give outputs `(T, C)`; the state keeps its lane."""
-    net, x = row.net(), inputs(23, 1)[:, 0] * 0.3
-    state = random_state(net, inputs(1, 1))
-    for entering in (state, None):
-        found = played(net, rolled(net, chunk=4), x, entering, resets, of_both)
-        one = played(
-            net,
-            rolled(net, chunk=4),
-            x.unsqueeze(1),
-            entering,
-            None if resets is None else resets.unsqueeze(1),
-            of_both,
-        )
-        assert found.y.shape == one.y[:, 0].shape
-        assert found.gradients["x"].shape == x.shape
-        batched = Played(one.y[:, 0], one.state, one.gradients | {"x": one.gradients["x"][:, 0]})
-        assert deviation(found, batched) == 0
-        unbatched = played(
-            net,
-            lambda x, s, r: net(x, net.initial_state(1, like=inputs(1, 1)) if s is None else s, r),
-            x,
-            entering,
-            resets,
-            of_both,
-        )
-        assert deviation(found, unbatched) < EXACT
-
-
-def test_one_unbatched_lane_of_tokens_is_rolled_out() -> None:
-    net, tokens = tt.carry(remembering(Reads())), torch.randint(0, 11, (23,))
-    y, state = tt.rollout(net, tokens, chunk=4)
-    expected, end = tt.rollout(net, tokens.unsqueeze(1), chunk=4)
-    assert torch.equal(y, expected[:, 0])
-    assert states_apart(state, end) == 0
 
 
 def test_module_whose_state_is_not_explicit_is_refused() -> None:

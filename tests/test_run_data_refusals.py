@@ -113,7 +113,7 @@ IDT, IDT_AGE, IDL = (
         (
             IDT + "a,train,0_x.npy;1_x.npy,0_y.npy",
             {},
-            "0_x.npy has 400 rows and .*1_x.npy has 250; all inputs of a recording",
+            "0_x.npy has 400 rows and .*1_x.npy has 250; all inputs and series of a recording",
         ),
         (
             IDT + "a,train,0_x.npy,0_y.npy",

@@ -164,9 +164,10 @@ def test_a_policy_of_ones_own_is_run_from_toml_killed_and_goes_on_to_the_same_bi
 
 @pytest.mark.parametrize("name", FILES)
 def test_the_examples_are_run_from_the_command_line(tmp_path: Path, name: str) -> None:
-    data, flags = write_recordings(tmp_path / "data"), ["--stride", "10", "--updates", "6"]
-    flags += ["--hidden", "4", "--lanes", "2", "--task", "classify", "--keep", "last"]
-    flags += [] if name == "rtrl" else ["--train-on", "windows"]
+    data, flags = write_recordings(tmp_path / "data"), ["--stride", "10", "--keep", "last"]
+    flags += ["--hidden", "4", "--lanes", "2", "--task", "classify"]
+    # enough windows for one to follow another that was played
+    flags += ["--updates", "6"] if name == "rtrl" else ["--updates", "40", "--train-on", "windows"]
     run("train", data, "--gradient", FILES[name], *flags, "--out", tmp_path / "run")
     report = RunFolder(tmp_path / "run").report.read_text(encoding="utf-8")
     assert FILES[name].rpartition(":")[2] + "(stride=10)" in report

@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes.
 """
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ from strategies import (
     start,
 )
 from throughtime.carry import Carried
-from throughtime.diagnose._trace_record import TracedCall
-from throughtime.diagnose.trace import Trace, trace
+from throughtime.diagnose.trace import OUTSIDE, Trace, trace
 from throughtime.gradient import Policy
 
 EXACT = 1e-12
@@ -113,13 +113,14 @@ def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
 
 def test_pieces_that_are_not_put_together_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: every run of the engine a pass of its own."""
-    init = TracedCall.__init__
+    watch, module = Trace._watch, sys.modules["throughtime.diagnose.trace"]
 
-    def alone(self: TracedCall, *args: Any) -> None:
-        init(self, *args)
-        self._run = None
+    def alone(*args: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "backward_task", lambda: OUTSIDE)
+            return watch(*args)
 
-    monkeypatch.setattr(TracedCall, "__init__", alone)
+    monkeypatch.setattr(Trace, "_watch", alone)
     with pytest.raises(AssertionError):
         test_the_pieces_of_a_sweep_are_one_pass(named("hides-layer"))
 
@@ -162,7 +163,7 @@ def test_strides_that_follow_one_another_are_passes_of_their_own() -> None:
     with trace(net, keep=9) as results:
         for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10)):
             net.zero_grad()
-    assert [len(one["lstm.layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
+    assert [len(one.norms["lstm.layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
 
 
 def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
@@ -179,7 +180,7 @@ def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
             gradient=tt.Truncated(10),
         ):
             carried.zero_grad()
-    assert [len(one["layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
+    assert [len(one.norms["layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
 
 
 def tensors_alive() -> int:
@@ -190,7 +191,7 @@ def tensors_alive() -> int:
 @CARRIED
 def test_many_updates_hold_no_more_than_a_few(row: Any) -> None:
     net, x, alive = row.net(), inputs(12, LANES), list[int]()
-    with trace(net, keep=2, tensors=True):
+    with trace(net, keep=2):
         for round_ in range(30):
             y, _ = net(x, start(net, x))
             y.square().mean().backward()

@@ -7,8 +7,9 @@ Shapes: `T` steps, `B` lanes.
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from processes import PATIENCE
 from recurrences import needs_kernels
 from test_fused_update import LAYERS, by_graph, calls, make, recordings
 from throughtime.carry import Carried
-from throughtime.diagnose._trace_record import History
-from throughtime.diagnose.trace import SAMPLED, BackwardRecord, Trace, trace
+from throughtime.diagnose._trace_summary import BackwardRecord
+from throughtime.diagnose.trace import Trace, trace
 from throughtime.errors import ModelError, RunError
 
 pytestmark = needs_kernels
@@ -103,15 +104,12 @@ def plain(make: Callable[[], Carried]) -> Carried:
 
 def differs(one: BackwardRecord, other: BackwardRecord, *, edges: bool = True) -> float:
     """The largest difference between two passes in any value."""
-    assert one.names == other.names
-    worst = max((one[name] - other[name]).abs().max().item() for name in one.names)
-    for name in one.names if edges else ():
-        norms, others = one.edges(name), other.edges(name)
-        assert norms.keys() == others.keys()
-        worst = max(worst, *(abs(norms[at] - others[at]) for at in norms), 0.0)
-    means, others = one.mean_retention_gate(), other.mean_retention_gate()
-    assert means.keys() == others.keys()
-    return max(worst, *((means[name] - others[name]).abs().max().item() for name in means), 0.0)
+    worst = 0.0
+    for part in ("norms", "retention", *["edges"][:edges]):
+        values, others = getattr(one, part), getattr(other, part)
+        assert values.keys() == others.keys()
+        worst = max(worst, *((values[n] - others[n]).abs().max().item() for n in others), 0.0)
+    return worst
 
 
 @pytest.mark.covering
@@ -138,7 +136,7 @@ def test_a_traced_epoch_is_that_of_torch_nn_and_trains_as_single_calls_do(
 
 
 def copied(record: BackwardRecord) -> dict[str, Tensor]:
-    return {name: record[name].clone() for name in record.names}
+    return {name: norms.clone() for name, norms in record.norms.items()}
 
 
 def test_a_record_does_not_change_after_it_is_read() -> None:
@@ -150,7 +148,7 @@ def test_a_record_does_not_change_after_it_is_read() -> None:
                 copies.append(copied(result.last))
     assert len(read) > 3
     assert all(
-        torch.equal(record[name], norms)
+        torch.equal(record.norms[name], norms)
         for record, then in zip(read, copies, strict=True)
         for name, norms in then.items()
     )
@@ -173,7 +171,7 @@ def test_an_error_leaves_the_passes_that_were_made() -> None:
             next(tt.updates(net, wrong, nn.CrossEntropyLoss(), gradient=tt.Truncated(12)))
         assert result.count == count
         assert all(
-            torch.equal(one[name], norms)
+            torch.equal(one.norms[name], norms)
             for one, then in zip(result.passes, before, strict=True)
             for name, norms in then.items()
         )
@@ -213,8 +211,7 @@ def test_each_layer_may_have_a_trace_of_its_own(calls: list[int]) -> None:
     with trace(net := stacked(), keep=one.count) as both:
         train(net)
         train(net)
-    last, expected = other.last, both.last
-    assert max((last[name] - expected[f"1.{name}"]).abs().max() for name in last.names) < EXACT
+    assert max((other[name] - both[f"1.{name}"]).abs().max() for name in other.names) < EXACT
 
 
 def wrap(net: Carried) -> None:
@@ -239,7 +236,6 @@ def hooked(net: Carried) -> Trace:
 
 
 MORE: dict[str, Callable[[Carried], Trace]] = {
-    "tensors": lambda net: trace(net, keep=9, tensors=True),
     "another-module": lambda net: trace(net, keep=9, names={"1": ("y",)}),
     "wrapped-before": wrapped_before,
     "wrapped-after": wrapped_after,
@@ -258,16 +254,8 @@ def test_options_and_wrappers_change_no_norm(opened: str, calls: list[int]) -> N
     assert not calls
     assert len(result.passes) == len(expected.passes)
     for one, other in zip(result.passes, expected.passes, strict=True):
-        assert max((one[name] - other[name]).abs().max() for name in other.names) < EXACT
+        assert max((one.norms[n] - norms).abs().max() for n, norms in other.norms.items()) < EXACT
     assert "1.y" in result.names or opened != "another-module"
-
-
-def test_both_edges_of_a_window_that_is_cut_in_two_are_recorded() -> None:
-    net = make("lstm")
-    with trace(net) as result:
-        train(net, policy=tt.Truncated(7, horizon=20))
-        edges = [result.last.edges("0.layer0.h") for _ in updates(net, tt.Truncated(7, horizon=20))]
-    assert max(map(len, edges)) == 2
 
 
 def test_a_closed_trace_records_nothing_and_updates_are_single_calls_again(
@@ -307,7 +295,9 @@ def test_another_thread_reads_whole_passes() -> None:
             over.set()
             reader.join()
     assert all(
-        any(all(torch.equal(record[n], norms) for n, norms in one.items()) for one in expected)
+        any(
+            all(torch.equal(record.norms[n], norms) for n, norms in one.items()) for one in expected
+        )
         for record in set(read)
     )
 
@@ -321,100 +311,18 @@ def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
     net = NETS[kind]()
     with trace(net, keep=100) as expected:
         train(net)
-        train(net)
     assert not calls
     net = NETS[kind]()
-    with trace(net, keep=100, every=every) as result:
-        train(net)
-        train(net)
+    result, epoch = trace(net, keep=100), updates(net)
+    for number in count():
+        with result if number % every == 0 else nullcontext():
+            if next(epoch, None) is None:
+                break
     chosen = expected.passes[::every]
     assert len(calls) == expected.count - len(chosen)
     assert result.count == len(chosen) == len(result.passes)
     pairs = zip(result.passes, chosen, strict=True)
     assert max(differs(one, other) for one, other in pairs) < EXACT
-    assert not SAMPLED
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [tt.Exact(chunk=7), tt.Truncated(6, horizon=20)],
-    ids=["exact", "horizon"],
-)
-def test_an_update_of_any_policy_is_one_pass_of_so_many(policy: Any) -> None:
-    """However many runs of autograd's engine it takes."""
-    net = make("gru")
-    with trace(net, keep=100) as expected:
-        for _ in range(3):
-            train(net, policy=policy)
-    net = make("gru")
-    with trace(net, keep=100, every=2) as result:
-        for _ in range(3):
-            train(net, policy=policy)
-    chosen = expected.passes[::2]
-    assert len(chosen) == result.count > 1
-    pairs = zip(result.passes, chosen, strict=True)
-    assert max(differs(one, other) for one, other in pairs) < 1e-10
-
-
-def loop(kind: str, chunks: int, passes: int, **options: Any) -> tuple[Trace, Tensor, list[bool]]:
-    """A hand-written loop, several chunks for each backward pass; which calls were traced."""
-    torch.manual_seed(0)
-    net: nn.Module = {
-        "torch": nn.LSTM(3, 4, num_layers=2),
-        "fused": tt.nn.GRU(3, 4),
-        "cell": nn.LSTMCell(3, 4),
-    }[kind].double()
-    data = torch.randn(passes, chunks, 5, 2, 3, dtype=torch.float64)
-    traced = list[bool]()
-    with trace(net, keep=100, **options) as result:
-        for part in data:
-            state, total = None, torch.zeros(())
-            for chunk in part:
-                if isinstance(net, nn.LSTMCell):
-                    for x in chunk:
-                        state = net(x, state)
-                    assert isinstance(state, tuple)
-                    y = state[0]
-                else:
-                    y, state = net(chunk, state)
-                with torch.no_grad():  # as a validation in between
-                    net(chunk[0] if isinstance(net, nn.LSTMCell) else chunk)
-                total = total + y.square().mean()
-                graph: Any = y.grad_fn
-                names = [graph.name(), *(node.name() for node, _ in graph.next_functions if node)]
-                traced.append(any("TracedSteps" in name for name in names))
-            total.backward()
-            with torch.no_grad():
-                for weight in net.parameters():
-                    weight.sub_(0.1 * torch.as_tensor(weight.grad))
-            net.zero_grad()
-    return result, torch.cat([weight.detach().flatten() for weight in net.parameters()]), traced
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", ["torch", "fused", "cell"])
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_of_so_many_backward_passes_of_a_loop_one_is_traced(kind: str, chunks: int) -> None:
-    expected, weights, traced = loop(kind, chunks, 8)
-    assert all(traced)
-    result, sampled, traced = loop(kind, chunks, 8, every=3)
-    assert traced == [number % 3 == 0 for number in range(8) for _ in range(chunks)]
-    assert result.count == len(result.passes) == 3
-    pairs = zip(result.passes, expected.passes[::3], strict=True)
-    assert max(differs(one, other) for one, other in pairs) < EXACT
-    assert (weights - sampled).abs().max() < EXACT
-
-
-def test_a_decision_at_every_forward_call_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: calls are counted, not backward passes."""
-
-    def decide(self: History) -> bool:
-        self.index += 1
-        return self.index % self.every == 0
-
-    monkeypatch.setattr(History, "decide", decide)
-    with pytest.raises(AssertionError):
-        test_of_so_many_backward_passes_of_a_loop_one_is_traced("torch", 3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -428,7 +336,7 @@ def test_a_recomputation_belongs_to_its_backward_pass(reentrant: bool) -> None:
         y, after = net(x, (h, c))
         return y, *after
 
-    with trace(net, keep=9, every=2) as result:
+    with trace(net, keep=9) as result:
         for seed in range(4):
             generator = torch.Generator().manual_seed(seed)
             x = torch.randn(12, 2, 3, dtype=torch.float64, generator=generator).requires_grad_()
@@ -437,30 +345,16 @@ def test_a_recomputation_belongs_to_its_backward_pass(reentrant: bool) -> None:
                 y, *state = checkpoint(called, part, *state, use_reentrant=reentrant)
                 outputs.append(y)
             torch.cat(outputs).square().mean().backward()
-    assert result.count == 2
-    assert [len(one["layer0.h"]) for one in result.passes] == [12, 12]
+    assert [len(one.norms["layer0.h"]) for one in result.passes] == [12] * 4
 
 
 def test_updates_of_another_net_are_not_counted() -> None:
     net, other = make("lstm"), make("gru")
-    with trace(net, keep=9, every=2) as result:
-        for _ in zip(updates(net), updates(other), strict=False):
-            pass
+    with trace(net, keep=9) as result:
+        train(net)
         count = result.count
         train(other)
     assert result.count == count > 1
-    assert "forward" not in vars(next(other.module.children()))
-
-
-def test_a_trace_may_be_closed_within_a_loop_that_it_samples(calls: list[int]) -> None:
-    net, at = make("lstm"), 0
-    with trace(net, every=3) as result:
-        for at, _ in enumerate(updates(net)):
-            if at == 4:
-                result.close()
-    assert result.count == 2
-    assert "forward" not in vars(next(net.module.children()))
-    assert len(calls) == at - 1
 
 
 def test_the_graph_gives_what_single_calls_give(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,6 @@ DATA: dict[str, tuple[list[int], int, dict[str, Any]]] = {
 }
 UNKNOWN: dict[str, tuple[Any, dict[str, Any]]] = {
     "jitter": (tt.Truncated(6, jitter=True), {}),
-    "warm-up of the policy": (tt.Truncated(6, warm_up=2), {}),
     "warm-up of the stream": (tt.Truncated(6), {"warm_up": 2}),
     "random": (tt.Randomized(6), {}),
     "measured": (tt.Adaptive(0.5, 4, 16), {}),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from throughtime._device import real_type
 from throughtime.carry.carried import Carried, dtype_of
-from throughtime.chunk import Chunk, Placement
+from throughtime.chunk import Chunk, Placement, join
 from throughtime.distributed import ranks_of
 from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.gradient.objective import LossFn, Objective, target_kind
@@ -88,7 +88,8 @@ def evaluate(
     Warns:
         UserWarning: a stream cuts recordings; the message names the `lanes=` that does not.
 
-    Cost: one forward pass; memory for one chunk.
+    Cost: one forward pass; memory for one chunk, and for all outputs with a `tt.SequenceLoss` that
+    is not additive.
 
     Example:
         >>> import torch, throughtime as tt
@@ -174,6 +175,8 @@ class Evaluator:
         self._loss: Tensor | float = 0.0
         self._weight, self._steps = 0.0, 0
         self._state: State = None
+        # outputs and steps, for a loss of all of them together
+        self._joined: list[tuple[Tensor, Chunk]] = []
         self._checked: Stream | None = None
 
     def check(self, stream: Stream) -> None:
@@ -201,7 +204,7 @@ class Evaluator:
                 " metric.update(*chunk.valid_pairs(outputs))"
             )
 
-    def add(self, chunk: Chunk) -> Tensor:
+    def add(self, chunk: Chunk) -> Any:
         """Plays the next chunk, from the initial state if it is the first; its outputs `(T, B, C)`.
 
         Raises:
@@ -210,42 +213,53 @@ class Evaluator:
         with self._predictor._ready():
             return self._add(chunk.convert(self._placement))
 
-    def _add(self, chunk: Chunk) -> Tensor:
+    def _add(self, chunk: Chunk) -> Any:
         """As `add`, for a chunk where the net needs it, when the net is ready."""
-        if chunk.targets is None:
+        objective = self._objective
+        if chunk.targets is None and not (objective and objective.sequences):
             raise DataError(
                 "the recordings of this stream have no targets; to run the net without scoring it"
                 " use tt.predict"
             )
         resets = chunk.resets if chunk.any_reset else None
         outputs, self._state = self._predictor._run(chunk.inputs, self._state, resets)
-        if not chunk.valid_steps:
-            return outputs
+        unpacked = self._predictor._unpacked
         self._steps += chunk.valid_steps
-        if self._objective is not None:
-            with torch.enable_grad():  # a loss may compute gradients itself
-                loss, weight = self._objective(outputs, chunk)
-            self._loss += loss.detach().to(real_type(loss)) * weight  # waits for no device
-            self._weight += weight
-        if self._metric is not None:
+        if objective is not None and objective.joins:
+            self._joined.append((outputs, chunk))
+        elif objective is not None and chunk.valid_steps:
+            self._add_loss(outputs, chunk)
+        if self._metric is not None and chunk.valid_steps:
             rows, targets = chunk.valid_pairs(outputs)
             owners = chunk.metadata.recording[chunk.span][chunk.metadata.mask[chunk.span]]
             indices, counts = (values.tolist() for values in owners.unique(return_counts=True))
-            self._metrics[None].update(rows, targets)
+            self._metrics[None].update(unpacked(rows), targets)
             if len(indices) > 1:
                 if not rows.is_cpu:  # the host's order would have to be sent
                     owners = chunk.recording.flatten().index_select(0, chunk.valid)
                 order = owners.argsort(stable=True)
                 rows, targets = rows.index_select(0, order), targets.index_select(0, order)
             parts = zip(indices, rows.split(counts), targets.split(counts), strict=True)
-            for recording, *pair in parts:
-                self._metrics[recording].update(*pair)
-        return outputs
+            for recording, rows, targets in parts:
+                self._metrics[recording].update(unpacked(rows), targets)
+        return unpacked(outputs)
+
+    def _add_loss(self, outputs: Tensor, chunk: Chunk) -> None:
+        objective: Any = self._objective
+        objective.bind(self._predictor.net.adapter.unpack)
+        with torch.enable_grad():  # a loss may compute gradients itself
+            loss, weight = objective(outputs, chunk)
+        self._loss += loss.detach().to(real_type(loss)) * weight  # waits for no device
+        self._weight += weight
 
     def result(self, stream: Stream) -> Evaluation:
         """The result over all chunks, those of other ranks included: all ranks must call it."""
         if stream is not self._checked:
             self.check(stream)
+        if self._joined:
+            outputs, chunks = zip(*self._joined, strict=True)
+            self._add_loss(torch.cat(outputs), join(chunks))
+            self._joined = []
         total, weight, steps = float(self._loss), self._weight, self._steps
         metrics: dict[int | None, Any] = {**self._metrics}
         ranks = ranks_of(self._predictor.net, stream)

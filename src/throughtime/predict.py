@@ -20,6 +20,7 @@ from throughtime.carry.carried import (
     Carried,
     device_of,
     dtype_of,
+    pack,
     require_carried,
     running,
 )
@@ -55,7 +56,7 @@ def predict(
     dtype: torch.dtype | None = None,
     missing: Literal["error", "mask"] = "error",
     on_nan: OnNaN = "raise",
-) -> tuple[W | Tensor, State]:
+) -> tuple[W | Any, State]:
     """The outputs of a whole recording, and the state after it.
 
     Use `Predictor` where steps arrive one by one.
@@ -72,7 +73,8 @@ def predict(
         on_nan: as for `Predictor`: "hold" and "reset" leave out steps whose inputs are not finite.
 
     Returns:
-        `out`, or a tensor `(T, C)`; and the state, one lane.
+        `out`, or a tensor `(T, C)`; and the state, one lane. Several outputs are a tuple or a dict
+        of such tensors, and lie side by side in `out`.
 
     Raises:
         DataError: inputs that are NaN or infinite; the row and the column are named.
@@ -104,14 +106,14 @@ def predict(
     writer: Any = out
     start = 0
     for part in stream:
-        rows = predictor(part.inputs).squeeze(1).cpu()
+        rows = predictor._call(part.inputs).squeeze(1).cpu()
         if writer is None:
             writer = rows.new_empty(stream.steps, *rows.shape[1:])
         span = slice(start, start + len(rows))
         values: Any = rows if isinstance(writer, Tensor) else rows.numpy()
         writer[span] = values
         start = span.stop
-    return writer, predictor.state
+    return predictor._unpacked(writer) if out is None else out, predictor.state
 
 
 class Predictor:
@@ -182,20 +184,29 @@ class Predictor:
         """A copy prepares calls of its own."""
         return {**self.__dict__, "_state": self.state, "_single": None, "_alone": _OneThread()}
 
-    def __call__(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Tensor:
+    def __call__(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Any:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`, of NumPy or torch.
 
         `resets` `(T, B)` marks lanes that start a recording. The single lane of a predictor may
-        come without its dimension, `(T, D)`.
+        come without its dimension, `(T, D)`. Several outputs are a tuple or a dict.
 
         Raises:
             DataError: an input is NaN or infinite, or the inputs have another number of lanes.
             RunError: an output is NaN though the inputs are finite, or another thread is calling.
         """
+        return self._unpacked(self._call(inputs, resets))
+
+    def _unpacked(self, outputs: Any) -> Any:
+        """The items of several outputs."""
+        unpack = self.net.adapter.unpack
+        return outputs if unpack is None else unpack(outputs)
+
+    def _call(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Tensor:
+        """As a call; several outputs lie side by side."""
         x = self._as_tensor(inputs)
         if x.dim() == (2 if x.is_floating_point() else 1):
             marks = None if resets is None else resets.unsqueeze(1)
-            return self(x.unsqueeze(1), marks).squeeze(1)
+            return self._call(x.unsqueeze(1), marks).squeeze(1)
         if x.dim() < 2:
             raise DataError(
                 f"the inputs have the shape {tuple(x.shape)}: write inputs[:, None] for"
@@ -278,7 +289,8 @@ class Predictor:
         try:
             if state is None:
                 state = self.net.initial_state(x.shape[1], like=x)
-            return self.net(x, state, resets)
+            outputs, after = self.net(x, state, resets)
+            return pack(outputs), after
         except (ModelError, RuntimeError, ValueError, IndexError) as error:
             refuse_shapes(error, self.net.module, x)
             raise
@@ -338,7 +350,7 @@ class Predictor:
             outputs, self.state = self._run(chunk.inputs, self.state, resets)
         return outputs
 
-    def step(self, inputs: Tensor | Array) -> Tensor:
+    def step(self, inputs: Tensor | Array) -> Any:
         """Outputs `(B, C)` for the inputs `(B, D)` of a single step.
 
         Cost: the first step of a net of `tt.nn` layers prepares those that follow, which take a
@@ -348,8 +360,9 @@ class Predictor:
         if single is not None and (y := self._step_prepared(single, inputs)) is not None:
             return y
         before, x = self.state, self._as_tensor(inputs).unsqueeze(0)
-        y = self(x)
+        y = self._call(x)
         again = self._single is None and self._prepared < MOST_PREPARED and not self._ranks.shards
+        again &= self.net.adapter.unpack is None
         if again and x.dim() >= (3 if x.is_floating_point() else 2):
             self._prepared += 1
             with running(self.net):
@@ -357,7 +370,7 @@ class Predictor:
                     before = self.net.initial_state(self.lanes, like=x)
                 x = send(x, self.device)
                 self._single = SingleStep.prepare(self.net, x, before, y, self.state)
-        return y.squeeze(0)
+        return self._unpacked(y.squeeze(0))
 
     def _step_prepared(self, single: SingleStep, inputs: Tensor | Array) -> Tensor | None:
         """The outputs of a prepared step; None if an ordinary call has to run."""

@@ -5,13 +5,11 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, require_carried
 from throughtime.chunk import Chunk
-from throughtime.diagnose.trace import SAMPLED, traced_update
 from throughtime.distributed import ranks_of
 from throughtime.errors import ConfigError, DataError, RunError, check_whole
 from throughtime.gradient import (
@@ -210,7 +208,7 @@ class Updates(Iterator[Update]):
             step = self._executor.at.step
             left = [end - step for end in stream._schedule.common_resets if end >= step]
             match self._gradient:
-                case Truncated(stride=every, jitter=False, warm_up=0) | Exact(cut_every=int(every)):
+                case Truncated(stride=every, jitter=False) | Exact(cut_every=int(every)):
                     return math.ceil(left[-1] / every / each)
                 case Exact():
                     return math.ceil(sum(map(bool, left)) / each)
@@ -239,13 +237,13 @@ class Updates(Iterator[Update]):
             # after the checks: a refused call must not save a later position
             self._before = stream.epoch, executor.at
         self._status = "busy"
-        if self._plain and not SAMPLED:  # the usual case
+        if self._plain:  # the usual case
             update = executor.step()
             while update is not None and not update.weight:
                 update = executor.step()
         else:
             with self._ranks.unsharded(self._net):
-                update = traced_update(self._net, partial(executor.reduced, self._accumulate))
+                update = executor.reduced(self._accumulate)
         if update is None:
             self._finish()
             raise StopIteration

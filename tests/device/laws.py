@@ -35,10 +35,6 @@ EXCLUDED: dict[str, tuple[str, ...]] = {
         "test_lightning_stream.py::test_mixed_precision_is_that_of_autocast",
         "test_lightning_stream.py::test_a_gradient_scaler_scales_and_the_clip_sees_the_true",
     ),
-    "a trace refuses dropout between the layers of a layer, which a GPU draws in its kernel": (
-        "test_trace.py::test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop[dropout-",
-        "test_trace.py::test_outputs_are_the_untraced_ones_to_rounding_in_single_precision[large-d",
-    ),
     "the device has no sparse tensors": (
         "test_exact_delivery.py::test_sparse_gradients_stay_sparse_and_equal_dense_ones",
     ),

@@ -5,11 +5,10 @@ weights. The results, with the advice that follows from them, are kept in a file
 """
 
 import json
-import math
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,10 @@ from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, one_thread, without_dropout
 from throughtime.app.recordings import OnPhase
-from throughtime.app.run_folder import from_plain
+from throughtime.app.run_folder import from_plain, json_safe
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
-from throughtime.diagnose._slice import json_safe
-from throughtime.diagnose.audit import NOISE, SHORTER_STRIDE, UNEQUAL_DATA, Truncation
+from throughtime.diagnose.audit import Truncation
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import ClassRecording
@@ -34,6 +32,18 @@ HORIZONS = (50, 200, 800)
 LENGTHS = 8  # times the longest horizon: steps that are audited
 ANCHORS = 64  # losses whose gradient is traced back
 _MAX_PASSES = 8  # to trace them; each pass takes one loss of every lane
+SHORTER_STRIDE = (
+    "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
+    " more passes."
+)
+NOISE = (
+    "|g| is small against its sampling noise ({:.2g} times |g|), as near a minimum: these relative"
+    " biases are noise. Audit more steps, or the weights of an earlier update."
+)
+UNEQUAL_DATA = (
+    "An update reads as many steps as its stride, one of tt.Exact() all of them. Compared after"
+    " equal numbers of updates, rows have read unequal amounts of data."
+)
 _MORE_STEPS = "Take fewer --lanes, or longer recordings."
 
 
@@ -135,8 +145,7 @@ class AuditReport:
         """Plain numbers for JSON, `None` where one is not finite."""
         row = self.enough
         enough = None if row is None else {"stride": row.stride, "horizon": row.horizon}
-        facts = {**asdict(self), "settling": self.settling.as_dict()}
-        return json_safe({**facts, "enough": enough, "warning": self.warning()})
+        return json_safe({**asdict(self), "enough": enough, "warning": self.warning()})
 
     def write(self, path: Path) -> None:
         """Write the facts as JSON, atomically."""
@@ -150,15 +159,12 @@ class AuditReport:
             RunError: the file holds something else.
         """
         try:
-            report: AuditReport = from_plain(cls, json.loads(path.read_text(encoding="utf-8")))
+            return from_plain(cls, json.loads(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise RunError(
                 f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit"
                 " again"
             ) from error
-        if report.reach.lyapunov == math.inf:  # of a gradient of zero it is minus infinity
-            return replace(report, reach=replace(report.reach, lyapunov=-math.inf))
-        return report
 
 
 def extent_in_words(steps: int, epoch: int, lanes: int) -> str:

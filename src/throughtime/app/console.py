@@ -23,8 +23,8 @@ from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
 from throughtime.app.report.page import DataTable
 from throughtime.app.report.run_page import scores_table, write_report
+from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
-from throughtime.diagnose._slice import json_safe
 from throughtime.diagnose.reach import within
 from throughtime.errors import counted, listed
 

@@ -276,9 +276,9 @@ def credit(demo: Demo) -> str:
     bias = next(row.bias for row in rows if row.horizon == STRIDE)
     steps, cold = max(reach.contexts.items())
     return (
-        f"credit on the stream: 99% of it goes back {reach.reach_99} frames or fewer, and cutting"
-        f" it every {STRIDE} frames changes the gradient by {bias:.1%}; loss after {steps:,} frames"
-        f" from a zero state {cold:.2f}, with the state carried {reach.loss:.2f}"
+        f"credit on the stream: 99% of it goes back {reach.shares[0.99]} frames or fewer, and"
+        f" cutting it every {STRIDE} frames changes the gradient by {bias:.1%}; loss after"
+        f" {steps:,} frames from a zero state {cold:.2f}, with the state carried {reach.loss:.2f}"
     )
 
 

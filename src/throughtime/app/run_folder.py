@@ -333,6 +333,15 @@ def _check_types(values: dict[str, Any], types: Mapping[str, Any]) -> None:
             raise TypeError(f"'{name}' is {'missing' if name not in values else repr(value)}")
 
 
+def json_safe(value: Any) -> Any:
+    """The value with `None` for floats that are not finite, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def from_plain(kind: Any, value: Any) -> Any:
     """The value of a type of which JSON keeps the plain values, as `dataclasses.asdict` has them.
 

@@ -25,7 +25,8 @@ from throughtime.app.model import ModelSpec, unbroken_stream
 from throughtime.app.user_class import is_reference
 from throughtime.carry.carried import Carried
 from throughtime.chunk import Chunk
-from throughtime.diagnose.trace import Timescale, TraceSummary, trace
+from throughtime.diagnose._trace_summary import Timescale, TraceSummary
+from throughtime.diagnose.trace import trace
 from throughtime.gradient import LossFn, Truncated
 from throughtime.predict import predict
 from throughtime.state import State
@@ -37,7 +38,6 @@ from throughtime.updates import updates
 FEWEST_STEPS, FEWEST_STRIDES = 400, 3  # shown at least
 LONGEST_STRIDE = 1_000  # no update ends among the shown steps of a longer one
 MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
-VANISHED, EXPLODED = 1e-3, 10.0  # the defaults of tt.trace, explained in docs/how-to/trace.md
 _SEARCHED = 20_000  # steps predicted to find the busiest, from the start of the recording
 _SHOWN = 1_500  # steps of an excerpt
 
@@ -213,16 +213,16 @@ def trace_run(
     summaries: list[tuple[int, TraceSummary]] = []  # the length of each window, and its summary
     gates: dict[str, list[Tensor]] = {}
     policy = Truncated(plan.stride, plan.horizon)
-    with trace(net, tensors=True, vanished=VANISHED, exploded=EXPLODED) as watch:
+    with trace(net) as watch:
         for update in updates(net, [chunk], loss_fn, gradient=policy, state=state):
             stop = int(update.chunk.position[-1, 0]) + 1
             begin = plan.window_start(stop)
-            for name in watch.last.names:
-                grads = watch.last.tensor(name)[:, 0].double().cpu()
+            for name, lanes in watch.last.gradients.items():
+                grads = lanes[:, 0].double().cpu()
                 total = sums.setdefault(name, grads.new_zeros(plan.steps, *grads.shape[1:]))
                 total[begin : begin + len(grads)] += grads
             summaries.append((stop - begin, watch.summary()))
-            for name, mean in watch.last.mean_retention_gate().items():
+            for name, mean in watch.last.retention.items():
                 gates.setdefault(name, []).append(mean.double().cpu())
     net.zero_grad()
     if not summaries:

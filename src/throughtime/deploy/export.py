@@ -38,7 +38,7 @@ from throughtime.deploy.verify import (
     verify,
 )
 from throughtime.diagnose import SettlingTime, settling_time
-from throughtime.errors import ConfigError, DataError, ModelError, counted, listed
+from throughtime.errors import ConfigError, DataError, ModelError, counted, listed, one_line
 from throughtime.gradient.window import check_whole
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
@@ -177,8 +177,11 @@ def export(
         recorded = check(signal[:, 0].numpy().astype(random.dtype))
         if recorded is not None:
             played_steps, error, *_ = recorded
-            run = {"steps": played_steps, "error": error, "longest_run": played_steps}
-            description["verified"] = run
+            description["verified"] = {
+                "steps": played_steps,
+                "error": error,
+                "longest_run": played_steps,
+            }
     files = _named(path, write(description))
     write_together(files)
     remarks = _folding(chain, kind)
@@ -339,13 +342,17 @@ def _check_call(net: Carried, example: Tensor) -> None:
         x = torch.stack(example.aminmax()).unsqueeze(1)
         kind += f" from {int(x[0])} to {int(x[1])}"
     try:
-        net(x, net.initial_state(x.shape[1], like=example))
+        y, _ = net(x, net.initial_state(x.shape[1], like=example))
+        if not isinstance(y, Tensor):
+            raise ModelError(
+                f"a file has one output in each step, and the net returns {listed(range(len(y)) if type(y) is tuple else y)}: carry it"
+                " with one of them, tt.carry(module, output=...)"
+            )
     except ModelError:
         raise
     except CALL_ERRORS as error:
-        text = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise DataError(
-            f"inputs: the net does not take the example, {kind}: {text}"
+            f"inputs: the net does not take the example, {kind}: {one_line(error)}"
             f"{whole_numbers_hint(net.module, example)}. Give inputs like those that it was trained"
             " on"
         ) from error

@@ -23,40 +23,26 @@ Shapes: `B` lanes (rows of the batch).
 """
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from throughtime.carry.carried import Carried, device_of
-from throughtime.diagnose._slice import CreditPass, StreamSlice, get_axes, json_safe
+from throughtime.diagnose._slice import CreditPass, StreamSlice
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient.objective import require_gradient, trainable_weights
 from throughtime.gradient.segment import preserve_rng_and_buffers
 from throughtime.gradient.truncated import norm
 from throughtime.gradient.window import check_horizon
-from throughtime.state import State
 from throughtime.stream import Stream
 
 BLOCKS = 16  # of steps; every other one is in the same half
 NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
-WIDTH = 80  # characters of a line of text under the table
-SHORTER_STRIDE = (
-    "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
-    " more passes."
-)
-NOISE = (
-    "|g| is small against its sampling noise ({:.2g} times |g|), as near a minimum: these relative"
-    " biases are noise. Audit more steps, or the weights of an earlier update."
-)
-UNEQUAL_DATA = (
-    "An update reads as many steps as its stride, one of tt.Exact() all of them. Compared after"
-    " equal numbers of updates, rows have read unequal amounts of data."
-)
 HORIZONS = (50, 200, 800, 3200)  # the default, those shorter than the slice
 
 
@@ -120,75 +106,27 @@ class Audit:
         `None` if even the longest audited horizon has a bias above `tolerance`: audit longer ones,
         or train with `tt.Exact()`.
         """
-        shortest = None
-        for row in reversed(self.rows):
-            if not row.bias <= tolerance:
-                break
-            shortest = row.horizon
-        return shortest
-
-    def table(self) -> str:
-        """The figures as text: a line for each horizon, then how to read them.
-
-        `worst parameter` is the one whose gradient is most wrong.
-        """
-        head = (
-            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
-            " worst parameter"
-        )
-        lines = [_line(row) for row in self.rows]
-        exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
-        foot = (
-            f"over {counted(self.steps, 'step')} of {counted(self.lanes, 'lane')}, at fixed"
-            f" weights; loss {self.loss:.4g}, |g| {self.norm:.3g}"
-        )
-        remarks = [line for remark in self.remarks() for line in textwrap.wrap(remark, WIDTH)]
-        return "\n".join([head, *lines, exact, foot, *remarks])
-
-    def remarks(self, tolerance: float = 0.1) -> list[str]:
-        """How to read the rows for the choice of a truncation, in sentences."""
-        row = next((row for row in self.rows if row.horizon == self.suggest(tolerance)), None)
-        if row is None:
-            choice = (
-                f"No audited horizon is suggested: the longest, {self.rows[-1].horizon}, has a bias"
-                f" above {tolerance:g}. Audit longer ones, or train with tt.Exact()."
-            )
-        else:
-            choice = (
-                f"Bias within {tolerance:g} from horizon {row.horizon} on:"
-                f" tt.Truncated(stride={row.stride}, horizon={row.horizon}). {SHORTER_STRIDE}"
-            )
-        return [choice, *([NOISE.format(self.noise)] if self.is_noisy else []), UNEQUAL_DATA]
+        near = takewhile(lambda row: row.bias <= tolerance, reversed(self.rows))
+        return min((row.horizon for row in near), default=None)
 
     @property
     def is_noisy(self) -> bool:
         """Whether half of `|g|^2` or more is sampling noise, so that relative biases are noise."""
         return self.noise >= NOISY
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, for any logger; `None` for what is not finite."""
-        return json_safe(asdict(self))
-
-    def plot(self, axes: Any = None) -> Any:
-        """Bias and cosine over the horizon; returns matplotlib's axes.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
-        axes = get_axes(axes)
-        horizons = [row.horizon for row in self.rows]
-        axes.semilogx(horizons, [row.bias for row in self.rows], marker="o", label="relative bias")
-        axes.semilogx(horizons, [row.cosine for row in self.rows], marker="s", label="cosine")
-        axes.set_xlabel("horizon (steps)")
-        axes.set_ylim(
-            min(0.0, *(row.cosine for row in self.rows)),
-            max(1.05, *(row.bias for row in self.rows)),
-        )
-        axes.legend()
-        return axes
-
     def __str__(self) -> str:
-        return self.table()
+        """A line for each horizon; `worst parameter` is the one whose gradient is most wrong."""
+        head = (
+            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
+            " worst parameter"
+        )
+        exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
+        foot = (
+            f"over {counted(self.steps, 'step')} of {counted(self.lanes, 'lane')}, at fixed"
+            f" weights; loss {self.loss:.4g}, |g| {self.norm:.3g}, its noise {self.noise:.2g}"
+            " times that"
+        )
+        return "\n".join([head, *map(_line, self.rows), exact, foot])
 
 
 def audit(
@@ -199,7 +137,6 @@ def audit(
     *,
     stride: int | None = None,
     steps: int | None = None,
-    state: State = None,
     chunk: int | None = None,
 ) -> Audit:
     """Measure the bias of truncations: the distance of each horizon's gradient from the exact one.
@@ -217,9 +154,7 @@ def audit(
         stride: steps between two updates, for all horizons; those below it are refused. Default:
             each horizon is its own stride, as in `tt.Truncated(horizon)`. A short stride costs
             about horizon / stride backward passes.
-        steps: the number of steps of every lane; default: to the end of the epoch.
-        state: the state entering the stream's next step; default: the start of the epoch, and the
-            net's initial state.
+        steps: the number of steps of every lane, from the start of an epoch; default: all.
         chunk: steps per segment, see `tt.Exact`.
 
     Returns:
@@ -248,16 +183,25 @@ def audit(
     """
     objective, weights = Objective(loss_fn), trainable_weights(net, loss_fn)
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
-        section = StreamSlice.of(net, stream, steps, state, objective)
+        section = StreamSlice(net, stream, steps, objective)
         steps = section.steps
         selected = _horizons(horizons, stride, steps)
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
         blocks = range(0, steps, max(1, steps // BLOCKS))
         groups = [group for plan in plans for group in plan]
-        cuts, begins = set().union(*(g.cuts for g in groups)), {*blocks}
-        begins.update(*(span for g in groups for span in g.spans))
-        read, own = section.read, weights.values()
-        run = CreditPass(net, objective, read, steps, section.state, own, cuts, begins, chunk)
+        cuts = set().union(*(group.cuts for group in groups))
+        begins = {*blocks}.union(*(span for group in groups for span in group.spans))
+        run = CreditPass(
+            net,
+            objective,
+            section.read,
+            steps,
+            section.state,
+            weights.values(),
+            cuts,
+            begins,
+            chunk,
+        )
         total = sum(run.counts)
         if not total:
             raise DataError(
@@ -270,7 +214,7 @@ def audit(
             for start, stop in spans:
                 chosen[run.span(start, stop)] = 1 / total
             run.gate = lambda step, credit: [None] * len(credit) if step and step in cut else credit
-            grads = run.gradients([(run.losses * chosen).sum()])
+            grads = run.gradients((run.losses * chosen).sum())
             require_gradient(any(grad is not None for grad in grads))
             pairs = zip(grads, weights.values(), strict=True)
             return [torch.zeros_like(w) if grad is None else grad for grad, w in pairs]
@@ -286,7 +230,7 @@ def audit(
         rows: list[Truncation] = []
         for horizon, plan in zip(selected, plans, strict=True):
             parts = [gradient(*group) for group in plan]
-            truncated = [torch.stack(grads).sum(0) for grads in zip(*parts, strict=True)]
+            truncated: Any = [sum(grads) for grads in zip(*parts, strict=True)]
             updates = sum(any(run.counts[run.span(*span)]) for g in plan for span in g.spans)
             rows.append(_row((horizon, stride or horizon), updates, [*weights], truncated, exact))
     noise = norm([2 * part - whole for part, whole in zip(half, exact, strict=True)])
@@ -346,10 +290,9 @@ def _line(row: Truncation) -> str:
 
 
 def _horizons(requested: Sequence[int] | None, stride: int | None, steps: int) -> list[int]:
-    horizons = sorted(set(HORIZONS if requested is None else requested))
-    if requested is None:
-        least = stride or 1
-        horizons = [h for h in horizons if least <= h < steps] or [max(least, steps // 2)]
+    least = stride or 1
+    fitting = [h for h in HORIZONS if least <= h < steps] or [max(least, steps // 2)]
+    horizons = sorted(set(fitting if requested is None else requested))
     if not horizons:
         raise ConfigError("horizons is empty: expected at least one number of steps")
     for horizon in horizons:

@@ -25,14 +25,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime._files import write_atomically
-from throughtime.errors import ConfigError, DataError, counted
+from throughtime.errors import DataError, counted
 from throughtime.state import State
 
 # of nodes: `Any`, since torch's stubs lack most of their attributes
@@ -54,7 +52,6 @@ WHY = {
 }
 _FUSED = ("MkldnnRnnLayer", "CudnnRnn", "MiopenRnn", "_RecurrentBackward", "SegmentBackward")
 _LEVEL = 500
-_MOST, _ENDS = 9, 4  # chunks drawn one by one; of more, so many at either end
 _DOT = {
     "box": '{} [label="{}", shape=box]',
     "note": '{} [label="{}", shape=plain]',
@@ -73,20 +70,6 @@ _MERMAID = {
     "overdue": '{0} ==x|"{2}"| {1}',
     "counts": "{} --> {}",
 }
-
-
-class GraphLeaf(NamedTuple):
-    """A tensor at which the graph ends and gradients arrive.
-
-    Attributes:
-        name: its attribute path in the module, or what it is.
-        chunks: those that use it, counted from 0.
-        uses: how often it is used.
-    """
-
-    name: str
-    chunks: tuple[int, ...]
-    uses: int
 
 
 class ChunkGraph(NamedTuple):
@@ -128,13 +111,14 @@ class Drawing:
     Attributes:
         chunks: in time.
         crossings: the states that connect them.
-        leaves: weights, then other tensors that ask for a gradient.
+        leaves: how often each weight, and each other tensor that requires a gradient, is used: by
+            its attribute path in the module, or by what it is.
         nodes: of autograd, all of them.
     """
 
     chunks: tuple[ChunkGraph, ...]
     crossings: tuple[Crossing, ...]
-    leaves: tuple[GraphLeaf, ...]
+    leaves: dict[str, int]
     nodes: int
 
     @property
@@ -152,23 +136,6 @@ class Drawing:
         """The picture for Mermaid, which GitHub and Jupyter draw."""
         return "\n".join(["flowchart TB", *self._lines(_MERMAID, "<br/>"), ""])
 
-    def save(self, path: str | Path) -> Path:
-        """Write the text to a file, atomically: DOT (`.dot`) or Mermaid (`.mmd`, `.md`).
-
-        Raises:
-            ConfigError: another ending.
-        """
-        target = Path(path)
-        texts = {".dot": self.dot, ".mmd": self.mermaid, ".md": self._repr_markdown_()}
-        if target.suffix not in texts:
-            name = target.with_suffix(".dot")
-            raise ConfigError(
-                f"{target}: the picture is text for Graphviz (.dot) or Mermaid (.mmd, .md), got"
-                f" '{target.suffix}'. Write drawing.save('{name}'), then dot -Tsvg -O {name}"
-            )
-        write_atomically(target, texts[target.suffix].encode())
-        return target
-
     def _repr_markdown_(self) -> str:
         return f"```mermaid\n{self.mermaid}```\n"
 
@@ -182,37 +149,31 @@ class Drawing:
 
     def _lines(self, templates: Mapping[str, str], newline: str) -> Iterator[str]:
         """The picture in one of the two languages."""
-        for kind, *texts in dict.fromkeys(self._parts()):
+        for kind, *texts in self._parts():
             yield templates[kind].format(*(html.escape(t).replace("\n", newline) for t in texts))
 
     def _parts(self) -> Iterator[tuple[str, ...]]:
         """The nodes and edges of the picture: each a kind, names and a text."""
-        chunks, count, horizons = self.chunks, len(self.chunks), [c.steps for c in self.chunks]
+        chunks, horizons = self.chunks, [chunk.steps for chunk in self.chunks]
         for source, target, *_ in self.crossings:
             horizons[target] = max(horizons[target], horizons[source] + chunks[target].steps)
-        firsts = [i for i in range(count) if count <= _MOST or not _ENDS < i < count - _ENDS]
-        box = [f"chunk{bisect_right(firsts, i)}" for i in range(count)]
-        for first, stop in pairwise([*firsts, count]):
-            name = f"chunk {stop}" if stop - first == 1 else f"chunks {first + 1} to {stop}"
-            steps, nodes = (sum(c[k] for c in chunks[first:stop]) for k in (0, 1))
-            k2 = f"\nk2 (horizon): {horizons[stop - 1]:,} steps" * chunks[stop - 1].to_loss
-            yield "box", box[first], f"{name}\n{steps:,} steps, {nodes:,} nodes{k2}"
-        for name, chunk in zip(box, chunks, strict=True):
+        leaves = ", ".join(f"{name}\u00a0x\u00a0{uses:,}" for name, uses in self.leaves.items())
+        yield "note", "leaves", textwrap.fill(leaves, 50, max_lines=9)
+        for i, (chunk, horizon) in enumerate(zip(chunks, horizons, strict=True), 1):
+            box, k2 = f"chunk{i}", f"\nk2 (horizon): {horizon:,} steps" * chunk.to_loss
+            yield "box", box, f"chunk {i}\n{chunk.steps:,} steps, {chunk.nodes:,} nodes{k2}"
+            yield "uses", "leaves", box
             if chunk.starts:
-                yield "note", f"before_{name}", "initial or detached state"
-                yield "enters", f"before_{name}", name
+                yield "note", f"before_{box}", "initial or detached state"
+                yield "enters", f"before_{box}", box
             if chunk.to_loss:
-                yield "counts", name, "loss"
+                yield "counts", box, "loss"
         stride = sum(chunk.steps for chunk in chunks if chunk.to_loss)
         yield "note", "loss", f"loss\nk1 (stride): {stride:,} steps"
-        leaves = ", ".join(f"{leaf.name}\u00a0x\u00a0{leaf.uses:,}" for leaf in self.leaves)
-        yield "note", "leaves", textwrap.fill(leaves, 50, max_lines=9)
-        for chunk in sorted({chunk for leaf in self.leaves for chunk in leaf.chunks}):
-            yield "uses", "leaves", box[chunk]
         for source, target, overdue, why in self.crossings:
-            if box[source] != box[target]:
-                text = textwrap.fill("should have been cut: " * overdue + why, 44)
-                yield "overdue" if overdue else "joined", box[source], box[target], text
+            text = textwrap.fill("should have been cut: " * overdue + why, 44)
+            kind = "overdue" if overdue else "joined"
+            yield kind, f"chunk{source + 1}", f"chunk{target + 1}", text
 
 
 def draw(
@@ -244,7 +205,7 @@ def draw(
         A `Drawing`: `print(drawing)` for what should have been cut, `drawing.dot` and
         `drawing.mermaid` for the picture, which a notebook shows. k1 (stride) is the number of
         steps whose outputs contribute to the losses, k2 (horizon) that of the steps that credit
-        flows back. If there are more than nine chunks, those in the middle are drawn as one.
+        flows back. To write a file: `Path("graph.dot").write_text(drawing.dot)`.
 
     Raises:
         DataError: a loss without a graph.
@@ -264,16 +225,12 @@ def draw(
         'the graph before was freed by an earlier backward, so this loss cannot go back through it'
     """
     roots = [losses] if isinstance(losses, Tensor) else list(losses)
-    for i, loss in enumerate(roots, 1):
-        if loss.grad_fn is None:
-            raise DataError(
-                f"loss {i} of {len(roots)} has no graph: it was computed under torch.no_grad(),"
-                " detached, or is a leaf. Draw the loss before it is detached or converted to a"
-                " number"
-            )
-    if not roots:
+    bare = [i for i, loss in enumerate(roots, 1) if loss.grad_fn is None]
+    if bare or not roots:
         raise DataError(
-            "got no loss, expected one tensor at least: the graph is that behind a loss"
+            f"got {counted(len(roots), 'loss', 'losses')}, and no graph of {bare or 'any'}: a loss"
+            " computed under torch.no_grad(), a detached one or a leaf has none. Draw the loss"
+            " before it is detached or converted to a number"
         )
     count, inner, uses = _walk([loss.grad_fn for loss in roots])
     _hold(inner)
@@ -288,7 +245,10 @@ def draw(
         times.append(times[past] + 1 if past >= 0 else 0)
     spans = enumerate(pairwise([*starts, len(steps)]))
     known = {} if module is None else {id(p): name for name, p in module.named_parameters()}
-    names = {leaf: known.get(id(leaf.variable), _described(leaf.variable)) for leaf in uses}
+    leaves = Counter[str]()
+    for leaf, nodes in uses.items():
+        shape = tuple(leaf.variable.shape)
+        leaves[known.get(id(leaf.variable), f"leaf {shape}")] += len(nodes)
     return Drawing(
         tuple(
             ChunkGraph(
@@ -300,10 +260,7 @@ def draw(
             for c, (a, b) in spans
         ),
         tuple(_crossing(starts, *link, link[0] in to_loss) for link in sorted(links)),
-        tuple(
-            GraphLeaf(name, tuple(sorted({chunk[node] for node in uses[leaf]})), len(uses[leaf]))
-            for leaf, name in names.items()
-        ),
+        dict(leaves),
         count,
     )
 
@@ -332,7 +289,7 @@ def _walk(roots: list[Any]) -> tuple[int, Inputs, Inputs]:
         else:
             inner[node] = [i for i in inputs[node] if i not in leaf]
             # under a trace, a state that enters names the weights without using them
-            for end in ends if node.name() != "TracedStepsBackward" else ():
+            for end in ends if node.name() != "CreditGateBackward" else ():
                 uses[end].append(node)
     return len(inputs), inner, uses
 
@@ -481,8 +438,3 @@ def _fused_steps(node: Any) -> int:
 def _made(node: Any) -> int:
     """The only number that gives the order in which nodes were made."""
     return node._sequence_nr()
-
-
-def _described(leaf: Tensor) -> str:
-    """A leaf without a name."""
-    return f"{'weight' if isinstance(leaf, nn.Parameter) else 'leaf'} {tuple(leaf.shape)}"

@@ -22,17 +22,16 @@ import math
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from throughtime.carry.carried import Carried, device_of, dtype_of, require_carried, running
-from throughtime.chunk import Placement
-from throughtime.diagnose._slice import json_safe
+from throughtime.carry.carried import Carried, running
+from throughtime.diagnose._slice import StreamSlice, run_spans
 from throughtime.errors import ConfigError, DataError, RunError, counted
 from throughtime.gradient.segment import preserve_rng_and_buffers
 from throughtime.gradient.window import check_whole
@@ -46,7 +45,8 @@ _BLOCK = 1024  # steps of a forward call
 _ROUNDING = 64  # times the precision of the largest output: less is no difference
 
 
-class ColdStart(NamedTuple):
+@dataclass(frozen=True)
+class ColdStart:
     """A step at which the net starts anew beside the carried run.
 
     Attributes:
@@ -62,7 +62,7 @@ class ColdStart(NamedTuple):
     steps: int | None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SettlingTime:
     """The result of `tt.settling_time`.
 
@@ -84,53 +84,19 @@ class SettlingTime:
     scale: float
     remembrance: dict[int, float]
 
-    @property
-    def steps(self) -> tuple[int | None, ...]:
-        """The settling time of each cold start; `None` for those that had not settled."""
-        return tuple(start.steps for start in self.starts)
-
-    @property
-    def median(self) -> int | None:
-        """Steps after which half of the cold starts agree; `None` if fewer ever did."""
-        return self.quantiles[0.5]
-
-    @property
-    def maximum(self) -> int | None:
-        """Steps after which all cold starts agree; `None` if some never did."""
-        return self.quantiles[1.0]
-
-    def summary(self) -> str:
+    def __str__(self) -> str:
         """The result and how it was measured, as a sentence."""
-        labels = {0.5: "median", 1.0: "maximum"}
         quantiles = ", ".join(
-            f"{labels.get(share, f'{share:.0%}')} {'not settled' if n is None else f'{n:,}'}"
+            f"{share:.0%} {'not settled' if n is None else f'{n:,}'}"
             for share, n in self.quantiles.items()
         )
-        open_ = [start for start in self.starts if start.steps is None]
-        rest = f"; {len(open_):,} had not settled after {_lengths(open_)}" if open_ else ""
+        compared = counted(max(start.compared for start in self.starts), "step")
         return (
-            f"steps until a cold start agrees with the carried state: {quantiles}. Within"
-            f" {self.tolerance:g} of the scale of the outputs, {self.scale:.3g};"
-            f" {counted(len(self.starts), 'cold start')}, compared for"
-            f" {_lengths(self.starts)}{rest}"
+            "steps until a cold start agrees with the carried state, by the share of cold starts:"
+            f" {quantiles}. Within {self.tolerance:g} of the scale of the outputs,"
+            f" {self.scale:.3g}; {counted(len(self.starts), 'cold start')}, compared for"
+            f" {compared} at most; {self.unsettled:,} had not settled"
         )
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for any logger; `None` for what is not finite."""
-        starts = [start._asdict() for start in self.starts]
-        return json_safe({**asdict(self), "starts": starts})
-
-    def __repr__(self) -> str:
-        return f"SettlingTime({self.summary()})"
-
-    def __str__(self) -> str:
-        return self.summary()
-
-
-def _lengths(starts: Sequence[ColdStart]) -> str:
-    """For how many steps cold starts are compared."""
-    least, most = (f(start.compared for start in starts) for f in (min, max))
-    return counted(most, "step") if least == most else f"{least:,} to {most:,} steps"
 
 
 def settling_time(
@@ -182,25 +148,20 @@ def settling_time(
         >>> _ = torch.manual_seed(0)
         >>> net = tt.carry(torch.nn.GRU(3, 8))
         >>> result = tt.settling_time(net, torch.randn(2000, 3), span=200)
-        >>> result.maximum < 50, result.unsettled
+        >>> result.quantiles[1.0] < 50, result.unsettled
         (True, 0)
 
     References: Buitrago Ruiz & Gu, ICML 2025.
     """
-    require_carried(net)
-    for name, whole in (
-        ("starts", starts),
-        ("span", span),
-        ("steps", 1 if steps is None else steps),
-    ):
-        check_whole(name, whole, 1)
-    for name, value in (("tolerance", tolerance), ("scale", 1.0 if scale is None else scale)):
-        if not 0 < value < math.inf:
-            raise ConfigError(f"{name}={value}: expected a finite number above 0")
+    check_whole("starts", starts, 1)
+    check_whole("span", span, 1)
+    if not (0 < tolerance < math.inf and (scale is None or 0 < scale < math.inf)):
+        raise ConfigError(f"tolerance={tolerance}, scale={scale}: expected finite numbers above 0")
     played = stream if isinstance(stream, Stream) else whole_stream(stream)
     played._sync_ranks()
+    section = StreamSlice(net, played, steps)
     lanes: dict[int, list[LaneSlice]] = {}
-    for run in played._schedule.slices(0, min(steps or played.steps, played.steps)):
+    for run in played._schedule.slices(0, section.steps):
         if run.steps > 1:  # it has a past to compare with
             lanes.setdefault(run.lane, []).append(run)
     drawn = [
@@ -213,10 +174,9 @@ def settling_time(
             "no recording has two steps or more among those played, so no cold start has a past to"
             " be compared with; take longer recordings, or more steps"
         )
-    placement = Placement(device_of(net), dtype_of(net))
-    with preserve_rng_and_buffers(net, placement.device), running(net):
-        carried = _carried_run(net, played, drawn, placement)
-        parts = [played.read(c.step, c.step + c.compared).convert(placement) for c in drawn]
+    with preserve_rng_and_buffers(net, section.placement.device), running(net):
+        carried = _carried_run(net, section, drawn)
+        parts = [section.read(c.step, c.step + c.compared) for c in drawn]
         rows = [part.inputs[:, c.run.lane] for part, c in zip(parts, drawn, strict=True)]
         inputs = pad_sequence(rows)
         cold, _ = net(inputs, net.initial_state(len(drawn), like=inputs))
@@ -242,21 +202,16 @@ def _draw(runs: Sequence[LaneSlice], count: int, span: int, seed: int) -> Iterat
         yield _Start(run, run.stop - left, min(span, left))
 
 
-def _carried_run(
-    net: Carried, stream: Stream, drawn: Sequence[_Start], placement: Placement
-) -> Tensor:
+def _carried_run(net: Carried, section: StreamSlice, drawn: Sequence[_Start]) -> Tensor:
     """The outputs `(T, N, C)` of the carried run after each cold start."""
-    last, state = max(cold.step + cold.compared for cold in drawn), None
-    parts: list[list[Tensor]] = [[] for _ in drawn]
-    for begin in range(0, last, _BLOCK):
-        chunk = stream.read(begin, min(begin + _BLOCK, last)).convert(placement)
-        if state is None:
-            state = net.initial_state(chunk.lanes, like=chunk.inputs)
-        y, state = net(chunk.inputs, state, chunk.resets if chunk.any_reset else None)
+    last = max(cold.step + cold.compared for cold in drawn)
+    edges, parts = [*range(0, last, _BLOCK), last], list[list[Tensor]]([] for _ in drawn)
+    spans = run_spans(net, section.read, edges, section.state)
+    for begin, (rows, y, _) in zip(edges, spans, strict=False):
         if not bool(y.isfinite().all()):
             raise RunError(
                 f"an output of the carried run is NaN or infinite between steps {begin:,} and"
-                f" {begin + chunk.steps:,} of a lane: there is nothing to compare with. Are the"
+                f" {begin + rows.steps:,} of a lane: there is nothing to compare with. Are the"
                 " inputs scaled as in training?"
             )
         for own, (run, step, compared) in zip(parts, drawn, strict=True):
@@ -280,8 +235,8 @@ def _compared(
     values = carried[counts]
     if scale is None:
         scale = float(values.var(0, correction=0).mean().sqrt())
-    precision = torch.finfo(runs[0].dtype).eps if runs[0].is_floating_point() else 0.0
-    limit = max(tolerance * scale, _ROUNDING * precision * float(values.abs().max()))
+    rounding = _ROUNDING * torch.finfo(runs[0].dtype).eps * float(values.abs().max())
+    limit = max(tolerance * scale, rounding)
     differences = (cold - carried).abs().amax(2).masked_fill(~counts, 0.0)
     settled = torch.where(differences <= limit, 0, ages + 1).amax(0).tolist()
     starts = tuple(

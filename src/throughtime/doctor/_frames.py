@@ -37,7 +37,7 @@ SKIPPED = (
     f"{PACKAGE / 'nn'}{os.sep}",
     f"{PACKAGE / 'kernels'}{os.sep}",
     str(PACKAGE / "diagnose" / "trace"),
-    str(PACKAGE / "diagnose" / "_trace"),
+    str(PACKAGE / "diagnose" / "_slice"),
     str(PACKAGE / "state.py"),
 )
 _PATH_NAMES = ("stdlib", "platstdlib", "purelib", "platlib")

@@ -2,9 +2,9 @@
 
 Outside arithmetic such an update spends much on a graph and some fifteen operators: for a small net
 (LSTM of 50 units, one lane, 100 steps) more than on the arithmetic. So `tt.updates` makes one call
-wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules of torch that
-carry nothing (the front), as an `nn.Sequential` or in a class whose forward can be read
-(`carry/structure.py`); `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults (others by
+wherever the result is the same: `tt.nn` layers and an `nn.Linear`, after modules of torch, or of
+this package, that carry nothing (the front), as an `nn.Sequential` or in a class whose forward can
+be read (`carry/structure.py`); `nn.CrossEntropyLoss` or `nn.MSELoss` with their defaults (others by
 autograd on the outputs of the layers); no hooks on modules, or on the parameters of layers and
 readout, no ties among these, no autocast, no active torch mode or profiler. A front with weights,
 such as an `nn.Embedding`, learns by autograd, from the gradient of the first layer's inputs. The

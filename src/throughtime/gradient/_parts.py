@@ -99,7 +99,8 @@ def _parts(
     readout = own[0] if len(own) == 1 and type(own[0]) is nn.Linear else None
     inside = [part for module in front for part in module.modules()]
     in_place = any(getattr(part, "inplace", False) for part in inside)
-    unfit = any(map(is_foreign, inside)) or (chain is None and in_place)
+    foreign = [part for part in inside if not type(part).__module__.startswith("throughtime.")]
+    unfit = any(map(is_foreign, foreign)) or (chain is None and in_place)
     if unfit or (readout is None and not _may_be_tail(tail)):
         return None
     batch_first = [chain is None and layer.batch_first for layer in (layers[0], layers[-1])]

@@ -23,15 +23,20 @@ from typing import Any, NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
-from throughtime._device import is_accelerator, send
-from throughtime.carry.carried import Carried, device_of
+from throughtime._device import is_accelerator
+from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk, Source, join
 from throughtime.errors import ConfigError, ModelError, RunError, listed
 from throughtime.gradient._fused import try_fused
-from throughtime.gradient.objective import Objective, require_gradient, sizes, trainable_weights
+from throughtime.gradient.objective import (
+    Objective,
+    pooled,
+    require_gradient,
+    sizes,
+    trainable_weights,
+)
 from throughtime.gradient.segment import (
     TRIAL_STEPS,
     Rebuild,
@@ -81,8 +86,7 @@ class Update:
     weight: float
 
     def __repr__(self) -> str:
-        shapes = tree_map(lambda y: tuple(y.shape), self.outputs)
-        return f"Update(loss={self.loss.item():.6g}, steps={self.steps}, outputs {shapes})"
+        return f"Update(loss={self.loss.item():.6g}, steps={self.steps})"
 
 
 class OwnGrads:
@@ -312,38 +316,36 @@ class Executor:
                     update = ranks.reduce_update(update, weights)
                     if update is None:
                         continue  # no rank has a valid step
-                return update
+                if update is None or update.weight:
+                    return update
 
     def _mean(self, accumulate: int, weights: Sequence[Tensor]) -> Update | None:
-        """The mean of several windows by their weights; alone, of more until a step is valid.
+        """The mean of several windows by their weights.
 
             g = (m_1 g_1 + ... + m_n g_n) / (m_1 + ... + m_n)
 
         All belong to the same weights, as if the windows were played side by side in n times the
         lanes; the state is carried from one to the next.
         """
-        if accumulate == 1 and self.ranks is not None:
+        if accumulate == 1:
             return self.step()
         last: Update | None = None
-        loss, steps, total, alone, more = 0.0, 0, 0.0, self.ranks is None, True
-        while more and (last is None or (alone and not total)):
-            for number in range(accumulate):
-                if number and not self.source.remaining(1):
-                    break  # the source ends once, which the next call finds
-                update = self.step(mean=accumulate > 1)
-                more = update is not None
-                if update is None:
-                    break
-                last, m = update, update.weight
-                loss, steps, total = loss + update.loss * m, steps + update.steps, total + m
+        loss, steps, total = 0.0, 0, 0.0
+        for _ in range(accumulate):
+            if last is not None and not self.source.remaining(1):
+                break  # the source ends once, which the next call finds
+            update = self.step(mean=True)
+            if update is None:
+                break
+            last, m = update, update.weight
+            loss, steps, total = loss + update.loss * m, steps + update.steps, total + m
         if last is None or not total:
-            return None if alone else last
-        if accumulate > 1:
-            share: Any = 1 / total
-            if self.unread:  # one part that is not finite is the whole update
-                share = torch.cat([values for values, *_ in self.unread]).isfinite().all() / total
-            for weight in weights:
-                weight.grad = None if weight.grad is None else weight.grad * share
+            return last
+        share: Any = 1 / total
+        if self.unread:  # one part that is not finite is the whole update
+            share = torch.cat([values for values, *_ in self.unread]).isfinite().all() / total
+        for weight in weights:
+            weight.grad = None if weight.grad is None else weight.grad * share
         return replace(last, loss=loss / total, steps=steps, weight=total)
 
     def _same_plan(self) -> Any:
@@ -395,7 +397,7 @@ class Executor:
         if w.lead < w.start:
             with torch.no_grad():
                 _, state = self._forward(w.lead, w.start, state, w, kept)
-        parts, seen, replay, total, valid = list[_Part](), list[Any](), None, 0.0, 0
+        parts, seen, replay, valid = list[_Part](), list[Any](), None, 0
         y = loss = chunk.inputs  # of the segments to come
         joined: list[tuple[Tensor, Chunk]] = []  # for a loss of all segments together
         if not whole:
@@ -428,20 +430,21 @@ class Executor:
                 joined.append((loss, chunk))
                 continue
             parts.append(_Part(max(begin, w.counted), stop, loss, weight))
-            total, valid = total + weight, valid + chunk.valid_steps
+            valid += chunk.valid_steps
             checked = replay is not None and loss.is_cpu and objective.scaler is None
             if checked and not math.isfinite(loss.item()):
                 self._check_finite(loss.detach(), {}, parts[-1:], y, chunk)
         if joined:
             outputs, chunks = zip(*joined, strict=True)
             y, chunk = torch.cat(outputs), join(chunks)
-            loss, total = objective(y, chunk)
+            loss, weight = objective(y, chunk)
             if replay is not None:
                 replay.reached = loss.requires_grad
-            parts, valid = [_Part(w.counted, w.stop, loss, total)], chunk.valid_steps
+            parts, valid = [_Part(w.counted, w.stop, loss, weight)], chunk.valid_steps
         state, y, edge = _detach(state), y.detach(), _detach(kept[-1]) if kept else None
-        if len(parts) > 1 and total:
-            loss = _mean_loss(parts, total)
+        total = parts[0].weight
+        if len(parts) > 1:
+            loss, total = pooled([(part.loss, part.weight) for part in parts], y)
         outputs = y if objective.unpack is None else objective.unpack(y)
         update = Update(loss.detach(), valid if total else 0, state, outputs, chunk, total)
         if w.per is not None:  # all ranks take part, whatever counts on this one
@@ -511,8 +514,8 @@ class Executor:
             def run() -> tuple[Any, ...]:
                 state = self.net.initial_state(few.lanes, like=few.inputs)
                 y, after = self.net(few.inputs, state)
-                y = self.objective.row(self.net, y)
-                return y, after, None if self.objective.joins else self.objective(y, few)
+                self.objective.bind(self.net.adapter.unpack)
+                return y, after, None if self.objective.joins else self.objective(pack(y), few)
 
             self._step_bytes = graph_bytes(self.net, few, run)
         return automatic_chunk(w.stop - w.start, self._step_bytes)
@@ -552,7 +555,10 @@ class Executor:
                 state = enter(part, state, net.initial_state(part.lanes, like=x))
                 part = part.without_resets()
             y, state = net(x, state, part.resets if part.any_reset else None)
-            outputs.append(y if isinstance(y, Tensor) else self.objective.row(net, y))
+            if not isinstance(y, Tensor):
+                self.objective.bind(net.adapter.unpack)
+                y = pack(y)
+            outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
     def _deliver(
@@ -638,16 +644,6 @@ def _detach(state: State) -> State:
     if type(state) is dict:
         return dict(zip(state, map(_detach, state.values()), strict=True))
     return trees.detach(state)
-
-
-def _mean_loss(parts: Sequence[_Part], total: float) -> Tensor:
-    """The mean of the losses of all parts; `total` is the sum of their weights."""
-    counted = [part for part in parts if part.weight]
-    losses = torch.stack([part.loss for part in counted])
-    shares = torch.tensor(
-        [part.weight / total for part in counted], dtype=losses.dtype, device="cpu"
-    )
-    return (losses * send(shares, losses.device)).sum()
 
 
 def _part_at_fault(parts: Sequence[_Part], name: str | None, replay: Replay | None) -> _Part:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from throughtime._metadata import attach, attached
-from throughtime.carry.carried import Carried, device_of, dtype_of, pack
+from throughtime.carry.carried import device_of, dtype_of
 from throughtime.chunk import Chunk, Placement
 from throughtime.errors import ConfigError, ModelError, warn_caller
 from throughtime.gradient._mean import is_additive, is_mean, pairs_rows
@@ -157,16 +157,9 @@ class SequenceLoss(nn.Module):
         return loss, size
 
 
-class Unpacked(nn.Module):
-    """A loss of several outputs, which lie side by side in what this one gets."""
-
-    def __init__(self, fn: Callable[[Any, Any], Any], unpack: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.fn, self.unpack = fn, unpack
-
-    def forward(self, outputs: Tensor, other: Any) -> Any:
-        """The loss of outputs and of targets, or of a chunk."""
-        return self.fn(self.unpack(outputs), other)
+def _of_items(fn: Any, unpack: Any, outputs: Tensor, other: Any) -> Any:
+    """The loss of several outputs, which lie side by side; `other` are targets, or the chunk."""
+    return fn(unpack(outputs), other)
 
 
 def pooled(parts: Sequence[tuple[Tensor, float]], outputs: Tensor) -> tuple[Tensor, float]:
@@ -200,6 +193,7 @@ class Objective:
         split: bool = False,
     ) -> None:
         self.loss_fn: Any = loss_fn
+        self.call: Any = loss_fn  # of outputs in one tensor
         self.scaler, self.split = scaler, split
         self.sequences = isinstance(loss_fn, SequenceLoss)
         self.function: Any = loss_fn.fn if isinstance(loss_fn, SequenceLoss) else loss_fn
@@ -246,7 +240,7 @@ class Objective:
         if self._lawful is None:
             self._check_mean(rows, targets)
         try:
-            loss = self.loss_fn(rows, targets)
+            loss = self.call(rows, targets)
         except (RuntimeError, ValueError, IndexError) as error:
             classes, width = targets.dim() == 1, rows.shape[-1]
             needed = int(targets.max()) + 1 if classes else targets.shape[1]
@@ -275,23 +269,20 @@ class Objective:
     def _of_sequences(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         """The loss of steps in their order, or the mean of those of every stride."""
         if self._lawful is None and chunk.steps > 1:
-            self._judge(is_additive(self.loss_fn, outputs, chunk))
+            self._judge(is_additive(self.call, outputs, chunk))
             self.require_parts()
         every = self.stride or chunk.steps
         begins = range(0, chunk.steps, every)
         parts = [(outputs[a : a + every], chunk[a : a + every]) for a in begins]
-        return pooled([self.loss_fn(y, part) for y, part in parts if part.valid_steps], outputs)
+        return pooled([self.call(y, part) for y, part in parts if part.valid_steps], outputs)
 
-    def row(self, net: Carried, y: Any) -> Tensor:
-        """Outputs as one tensor; several lie side by side until the loss or the user gets them."""
-        if isinstance(y, Tensor):
-            return y
-        if self.unpack is None:
-            self.unpack, loss_fn = net.adapter.unpack, self.loss_fn
-            self.loss_fn = Unpacked(self.function, self.unpack)
+    def bind(self, unpack: Any) -> None:
+        """Let the loss have the items of several outputs, which lie side by side until then."""
+        if self.unpack is None and unpack is not None:
+            own, self.unpack = self.loss_fn, unpack
+            self.call = partial(_of_items, self.function, unpack)
             if self.sequences:
-                self.loss_fn = SequenceLoss(self.loss_fn, loss_fn.over, loss_fn.additive)
-        return pack(y)
+                self.call = SequenceLoss(self.call, own.over, own.additive)
 
     def divide(self, stride: int | None, policy: str) -> None:
         """Call a loss of whole windows for every stride, where another policy is compared.
@@ -335,8 +326,8 @@ class Objective:
 
     def _check_mean(self, rows: Tensor, targets: Tensor) -> None:
         """Try the law of the mean: refuse a loss that breaks it where it is split, else warn."""
-        verdict = is_mean(self.loss_fn, rows, targets, self._weigh)
-        if verdict is False and pairs_rows(self.loss_fn, rows, targets):
+        verdict = is_mean(self.call, rows, targets, self._weigh)
+        if verdict is False and pairs_rows(self.call, rows, targets):
             raise ModelError(
                 "loss_fn pairs each row with every other: it is the mean over all pairs of an"
                 f" output and a target. The outputs are {tuple(rows.shape)} and the targets"
@@ -394,7 +385,7 @@ class Objective:
                 at_fault = [
                     index
                     for index in owners.unique().tolist()
-                    if not self.loss_fn(rows[owners == index], targets[owners == index]).isfinite()
+                    if not self.call(rows[owners == index], targets[owners == index]).isfinite()
                 ]
         return at_fault or chunk.recording[chunk.recording >= 0].unique().tolist()
 

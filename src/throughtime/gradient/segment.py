@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten
 
 from throughtime import state as trees
 from throughtime._device import fork_rng, generators, is_accelerator, real_type, set_generators
-from throughtime.carry.carried import Carried, require_carried
+from throughtime.carry.carried import Carried, pack, require_carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
 from throughtime.gradient.objective import sizes
@@ -360,8 +360,7 @@ def rollout(
 
     Args:
         net: made by `tt.carry`.
-        x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them; one unbatched lane as
-            floating `(T, D)` or integer `(T,)`.
+        x: `(T, B, D)`, or `(T, B)` integers for a module that embeds them.
         state: the state entering the first step; default: the initial state.
         resets: `(T, B)` bool, true where the state entering the step is the initial state.
         chunk: steps per segment; default: automatic, see `tt.Exact`.
@@ -388,10 +387,6 @@ def rollout(
     References: T. Chen et al., Training deep nets with sublinear memory cost (2016).
     """
     require_carried(net)
-    if x.dim() == (2 if x.is_floating_point() else 1):
-        several = None if resets is None else resets.unsqueeze(1)
-        y, end = rollout(net, x.unsqueeze(1), state, resets=several, chunk=chunk)
-        return y.squeeze(1), end
     if chunk is not None:
         check_whole("chunk", chunk, 1)
     steps = Chunk.from_tensors(x, resets=resets)
@@ -414,12 +409,13 @@ def rollout(
         ) -> tuple[Tensor, ...]:
             y, state = net(rows, rebuild(leaves), part.resets if part.any_reset else None)
             results, after[0] = flatten(state)
-            return y, *results
+            return pack(y), *results
 
         span, count = (i * length, i * length + len(rows)), 1 + len(leaves)
         y, *leaves = Segment.apply(run, span, replay, None, count, rows, *leaves, *weights)
         outputs.append(y)
-    return torch.cat(outputs), after[0](leaves)
+    y, unpack = torch.cat(outputs), net.adapter.unpack
+    return (unpack(y) if unpack else y), after[0](leaves)
 
 
 def flatten(state: State) -> tuple[Sequence[Tensor], Rebuild]:

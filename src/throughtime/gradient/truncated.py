@@ -203,15 +203,6 @@ class Adaptive:
         doubled = [self.min << k for k in range((self.max // self.min).bit_length())]
         return sorted({*(h for h in doubled if h < self.max), self.max})
 
-    def describe(self) -> str:
-        """The setting in words."""
-        stride = "horizon" if self.stride is None else counted(self.stride, "step")
-        return (
-            f"an update every {stride}, a horizon from {self.min} to {counted(self.max, 'step')},"
-            f" for a bias of at most {self.tolerance:g}, measured every"
-            f" {counted(self.every, 'update')}"
-        )
-
     def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
         """The window at the present horizon, after a measurement if one is due."""
         memory: dict[str, Any] = at.memory or {

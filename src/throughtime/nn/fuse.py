@@ -71,10 +71,7 @@ def _fuse_layer(layer: nn.RNNBase) -> str | None:
             f" let it inherit from tt.nn.{base.__name__}"
         )
     if "forward" in vars(layer):
-        return (
-            "its forward was replaced in the instance (an open tt.trace, a wrapper); call tt.fuse"
-            " before that"
-        )
+        return "its forward was replaced in the instance by a wrapper; call tt.fuse before that"
     fused: type[nn.RNNBase] = FUSED[plain]
     if parametrized:  # torch created a class for it, with a property for each weight
         skipped = {"__dict__", "__weakref__"}

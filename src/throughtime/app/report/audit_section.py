@@ -9,13 +9,9 @@ from throughtime.app.audit import AuditReport
 from throughtime.app.config import Config
 from throughtime.app.report.charts import Mark, Series, heat, lines
 from throughtime.app.report.page import DataTable, Figure, Paragraphs, Part
-from throughtime.app.trace import (
-    EXPLODED,
-    VANISHED,
-    GradientLifetime,
-    RunTrace,
-)
+from throughtime.app.trace import GradientLifetime, RunTrace
 from throughtime.diagnose import Audit, Reach, SettlingTime
+from throughtime.diagnose._trace_summary import EXPLODED, VANISHED
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.reach import within
 from throughtime.errors import counted

@@ -107,8 +107,8 @@ def _gradient(demo: Demo) -> list[Part]:
         " of thousands. The cost was measured on one network (stream, seed"
         f" {demo.of(STREAM)[0].seed}), against the exact gradient. Truncation changes the gradient"
         f" by {own.bias:.1%}, and 99% of the gradient of a loss lies within the last"
-        f" {reach.reach_99} frames. For comparison, {exact(demo)}. This is tt.Exact, for tasks on"
-        " which truncation fails."
+        f" {reach.shares[0.99]} frames. For comparison, {exact(demo)}. This is tt.Exact, for tasks"
+        " on which truncation fails."
     )
     state = (
         "The memory is in the state. From a zero state the same network has a loss of"
