@@ -345,8 +345,9 @@ def _check_call(net: Carried, example: Tensor) -> None:
         y, _ = net(x, net.initial_state(x.shape[1], like=example))
         if not isinstance(y, Tensor):
             raise ModelError(
-                f"a file has one output in each step, and the net returns {listed(range(len(y)) if type(y) is tuple else y)}: carry it"
-                " with one of them, tt.carry(module, output=...)"
+                "a file has one output in each step, and the net returns"
+                f" {listed(range(len(y)) if type(y) is tuple else y)}: carry it with one of them,"
+                " tt.carry(module, output=...)"
             )
     except ModelError:
         raise

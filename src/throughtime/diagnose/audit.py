@@ -148,7 +148,8 @@ def audit(
     Args:
         net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
         stream: a `tt.Stream`; it is read, not moved.
-        loss_fn: as for `tt.updates`.
+        loss_fn: as for `tt.updates`; a `tt.SequenceLoss` that is not additive is taken over each
+            `stride`.
         horizons: steps, in any order; default: those of 50, 200, 800, 3200 that are shorter than
             the slice.
         stride: steps between two updates, for all horizons; those below it are refused. Default:
@@ -181,13 +182,16 @@ def audit(
 
     References: Aicher, Foti & Fox, UAI 2019.
     """
-    objective, weights = Objective(loss_fn), trainable_weights(net, loss_fn)
+    objective, weights = Objective(loss_fn, split=True), trainable_weights(net, loss_fn)
+    if objective.joins:
+        objective.divide(stride, "tt.audit")
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         steps = section.steps
         selected = _horizons(horizons, stride, steps)
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
-        blocks = range(0, steps, max(1, steps // BLOCKS))
+        each = stride or 1
+        blocks = range(0, steps, max(each, steps // BLOCKS // each * each))
         groups = [group for plan in plans for group in plan]
         cuts = set().union(*(group.cuts for group in groups))
         begins = {*blocks}.union(*(span for group in groups for span in group.spans))

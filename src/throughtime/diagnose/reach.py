@@ -20,7 +20,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime._device import real_type
-from throughtime.carry.carried import Carried, device_of
+from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk
 from throughtime.diagnose._slice import CreditPass, StreamSlice, run_spans
 from throughtime.errors import DataError
@@ -150,7 +150,9 @@ def reach(
     """
     check_whole("max_lag", max_lag, 1)
     check_whole("anchors", anchors, 1)
-    objective, losses = Objective(loss_fn), list[Tensor]()
+    objective, losses = Objective(loss_fn, split=True), list[Tensor]()
+    if objective.joins:
+        objective.divide(None, "tt.reach")
     with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         longest = max(1, min(max_lag, section.steps - 1))
@@ -242,7 +244,9 @@ def _measure(
         return credit
 
     def chunk_of(resets: Tensor) -> Chunk:
-        return Chunk.from_tensors(window.inputs, window.targets, resets=resets, mask=mask)
+        return Chunk.from_tensors(
+            window.inputs, window.targets, resets=resets, mask=mask, series=window.series
+        )
 
     behind = steps + 1 - lags.unsqueeze(1)
     chunk, cuts = chunk_of(window.resets), behind[lags.unsqueeze(1) <= pasts].tolist()
@@ -260,7 +264,8 @@ def _measure(
         resets[steps + 1 - context, lanes] = True
         rows = chunk_of(resets)[first - context :]
         start = net.initial_state(rows.lanes, like=rows.inputs)
-        losses.append(objective(net(rows.inputs, start, rows.resets)[0], rows)[0])
+        y, _ = net(rows.inputs, start, rows.resets)
+        losses.append(objective(pack(y), rows)[0])
     return norms[behind.clamp(min=0), lanes], torch.stack(losses).detach().double().cpu()
 
 

@@ -293,8 +293,8 @@ class Objective:
         self.stride = stride
         if stride is None:
             raise ConfigError(
-                f"{policy} compares gradients of strides of several lengths, and the loss of a"
-                " SequenceLoss depends on it: give a stride, or take one with additive=True"
+                f"{policy} takes the loss of strides of several lengths, on which that of a"
+                " SequenceLoss depends: give a stride, or take one with additive=True"
             )
 
     def require_parts(self, per: float | None = None) -> None:

@@ -148,6 +148,8 @@ class UpdatePolicy(Protocol):
 
 def check_horizon(stride: int, horizon: int) -> None:
     """Refuse settings without a plan."""
+    check_whole("stride", stride, 1)
+    check_whole("horizon", horizon, 1)
     if horizon < stride:
         raise ConfigError(
             f"horizon={horizon} is below stride={stride}: the first losses of every stride would"

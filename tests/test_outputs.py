@@ -1,0 +1,585 @@
+"""Nets of several outputs, as people write them: equal to plain loops in values and gradients.
+
+The reference plays the layers of a module step by step, lane by lane, and knows neither the ways
+of calling a module nor policies. Every net has two outputs of the same hidden units: `a`
+`(T, B, 2)`, and `b` `(T, B)` without a dimension of features.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, join
+from throughtime.errors import ThroughtimeError
+
+EXACT = 1e-10
+LENGTHS = 13, 8, 5
+
+
+class Heads(nn.Module):
+    """Layers of all nets; subclasses differ in what they take and return."""
+
+    def __init__(self, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer = layer or nn.GRU(3, 4)
+        self.first, self.second = nn.Linear(4, 2), nn.Linear(4, 1)
+
+    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(hidden), self.second(hidden)[..., 0]
+
+
+class Pair(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        return self.heads(hidden), h
+
+
+class Flat(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        return *self.heads(hidden), h
+
+
+class Names(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        return dict(zip("ab", self.heads(hidden), strict=True)), h
+
+
+class NamesAndState(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        return {**dict(zip("ab", self.heads(hidden), strict=True)), "h": h}
+
+
+class Nested(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return {"heads": {"a": a}, "rest": (b,)}, h
+
+
+class BatchFirst(Heads):
+    def __init__(self) -> None:
+        super().__init__(nn.GRU(3, 4, batch_first=True))
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        return *self.heads(hidden), h
+
+
+class LongShort(Heads):
+    def __init__(self) -> None:
+        super().__init__(nn.LSTM(3, 4))
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        hidden, state = self.layer(x, state)
+        return *self.heads(hidden), state
+
+
+class Inside(Heads):
+    def forward(self, x: Tensor) -> Any:
+        return self.heads(self.layer(x)[0])
+
+
+class NamesInside(Heads):
+    def forward(self, x: Tensor) -> Any:
+        return dict(zip("ab", self.heads(self.layer(x)[0]), strict=True))
+
+
+class Attribute(Heads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = None
+
+    def forward(self, x: Tensor) -> Any:
+        y, self.hidden = self.layer(x, self.hidden)
+        return self.heads(y)
+
+
+class Loop(Heads):
+    """A cell of torch, in a loop over the steps."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.GRUCell(3, 4))
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        h = x.new_zeros(x.shape[1], 4) if h is None else h
+        steps: list[Tensor] = []
+        for step in x:
+            h = self.layer(step, h)
+            steps.append(h)
+        return *self.heads(torch.stack(steps)), h
+
+
+class Step(Heads):
+    def __init__(self) -> None:
+        super().__init__(nn.GRUCell(3, 4))
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = self.layer(x, h)
+        return self.heads(h), h
+
+
+class NamesOfStep(Heads):
+    def __init__(self) -> None:
+        super().__init__(nn.GRUCell(3, 4))
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        h = self.layer(x, h)
+        return {**dict(zip("ab", self.heads(h), strict=True)), "h": h}
+
+
+class Map(Heads):
+    """Attention over the features, whose weights are an output."""
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        weights = x.softmax(-1)
+        hidden, h = self.layer(x, h)
+        return *self.heads(hidden), weights[..., None] * weights[..., None, :], h
+
+
+class Whole(Heads):
+    """The class of each step, an integer, beside."""
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return a, b, a.argmax(-1), h
+
+
+class Yes(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return {"a": a, "b": b, "positive": a > 0}, h
+
+
+class Half(Heads):
+    """An output of another type."""
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return a, b.float(), h
+
+
+class Penalty(Heads):
+    """A scalar beside, which is no output."""
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        return self.heads(hidden), h, hidden.square().mean()
+
+
+class Style(NamedTuple):
+    make: Callable[[], Heads]
+    output: Any = "all"
+    named: bool = False
+    state: str | None = None
+
+
+STYLES: dict[str, Style] = {
+    "pair": Style(Pair),
+    "pair by paths": Style(Pair, [(0, 0), (0, 1)]),
+    "flat": Style(Flat),
+    "flat by items": Style(Flat, [0, 1]),
+    "names": Style(Names, named=True),
+    "names and state": Style(NamesAndState, named=True),
+    "names by items": Style(NamesAndState, ["a", "b"], named=True),
+    "nested": Style(Nested),
+    "nested by paths": Style(Nested, [(0, "heads", "a"), (0, "rest", 0)]),
+    "batch first": Style(BatchFirst),
+    "long short": Style(LongShort),
+    "inside": Style(Inside),
+    "names inside": Style(NamesInside, named=True),
+    "attribute": Style(Attribute),
+    "loop": Style(Loop),
+    "step": Style(Step),
+    "names of a step": Style(NamesOfStep, named=True),
+    "map": Style(Map),
+    "two beside a map": Style(Map, [0, 1]),
+    "integers": Style(Whole),
+    "two beside integers": Style(Whole, [0, 1]),
+    "bool": Style(Yes, named=True),
+}
+every_style = pytest.mark.parametrize("style", STYLES)
+
+
+def net_of(style: str) -> Carried:
+    torch.manual_seed(1)
+    make, output, *_ = STYLES[style]
+    return tt.carry(make().double(), output=output)
+
+
+def pair(outputs: Any) -> tuple[Tensor, Tensor]:
+    """Outputs `a` and `b` of a structure."""
+    return (outputs["a"], outputs["b"]) if isinstance(outputs, dict) else outputs[:2]
+
+
+def data(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
+    torch.manual_seed(2)
+    return [
+        {
+            "inputs": torch.randn(n, 3, dtype=torch.float64),
+            "targets": torch.randint(2, (n,)),
+            "height": torch.randn(n, dtype=torch.float64),
+        }
+        for n in lengths
+    ]
+
+
+def start(module: Heads, lanes: int) -> list[Tensor]:
+    leaves = 2 if isinstance(module.layer, nn.LSTM) else 1
+    return [torch.zeros(lanes, 4, dtype=torch.float64) for _ in range(leaves)]
+
+
+def advance(module: Heads, x: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """One step of inputs `(B, 3)`: hidden units `(B, 4)` and the state."""
+    if isinstance(module.layer, nn.GRUCell):
+        h = module.layer(x, state[0])
+        return h, [h]
+    at = 1 if module.layer.batch_first else 0
+    leaves = tuple(leaf[None] for leaf in state)
+    y, after = module.layer(x.unsqueeze(at), leaves if len(leaves) > 1 else leaves[0])
+    after = after if isinstance(after, tuple) else (after,)
+    return y.squeeze(at), [leaf[0] for leaf in after]
+
+
+def plain(
+    module: Heads, x: Tensor, resets: Tensor, state: list[Tensor]
+) -> tuple[tuple[Tensor, Tensor], list[list[Tensor]]]:
+    """Outputs of inputs `(T, B, 3)`, and the states entering each step and after the last one."""
+    hidden: list[Tensor] = []
+    states = [state]
+    for step, reset in zip(x, resets, strict=True):
+        kept = [torch.where(reset[:, None], 0.0, leaf) for leaf in states[-1]]
+        h, after = advance(module, step, kept)
+        hidden.append(h)
+        states.append(after)
+    return module.heads(torch.stack(hidden)), states
+
+
+def loss_of(outputs: Any, chunk: Chunk) -> Tensor:
+    """The mean over valid steps of the losses of both outputs."""
+    a, b = pair(outputs)
+    classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
+    return classes + (b - chunk["height"]).square()[chunk.mask].mean()
+
+
+def grads_of(net: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def expected(
+    net: Carried, chunks: list[Chunk], stride: int, horizon: int
+) -> list[tuple[float, Tensor, tuple[Tensor, Tensor]]]:
+    """The loss, gradient and outputs of every stride, by autograd over the last steps."""
+    epoch: Chunk = join(chunks)
+    module: Any = net.module
+    weights = list(module.parameters())
+    results: list[tuple[float, Tensor, tuple[Tensor, Tensor]]] = []
+    entering = [start(module, epoch.lanes)]
+    for begin in range(0, epoch.steps, stride):
+        stop = min(begin + stride, epoch.steps)
+        first = begin if horizon <= stride else max(0, stop - horizon)
+        state = [leaf.detach() for leaf in entering[first]]
+        part = epoch[first:stop]
+        (a, b), states = plain(module, part.inputs, part.resets, state)
+        entering[begin:] = states[begin - first :]
+        ours = a[begin - first :], b[begin - first :]
+        loss = loss_of(ours, epoch[begin:stop])
+        grads = torch.autograd.grad(loss, weights)
+        results.append((loss.item(), torch.cat([g.flatten() for g in grads]), ours))
+    return results
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=EXACT, atol=EXACT)
+
+
+@every_style
+def test_outputs_are_those_of_the_module(style: str) -> None:
+    net = net_of(style)
+    chunks = list(tt.Stream(data(), lanes=2, chunk=4, seed=None))
+    state = net.initial_state(2, like=chunks[0].inputs)
+    epoch = join(chunks)
+    theirs, _ = plain(net.module, epoch.inputs, epoch.resets, start(net.module, 2))
+    parts: list[tuple[Tensor, Tensor]] = []
+    for chunk in chunks:
+        outputs, state = net(chunk.inputs, state, chunk.resets)
+        assert isinstance(outputs, dict if STYLES[style].named else tuple)
+        parts.append(pair(outputs))
+    for ours, their in zip(zip(*parts, strict=True), theirs, strict=True):
+        close(torch.cat(ours), their)
+
+
+@every_style
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(5), tt.Truncated(3, 9), tt.Exact(), tt.Exact(chunk=4)],
+    ids=["stride", "horizon", "exact", "exact by 4"],
+)
+def test_gradients_are_those_of_autograd(style: str, policy: Any) -> None:
+    net = net_of(style)
+    stream = tt.Stream(data(), lanes=2, chunk=4, seed=None)
+    stride = getattr(policy, "stride", 100)
+    theirs = expected(net, list(stream), stride, getattr(policy, "horizon", None) or stride)
+    loss_fn = tt.SequenceLoss(loss_of, additive=True)
+    count = 0
+    for update in tt.updates(net, stream, loss_fn, gradient=policy):
+        loss, grads, outputs = theirs[count]
+        count += 1
+        assert update.loss.item() == pytest.approx(loss, rel=EXACT)
+        close(grads_of(net), grads)
+        mask = update.chunk.mask
+        for ours, their in zip(pair(update.outputs), outputs, strict=True):
+            assert not ours.requires_grad
+            close(ours[mask], their[-update.chunk.steps :][mask])
+        net.zero_grad()
+    assert count == len(theirs)
+
+
+class Joint(Heads):
+    """Both outputs side by side, as one."""
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return torch.cat([a, b[..., None]], -1), h
+
+
+def joint_loss(outputs: Tensor, chunk: Chunk) -> Tensor:
+    return loss_of((outputs[..., :2], outputs[..., 2]), chunk)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        tt.Truncated(4, 10),
+        tt.Exact(chunk=4),
+        tt.Randomized(6),
+        tt.Adaptive(0.5, min=4, max=8, stride=4, every=2, probe=8),
+    ],
+    ids=["truncated", "exact", "randomized", "adaptive"],
+)
+@pytest.mark.parametrize("style", ["flat", "names", "step"])
+def test_several_outputs_train_as_one_that_joins_them(
+    style: str, policy: Any, accumulate: int
+) -> None:
+    if isinstance(policy, tt.Randomized):
+        accumulate = 1  # its updates are not means
+    net, joint = net_of(style), tt.carry(Joint().double(), output=0)
+    weights = dict(net.module.state_dict())
+    if style == "step":
+        weights = {k.replace("_ih", "_ih_l0").replace("_hh", "_hh_l0"): weights[k] for k in weights}
+    joint.module.load_state_dict(weights)
+    runs: list[list[tuple[float, int, Tensor]]] = []
+    for one, fn in ((net, loss_of), (joint, joint_loss)):
+        torch.manual_seed(3)
+        stream = tt.Stream(data((31, 17, 9)), lanes=2, chunk=5, seed=None, warm_up=2)
+        loss_fn = tt.SequenceLoss(fn, additive=True)
+        updates = tt.updates(one, stream, loss_fn, gradient=policy, accumulate=accumulate)
+        results: list[tuple[float, int, Tensor]] = []
+        for update in updates:
+            results.append((update.loss.item(), update.steps, grads_of(one)))
+            one.zero_grad()
+        runs.append(results)
+    assert len(runs[0]) == len(runs[1]) > 0
+    for ours, theirs in zip(*runs, strict=True):
+        assert ours[0] == pytest.approx(theirs[0], rel=EXACT)
+        assert ours[1] == theirs[1]
+        close(ours[2], theirs[2])
+
+
+@pytest.mark.parametrize("style", ["flat", "names", "nested", "step"])
+def test_a_plain_loss_gets_rows_in_the_structure(style: str) -> None:
+    net = net_of(style)
+    stream = tt.Stream(data(), lanes=2, chunk=4, seed=None, warm_up=2)
+    rows: list[int] = []
+
+    def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+        assert isinstance(outputs, dict if STYLES[style].named else tuple)
+        a, b = pair(outputs)
+        assert a.shape == (len(targets), 2)
+        assert len(b) == len(targets)
+        rows.append(len(targets))
+        return functional.cross_entropy(a, targets) + b.square().mean()
+
+    def by_sequence(outputs: Any, chunk: Chunk) -> Tensor:
+        a, b = pair(outputs)
+        classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
+        return classes + b[chunk.mask].square().mean()
+
+    for policy in (tt.Truncated(5), tt.Exact(chunk=4)):
+        grads: list[Tensor] = []
+        for loss in (loss_fn, tt.SequenceLoss(by_sequence, additive=True)):
+            for _ in tt.updates(net, stream, loss, gradient=policy):
+                pass
+            grads.append(grads_of(net))
+            net.zero_grad()
+        close(*grads)
+    assert rows
+
+
+@every_style
+def test_predictions_have_the_structure(style: str) -> None:
+    net = net_of(style)
+    recording = data()[0]
+    x = recording["inputs"]
+    resets = torch.zeros(len(x), 1, dtype=torch.bool)
+    theirs, _ = plain(net.module, x[:, None], resets, start(net.module, 1))
+    outputs, state = tt.predict(net, recording, chunk=5)
+    assert isinstance(outputs, dict if STYLES[style].named else tuple)
+    for ours, their in zip(pair(outputs), theirs, strict=True):
+        close(ours, their.detach()[:, 0])
+    more, _ = tt.predict(net, recording, state=state, chunk=5)
+    twice = torch.cat([x, x])[:, None]
+    theirs, _ = plain(net.module, twice, torch.zeros(len(twice), 1).bool(), start(net.module, 1))
+    close(pair(more)[1], theirs[1].detach()[len(x) :, 0])
+
+
+@every_style
+def test_a_predictor_answers_in_the_structure(style: str) -> None:
+    net = net_of(style)
+    torch.manual_seed(4)
+    x = torch.randn(9, 2, 3, dtype=torch.float64)
+    theirs, _ = plain(net.module, x, torch.zeros(9, 2).bool(), start(net.module, 2))
+    predictor = tt.Predictor(net, lanes=2)
+    parts = [pair(predictor(x[:4]))]
+    for step in x[4:7]:
+        outputs = predictor.step(step)
+        assert isinstance(outputs, dict if STYLES[style].named else tuple)
+        a, b = pair(outputs)
+        assert a.shape == (2, 2)
+        assert b.shape == (2,)
+        parts.append((a[None], b[None]))
+    parts.append(pair(predictor(x[7:])))
+    for ours, their in zip(zip(*parts, strict=True), theirs, strict=True):
+        close(torch.cat(ours), their.detach())
+
+
+@pytest.mark.parametrize("style", ["flat", "names"])
+@pytest.mark.parametrize("on_nan", ["hold", "reset"])
+def test_a_step_left_out_is_nan_in_every_output(style: str, on_nan: Any) -> None:
+    net = net_of(style)
+    x = torch.randn(7, 2, 3, dtype=torch.float64)
+    x[3, 1, 0] = torch.nan
+    outputs = pair(tt.Predictor(net, lanes=2, on_nan=on_nan)(x))
+    for output in outputs:
+        missing = output.reshape(7, 2, -1).isnan().any(-1)
+        assert missing.nonzero().tolist() == [[3, 1]]
+    keep = [0, 1, 2, 4, 5, 6]
+    resets = torch.zeros(6, 1, dtype=torch.bool)
+    resets[3] = on_nan == "reset"
+    theirs, _ = plain(net.module, x[keep, 1:], resets, start(net.module, 1))
+    close(outputs[0][keep, 1:], theirs[0].detach())
+
+
+class Errors:
+    """A metric of both outputs."""
+
+    def __init__(self) -> None:
+        self.right = self.steps = 0
+        self.total = 0.0
+
+    def new(self) -> "Errors":
+        return Errors()
+
+    def update(self, outputs: Any, targets: Tensor) -> None:
+        a, b = pair(outputs)
+        self.right += int((a.argmax(-1) == targets).sum())
+        self.total += float(b.square().sum())
+        self.steps += len(targets)
+
+    def compute(self) -> dict[str, float]:
+        return {"accuracy": self.right / self.steps, "size": self.total / self.steps}
+
+
+@pytest.mark.parametrize("style", ["flat", "names", "nested", "step"])
+def test_metrics_and_losses_of_an_evaluation_get_the_structure(style: str) -> None:
+    net, recordings = net_of(style), data()
+
+    def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
+        a, b = pair(outputs)
+        return functional.cross_entropy(a, targets) + b.square().mean()
+
+    result = tt.evaluate(net, recordings, loss_fn, metrics=Errors())
+    both = [
+        plain(net.module, r["inputs"][:, None], torch.zeros(n, 1).bool(), start(net.module, 1))[0]
+        for r, n in zip(recordings, LENGTHS, strict=True)
+    ]
+    a, b = (torch.cat([outputs[i][:, 0].detach() for outputs in both]) for i in (0, 1))
+    targets = torch.cat([r["targets"] for r in recordings])
+    loss = functional.cross_entropy(a, targets) + b.square().mean()
+    assert float(result.loss) == pytest.approx(loss.item(), rel=EXACT)
+    assert result.metrics["accuracy"] == (a.argmax(-1) == targets).double().mean().item()
+    assert result.metrics["size"] == pytest.approx(b.square().mean().item(), rel=EXACT)
+    assert result.steps == sum(LENGTHS)
+
+
+def test_an_output_keeps_its_type() -> None:
+    net = tt.carry(Half().double(), output="all")
+    a, b = tt.predict(net, data()[0])[0]
+    assert (a.dtype, b.dtype) == (torch.float64, torch.float32)
+
+
+def test_single_precision_has_the_same_structure() -> None:
+    net = tt.carry(Names(), output="all")
+    x = data()[0]["inputs"][:, None]
+    theirs, _ = net.double()(x, net.initial_state(1, like=x))
+    ours, _ = tt.predict(net.float(), data()[0], dtype=torch.float32)
+    for name in "ab":
+        assert ours[name].dtype == torch.float32
+        torch.testing.assert_close(
+            ours[name].double(), theirs[name][:, 0].detach(), rtol=0, atol=1e-5
+        )
+
+
+def test_a_rollout_gives_the_outputs_and_their_gradients() -> None:
+    net = net_of("names")
+    x = torch.randn(11, 2, 3, dtype=torch.float64)
+    outputs, _ = tt.rollout(net, x, chunk=4)
+    weights = list(net.module.parameters())
+    ours = torch.autograd.grad(outputs["a"].square().sum() + outputs["b"].sum(), weights)
+    (a, b), _ = plain(net.module, x, torch.zeros(11, 2).bool(), start(net.module, 2))
+    theirs = torch.autograd.grad(a.square().sum() + b.sum(), weights)
+    close(ours, theirs)
+
+
+@pytest.mark.parametrize("to", ["onnx", "c", "js"])
+@pytest.mark.parametrize("style", ["flat", "names"])
+def test_an_export_writes_each_output_or_names_what_to_write(
+    style: str, to: Any, tmp_path: Path
+) -> None:
+    net = net_of(style).float()
+    with pytest.raises(ThroughtimeError, match=r"outputs?") as refusal:
+        tt.export(net, tmp_path / f"net.{to}", inputs=torch.randn(20, 3), steps=50)
+    assert "output=" in str(refusal.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", [(0, 0), "all", [(0, 0), (0, 1)]])
+def test_a_scalar_beside_is_neither_output_nor_state(output: Any) -> None:
+    net = tt.carry(Penalty().double(), torch.randn(5, 2, 3, dtype=torch.float64), output=output)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    outputs, _ = net(x, net.initial_state(2))
+    theirs, _ = plain(net.module, x, torch.zeros(6, 2).bool(), start(net.module, 2))
+    close(outputs if isinstance(outputs, Tensor) else outputs[0], theirs[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "output"),
+    [(Names, ["a", "b"]), (Pair, [0, 1]), (Flat, [0, 7]), (Names, ["a", "c"]), (Flat, [])],
+)
+def test_items_that_do_not_exist_are_named(make: Any, output: Any) -> None:
+    with pytest.raises(ThroughtimeError, match="output"):
+        tt.carry(make(), torch.randn(5, 2, 3), output=output)

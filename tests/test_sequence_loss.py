@@ -1,0 +1,534 @@
+"""Losses of sequences, `tt.SequenceLoss`, equal those of plain autograd, and what is refused.
+
+The reference plays a GRU over the last steps of each window with the state reset by hand, and
+calls the loss once for all of a window, or once for each run of a recording.
+"""
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import throughtime as tt
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, join
+from throughtime.errors import ConfigError, ModelError, ThroughtimeError
+
+EXACT = 1e-10
+LENGTHS = 17, 9, 6
+POLICIES = pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(5), tt.Truncated(4, 11), tt.Exact(), tt.Exact(chunk=3), tt.Exact(cut_every=7)],
+    ids=["stride", "horizon", "exact", "exact by 3", "cuts"],
+)
+
+
+class Net(nn.Module):
+    """A GRU with one output, or with two; its recordings may start from a parameter."""
+
+    def __init__(self, *, outputs: int = 1, learned: bool = False) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 4)
+        self.first, self.second = nn.Linear(4, 1), nn.Linear(4, 2)
+        self.begin = nn.Parameter(torch.randn(4), requires_grad=learned)
+        self.outputs = outputs
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return (
+            self.begin.expand(1, lanes, 4)
+            if self.begin.requires_grad
+            else torch.zeros(1, lanes, 4, dtype=self.begin.dtype)
+        )
+
+    def heads(self, hidden: Tensor) -> Any:
+        if self.outputs == 1:
+            return self.first(hidden)
+        return {"height": self.first(hidden), "kind": self.second(hidden)}
+
+    def forward(self, x: Tensor, h: Tensor) -> Any:
+        hidden, h = self.gru(x, h)
+        return self.heads(hidden), h
+
+
+def net_of(outputs: int = 1, *, learned: bool = False) -> Carried:
+    torch.manual_seed(1)
+    module = Net(outputs=outputs, learned=learned).double()
+    return tt.carry(module, output="all" if outputs > 1 else None)
+
+
+def data() -> list[dict[str, Tensor]]:
+    torch.manual_seed(2)
+    return [
+        {
+            "inputs": torch.randn(n, 3, dtype=torch.float64),
+            "targets": torch.randn(n, 1, dtype=torch.float64),
+            "kind": torch.randint(2, (n,)),
+            "scale": torch.rand(n, dtype=torch.float64) + 0.1,
+        }
+        for n in LENGTHS
+    ]
+
+
+def stream_of(warm_up: int = 2) -> tt.Stream:
+    return tt.Stream(data(), lanes=2, chunk=4, seed=None, warm_up=warm_up)
+
+
+def height(outputs: Any) -> Tensor:
+    return outputs["height"] if isinstance(outputs, dict) else outputs
+
+
+def ratio(outputs: Any, chunk: Chunk) -> Tensor:
+    """No sum over steps."""
+    errors = (height(outputs) - chunk.targets)[chunk.mask].square().sum()
+    total = errors / (0.5 + chunk.targets[chunk.mask].square().sum())
+    if isinstance(outputs, dict):
+        total = total + outputs["kind"][chunk.mask].square().mean().sqrt()
+    return total
+
+
+def mean(outputs: Any, chunk: Chunk) -> Tensor:
+    """A mean over valid steps."""
+    total = (height(outputs) - chunk.targets)[chunk.mask].square().mean()
+    if isinstance(outputs, dict):
+        rows = outputs["kind"][chunk.mask], chunk["kind"][chunk.mask]
+        total = total + functional.cross_entropy(*rows)
+    return total
+
+
+def weighted(outputs: Any, chunk: Chunk) -> tuple[Tensor, Tensor]:
+    """A sum and its weight."""
+    weight = chunk["scale"] * chunk.mask
+    errors = (height(outputs) - chunk.targets).square()[..., 0]
+    if isinstance(outputs, dict):
+        errors = errors + outputs["kind"].square().sum(-1)
+    return (weight * errors).sum(), weight.sum()
+
+
+def changes(outputs: Any, chunk: Chunk) -> Any:
+    """Of pairs of steps: a piece of one step says nothing."""
+    if len(chunk.inputs) < 2:
+        return height(outputs).sum(), 0
+    return (height(outputs).diff(dim=0) - chunk.targets.diff(dim=0)).square().mean().sqrt()
+
+
+class Loss(NamedTuple):
+    fn: Callable[[Any, Chunk], Any]
+    over: Any
+    additive: bool
+
+
+LOSSES = {
+    "window": Loss(ratio, "window", False),
+    "window mean": Loss(mean, "window", False),
+    "window weights": Loss(weighted, "window", False),
+    "additive": Loss(mean, "window", True),
+    "additive weights": Loss(weighted, "window", True),
+    "recording": Loss(changes, "recording", False),
+    "recording weights": Loss(weighted, "recording", False),
+    "recording additive": Loss(weighted, "recording", True),
+}
+
+
+def call(fn: Any, outputs: Any, chunk: Chunk) -> tuple[Tensor, float]:
+    """The sum and the weight of one call."""
+    result = fn(outputs, chunk)
+    if isinstance(result, tuple):
+        return result[0], float(result[1])
+    weight = float(chunk.mask.sum())
+    return result * weight, weight
+
+
+def runs_of(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
+    """Lane, first step and end of each run of a recording."""
+    for lane in range(chunk.lanes):
+        begin = 0
+        for t in range(1, chunk.steps + 1):
+            if t == chunk.steps or chunk.resets[t, lane] or chunk.recording[t, lane] < 0:
+                if chunk.recording[begin, lane] >= 0:
+                    yield lane, begin, t
+                begin = t
+
+
+def total(loss: Loss, outputs: Any, chunk: Chunk) -> tuple[Tensor, float]:
+    """The loss of a window, and its weight."""
+    if loss.over == "window":
+        parts = [call(loss.fn, outputs, chunk)]
+    else:
+        parts = [
+            call(loss.fn, cut(outputs, lane, begin, end), chunk[begin:end].lane(lane))
+            for lane, begin, end in runs_of(chunk)
+        ]
+    weight = sum(weight for _, weight in parts)
+    sums = torch.stack([s for s, _ in parts])
+    used = torch.tensor([w > 0 for _, w in parts])
+    return sums[used].sum() / max(weight, 1e-9), weight
+
+
+def cut(outputs: Any, lane: int, begin: int, end: int) -> Any:
+    if isinstance(outputs, dict):
+        return {name: y[begin:end, lane : lane + 1] for name, y in outputs.items()}
+    return outputs[begin:end, lane : lane + 1]
+
+
+class Answer(NamedTuple):
+    loss: float
+    weight: float
+    grads: Tensor
+
+
+def by_hand(
+    net: Carried, stream: tt.Stream, loss: Loss, policy: Any, more: list[nn.Parameter] | None = None
+) -> list[Answer]:
+    """Every update, by autograd over its steps."""
+    epoch: Chunk = join(list(stream))
+    module: Any = net.module
+    weights = [w for w in module.parameters() if w.requires_grad] + (more or [])
+    stride = getattr(policy, "stride", None) or getattr(policy, "cut_every", None) or epoch.steps
+    horizon = getattr(policy, "horizon", None) or stride
+    entering: list[Tensor] = [module.initial_state(epoch.lanes)]
+    answers: list[Answer] = []
+    for begin in range(0, epoch.steps, stride):
+        end = min(begin + stride, epoch.steps)
+        first = begin if horizon <= stride else max(0, end - horizon)
+        h = entering[first].detach() if first else entering[0]
+        hidden: list[Tensor] = []
+        states = [h]
+        for t in range(first, end):
+            fresh = module.initial_state(epoch.lanes)
+            h = torch.where(epoch.resets[t][:, None], fresh, h)
+            y, h = module.gru(epoch.inputs[t : t + 1], h)
+            hidden.append(y)
+            states.append(h)
+        entering[begin:] = states[begin - first :]
+        window = epoch[begin:end]
+        if window.mask.any():
+            outputs = module.heads(torch.cat(hidden[begin - first :]))
+            value, weight = total(loss, outputs, window)
+            if not weight:
+                continue
+            grads = torch.autograd.grad(value, weights, allow_unused=True)
+            answers.append(Answer(value.item(), weight, flat(weights, grads)))
+    return answers
+
+
+def flat(weights: Any, grads: Any) -> Tensor:
+    return torch.cat(
+        [
+            (torch.zeros_like(w) if g is None else g).flatten()
+            for w, g in zip(weights, grads, strict=True)
+        ]
+    )
+
+
+def answers_of(
+    net: Carried, stream: Any, loss_fn: Any, policy: Any, accumulate: int = 1
+) -> list[Answer]:
+    weights = [w for w in net.module.parameters() if w.requires_grad]
+    weights += list(loss_fn.parameters())
+    answers: list[Answer] = []
+    for update in tt.updates(net, stream, loss_fn, gradient=policy, accumulate=accumulate):
+        grads = flat(weights, [w.grad for w in weights])
+        answers.append(Answer(update.loss.item(), float(update.weight), grads))
+        for weight in weights:
+            weight.grad = None
+    return answers
+
+
+def same(ours: list[Answer], theirs: list[Answer]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.loss == pytest.approx(their.loss, rel=EXACT)
+        assert our.weight == pytest.approx(their.weight, rel=EXACT)
+        torch.testing.assert_close(our.grads, their.grads, rtol=EXACT, atol=EXACT)
+
+
+@POLICIES
+@pytest.mark.parametrize("outputs", [1, 2], ids=["one", "two"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_updates_are_those_of_autograd(name: str, outputs: int, policy: Any) -> None:
+    net, loss = net_of(outputs), LOSSES[name]
+    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
+    ours = answers_of(net, stream_of(), loss_fn, policy)
+    same(ours, by_hand(net, stream_of(), loss, policy))
+
+
+@POLICIES
+@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
+def test_a_learned_start_gets_its_gradient(name: str, policy: Any) -> None:
+    net, loss = net_of(learned=True), LOSSES[name]
+    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
+    ours = answers_of(net, stream_of(0), loss_fn, policy)
+    same(ours, by_hand(net, stream_of(0), loss, policy))
+
+
+@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Truncated(4, 11), tt.Exact(cut_every=7)])
+@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
+def test_accumulated_updates_are_weighted_by_what_the_loss_returns(name: str, policy: Any) -> None:
+    net, loss = net_of(2), LOSSES[name]
+    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
+    single = by_hand(net, stream_of(0), loss, policy)
+    pooled: list[Answer] = []
+    for at in range(0, len(single), 3):
+        group = single[at : at + 3]
+        weight = sum(a.weight for a in group)
+        value = sum(a.loss * a.weight for a in group) / weight
+        grads = torch.stack([a.grads * (a.weight / weight) for a in group]).sum(0)
+        pooled.append(Answer(value, weight, grads))
+    same(answers_of(net, stream_of(0), loss_fn, policy, accumulate=3), pooled)
+
+
+class Learned(nn.Module):
+    """A loss with parameters: its scale, and a layer on top of the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+        self.project = nn.Linear(1, 1)
+
+    def forward(self, outputs: Tensor, chunk: Chunk) -> Tensor:
+        errors = (self.project(outputs) - chunk.targets)[chunk.mask].square().mean()
+        return errors * (-self.log_scale).exp() + self.log_scale
+
+
+@POLICIES
+@pytest.mark.parametrize("additive", [False, True])
+def test_parameters_of_the_loss_get_gradients(*, additive: bool, policy: Any) -> None:
+    net = net_of()
+    torch.manual_seed(4)
+    loss_fn = tt.SequenceLoss(Learned().double(), additive=additive)
+    assert len(list(loss_fn.parameters())) == 3
+    loss = Loss(loss_fn.fn, "window", additive)
+    ours = answers_of(net, stream_of(), loss_fn, policy)
+    same(ours, by_hand(net, stream_of(), loss, policy, list(loss_fn.parameters())))
+
+
+class Dropped(nn.Module):
+    """A loss with dropout; keeps the masks that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, outputs: Tensor, chunk: Chunk) -> Tensor:
+        self.kept.append(functional.dropout(torch.ones_like(outputs.detach()), 0.5))
+        return ((outputs - chunk.targets) * self.kept[-1])[chunk.mask].square().mean()
+
+
+@pytest.mark.parametrize("policy", [tt.Exact(), tt.Exact(chunk=3)], ids=["exact", "by 3"])
+def test_dropout_in_a_loss_has_the_gradient_of_the_mask_of_its_value(policy: Any) -> None:
+    net, dropped = net_of(), Dropped()
+    ours = answers_of(net, stream_of(), tt.SequenceLoss(dropped), policy)
+    assert all(torch.equal(mask, dropped.kept[0]) for mask in dropped.kept)
+
+    def fixed(outputs: Tensor, chunk: Chunk) -> Tensor:
+        return ((outputs - chunk.targets) * dropped.kept[0])[chunk.mask].square().mean()
+
+    same(ours, by_hand(net, stream_of(), Loss(fixed, "window", False), policy))
+
+
+@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Exact(chunk=3)], ids=["stride", "by 3"])
+def test_an_additive_loss_may_drop_out(policy: Any) -> None:
+    answers = answers_of(net_of(), stream_of(), tt.SequenceLoss(Dropped(), additive=True), policy)
+    assert all(torch.isfinite(a.grads).all() and a.grads.any() for a in answers)
+
+
+@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
+@pytest.mark.parametrize(
+    "policy", [tt.Truncated(5), tt.Truncated(4, 11)], ids=["stride", "horizon"]
+)
+def test_a_run_resumes_to_the_bit(name: str, policy: Any) -> None:
+    loss = LOSSES[name]
+    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
+
+    def train(updates: Any, optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            next(updates)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made(net: Carried) -> Any:
+        stream = stream_of()
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        return stream, optimizer, tt.updates(net, stream, loss_fn, gradient=policy)
+
+    net = net_of(2)
+    _, optimizer, updates = made(net)
+    train(updates, optimizer, 2)
+    saved = deepcopy((net.state_dict(), optimizer.state_dict(), updates.state_dict()))
+    train(updates, optimizer, 2)
+    resumed = net_of(2)
+    _, optimizer, updates = made(resumed)
+    resumed.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    updates.load_state_dict(saved[2])
+    train(updates, optimizer, 2)
+    for ours, theirs in zip(resumed.parameters(), net.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("over", ["window", "recording"])
+def test_a_loss_gets_the_steps_that_count_in_their_order(over: Any) -> None:
+    calls: list[tuple[int, int, list[int], bool, bool]] = []
+
+    def fn(outputs: Tensor, chunk: Chunk) -> Tensor:
+        assert outputs.shape[:2] == chunk.mask.shape == chunk.inputs.shape[:2]
+        lane = chunk.position[:, 0].tolist()
+        calls.append(
+            (chunk.steps, chunk.lanes, lane, bool(chunk.starts[0, 0]), bool(chunk.ends[-1, 0]))
+        )
+        return outputs[chunk.mask].square().mean()
+
+    list(tt.updates(net_of(), stream_of(0), tt.SequenceLoss(fn, over=over), gradient=tt.Exact()))
+    if over == "window":
+        assert {(steps, lanes) for steps, lanes, *_ in calls} == {(17, 2)}
+    else:
+        assert sorted({steps for steps, *_ in calls}) == sorted(LENGTHS)
+        for steps, lanes, lane, starts, ends in calls:
+            assert (lanes, lane) == (1, list(range(steps)))
+            assert starts
+            assert ends
+
+
+def test_pieces_say_which_ends_are_real() -> None:
+    pieces: list[tuple[int, int, bool, bool]] = []
+
+    def fn(outputs: Tensor, chunk: Chunk) -> Tensor:
+        first, last = int(chunk.position[0]), int(chunk.position[-1])
+        assert chunk.position[:, 0].tolist() == list(range(first, last + 1))
+        length = LENGTHS[int(chunk.recording[0])]
+        assert bool(chunk.starts[0]) == (first == 0)
+        assert bool(chunk.ends[-1]) == (last == length - 1)
+        assert int(chunk.starts.sum()) <= 1
+        pieces.append((int(chunk.recording[0]), len(outputs), first == 0, last == length - 1))
+        return outputs.square().mean()
+
+    loss_fn = tt.SequenceLoss(fn, over="recording")
+    steps = [u.steps for u in tt.updates(net_of(), stream_of(0), loss_fn, gradient=tt.Truncated(5))]
+    assert sum(steps) == sum(LENGTHS) == sum(n for _, n, *_ in set_of(pieces))
+
+
+def set_of(pieces: list[Any]) -> list[Any]:
+    """Pieces without those of a call that is repeated for a check."""
+    return pieces if sum(n for _, n, *_ in pieces) == sum(LENGTHS) else list(dict.fromkeys(pieces))
+
+
+def test_a_stride_of_no_weight_makes_no_update() -> None:
+    def fn(outputs: Tensor, chunk: Chunk) -> Any:
+        whole = chunk.ends[-1, 0]
+        return (outputs.square().sum(), 7.0) if whole else (outputs.sum(), 0)
+
+    stream = tt.Stream(data()[:1], lanes=1, chunk=4, seed=None)
+    updates = list(tt.updates(net_of(), stream, tt.SequenceLoss(fn), gradient=tt.Truncated(5)))
+    assert [float(u.weight) for u in updates] == [7.0]
+
+
+def test_recordings_without_targets_count_every_step() -> None:
+    recordings = [{"inputs": r["inputs"], "scale": r["scale"]} for r in data()]
+    stream = tt.Stream(recordings, lanes=2, chunk=4, seed=None)
+
+    def fn(outputs: Tensor, chunk: Chunk) -> Tensor:
+        return ((outputs[..., 0] - chunk["scale"])[chunk.mask]).square().mean()
+
+    net = net_of()
+    ours = answers_of(net, stream, tt.SequenceLoss(fn, additive=True), tt.Exact(chunk=3))
+    same(ours, by_hand(net, stream, Loss(fn, "window", True), tt.Exact()))
+    assert ours[0].weight == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "policy", [tt.Randomized(6), tt.Adaptive(0.5, min=4, max=8)], ids=["randomized", "adaptive"]
+)
+def test_a_policy_that_cuts_windows_wants_an_additive_loss(policy: Any) -> None:
+    with pytest.raises(ThroughtimeError, match="additive"):
+        list(tt.updates(net_of(), stream_of(), tt.SequenceLoss(ratio), gradient=policy))
+
+
+@pytest.mark.parametrize("outputs", [1, 2], ids=["one", "two"])
+def test_adaptive_with_a_stride_takes_a_loss_of_windows(outputs: int) -> None:
+    policy = tt.Adaptive(1e-9, min=4, max=4, stride=4, every=2, probe=8)
+    net, loss = net_of(outputs), LOSSES["window"]
+    ours = answers_of(net, stream_of(), tt.SequenceLoss(ratio), policy)
+    same(ours, by_hand(net, stream_of(), loss, tt.Truncated(4)))
+
+
+def test_randomized_is_additive_in_the_loss() -> None:
+    runs: list[list[Answer]] = []
+    for loss_fn in (nn.MSELoss(), tt.SequenceLoss(mean, additive=True)):
+        torch.manual_seed(3)
+        net = net_of()
+        torch.manual_seed(3)
+        runs.append(answers_of(net, stream_of(), loss_fn, tt.Randomized(6)))
+    same(*runs)
+
+
+def test_a_ratio_that_is_said_to_be_additive_is_found() -> None:
+    loss_fn = tt.SequenceLoss(ratio, additive=True)
+    with pytest.raises(ThroughtimeError, match="additive"):
+        list(tt.updates(net_of(), stream_of(), loss_fn, gradient=tt.Exact(chunk=3)))
+
+
+@pytest.mark.parametrize("over", ["windows", "lane", None, 5])
+def test_an_unknown_over_is_refused(over: Any) -> None:
+    with pytest.raises(ConfigError, match="over"):
+        tt.SequenceLoss(ratio, over=over)
+
+
+def test_what_cannot_be_called_is_refused() -> None:
+    with pytest.raises(ConfigError, match="function"):
+        tt.SequenceLoss(3.0)  # type: ignore[arg-type]
+
+
+RESULTS: dict[str, Callable[[Tensor, Chunk], Any]] = {
+    "vector": lambda y, _: y.square(),
+    "number": lambda y, _: float(y.detach().square().mean()),
+    "nothing": lambda *_: None,
+    "three": lambda y, _: (y.sum(), 1.0, 2.0),
+    "dict": lambda y, _: {"loss": y.sum()},
+    "vector of weights": lambda y, _: (y.sum(), torch.ones(3)),
+    "weight with a graph": lambda y, _: (y.square().sum(), y.square().sum()),
+    "negative weight": lambda y, _: (y.square().sum(), -1.0),
+    "nan weight": lambda y, _: (y.square().sum(), float("nan")),
+    "detached": lambda y, _: y.detach().square().mean(),
+}
+
+
+@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Exact(chunk=3)], ids=["stride", "by 3"])
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("result", RESULTS)
+def test_results_that_are_no_loss_are_refused(*, result: str, additive: bool, policy: Any) -> None:
+    loss_fn = tt.SequenceLoss(RESULTS[result], additive=additive)
+    with pytest.raises(ThroughtimeError, match=r"loss|weight|sum|mean|<lambda>"):
+        list(tt.updates(net_of(), stream_of(), loss_fn, gradient=policy))
+
+
+def test_a_loss_that_is_not_finite_is_named() -> None:
+    loss_fn = tt.SequenceLoss(lambda y, chunk: y.square().mean() / (chunk.position[0, 0] != 10))
+    with pytest.raises(ThroughtimeError, match="finite"):
+        list(tt.updates(net_of(), stream_of(), loss_fn, gradient=tt.Truncated(5)))
+
+
+def test_a_plain_loss_may_be_written_as_a_sequence_loss() -> None:
+    net = net_of()
+    loss_fn = tt.SequenceLoss(lambda y, chunk: functional.mse_loss(*chunk.valid_pairs(y)))
+    for policy in (tt.Truncated(5), tt.Exact(chunk=3)):
+        plain = answers_of(net, stream_of(), nn.MSELoss(), policy)
+        same(answers_of(net, stream_of(), loss_fn, policy), plain)
+
+
+@pytest.mark.parametrize("outputs", [1, 2], ids=["one", "two"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_an_evaluation_has_the_loss_of_whole_recordings(name: str, outputs: int) -> None:
+    net, loss = net_of(outputs), LOSSES[name]
+    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
+    (theirs,) = by_hand(net, stream_of(), loss, tt.Exact())
+    value = tt.evaluate(net, stream_of(), loss_fn).loss
+    assert float(value) == pytest.approx(theirs.loss, rel=EXACT)
+
+
+def test_an_evaluation_refuses_what_training_refuses() -> None:
+    with pytest.raises(ModelError, match=r"weight|sum|mean|number"):
+        tt.evaluate(net_of(), data(), tt.SequenceLoss(lambda y, _: y.square()))
