@@ -618,7 +618,7 @@ def test_hold_is_the_stream_without_the_step_however_it_is_cut(data: st.DataObje
 
 def test_an_unknown_choice_is_refused() -> None:
     net, _ = streamed()
-    with pytest.raises(ConfigError, match=r"on_nan='drop': expected 'raise', 'hold', 'reset'"):
+    with pytest.raises(ConfigError, match=r"on_nan='drop': expected 'raise', 'hold' or 'reset'"):
         tt.Predictor(net, on_nan="drop")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="choose one of them"):
         tt.predict(net, {"inputs": np.zeros((3, 4))}, missing="mask", on_nan="hold")

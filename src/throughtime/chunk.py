@@ -82,7 +82,7 @@ class Chunk:
     def __post_init__(self) -> None:
         start, stop, metadata = self.start, self.stop, self.metadata
         resets, before = metadata.reset_steps, metadata.valid_before
-        index = bisect_left(resets, start) if resets else 0
+        index = bisect_left(resets, start)
         put = object.__setattr__  # counted once: every update asks for them several times
         put(self, "steps", stop - start)
         put(self, "lanes", self._inputs.shape[1])

@@ -16,7 +16,7 @@ Shapes: `B` lanes of one rank.
 
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -63,9 +63,37 @@ class Ranks:
     device: torch.device
     shards: tuple["FSDPModule", ...] = ()
 
-    def unsharded(self, net: nn.Module) -> AbstractContextManager[None]:
-        """Inside it the weights of the net are whole; all ranks must enter it."""
-        return unsharded_weights(net, self.shards) if self.shards else nullcontext()
+    @contextmanager
+    def unsharded(self, net: nn.Module) -> Generator[None]:
+        """Inside it the weights of the net are whole and plain; all ranks must enter it.
+
+        What is added to their `.grad` there is spread out after it.
+        """
+        if not self.shards:
+            yield
+            return
+        with rank_errors():
+            for shard in self.shards:
+                # the ranks add up once, not at every backward pass
+                shard.set_requires_gradient_sync(False)
+                # ranks that reset at other steps make other numbers of forward calls
+                shard.set_reshard_after_forward(False)
+                shard.set_reshard_after_backward(False)
+                # a forward call outside may have left weights from before the last step
+                shard.reshard()
+                shard.unshard()
+        try:
+            yield
+        finally:
+            grads = {name: weight.grad for name, weight in net.named_parameters()}
+            for weight in net.parameters():
+                weight.grad = None
+            for shard in self.shards:
+                shard.reshard()
+                shard.set_requires_gradient_sync(True)
+                shard.set_reshard_after_backward(True)
+            for name, weight in net.named_parameters():
+                _spread(weight, grads[name])
 
     def total(self, values: Sequence[float]) -> list[float]:
         """Of each value over the ranks."""
@@ -98,10 +126,8 @@ class Ranks:
         Raises:
             RankError: something differs between ranks; it is named.
         """
-        mine = {
-            **{f"weight '{name}'": _digest(w) for name, w in weights.items()},
-            **{key: repr(value) for key, value in (plan or {}).items()},
-        }
+        mine = {f"weight '{name}'": _digest(weight) for name, weight in weights.items()}
+        mine |= {key: repr(value) for key, value in (plan or {}).items()}
         everyone = self.gather(mine)
         for rank, other in enumerate(everyone):
             keys = differing_keys(everyone[0], other)
@@ -273,36 +299,6 @@ def shards_of(net: nn.Module) -> tuple["FSDPModule", ...]:
                 " torch.autocast(...)"
             )
     return shards
-
-
-@contextmanager
-def unsharded_weights(net: nn.Module, shards: Sequence["FSDPModule"]) -> Generator[None]:
-    """Inside it the weights of the net are whole and plain.
-
-    What is added to their `.grad` there is spread out after it.
-    """
-    with rank_errors():
-        for shard in shards:
-            # the ranks add up once, not at every backward pass
-            shard.set_requires_gradient_sync(False)
-            # ranks that reset at other steps make other numbers of forward calls
-            shard.set_reshard_after_forward(False)
-            shard.set_reshard_after_backward(False)
-            # a forward call outside may have left weights from before the last step
-            shard.reshard()
-            shard.unshard()
-    try:
-        yield
-    finally:
-        grads = {name: weight.grad for name, weight in net.named_parameters()}
-        for weight in net.parameters():
-            weight.grad = None
-        for shard in shards:
-            shard.reshard()
-            shard.set_requires_gradient_sync(True)
-            shard.set_reshard_after_backward(True)
-        for name, weight in net.named_parameters():
-            _spread(weight, grads[name])
 
 
 def _spread(weight: Tensor, gradient: Tensor | None) -> None:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -150,8 +150,8 @@ class Predictor:
         self, net: Carried, lanes: int = 1, *, state: State = None, on_nan: OnNaN = "raise"
     ) -> None:
         require_carried(net)
-        if on_nan not in (choices := get_args(OnNaN)):
-            raise ConfigError(f"on_nan={on_nan!r}: expected {', '.join(map(repr, choices))}")
+        if on_nan not in ("raise", "hold", "reset"):
+            raise ConfigError(f"on_nan={on_nan!r}: expected 'raise', 'hold' or 'reset'")
         self.net, self.lanes, self.on_nan, self.skipped = net, lanes, on_nan, 0
         self._state, self._single, self._prepared = state, None, 0
         self._dtype, self._alone = dtype_of(net), _OneThread()

@@ -96,15 +96,15 @@ def map_leaves(fn: Callable[..., Tensor], state: State, *others: State) -> State
         tensors(tree)  # refuses what is no tensor
     if not others:
         return map_tensors(fn, state)
-    first, *rest = (
+    trees = [
         {path: leaf for path, leaf in _by_path(tree) if leaf is not None}
         for tree in (state, *others)
-    )
-    for other in rest:
-        if first.keys() != other.keys():
-            only_one = listed(sorted(map(_dotted, first.keys() ^ other.keys())), quoted=True)
-            raise StateError(f"two states differ: only one of them has the leaves {only_one}")
-    rows = iter([[leaf, *(other[path] for other in rest)] for path, leaf in first.items()])
+    ]
+    for tree in trees:
+        if only_one := trees[0].keys() ^ tree.keys():
+            names = listed(sorted(map(_dotted, only_one)), quoted=True)
+            raise StateError(f"two states differ: only one of them has the leaves {names}")
+    rows = iter([[tree[path] for tree in trees] for path in trees[0]])
     return map_tensors(lambda _: fn(*next(rows)), state)
 
 

@@ -105,18 +105,6 @@ def updates(
         20
         10
     """
-    _check_policy(gradient)
-    accumulate = check_whole("accumulate", accumulate, 1)
-    if finite not in ("next", "now"):
-        raise ConfigError(f"finite={finite!r}: expected 'next' or 'now'")
-    objective = Objective(loss_fn, scaler)
-    return Updates(
-        net, stream, objective, gradient, state, policy_state, accumulate, late=finite == "next"
-    )
-
-
-def _check_policy(gradient: object) -> None:
-    """Refuse what is not a policy before any step is taken."""
     methods = [callable(getattr(gradient, name, None)) for name in ("plan", "update")]
     if isinstance(gradient, type) or not any(methods):
         raise ConfigError(
@@ -124,6 +112,13 @@ def _check_policy(gradient: object) -> None:
             " tt.Truncated(stride=100) makes one, or an object of your own with a method plan, or"
             " update (see throughtime.gradient.Policy)"
         )
+    accumulate = check_whole("accumulate", accumulate, 1)
+    if finite not in ("next", "now"):
+        raise ConfigError(f"finite={finite!r}: expected 'next' or 'now'")
+    objective = Objective(loss_fn, scaler)
+    return Updates(
+        net, stream, objective, gradient, state, policy_state, accumulate, late=finite == "next"
+    )
 
 
 class Updates(Iterator[Update]):
@@ -174,8 +169,9 @@ class Updates(Iterator[Update]):
         if state is not None:
             state = trees.detach(state)
         elif isinstance(stream, Stream):
-            stream._start(handed_off=stream.hand_off and stream._entering_state(net) is not None)
-            state = stream._entering_state(net) if stream._schedule.handed_off else None
+            entering = stream._entering_state(net)
+            stream._start(handed_off=entering is not None)
+            state = entering if stream._schedule.handed_off else None
         several = self._ranks.count > 1
         self._executor = Executor(
             net,
@@ -251,9 +247,9 @@ class Updates(Iterator[Update]):
         if update is None:
             self._finish()
             raise StopIteration
-        self._status, self._count = "ready", self._count + 1
-        if self._count == 1 and self._ranks.count > 1:
-            self._status = "new"  # the weights are compared once more
+        self._count += 1
+        # ranks compare their weights once more after the first update
+        self._status = "new" if self._count == 1 and self._ranks.count > 1 else "ready"
         if self._count == ADVISE_AFTER:
             advise(self._net, update.chunk.lanes)
         return update
@@ -336,19 +332,19 @@ class Updates(Iterator[Update]):
         stream = self._require_stream()
         self._read_flag()
         at, position = self._executor.at, stream.state_dict()
-        entering = stream._entering_state(self._net) if stream.hand_off else None
+        entering = stream._entering_state(self._net)
         if self._status == "finished":
             at = _start(0, entering, at.memory)
         elif self._before is not None and (self._status == "busy" or not after_step):
             epoch, at = self._before
             position |= {"epoch": epoch, "position": at.step}
-        values = {
+        return {
             "stream": position,
             "gradient": repr(self._gradient),
             "accumulate": self._accumulate,
             "policy": at._asdict(),
+            "entering": entering,
         }
-        return {**values, "entering": entering} if stream.hand_off else values
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Continue from a position saved by `state_dict`, on a stream over the same recordings.
@@ -366,7 +362,7 @@ class Updates(Iterator[Update]):
         stream.load_state_dict(values["stream"])
         # checkpoints are read to the CPU
         moved = trees.map_tensors(lambda leaf: leaf.to(self._ranks.device), dict(values))
-        entering = moved.get("entering")
+        entering = moved["entering"]
         if entering is not None:
             stream._hand_over(entering, self._net)
         stream._start(handed_off=entering is not None)
