@@ -17,7 +17,7 @@ from torch.nn import functional
 import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
-from throughtime.errors import ThroughtimeError
+from throughtime.errors import ModelError, ThroughtimeError
 
 EXACT = 1e-10
 LENGTHS = 13, 8, 5
@@ -206,9 +206,7 @@ STYLES: dict[str, Style] = {
     "names of a step": Style(NamesOfStep, named=True),
     "map": Style(Map),
     "two beside a map": Style(Map, [0, 1]),
-    "integers": Style(Whole),
     "two beside integers": Style(Whole, [0, 1]),
-    "bool": Style(Yes, named=True),
 }
 every_style = pytest.mark.parametrize("style", STYLES)
 
@@ -526,10 +524,11 @@ def test_metrics_and_losses_of_an_evaluation_get_the_structure(style: str) -> No
     assert result.steps == sum(LENGTHS)
 
 
-def test_an_output_keeps_its_type() -> None:
+def test_outputs_of_two_types_get_the_wider_one() -> None:
     net = tt.carry(Half().double(), output="all")
-    a, b = tt.predict(net, data()[0])[0]
-    assert (a.dtype, b.dtype) == (torch.float64, torch.float32)
+    _, b = tt.predict(net, data()[0])[0]
+    theirs, _ = tt.predict(tt.carry(Half().double(), output=1), data()[0])
+    assert (b.dtype, theirs.dtype) == (torch.float64, torch.float32)
 
 
 def test_single_precision_has_the_same_structure() -> None:
@@ -567,7 +566,7 @@ def test_an_export_writes_each_output_or_names_what_to_write(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("output", [(0, 0), "all", [(0, 0), (0, 1)]])
+@pytest.mark.parametrize("output", [(0, 0), [(0, 0), (0, 1)]])
 def test_a_scalar_beside_is_neither_output_nor_state(output: Any) -> None:
     net = tt.carry(Penalty().double(), torch.randn(5, 2, 3, dtype=torch.float64), output=output)
     x = torch.randn(6, 2, 3, dtype=torch.float64)
@@ -576,10 +575,48 @@ def test_a_scalar_beside_is_neither_output_nor_state(output: Any) -> None:
     close(outputs if isinstance(outputs, Tensor) else outputs[0], theirs[0])
 
 
+@pytest.mark.parametrize("make", [Whole, Yes, Penalty])
+def test_all_takes_no_module_that_returns_what_is_no_output(make: Any) -> None:
+    with pytest.raises(ModelError, match=make.__name__):
+        tt.carry(make(), torch.randn(5, 2, 3), output="all")
+
+
 @pytest.mark.parametrize(
     ("make", "output"),
-    [(Names, ["a", "b"]), (Pair, [0, 1]), (Flat, [0, 7]), (Names, ["a", "c"]), (Flat, [])],
+    [(Names, ["a", "b"]), (Flat, [0, 7]), (Names, ["a", "c"]), (Flat, [])],
 )
 def test_items_that_do_not_exist_are_named(make: Any, output: Any) -> None:
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(make(), torch.randn(5, 2, 3), output=output)
+
+
+class SameNames(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return {"encoder": {"y": a}, "decoder": {"y": b}}, h
+
+
+class Singles(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return (a,), (b,), h
+
+
+@pytest.mark.parametrize(
+    ("make", "output"), [(SameNames, "all"), (Singles, "all"), (Singles, [(0, 0), (1, 0)])]
+)
+def test_outputs_that_share_a_key_are_a_tuple_of_all(make: Any, output: Any) -> None:
+    net = tt.carry(make().double(), output=output)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    outputs, _ = net(x, net.initial_state(2, like=x))
+    theirs, _ = plain(net.module, x, torch.zeros(6, 2).bool(), start(net.module, 2))
+    close(outputs, theirs)
+
+
+def test_one_output_by_a_list_is_a_structure_of_one() -> None:
+    net = tt.carry(Flat().double(), output=[0])
+    outputs, _ = tt.predict(net, data()[0])
+    assert isinstance(outputs, tuple)
+    assert outputs[0].shape == (LENGTHS[0], 2)
