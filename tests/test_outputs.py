@@ -111,12 +111,12 @@ class Loop(Heads):
         super().__init__(nn.GRUCell(3, 4))
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        h = x.new_zeros(x.shape[1], 4) if h is None else h
+        state: Any = x.new_zeros(x.shape[1], 4) if h is None else h
         steps: list[Tensor] = []
         for step in x:
-            h = self.layer(step, h)
-            steps.append(h)
-        return *self.heads(torch.stack(steps)), h
+            state = self.layer(step, state)
+            steps.append(state)
+        return *self.heads(torch.stack(steps)), state
 
 
 class Step(Heads):
@@ -234,25 +234,25 @@ def data(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
     ]
 
 
-def start(module: Heads, lanes: int) -> list[Tensor]:
+def start(module: Any, lanes: int) -> list[Tensor]:
     leaves = 2 if isinstance(module.layer, nn.LSTM) else 1
     return [torch.zeros(lanes, 4, dtype=torch.float64) for _ in range(leaves)]
 
 
-def advance(module: Heads, x: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def advance(module: Any, x: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """One step of inputs `(B, 3)`: hidden units `(B, 4)` and the state."""
     if isinstance(module.layer, nn.GRUCell):
         h = module.layer(x, state[0])
         return h, [h]
     at = 1 if module.layer.batch_first else 0
-    leaves = tuple(leaf[None] for leaf in state)
-    y, after = module.layer(x.unsqueeze(at), leaves if len(leaves) > 1 else leaves[0])
+    leaves = [leaf[None] for leaf in state]
+    y, after = module.layer(x.unsqueeze(at), tuple(leaves) if len(leaves) > 1 else leaves[0])
     after = after if isinstance(after, tuple) else (after,)
     return y.squeeze(at), [leaf[0] for leaf in after]
 
 
 def plain(
-    module: Heads, x: Tensor, resets: Tensor, state: list[Tensor]
+    module: Any, x: Tensor, resets: Tensor, state: list[Tensor]
 ) -> tuple[tuple[Tensor, Tensor], list[list[Tensor]]]:
     """Outputs of inputs `(T, B, 3)`, and the states entering each step and after the last one."""
     hidden: list[Tensor] = []
@@ -265,7 +265,7 @@ def plain(
     return module.heads(torch.stack(hidden)), states
 
 
-def loss_of(outputs: Any, chunk: Chunk) -> Tensor:
+def loss_of(outputs: Any, chunk: Any) -> Tensor:
     """The mean over valid steps of the losses of both outputs."""
     a, b = pair(outputs)
     classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
@@ -354,7 +354,7 @@ class Joint(Heads):
         return torch.cat([a, b[..., None]], -1), h
 
 
-def joint_loss(outputs: Tensor, chunk: Chunk) -> Tensor:
+def joint_loss(outputs: Tensor, chunk: Any) -> Tensor:
     return loss_of((outputs[..., :2], outputs[..., 2]), chunk)
 
 
@@ -412,7 +412,7 @@ def test_a_plain_loss_gets_rows_in_the_structure(style: str) -> None:
         rows.append(len(targets))
         return functional.cross_entropy(a, targets) + b.square().mean()
 
-    def by_sequence(outputs: Any, chunk: Chunk) -> Tensor:
+    def by_sequence(outputs: Any, chunk: Any) -> Tensor:
         a, b = pair(outputs)
         classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
         return classes + b[chunk.mask].square().mean()
