@@ -143,7 +143,8 @@ class SequenceLoss(nn.Module):
     def _call(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         result: Any = self.fn(outputs, chunk)
         paired = type(result) is tuple and len(result) == 2
-        loss, weight = result if paired else (result, chunk.valid_steps)
+        loss: Any = result[0] if paired else result
+        weight: Any = result[1] if paired else chunk.valid_steps
         fixed = not torch.is_tensor(weight) or (weight.numel() == 1 and not weight.requires_grad)
         known = torch.is_tensor(loss) and loss.dim() == 0
         size = float(weight) if fixed else math.nan
