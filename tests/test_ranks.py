@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -133,6 +134,44 @@ def weighted() -> nn.Module:
     return nn.CrossEntropyLoss(torch.tensor([0.2, 1.0, 5.0]))
 
 
+def squares(outputs: Tensor, chunk: Any) -> tuple[Tensor, float]:
+    """A sum over steps, and its weight."""
+    errors = (outputs - chunk.targets).square()[chunk.mask]
+    return errors.sum(), float(len(errors))
+
+
+def ratio(outputs: Tensor, chunk: Any) -> Tensor:
+    """A loss of steps in their order, which is no mean over them."""
+    error, signal = (
+        (v.diff(dim=0) if len(v) > 1 else v) for v in (chunk.targets - outputs, outputs)
+    )
+    return error.square().sum() / (1 + signal.square().sum())
+
+
+def ratio_of_ranks(outputs: Tensor, chunk: Any) -> tuple[Tensor, float]:
+    """That of all lanes of a rank: every rank has two, and calls it for its own."""
+    total, weight = outputs.new_zeros(()), 0.0
+    for first in range(0, chunk.lanes, LANES):
+        lanes = [chunk.lane(k) for k in range(first, first + LANES)]
+        valid = sum(lane.valid_steps for lane in lanes)
+        y, targets = outputs[:, first : first + LANES], chunk.targets[:, first : first + LANES]
+        own = SimpleNamespace(targets=targets)
+        total, weight = total + ratio(y, own) * valid, weight + valid
+    return total, weight
+
+
+def over_steps() -> nn.Module:
+    return tt.SequenceLoss(squares, additive=True)
+
+
+def over_recordings() -> nn.Module:
+    return tt.SequenceLoss(ratio, over="recording")
+
+
+def over_windows() -> nn.Module:
+    return tt.SequenceLoss(ratio_of_ranks)
+
+
 UNEQUAL = (150, 9, 4, 20, 7)
 SEGMENT = tt.Exact(cut_every=20, chunk=7)
 CASES: dict[str, Case] = {
@@ -173,6 +212,13 @@ CASES: dict[str, Case] = {
     "accumulated-classes": Case(
         lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3, accumulate=2
     ),
+    "sums": Case(lambda: tt.Truncated(7, 15), loss_fn=over_steps),
+    "sums-segment": Case(lambda: SEGMENT, loss_fn=over_steps, accumulate=2),
+    "sums-randomized": Case(lambda: tt.Randomized(20), loss_fn=over_steps),
+    "by recording": Case(lambda: tt.Truncated(12, 20), loss_fn=over_recordings),
+    "by recording-segment": Case(lambda: SEGMENT, loss_fn=over_recordings),
+    "by window": Case(lambda: tt.Truncated(9), loss_fn=over_windows),
+    "by window-exact": Case(lambda: tt.Exact(chunk=11), loss_fn=over_windows),
     "read-ahead": Case(lambda: tt.Truncated(7), options={"workers": "thread"}),
 }
 MEASURED = Case(lambda: tt.Adaptive(0.1, 5, 40, every=1))
