@@ -17,7 +17,7 @@ from torch.nn import functional
 import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
-from throughtime.errors import ThroughtimeError
+from throughtime.errors import ModelError, ThroughtimeError
 
 EXACT = 1e-10
 LENGTHS = 13, 8, 5
@@ -111,12 +111,12 @@ class Loop(Heads):
         super().__init__(nn.GRUCell(3, 4))
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        h = x.new_zeros(x.shape[1], 4) if h is None else h
+        state: Any = x.new_zeros(x.shape[1], 4) if h is None else h
         steps: list[Tensor] = []
         for step in x:
-            h = self.layer(step, h)
-            steps.append(h)
-        return *self.heads(torch.stack(steps)), h
+            state = self.layer(step, state)
+            steps.append(state)
+        return *self.heads(torch.stack(steps)), state
 
 
 class Step(Heads):
@@ -206,9 +206,7 @@ STYLES: dict[str, Style] = {
     "names of a step": Style(NamesOfStep, named=True),
     "map": Style(Map),
     "two beside a map": Style(Map, [0, 1]),
-    "integers": Style(Whole),
     "two beside integers": Style(Whole, [0, 1]),
-    "bool": Style(Yes, named=True),
 }
 every_style = pytest.mark.parametrize("style", STYLES)
 
@@ -236,25 +234,25 @@ def data(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
     ]
 
 
-def start(module: Heads, lanes: int) -> list[Tensor]:
+def start(module: Any, lanes: int) -> list[Tensor]:
     leaves = 2 if isinstance(module.layer, nn.LSTM) else 1
     return [torch.zeros(lanes, 4, dtype=torch.float64) for _ in range(leaves)]
 
 
-def advance(module: Heads, x: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+def advance(module: Any, x: Tensor, state: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     """One step of inputs `(B, 3)`: hidden units `(B, 4)` and the state."""
     if isinstance(module.layer, nn.GRUCell):
         h = module.layer(x, state[0])
         return h, [h]
     at = 1 if module.layer.batch_first else 0
-    leaves = tuple(leaf[None] for leaf in state)
-    y, after = module.layer(x.unsqueeze(at), leaves if len(leaves) > 1 else leaves[0])
+    leaves = [leaf[None] for leaf in state]
+    y, after = module.layer(x.unsqueeze(at), tuple(leaves) if len(leaves) > 1 else leaves[0])
     after = after if isinstance(after, tuple) else (after,)
     return y.squeeze(at), [leaf[0] for leaf in after]
 
 
 def plain(
-    module: Heads, x: Tensor, resets: Tensor, state: list[Tensor]
+    module: Any, x: Tensor, resets: Tensor, state: list[Tensor]
 ) -> tuple[tuple[Tensor, Tensor], list[list[Tensor]]]:
     """Outputs of inputs `(T, B, 3)`, and the states entering each step and after the last one."""
     hidden: list[Tensor] = []
@@ -267,7 +265,7 @@ def plain(
     return module.heads(torch.stack(hidden)), states
 
 
-def loss_of(outputs: Any, chunk: Chunk) -> Tensor:
+def loss_of(outputs: Any, chunk: Any) -> Tensor:
     """The mean over valid steps of the losses of both outputs."""
     a, b = pair(outputs)
     classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
@@ -356,7 +354,7 @@ class Joint(Heads):
         return torch.cat([a, b[..., None]], -1), h
 
 
-def joint_loss(outputs: Tensor, chunk: Chunk) -> Tensor:
+def joint_loss(outputs: Tensor, chunk: Any) -> Tensor:
     return loss_of((outputs[..., :2], outputs[..., 2]), chunk)
 
 
@@ -414,7 +412,7 @@ def test_a_plain_loss_gets_rows_in_the_structure(style: str) -> None:
         rows.append(len(targets))
         return functional.cross_entropy(a, targets) + b.square().mean()
 
-    def by_sequence(outputs: Any, chunk: Chunk) -> Tensor:
+    def by_sequence(outputs: Any, chunk: Any) -> Tensor:
         a, b = pair(outputs)
         classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
         return classes + b[chunk.mask].square().mean()
@@ -526,10 +524,11 @@ def test_metrics_and_losses_of_an_evaluation_get_the_structure(style: str) -> No
     assert result.steps == sum(LENGTHS)
 
 
-def test_an_output_keeps_its_type() -> None:
+def test_outputs_of_two_types_get_the_wider_one() -> None:
     net = tt.carry(Half().double(), output="all")
-    a, b = tt.predict(net, data()[0])[0]
-    assert (a.dtype, b.dtype) == (torch.float64, torch.float32)
+    _, b = tt.predict(net, data()[0])[0]
+    theirs, _ = tt.predict(tt.carry(Half().double(), output=1), data()[0])
+    assert (b.dtype, theirs.dtype) == (torch.float64, torch.float32)
 
 
 def test_single_precision_has_the_same_structure() -> None:
@@ -567,7 +566,7 @@ def test_an_export_writes_each_output_or_names_what_to_write(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("output", [(0, 0), "all", [(0, 0), (0, 1)]])
+@pytest.mark.parametrize("output", [(0, 0), [(0, 0), (0, 1)]])
 def test_a_scalar_beside_is_neither_output_nor_state(output: Any) -> None:
     net = tt.carry(Penalty().double(), torch.randn(5, 2, 3, dtype=torch.float64), output=output)
     x = torch.randn(6, 2, 3, dtype=torch.float64)
@@ -576,10 +575,48 @@ def test_a_scalar_beside_is_neither_output_nor_state(output: Any) -> None:
     close(outputs if isinstance(outputs, Tensor) else outputs[0], theirs[0])
 
 
+@pytest.mark.parametrize("make", [Whole, Yes, Penalty])
+def test_all_takes_no_module_that_returns_what_is_no_output(make: Any) -> None:
+    with pytest.raises(ModelError, match=make.__name__):
+        tt.carry(make(), torch.randn(5, 2, 3), output="all")
+
+
 @pytest.mark.parametrize(
     ("make", "output"),
-    [(Names, ["a", "b"]), (Pair, [0, 1]), (Flat, [0, 7]), (Names, ["a", "c"]), (Flat, [])],
+    [(Names, ["a", "b"]), (Flat, [0, 7]), (Names, ["a", "c"]), (Flat, [])],
 )
 def test_items_that_do_not_exist_are_named(make: Any, output: Any) -> None:
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(make(), torch.randn(5, 2, 3), output=output)
+
+
+class SameNames(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return {"encoder": {"y": a}, "decoder": {"y": b}}, h
+
+
+class Singles(Heads):
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
+        hidden, h = self.layer(x, h)
+        a, b = self.heads(hidden)
+        return (a,), (b,), h
+
+
+@pytest.mark.parametrize(
+    ("make", "output"), [(SameNames, "all"), (Singles, "all"), (Singles, [(0, 0), (1, 0)])]
+)
+def test_outputs_that_share_a_key_are_a_tuple_of_all(make: Any, output: Any) -> None:
+    net = tt.carry(make().double(), output=output)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    outputs, _ = net(x, net.initial_state(2, like=x))
+    theirs, _ = plain(net.module, x, torch.zeros(6, 2).bool(), start(net.module, 2))
+    close(outputs, theirs)
+
+
+def test_one_output_by_a_list_is_a_structure_of_one() -> None:
+    net = tt.carry(Flat().double(), output=[0])
+    outputs, _ = tt.predict(net, data()[0])
+    assert isinstance(outputs, tuple)
+    assert outputs[0].shape == (LENGTHS[0], 2)

@@ -81,7 +81,7 @@ def height(outputs: Any) -> Tensor:
     return outputs["height"] if isinstance(outputs, dict) else outputs
 
 
-def ratio(outputs: Any, chunk: Chunk) -> Tensor:
+def ratio(outputs: Any, chunk: Any) -> Tensor:
     """No sum over steps."""
     errors = (height(outputs) - chunk.targets)[chunk.mask].square().sum()
     total = errors / (0.5 + chunk.targets[chunk.mask].square().sum())
@@ -90,7 +90,7 @@ def ratio(outputs: Any, chunk: Chunk) -> Tensor:
     return total
 
 
-def mean(outputs: Any, chunk: Chunk) -> Tensor:
+def mean(outputs: Any, chunk: Any) -> Tensor:
     """A mean over valid steps."""
     total = (height(outputs) - chunk.targets)[chunk.mask].square().mean()
     if isinstance(outputs, dict):
@@ -99,7 +99,7 @@ def mean(outputs: Any, chunk: Chunk) -> Tensor:
     return total
 
 
-def weighted(outputs: Any, chunk: Chunk) -> tuple[Tensor, Tensor]:
+def weighted(outputs: Any, chunk: Any) -> tuple[Tensor, Tensor]:
     """A sum and its weight."""
     weight = chunk["scale"] * chunk.mask
     errors = (height(outputs) - chunk.targets).square()[..., 0]
@@ -108,7 +108,7 @@ def weighted(outputs: Any, chunk: Chunk) -> tuple[Tensor, Tensor]:
     return (weight * errors).sum(), weight.sum()
 
 
-def changes(outputs: Any, chunk: Chunk) -> Any:
+def changes(outputs: Any, chunk: Any) -> Any:
     """Of pairs of steps: a piece of one step says nothing."""
     if len(chunk.inputs) < 2:
         return height(outputs).sum(), 0
@@ -116,7 +116,7 @@ def changes(outputs: Any, chunk: Chunk) -> Any:
 
 
 class Loss(NamedTuple):
-    fn: Callable[[Any, Chunk], Any]
+    fn: Callable[[Any, Any], Any]
     over: Any
     additive: bool
 
@@ -133,7 +133,7 @@ LOSSES = {
 }
 
 
-def call(fn: Any, outputs: Any, chunk: Chunk) -> tuple[Tensor, float]:
+def call(fn: Any, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
     """The sum and the weight of one call."""
     result = fn(outputs, chunk)
     if isinstance(result, tuple):
@@ -142,7 +142,7 @@ def call(fn: Any, outputs: Any, chunk: Chunk) -> tuple[Tensor, float]:
     return result * weight, weight
 
 
-def runs_of(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
+def runs_of(chunk: Any) -> Iterator[tuple[int, int, int]]:
     """Lane, first step and end of each run of a recording."""
     for lane in range(chunk.lanes):
         begin = 0
@@ -153,7 +153,7 @@ def runs_of(chunk: Chunk) -> Iterator[tuple[int, int, int]]:
                 begin = t
 
 
-def total(loss: Loss, outputs: Any, chunk: Chunk) -> tuple[Tensor, float]:
+def total(loss: Loss, outputs: Any, chunk: Any) -> tuple[Tensor, float]:
     """The loss of a window, and its weight."""
     if loss.over == "window":
         parts = [call(loss.fn, outputs, chunk)]
@@ -289,7 +289,7 @@ class Learned(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(0.3))
         self.project = nn.Linear(1, 1)
 
-    def forward(self, outputs: Tensor, chunk: Chunk) -> Tensor:
+    def forward(self, outputs: Tensor, chunk: Any) -> Tensor:
         errors = (self.project(outputs) - chunk.targets)[chunk.mask].square().mean()
         return errors * (-self.log_scale).exp() + self.log_scale
 
@@ -313,7 +313,7 @@ class Dropped(nn.Module):
         super().__init__()
         self.kept: list[Tensor] = []
 
-    def forward(self, outputs: Tensor, chunk: Chunk) -> Tensor:
+    def forward(self, outputs: Tensor, chunk: Any) -> Tensor:
         self.kept.append(functional.dropout(torch.ones_like(outputs.detach()), 0.5))
         return ((outputs - chunk.targets) * self.kept[-1])[chunk.mask].square().mean()
 
@@ -324,7 +324,7 @@ def test_dropout_in_a_loss_has_the_gradient_of_the_mask_of_its_value(policy: Any
     ours = answers_of(net, stream_of(), tt.SequenceLoss(dropped), policy)
     assert all(torch.equal(mask, dropped.kept[0]) for mask in dropped.kept)
 
-    def fixed(outputs: Tensor, chunk: Chunk) -> Tensor:
+    def fixed(outputs: Tensor, chunk: Any) -> Tensor:
         return ((outputs - chunk.targets) * dropped.kept[0])[chunk.mask].square().mean()
 
     same(ours, by_hand(net, stream_of(), Loss(fixed, "window", False), policy))
@@ -374,7 +374,7 @@ def test_a_run_resumes_to_the_bit(name: str, policy: Any) -> None:
 def test_a_loss_gets_the_steps_that_count_in_their_order(over: Any) -> None:
     calls: list[tuple[int, int, list[int], bool, bool]] = []
 
-    def fn(outputs: Tensor, chunk: Chunk) -> Tensor:
+    def fn(outputs: Tensor, chunk: Any) -> Tensor:
         assert outputs.shape[:2] == chunk.mask.shape == chunk.inputs.shape[:2]
         lane = chunk.position[:, 0].tolist()
         calls.append(
@@ -396,7 +396,7 @@ def test_a_loss_gets_the_steps_that_count_in_their_order(over: Any) -> None:
 def test_pieces_say_which_ends_are_real() -> None:
     pieces: list[tuple[int, int, bool, bool]] = []
 
-    def fn(outputs: Tensor, chunk: Chunk) -> Tensor:
+    def fn(outputs: Tensor, chunk: Any) -> Tensor:
         first, last = int(chunk.position[0]), int(chunk.position[-1])
         assert chunk.position[:, 0].tolist() == list(range(first, last + 1))
         length = LENGTHS[int(chunk.recording[0])]
@@ -417,7 +417,7 @@ def set_of(pieces: list[Any]) -> list[Any]:
 
 
 def test_a_stride_of_no_weight_makes_no_update() -> None:
-    def fn(outputs: Tensor, chunk: Chunk) -> Any:
+    def fn(outputs: Tensor, chunk: Any) -> Any:
         whole = chunk.ends[-1, 0]
         return (outputs.square().sum(), 7.0) if whole else (outputs.sum(), 0)
 
@@ -430,7 +430,7 @@ def test_recordings_without_targets_count_every_step() -> None:
     recordings = [{"inputs": r["inputs"], "scale": r["scale"]} for r in data()]
     stream = tt.Stream(recordings, lanes=2, chunk=4, seed=None)
 
-    def fn(outputs: Tensor, chunk: Chunk) -> Tensor:
+    def fn(outputs: Tensor, chunk: Any) -> Tensor:
         return ((outputs[..., 0] - chunk["scale"])[chunk.mask]).square().mean()
 
     net = net_of()

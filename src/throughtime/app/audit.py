@@ -5,6 +5,7 @@ weights. The results, with the advice that follows from them, are kept in a file
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -103,7 +104,7 @@ class AuditReport:
     def _window(self, config: Config) -> str:
         if not self.audit.norm:
             return "The gradient is zero everywhere, so it cannot say which window to take."
-        if self.audit.is_noisy:
+        if self.audit.noise >= math.sqrt(0.5):
             return f"These figures cannot choose a window. {NOISE.format(self.audit.noise)}"
         if self.enough is None:
             return self._too_short()

@@ -173,10 +173,11 @@ class OutputLayout:
         """Several items that lie side by side, `(..., C)`: a dict by their keys, or a tuple."""
         parts = y.split([math.prod(item.features or ()) for item in self.several], -1)
         items = {
-            item.path[-1]: part.reshape(*y.shape[:-1], *(item.features or ()))
+            item.path: part.reshape(*y.shape[:-1], *(item.features or ()))
             for item, part in zip(self.several, parts, strict=True)
         }
-        return items if all(isinstance(key, str) for key in items) else tuple(items.values())
+        named = {path[-1]: item for path, item in items.items() if isinstance(path[-1], str)}
+        return named if len(named) == len(items) else tuple(items.values())
 
     def _misfit(self, y: Tensor, steps: int, lanes: int) -> MisfitError:
         return MisfitError(

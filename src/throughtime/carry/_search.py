@@ -243,7 +243,7 @@ class _Trials:
         held = {id(leaf) for leaf in trees.tensors(state)}
         if hint is None or hint == "all":
             leaves = list(tensor_paths(result))
-            leaves = [(p, leaf) for p, leaf in leaves if id(leaf) not in held] or leaves[:1]
+            leaves = [pair for pair in leaves if id(pair[1]) not in held] or leaves[:1]
         else:
             items = hint if isinstance(hint, list) else [hint]
             paths = [item if isinstance(item, tuple) else (item,) for item in items]
@@ -253,11 +253,11 @@ class _Trials:
                 return {}
         choices: dict[Path, list[OutputLayout]] = {}
         for order in _output_orders(convention.call, x.shape[1]):
-            fits = [_fit(OutputLayout(path, order), result, x) for path, _ in leaves]
-            layouts = [layout for layout in fits if layout is not None]
+            fits = (_fit(OutputLayout(path, order), result, x) for path, _ in leaves)
+            layouts = [*filter(None, fits)]
             if several:
                 row = _fit(OutputLayout((), order, None, tuple(layouts)), result, x)
-                layouts = [row] if row is not None and len(layouts) == len(leaves) else []
+                layouts = [row] if row and len(layouts) == len(leaves) else []
             for layout in layouts:
                 choices.setdefault(layout.path, []).append(layout)
         return choices

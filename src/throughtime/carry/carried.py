@@ -311,7 +311,8 @@ def carry(
             arguments.
         output: index or key of the outputs, where the module returns several tensors; a tuple of
             them for a tensor in a nested result; a list of these for several outputs, or "all" of
-            them but the state. Several are a dict, if all have a string as key, else a tuple.
+            them but the state. Several are a dict, if their keys are different strings, else a
+            tuple; outputs of several types get the widest of them.
         state: the parameter, or the attribute, that holds the state.
         start: maps a number of lanes to the state before a recording, in the module's layout.
         call: "chunk", "step" for a module that takes one step `(B, ...)`, "last" for one that

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime.carry.carried import Carried, device_of, dtype_of, pack, require_carried
-from throughtime.chunk import Chunk, Placement, join
+from throughtime.chunk import Chunk, Placement
 from throughtime.errors import DataError
 from throughtime.gradient import Objective
 from throughtime.gradient.segment import (
@@ -156,7 +156,7 @@ class CreditPass:
         # whose gradient the engine is asked for: it comes to every gate, of a frozen net as well
         self._sources = [torch.zeros(1, device=few.inputs.device, requires_grad=True), *weights]
         self._cuts = {*range(0, steps, chunk), *cuts, steps}
-        self._begins = sorted({*range(0, steps, chunk), *begins, steps})
+        self._begins = sorted({*self._cuts, *begins})
         self.counts = [0.0] * (len(self._begins) - 1)
         self.gate: Callable[[int, Credit], Credit] = lambda _, credit: credit
         replay, losses = Replay(net, self._sources, few.inputs.device), list[Tensor]()
@@ -176,16 +176,16 @@ class CreditPass:
         self, first: int, last: int, rebuild: Rebuild, *entering: Tensor
     ) -> tuple[Tensor, ...]:
         """The losses of a segment, and the state after it, leaf by leaf."""
-        losses, own = list[Tensor](), self.span(first, last)
+        losses, state = list[Tensor](), rebuild(entering)
         edges = sorted(cut for cut in self._cuts if first <= cut <= last)
-        spans = run_spans(self._net, self._read, edges, rebuild(entering), self._gated)
-        chunks, outputs, states = zip(*spans, strict=True)
-        rows, y = join(chunks), torch.cat(outputs)
-        for i, (a, b) in enumerate(pairwise(self._begins[own.start : own.stop + 1]), own.start):
-            part = slice(a - first, b - first)
-            loss, self.counts[i] = self._objective(y[part], rows[part])
-            losses.append(loss * self.counts[i])
-        leaves, self._rebuild = flatten(states[-1])
+        spans = run_spans(self._net, self._read, edges, state, self._gated)
+        for begin, (rows, y, state) in zip(edges, spans, strict=False):  # noqa: B007  # the last
+            own = self.span(begin, begin + rows.steps)
+            for i, (a, b) in enumerate(pairwise(self._begins[own.start : own.stop + 1]), own.start):
+                part = slice(a - begin, b - begin)
+                loss, self.counts[i] = self._objective(y[part], rows[part])
+                losses.append(loss * self.counts[i])
+        leaves, self._rebuild = flatten(state)
         return torch.stack(losses), *leaves
 
     def _gated(self, begin: int, state: State) -> State:

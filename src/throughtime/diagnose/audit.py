@@ -6,7 +6,7 @@ g is the exact gradient of the mean loss of a stretch, g_h the sum over the upda
 at horizon h of that stretch, each loss weighing the same in both. All come from one forward pass,
 so they belong to the same random numbers: each pass back cuts the credit where the windows of its
 truncation begin. The audit compares gradients at fixed weights: in training, a truncation also
-makes more updates, which `updates` counts.
+makes more updates, one every stride.
 
 Near a minimum g is small, and a relative bias says little. To know when, the losses are split into
 two interleaved halves, with gradients g_a + g_b = g:
@@ -42,7 +42,6 @@ from throughtime.gradient.window import check_horizon
 from throughtime.stream import Stream
 
 BLOCKS = 16  # of steps; every other one is in the same half
-NOISY = math.sqrt(0.5)  # from here on, half of `|g|^2` or more is sampling noise
 HORIZONS = (50, 200, 800, 3200)  # the default, those shorter than the slice
 
 
@@ -63,7 +62,6 @@ class Truncation:
         bias: `|g_h - g| / |g|`, over all parameters.
         cosine: of the angle between g_h and g.
         norm: `|g_h| / |g|`.
-        updates: updates in the stretch; a stride without a step that counts makes none.
         by_parameter: the bias of each parameter by itself, by its name.
     """
 
@@ -72,7 +70,6 @@ class Truncation:
     bias: float
     cosine: float
     norm: float
-    updates: int
     by_parameter: dict[str, float]
 
 
@@ -86,7 +83,8 @@ class Audit:
         loss: mean loss of the stretch.
         norm: `|g|`, the norm of the exact gradient.
         rows: one for each horizon, the shortest first.
-        noise: sampling noise of g relative to `|g|`; see `is_noisy`.
+        noise: sampling noise of g relative to `|g|`; from 0.7 on, half of `|g|^2` or more is noise,
+            and relative biases say little.
     """
 
     steps: int
@@ -109,24 +107,17 @@ class Audit:
         near = takewhile(lambda row: row.bias <= tolerance, reversed(self.rows))
         return min((row.horizon for row in near), default=None)
 
-    @property
-    def is_noisy(self) -> bool:
-        """Whether half of `|g|^2` or more is sampling noise, so that relative biases are noise."""
-        return self.noise >= NOISY
-
     def __str__(self) -> str:
         """A line for each horizon; `worst parameter` is the one whose gradient is most wrong."""
         head = (
-            f"{'horizon':>9} {'stride':>8} {'updates':>8} {'bias':>8} {'cosine':>8} {'norm':>7} "
-            " worst parameter"
+            f"{'horizon':>9} {'stride':>8} {'bias':>8} {'cosine':>8} {'norm':>7}  worst parameter"
         )
-        exact = f"{'exact':>9} {self.steps:>8} {1:>8} {0:>8.3f} {1:>8.3f} {1:>7.2f}"
         foot = (
             f"over {counted(self.steps, 'step')} of {counted(self.lanes, 'lane')}, at fixed"
             f" weights; loss {self.loss:.4g}, |g| {self.norm:.3g}, its noise {self.noise:.2g}"
             " times that"
         )
-        return "\n".join([head, *map(_line, self.rows), exact, foot])
+        return "\n".join([head, *map(_line, self.rows), foot])
 
 
 def audit(
@@ -149,7 +140,7 @@ def audit(
         net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
         stream: a `tt.Stream`; it is read, not moved.
         loss_fn: as for `tt.updates`; a `tt.SequenceLoss` that is not additive is taken over each
-            `stride`.
+            `stride`, and needs horizons that are multiples of it.
         horizons: steps, in any order; default: those of 50, 200, 800, 3200 that are shorter than
             the slice.
         stride: steps between two updates, for all horizons; those below it are refused. Default:
@@ -177,20 +168,23 @@ def audit(
         >>> stream = tt.Stream(data, lanes=1, chunk=100)
         >>> net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 1)))
         >>> result = tt.audit(net, stream, torch.nn.MSELoss(), horizons=(2, 50))
-        >>> result.rows[1].bias < result.rows[0].bias, result.rows[0].updates
-        (True, 250)
+        >>> result.rows[1].bias < result.rows[0].bias
+        True
 
     References: Aicher, Foti & Fox, UAI 2019.
     """
     objective, weights = Objective(loss_fn, split=True), trainable_weights(net, loss_fn)
-    if objective.joins:
-        objective.divide(stride, "tt.audit")
+    objective.divide(stride, "tt.audit")
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
-        steps = section.steps
+        each, steps = objective.stride or 1, section.steps
+        steps = steps // each * each or steps  # a loss of strides is told of whole ones
         selected = _horizons(horizons, stride, steps)
+        if any(horizon % each for horizon in selected):
+            raise ConfigError(
+                f"a loss of whole strides needs horizons that are multiples of {each}"
+            )
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
-        each = stride or 1
         blocks = range(0, steps, max(each, steps // BLOCKS // each * each))
         groups = [group for plan in plans for group in plan]
         cuts = set().union(*(group.cuts for group in groups))
@@ -235,8 +229,7 @@ def audit(
         for horizon, plan in zip(selected, plans, strict=True):
             parts = [gradient(*group) for group in plan]
             truncated: Any = [sum(grads) for grads in zip(*parts, strict=True)]
-            updates = sum(any(run.counts[run.span(*span)]) for g in plan for span in g.spans)
-            rows.append(_row((horizon, stride or horizon), updates, [*weights], truncated, exact))
+            rows.append(_row((horizon, stride or horizon), [*weights], truncated, exact))
     noise = norm([2 * part - whole for part, whole in zip(half, exact, strict=True)])
     loss = run.losses.sum().item() / total
     vars(run).clear()  # or its graph, which refers to it, would wait for the garbage collector
@@ -259,7 +252,6 @@ def window_groups(steps: int, stride: int, horizon: int) -> list[WindowGroup]:
 
 def _row(
     setting: tuple[int, int],
-    updates: int,
     names: Sequence[str],
     gradient: Sequence[Tensor],
     exact: Sequence[Tensor],
@@ -273,7 +265,6 @@ def _row(
         _ratio(norm(differences), sizes[1]),
         _ratio(inner, sizes[0] * sizes[1]),
         _ratio(*sizes),
-        updates,
         dict(zip(names, biases, strict=True)),
     )
 
@@ -288,7 +279,7 @@ def _ratio(part: float, whole: float) -> float:
 def _line(row: Truncation) -> str:
     worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
     return (
-        f"{row.horizon:>9} {row.stride:>8} {row.updates:>8} {row.bias:>8.3f} {row.cosine:>8.3f}"
+        f"{row.horizon:>9} {row.stride:>8} {row.bias:>8.3f} {row.cosine:>8.3f}"
         f" {row.norm:>7.2f}  {worst} {row.by_parameter[worst]:.3f}"
     )
 
@@ -297,8 +288,6 @@ def _horizons(requested: Sequence[int] | None, stride: int | None, steps: int) -
     least = stride or 1
     fitting = [h for h in HORIZONS if least <= h < steps] or [max(least, steps // 2)]
     horizons = sorted(set(fitting if requested is None else requested))
-    if not horizons:
-        raise ConfigError("horizons is empty: expected at least one number of steps")
     for horizon in horizons:
         check_horizon(horizon if stride is None else stride, horizon)
     return horizons

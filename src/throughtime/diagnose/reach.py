@@ -73,14 +73,10 @@ class Reach:
                 " with all of it): the net has not learned to use it, and this reach is a lower"
                 " bound of the reach that the task needs"
             )
-        more = (
-            " Most of the gradient lies at the longest lags measured: pass a larger max_lag."
-            if self.shares[0.9] > 0.85 * self.lags[-1]
-            else ""
-        )
         return (
             "this is the reach at the present weights: while the loss is on a plateau it is a lower"
-            " bound of the reach that the task needs." + more
+            " bound of the reach that the task needs. If most of the gradient lies at the longest"
+            " lags measured, pass a larger max_lag."
         )
 
     def __str__(self) -> str:
@@ -151,8 +147,7 @@ def reach(
     check_whole("max_lag", max_lag, 1)
     check_whole("anchors", anchors, 1)
     objective, losses = Objective(loss_fn, split=True), list[Tensor]()
-    if objective.joins:
-        objective.divide(None, "tt.reach")
+    objective.divide(None, "tt.reach")
     with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         longest = max(1, min(max_lag, section.steps - 1))
@@ -264,8 +259,8 @@ def _measure(
         resets[steps + 1 - context, lanes] = True
         rows = chunk_of(resets)[first - context :]
         start = net.initial_state(rows.lanes, like=rows.inputs)
-        y, _ = net(rows.inputs, start, rows.resets)
-        losses.append(objective(pack(y), rows)[0])
+        y = pack(net(rows.inputs, start, rows.resets)[0])
+        losses.append(objective(y, rows)[0])
     return norms[behind.clamp(min=0), lanes], torch.stack(losses).detach().double().cpu()
 
 

@@ -90,12 +90,10 @@ class SettlingTime:
             f"{share:.0%} {'not settled' if n is None else f'{n:,}'}"
             for share, n in self.quantiles.items()
         )
-        compared = counted(max(start.compared for start in self.starts), "step")
         return (
             "steps until a cold start agrees with the carried state, by the share of cold starts:"
-            f" {quantiles}. Within {self.tolerance:g} of the scale of the outputs,"
-            f" {self.scale:.3g}; {counted(len(self.starts), 'cold start')}, compared for"
-            f" {compared} at most; {self.unsettled:,} had not settled"
+            f" {quantiles}. Within {self.tolerance:g} of the scale of the outputs; of"
+            f" {counted(len(self.starts), 'cold start')} {self.unsettled:,} had not settled"
         )
 
 

@@ -143,7 +143,7 @@ class SequenceLoss(nn.Module):
         result: Any = self.fn(outputs, chunk)
         pair: tuple[Any, Any] = (result, None)
         loss, weight = result if type(result) is tuple and len(result) == 2 else pair
-        fixed = not (torch.is_tensor(weight) and weight.requires_grad)
+        fixed = not torch.is_tensor(weight) or (weight.numel() == 1 and not weight.requires_grad)
         known = torch.is_tensor(loss) and loss.dim() == 0
         size = float(chunk.valid_steps if weight is None else weight) if fixed else math.nan
         if not (known and 0 <= size < math.inf):
@@ -290,6 +290,8 @@ class Objective:
         Raises:
             ConfigError: there is no fixed stride.
         """
+        if not self.joins:
+            return
         self.stride = stride
         if stride is None:
             raise ConfigError(

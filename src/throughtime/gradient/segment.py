@@ -350,7 +350,7 @@ def rollout(
     *,
     resets: Tensor | None = None,
     chunk: int | None = None,
-) -> tuple[Tensor, State]:
+) -> tuple[Any, State]:
     """Outputs for all steps and the state after them, with a graph of constant memory.
 
     Same call as `net(x, state, resets)` and the same gradients, to inputs, state and parameters.
