@@ -127,11 +127,11 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     Raises:
         ConfigError: it is neither.
     """
-    if callable(getattr(metric, "new", None)) and not isinstance(metric, type):
+    is_class = isinstance(metric, type)
+    if callable(getattr(metric, "new", None)) and not is_class:
         return cast("Metric", metric)
     if isinstance(metric, nn.Module) and callable(getattr(metric, "clone", None)):
         return TorchMetricAdapter(metric)
-    is_class = isinstance(metric, type)
     got = f"the class {metric.__name__}" if is_class else f"a {type(metric).__name__}"
     raise ConfigError(
         f"metrics is {got}, expected tt.metrics.Classification(classes), tt.metrics.Regression(), a"
