@@ -403,7 +403,6 @@ def test_table_says_the_figures_and_the_worst_parameter() -> None:
     assert lines[0].split() == [
         "horizon",
         "stride",
-        "updates",
         "bias",
         "cosine",
         "norm",

@@ -347,7 +347,7 @@ def _check_call(net: Carried, example: Tensor) -> None:
             raise ModelError(
                 "a file has one output in each step, and the net returns"
                 f" {listed(range(len(y)) if type(y) is tuple else y)}: carry it with one of them,"
-                " tt.carry(module, output=...)"
+                " tt.carry(module, output=...), or let its forward join them, torch.cat([a, b], -1)"
             )
     except ModelError:
         raise
@@ -357,11 +357,6 @@ def _check_call(net: Carried, example: Tensor) -> None:
             f"{whole_numbers_hint(net.module, example)}. Give inputs like those that it was trained"
             " on"
         ) from error
-    if net.adapter.unpack:
-        raise ModelError(
-            "the net has several outputs, and a file has one: carry the module with a single one,"
-            " tt.carry(module, output=0), or let its forward join them, torch.cat([a, b], -1)"
-        )
 
 
 def _check_finite(x: Tensor) -> None:

@@ -122,10 +122,11 @@ class SequenceLoss(nn.Module):
         additive: bool = False,
     ) -> None:
         super().__init__()
-        if not callable(fn):
-            raise ConfigError(f"SequenceLoss({fn!r}): expected a function of outputs and chunk")
-        if over not in ("window", "recording"):
-            raise ConfigError(f"over={over!r}: expected 'window' or 'recording'")
+        if not callable(fn) or over not in ("window", "recording"):
+            raise ConfigError(
+                f"SequenceLoss({fn!r}, over={over!r}): expected a function of outputs and chunk,"
+                " and over='window' or over='recording'"
+            )
         self.fn, self.over, self.additive = fn, over, additive
 
     def forward(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
@@ -141,18 +142,18 @@ class SequenceLoss(nn.Module):
 
     def _call(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         result: Any = self.fn(outputs, chunk)
-        pair: tuple[Any, Any] = (result, None)
-        loss, weight = result if type(result) is tuple and len(result) == 2 else pair
+        paired = type(result) is tuple and len(result) == 2
+        loss, weight = result if paired else (result, chunk.valid_steps)
         fixed = not torch.is_tensor(weight) or (weight.numel() == 1 and not weight.requires_grad)
         known = torch.is_tensor(loss) and loss.dim() == 0
-        size = float(chunk.valid_steps if weight is None else weight) if fixed else math.nan
+        size = float(weight) if fixed else math.nan
         if not (known and 0 <= size < math.inf):
             raise ModelError(
                 f"the function of a SequenceLoss returned {result!r:.200}, expected one number in a"
                 " tensor, the mean over the valid steps; or a pair: their sum, and its weight, a"
                 " constant of at least 0 without a gradient"
             )
-        if weight is not None:
+        if paired:
             loss = loss / size if size else outputs.new_zeros(())
         return loss, size
 
