@@ -156,11 +156,12 @@ class Ranks:
 
         The first lane of all gets that of the last.
         """
-        last = trees.map_leaves(lambda leaf: leaf.detach()[-1:].cpu().clone(), state)
+        state = trees.detach(state)
+        last = trees.map_leaves(lambda leaf: leaf[-1:].cpu().clone(), state)
         if self.count > 1:
             last = self.gather(last)[self.rank - 1]
         return trees.map_leaves(
-            lambda leaf, first: torch.cat([first.to(leaf.device), leaf.detach()[:-1]]), state, last
+            lambda leaf, first: torch.cat([first.to(leaf.device), leaf[:-1]]), state, last
         )
 
     def reduce_update(self, update: Update, weights: Sequence[Tensor]) -> Update | None:

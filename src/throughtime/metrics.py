@@ -113,9 +113,11 @@ class TorchMetricAdapter:
         values: Metrics = {}
         for name, value in named.items():
             numbers = torch.as_tensor(value, device="cpu")
-            flat = numbers.flatten().tolist()
-            names = [f"{name}[{i}]" for i in range(len(flat))] if numbers.dim() else [name]
-            values |= dict(zip(names, flat, strict=True))
+            if numbers.dim():
+                items = enumerate(numbers.flatten().tolist())
+                values |= {f"{name}[{i}]": number for i, number in items}
+            else:
+                values[name] = numbers.item()
         return values
 
 
@@ -125,11 +127,11 @@ def as_metric(metric: Metric | TorchMetric) -> Metric:
     Raises:
         ConfigError: it is neither.
     """
-    if callable(getattr(metric, "new", None)) and not isinstance(metric, type):
+    is_class = isinstance(metric, type)
+    if callable(getattr(metric, "new", None)) and not is_class:
         return cast("Metric", metric)
     if isinstance(metric, nn.Module) and callable(getattr(metric, "clone", None)):
         return TorchMetricAdapter(metric)
-    is_class = isinstance(metric, type)
     got = f"the class {metric.__name__}" if is_class else f"a {type(metric).__name__}"
     raise ConfigError(
         f"metrics is {got}, expected tt.metrics.Classification(classes), tt.metrics.Regression(), a"
@@ -242,10 +244,8 @@ class Classification(_Sums):
 
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1" and "f1[NAME]" for each class."""
-        confusion = self.confusion
-        occurs, predicted, right = (
-            counts.double() for counts in (confusion.sum(1), confusion.sum(0), confusion.diagonal())
-        )
+        confusion = self.confusion.double()
+        occurs, predicted, right = confusion.sum(1), confusion.sum(0), confusion.diagonal()
         f1 = 2 * right / (occurs + predicted)
         return {
             "accuracy": (right.sum() / occurs.sum()).item(),

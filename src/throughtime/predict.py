@@ -7,7 +7,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -43,20 +43,17 @@ class ArrayWriter(Protocol):
     def __setitem__(self, span: slice, rows: Any, /) -> None: ...
 
 
-W = TypeVar("W", bound=ArrayWriter)
-
-
 def predict(
     net: Carried,
     recording: Recordings,
     *,
     chunk: int = 1024,
     state: State = None,
-    out: W | None = None,
+    out: ArrayWriter | None = None,
     dtype: torch.dtype | None = None,
     missing: Literal["error", "mask"] = "error",
     on_nan: OnNaN = "raise",
-) -> tuple[W | Any, State]:
+) -> tuple[Any, State]:
     """The outputs of a whole recording, and the state after it.
 
     Use `Predictor` where steps arrive one by one.

@@ -245,7 +245,10 @@ class Updates(Iterator[Update]):
             with self._ranks.unsharded(self._net):
                 update = executor.reduced(self._accumulate)
         if update is None:
-            self._finish()
+            self._status = "finished"
+            if stream is not None and stream.hand_off and self.state is not None:
+                # each lane's state goes to the lane of the next part
+                stream._hand_over(self._ranks.shift_lanes(self.state), self._net)
             raise StopIteration
         self._count += 1
         # ranks compare their weights once more after the first update
@@ -288,12 +291,6 @@ class Updates(Iterator[Update]):
             status, self._status = self._status, "busy"
             executor.read_flags()
             self._status = status
-
-    def _finish(self) -> None:
-        """End the epoch; with a hand-off, each lane's state goes to the lane of the next part."""
-        self._status = "finished"
-        if self._stream is not None and self._stream.hand_off and self.state is not None:
-            self._stream._hand_over(self._ranks.shift_lanes(self.state), self._net)
 
     @property
     def state(self) -> State:
