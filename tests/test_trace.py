@@ -283,7 +283,7 @@ def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
         with pytest.raises(ModelError, match=r"or dropout between its layers.*eval\(\) mode"):
             net(x)
         with pytest.raises(ModelError, match=r"packed sequence.*pad the sequences"):
-            net.eval()(pack_padded_sequence(x, torch.tensor([11, 8, 3])))
+            net.eval()(pack_padded_sequence(x, torch.tensor([11, 8, 3], device="cpu")))
         net(x)[0].square().sum().backward()
     assert found.count == 1
 

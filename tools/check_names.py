@@ -67,7 +67,7 @@ PARTS = {
     "kernels, nn": Part(18_332, 16_000),
     "carry": Part(41_738, 20_000),
     "gradient": Part(18_500, 18_500, modules=10),
-    "diagnose": Part(11_990, 12_000),
+    "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),
     "deploy": Part(18_940, 13_000),
     "integrations": Part(9_972, 8_000),

@@ -239,7 +239,9 @@ class Executor:
             ConfigError: the policy's plan is none, or has no place in such a mean.
         """
         at, policy = self.at, self.policy
-        with OwnGrads((self.weights() if mean else self._known_weights()).values()) as grads:
+        if mean:
+            self._known = None, {}
+        with OwnGrads(self._known_weights().values()) as grads:
             if self._makes_updates:
                 result = policy.update(self.net, self.source, self.objective, at)
             elif self.ranks is None:
