@@ -239,9 +239,7 @@ class Executor:
             ConfigError: the policy's plan is none, or has no place in such a mean.
         """
         at, policy = self.at, self.policy
-        if mean:
-            self._known = None, {}
-        with OwnGrads(self._known_weights().values()) as grads:
+        with OwnGrads(self._known_weights(anew=mean).values()) as grads:
             if self._makes_updates:
                 result = policy.update(self.net, self.source, self.objective, at)
             elif self.ranks is None:
@@ -287,10 +285,10 @@ class Executor:
             " and lead <= keep <= stop"
         )
 
-    def _known_weights(self) -> Mapping[str, Tensor]:
+    def _known_weights(self, *, anew: bool) -> Mapping[str, Tensor]:
         """What gets a gradient: looked up anew, unless the guards of a fused step know the net."""
         fused, (known, weights) = self.net._fused_net, self._known
-        if not fused or fused is not known:
+        if anew or not fused or fused is not known:
             weights = self.weights()
             self._known = fused, weights
         return weights
