@@ -345,8 +345,8 @@ class Objective:
             self.require_parts()
         elif verdict is False:
             warn_caller(
-                f"{_NO_MEAN}. Each update of these takes it over its own steps, and tt.evaluate"
-                f" and tt.Exact would refuse it. {_WHOLE}"
+                f"{_NO_MEAN}. Here it is taken over the steps of each update; tt.evaluate, and"
+                f" windows of several segments, refuse it. {_WHOLE}"
             )
 
     def weight(self, chunk: Chunk) -> float:

@@ -39,8 +39,7 @@ class Window(NamedTuple):
         stop: the end, exclusive.
         keep: the state entering this step is kept, and is that of the next window's `lead`.
         chunk: steps per segment. A segment keeps the state that entered it and runs again in the
-            backward pass. `None`: one segment, which keeps its graph; "auto": as long as its graph
-            stays below 512 MB.
+            backward pass. `None`: one segment, which keeps its graph; "auto": as in `tt.Exact()`.
         gate: `gate(step, credit)` returns the credit that crosses a step between two segments, on
             its way back: the gradient of the later losses with respect to the state, leaf by leaf.
         per: the sum of the losses is divided by so many steps of all lanes; `None`: by the number
