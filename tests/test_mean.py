@@ -328,7 +328,8 @@ def verdict(name: str, size: int, kind: torch.dtype, seed: int) -> bool | None:
 def test_no_mean_is_accused(name: str) -> None:
     verdicts = [verdict(name, n, kind, 0) for n in SIZES for kind in TYPES]
     assert False not in verdicts
-    assert verdicts.count(True) >= len(verdicts) - 5  # some losses run in bfloat16 alone
+    if name != "CE of one class":  # which hides weights of classes
+        assert verdicts.count(True) >= len(verdicts) - 5  # some losses run in bfloat16 alone
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -405,14 +406,36 @@ def test_a_mutant_without_class_weights_accuses_cross_entropy() -> None:
     assert is_mean(loss_fn, *data, lambda labels: float(len(labels))) is False
 
 
-def test_a_mutant_that_keeps_the_labels_misses_weights_where_one_class_comes_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_weights_of_classes_are_not_trusted_where_one_class_occurs() -> None:
     loss_fn, data = OTHERS["CE weight of a function"][0], one_class(100, torch.float64)
     count: Callable[[Tensor], float] = lambda t: float(len(t))  # noqa: E731
-    assert is_mean(loss_fn, *data, count) is False
+    assert is_mean(loss_fn, *data, count) is None
+    outputs, labels = data
+    rare = torch.zeros_like(labels)
+    rare[37] = 3
+    assert is_mean(loss_fn, outputs, rare, count) is False
+
+
+def test_a_mutant_that_keeps_the_labels_misses_weights_of_a_rare_class(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loss_fn, (outputs, labels) = OTHERS["CE weight of a function"][0], one_class(100, torch.float64)
+    labels[37] = 3
+    count: Callable[[Tensor], float] = lambda t: float(len(t))  # noqa: E731
     monkeypatch.setattr(_mean, "_pick", halves_of_classes)
-    assert is_mean(loss_fn, *data, count) is not False
+    assert is_mean(loss_fn, outputs, labels, count) is not False
+
+
+def test_labels_that_do_not_occur_are_not_tried() -> None:
+    """Of four outputs three are classes: a fourth label would be no index."""
+
+    def loss_fn(o: Tensor, t: Tensor) -> Tensor:
+        assert int(t.max()) < 3
+        return functional.cross_entropy(o[:, :3], t).sqrt()
+
+    torch.manual_seed(0)
+    outputs, labels = torch.randn(50, 4), torch.randint(3, (50,))
+    assert is_mean(loss_fn, outputs, labels, lambda t: float(len(t))) is False
 
 
 def halves_of_classes(

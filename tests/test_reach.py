@@ -605,3 +605,11 @@ def test_what_cannot_be_looked_at_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         call()
+
+
+def test_a_loss_over_sequences_is_refused() -> None:
+    net = tt.carry(nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 1)))
+    stream = tt.Stream({"inputs": torch.randn(50, 3), "targets": torch.randn(50)}, 1, 10)
+    loss_fn = tt.SequenceLoss(lambda outputs, _: outputs.mean(), additive=True)
+    with pytest.raises(ConfigError, match=r"tt\.reach masks steps: give a loss of outputs"):
+        tt.reach(net, stream, loss_fn, max_lag=5, anchors=3)

@@ -23,7 +23,7 @@ from throughtime._device import real_type
 from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk
 from throughtime.diagnose._slice import CreditPass, StreamSlice, run_spans
-from throughtime.errors import DataError
+from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient.segment import lane_norms, preserve_rng_and_buffers
 from throughtime.gradient.window import Credit, check_whole
@@ -116,7 +116,7 @@ def reach(
         net: made by `tt.carry`; it is not changed. Its lanes must not depend on each other,
             as BatchNorm makes them.
         stream: a `tt.Stream`; it is read, not moved. More lanes mean fewer backward passes.
-        loss_fn: as for `tt.updates`.
+        loss_fn: as for `tt.updates`, but no `tt.SequenceLoss`.
         max_lag: the longest lag measured.
         anchors: the number of losses, spread over the slice; each lane has its own.
         steps: the number of steps of every lane to draw from, from the start of an epoch; default:
@@ -147,7 +147,8 @@ def reach(
     check_whole("max_lag", max_lag, 1)
     check_whole("anchors", anchors, 1)
     objective, losses = Objective(loss_fn, split=True), list[Tensor]()
-    objective.divide(None, "tt.reach")
+    if objective.sequences:
+        raise ConfigError("tt.reach masks steps: give a loss of outputs and targets of valid steps")
     with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         longest = max(1, min(max_lag, section.steps - 1))
@@ -239,9 +240,7 @@ def _measure(
         return credit
 
     def chunk_of(resets: Tensor) -> Chunk:
-        return Chunk.from_tensors(
-            window.inputs, window.targets, resets=resets, mask=mask, series=window.series
-        )
+        return Chunk.from_tensors(window.inputs, window.targets, resets=resets, mask=mask)
 
     behind = steps + 1 - lags.unsqueeze(1)
     chunk, cuts = chunk_of(window.resets), behind[lags.unsqueeze(1) <= pasts].tolist()

@@ -3,8 +3,8 @@
 Chunks, ranks and accumulated updates split a loss, which changes nothing if it obeys the law. So
 the first calls try it, on a copy of the loss and eight rows of the data. A part is one row, twice,
 with its outputs scaled, so that the parts are unlike. Plain halves would not do: of 100,000 rows,
-two halves have nearly the same root mean square. Labels of classes go round. It is computed in
-float64 if the loss can, so that rounding hides nothing.
+two halves have nearly the same root mean square. Labels of classes that occur go round. It is
+computed in float64 if the loss can, so that rounding hides nothing.
 
 A `SequenceLoss` that is additive obeys it for the two halves of any steps.
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 SCALES = (0.25, 1.0, 0.06, 0.5, 0.9, 0.12, 0.7, 0.35)
 TRIALS, TWICE = 6, 2
+PREFIX = 64  # steps on which an additive loss is tried
 # a loss that draws random numbers is judged by the mean of so many draws, of longer parts
 DRAWS, LONGER = 16, 64
 DEVIATIONS = 6
@@ -45,7 +46,8 @@ Measure = Callable[[int], Iterable[tuple[Any, float]]]
 def is_mean(loss_fn: Loss, outputs: Tensor, targets: Tensor, weigh: Weigh) -> bool | None:
     """Whether the loss of all rows is the weighted mean of the losses of their parts.
 
-    The loss, its buffers and the random state stay as they are.
+    A module, its buffers and torch's random state stay as they are. A function is called on rows
+    that are not data, so one that counts its calls or draws from NumPy notices.
 
     Args:
         loss_fn: of outputs and targets.
@@ -67,7 +69,9 @@ def is_mean(loss_fn: Loss, outputs: Tensor, targets: Tensor, weigh: Weigh) -> bo
                 verdicts = {_judge(_parts(call, *rows, weigh), rows[0]) for rows in trials}
         except Exception:  # noqa: BLE001, S112 (of any kind: the loss is the user's)
             continue
-        return False if False in verdicts else True if True in verdicts else None
+        # where one class occurs, weights of classes do not show
+        varied = targets.is_floating_point() or bool((targets != targets[0]).any())
+        return False if False in verdicts else True if True in verdicts and varied else None
     return None
 
 
@@ -98,7 +102,8 @@ def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool 
     Returns:
         None if these steps do not tell, or if the loss cannot be copied.
     """
-    half, y = chunk.steps // 2, outputs.detach()
+    chunk, y = chunk[:PREFIX], outputs[:PREFIX].detach()
+    half = chunk.steps // 2
     y = torch.cat([y[:half] * SCALES[0], y[half:]])
     parts = [(y, chunk), (y[:half], chunk[:half]), (y[half:], chunk[half:])]
     try:
@@ -110,13 +115,10 @@ def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool 
 
 
 def _apart(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:
-    """A copy of the loss, in evaluation mode if it is a module, and of a type."""
-    scripted = isinstance(loss_fn, torch.jit.ScriptFunction)  # which has nothing to be copied
-    copy = loss_fn if scripted else deepcopy(loss_fn)
-    if isinstance(copy, nn.Module):
-        copy.eval()
-        copy.to(dtype)
-    return copy
+    """A copy of the loss in evaluation mode, and of a type, if it is a module."""
+    if not isinstance(loss_fn, nn.Module):  # a method would be copied with its object
+        return loss_fn
+    return deepcopy(loss_fn).eval().to(dtype)
 
 
 @contextmanager
@@ -134,15 +136,16 @@ def _pick(
     outputs: Tensor, targets: Tensor, dtype: torch.dtype, trial: int
 ) -> tuple[Tensor, Tensor]:
     """Eight rows, spread over all, the outputs scaled; and their targets."""
-    count, device, classes = len(SCALES), outputs.device, outputs.shape[-1]
+    count, device = len(SCALES), outputs.device
     at = torch.linspace(0, len(outputs) - 1, count, device=device).round().long()
     rows, labels = outputs.detach()[at].to(dtype), targets[at]
     scales = torch.tensor(SCALES, dtype=dtype, device=device).roll(3 * trial)
     rows = rows * scales.view(-1, *[1] * (rows.dim() - 1))
     if labels.is_floating_point():
         return rows, labels.to(dtype)
-    if labels.dim() == 1 and rows.dim() > 1 and classes > 1 and int(targets.max()) < classes:
-        labels = (torch.arange(count, device=device) + trial).remainder(classes).to(labels.dtype)
+    if labels.dim() == 1:
+        known = targets.unique()  # others may be no index of what the loss looks up
+        labels = known[(torch.arange(count, device=device) + trial).remainder(len(known))]
     return rows, labels
 
 

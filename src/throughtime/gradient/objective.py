@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -97,8 +97,8 @@ class SequenceLoss(nn.Module):
         additive: whether the sum over steps is the sum of those of its parts, in any parts, as that
             of a mean is. Then it is called for each segment, and holds no more than that; the
             first call checks it. Otherwise once for each window, whose outputs, inputs and series
-            it then holds. `tt.Randomized`, `tt.reach`, and `tt.Adaptive` and `tt.audit` without
-            a stride need an additive one.
+            it then holds. `tt.Randomized`, and `tt.Adaptive` and `tt.audit` without a stride, need
+            an additive one; `tt.reach` takes none.
 
     Raises:
         ConfigError: `fn` cannot be called, or `over` is unknown.
@@ -145,9 +145,9 @@ class SequenceLoss(nn.Module):
         paired = type(result) is tuple and len(result) == 2
         loss: Any = result[0] if paired else result
         weight: Any = result[1] if paired else chunk.valid_steps
-        fixed = not torch.is_tensor(weight) or (weight.numel() == 1 and not weight.requires_grad)
+        fixed = isinstance(weight, SupportsFloat) and not getattr(weight, "requires_grad", 0)
         known = torch.is_tensor(loss) and loss.dim() == 0
-        size = float(weight) if fixed else math.nan
+        size = float(weight) if fixed and not getattr(weight, "ndim", 0) else math.nan
         if not (known and 0 <= size < math.inf):
             raise ModelError(
                 f"the function of a SequenceLoss returned {result!r:.200}, expected one number in a"
