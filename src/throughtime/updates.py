@@ -55,7 +55,7 @@ def updates(
         loss_fn: any function of outputs `(N, C)` and targets that returns their mean loss, as
             `nn.CrossEntropyLoss()` and `nn.MSELoss()` do; N counts the valid steps of the update.
             Targets are `(N,)` if they are classes and `(N, C)` if they are numbers: `(N, 1)` for a
-            single column, as the outputs.
+            single column, as the outputs. Other losses are a `tt.SequenceLoss`.
         gradient: `tt.Truncated(...)` or another policy; see `throughtime.gradient.Policy` to write
             one.
         state: the carried state at the present step of the stream; default: the initial state.
@@ -79,12 +79,13 @@ def updates(
 
     Raises:
         ModelError: the net is not carried, or breaks its contract; or `loss_fn` broadcasts `(N,)`
-            against `(N, 1)`, which pairs each step with the targets of all others.
+            against `(N, 1)`, which pairs each step with the targets of all others; or it is no mean
+            over steps, such as a root of one, and is to be that of segments, ranks or several
+            updates. Otherwise the latter is a warning.
         DataError: chunks that are not adjacent, or have no targets.
         ConfigError: `gradient` is not a policy, or one that breaks the contract of
-            `throughtime.gradient.Policy`; or
-            `accumulate` is below 1, or used with `tt.Randomized`, whose updates are not means; or
-            `finite` is neither "next" nor "now".
+            `throughtime.gradient.Policy`; or `accumulate` is below 1, or used with
+            `tt.Randomized`, whose updates are not means; or `finite` is neither "next" nor "now".
         RunError: a loss or a gradient is not finite; the chunk, its recordings and the parameter
             are named.
 

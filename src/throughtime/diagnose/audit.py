@@ -174,7 +174,7 @@ def audit(
     References: Aicher, Foti & Fox, UAI 2019.
     """
     objective, weights = Objective(loss_fn, split=True), trainable_weights(net, loss_fn)
-    objective.divide(stride, "tt.audit")
+    objective.set_stride(stride, "tt.audit")
     with torch.enable_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         each, steps = objective.stride or 1, section.steps

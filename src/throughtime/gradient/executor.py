@@ -371,7 +371,7 @@ class Executor:
         """
         objective, weights, begin = copy(self.objective), [*self.weights().values()], self.at.step
         objective.scaler, objective.split = None, True
-        objective.divide(getattr(self.policy, "stride", None), type(self.policy).__name__)
+        objective.set_stride(getattr(self.policy, "stride", None), type(self.policy).__name__)
         ahead = ChunkQueue([self.source.read(begin, begin + steps)])
         other = Executor(self.net, ahead, objective, policy, self.ranks)
         other.at = Progress(carried=self.at.carried, edge=self.at.carried)

@@ -286,7 +286,7 @@ class Objective:
             if self.sequences:
                 self.call = SequenceLoss(self.call, own.over, own.additive)
 
-    def divide(self, stride: int | None, policy: str) -> None:
+    def set_stride(self, stride: int | None, policy: str) -> None:
         """Call a loss of whole windows for every stride, where another policy is compared.
 
         Raises:

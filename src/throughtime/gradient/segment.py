@@ -354,9 +354,9 @@ def rollout(
     """Outputs for all steps and the state after them, with a graph of constant memory.
 
     Same call as `net(x, state, resets)` and the same gradients, to inputs, state and parameters.
-    Use it for losses that are not a mean over steps (of a spectrum, of a whole sequence, of its
-    end), or as part of a larger graph. Where the loss is a mean over steps, `tt.updates` with
-    `tt.Exact` holds neither inputs nor outputs in memory.
+    Use it for losses of the final state or of several nets, or as part of a larger graph. For
+    others, of steps or of whole sequences, `tt.updates` with `tt.Exact` and a `tt.SequenceLoss`
+    needs no loop of your own.
 
     Args:
         net: made by `tt.carry`.
