@@ -9,7 +9,7 @@ Shapes: `T` steps, `B` lanes, `D` = 3 input features, `H` hidden, `C` outputs.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest import mock
@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from throughtime._metadata import PER_STEP, ChunkMetadata
 from throughtime.carry import Carried
 from throughtime.carry._laws import Law
+from throughtime.chunk import Chunk
 
 FEATURES = 3
 HIDDEN = 4
@@ -409,3 +411,10 @@ def lstm_step(p: Weights, x: Tensor, state: Any) -> tuple[Tensor, Any]:
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return h @ p["module.head.weight"].T + p["module.head.bias"], (h, c)
+
+
+def without_resets(chunk: Chunk) -> Chunk:
+    """The steps of a chunk as those of recordings that go on."""
+    resets, *others = (getattr(chunk.metadata, name)[chunk.span] for name in PER_STEP)
+    metadata = ChunkMetadata.of(torch.zeros_like(resets), *others)
+    return replace(chunk, metadata=metadata, start=0, stop=chunk.steps)

@@ -322,11 +322,11 @@ def test_a_gradient_of_another_layout_steps_in_torch_until_the_next(odd: str) ->
         ours.step()
         torchs.step()
         went.append(was_compiled(ours))
-    assert went == [True, True, False, True]
+    assert went == [False, True, False, True]
     assert max_difference([flattened(mine)], [flattened(theirs)]) < 1e-12
 
 
-def test_sparse_gradients_are_refused_in_words_or_go_to_torchs_sgd() -> None:
+def test_sparse_gradients_are_refused_by_torch_or_go_to_its_sgd() -> None:
     def looked_up() -> Tensor:
         table = nn.Embedding(6, 3, sparse=True)
         nn.init.ones_(table.weight)
@@ -339,7 +339,7 @@ def test_sparse_gradients_are_refused_in_words_or_go_to_torchs_sgd() -> None:
         (optim.SGD, 1.0),
     ]
     for make, max_norm in refused:
-        with pytest.raises(ConfigError, match=r"sparse.*\(6, 3\).*sparse=False"):
+        with pytest.raises(RuntimeError, match=r"(?i)sparse"):
             make([looked_up()], max_norm=max_norm).step()
     mine, theirs = looked_up(), looked_up()
     ours = optim.SGD([mine], lr=0.1)

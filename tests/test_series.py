@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from quick import examples
-from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds
+from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds, without_resets
 from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError
@@ -322,7 +322,7 @@ def test_chunks_from_an_iterator_are_cut_with_their_series() -> None:
 def test_warm_up_and_resets_taken_away_leave_series_and_ends() -> None:
     lengths = [12, 9]
     (chunk,) = tt.Stream(numbered(lengths), 1, 50, seed=None, warm_up=4)
-    warm, plain = chunk[3:], chunk[3:].without_resets()
+    warm, plain = chunk[3:], without_resets(chunk[3:])
     assert all_faults([warm, plain], lengths) == []
     assert warm.valid_steps == 18 - 1 - 4
     assert not plain.any_reset

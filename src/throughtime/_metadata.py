@@ -75,10 +75,5 @@ class ChunkMetadata:
     def flags(self, device: torch.device) -> Tensor:
         """`(2, T, B)` bool, resets and mask on a device; they are sent once."""
         if device not in self._flags:
-            # no lane resets, and all steps count: a device needs no copy
-            if not self.reset_steps and self.valid_before[-1] == self.mask.numel():
-                resets = torch.zeros(self.mask.shape, dtype=torch.bool, device=device)
-                self._flags[device] = torch.stack([resets, ~resets])
-            else:
-                self._flags[device] = send(torch.stack([self.resets, self.mask]), device)
+            self._flags[device] = send(torch.stack([self.resets, self.mask]), device)
         return self._flags[device]

@@ -177,24 +177,26 @@ class Chunk:
 
     @cached_property
     def inputs(self) -> Tensor:
-        rows, first = self._inputs, self._first
-        return rows if len(rows) == self.steps else rows[first : first + self.steps]
+        return self._cut_rows(self._inputs)
 
     @cached_property
     def targets(self) -> Tensor | None:
-        rows, first = self._targets, self._first
-        return rows if rows is None or len(rows) == self.steps else rows[first : first + self.steps]
+        return None if self._targets is None else self._cut_rows(self._targets)
 
     @cached_property
     def series(self) -> dict[str, Tensor]:
         """What recordings have beside inputs and targets."""
+        return {name: self._cut_rows(rows) for name, rows in self._series.items()}
+
+    def _cut_rows(self, rows: Tensor) -> Tensor:
+        """The steps of the chunk, of a tensor that contains them."""
         first = self._first
-        return {name: rows[first : first + self.steps] for name, rows in self._series.items()}
+        return rows if len(rows) == self.steps else rows[first : first + self.steps]
 
     @cached_property
     def resets(self) -> Tensor:
         """Where lanes start a recording."""
-        resets = self._flag(0)
+        resets = self.metadata.flags(self._inputs.device)[0, self.span]
         if not resets.is_cpu:
             attach(resets, self.reset_steps)
         return resets
@@ -202,23 +204,21 @@ class Chunk:
     @cached_property
     def mask(self) -> Tensor:
         """Which steps count."""
-        return self._flag(1)
+        return self.metadata.flags(self._inputs.device)[1, self.span]
 
-    def _flag(self, index: int) -> Tensor:
-        """Resets or mask, where the inputs are."""
-        if self._inputs.is_cpu:
-            return getattr(self.metadata, PER_STEP[index])[self.span]
-        return self.metadata.flags(self._inputs.device)[index, self.span]
+    def _sent(self, name: str) -> Tensor:
+        """A tensor of the metadata, where the inputs are."""
+        return send(getattr(self.metadata, name)[self.span], self._inputs.device)
 
     @cached_property
     def recording(self) -> Tensor:
         """The index of each lane's recording."""
-        return send(self.metadata.recording[self.span], self._inputs.device)
+        return self._sent("recording")
 
     @cached_property
     def position(self) -> Tensor:
         """The step within it."""
-        return send(self.metadata.position[self.span], self._inputs.device)
+        return self._sent("position")
 
     @cached_property
     def starts(self) -> Tensor:
@@ -228,7 +228,7 @@ class Chunk:
     @cached_property
     def ends(self) -> Tensor:
         """Their last steps."""
-        return send(self.metadata.ends[self.span], self._inputs.device)
+        return self._sent("ends")
 
     @cached_property
     def valid(self) -> Tensor:
@@ -244,7 +244,7 @@ class Chunk:
         """The targets on the host; those that were sent to a device are not read back."""
         sent = attached(self._targets)
         if sent is not None:
-            return sent[self._first : self._first + self.steps]
+            return self._cut_rows(sent)
         return None if self.targets is None else self.targets.cpu()
 
     @overload
@@ -338,14 +338,6 @@ class Chunk:
             for start, stop in pairwise(sorted(edges)):
                 if recording[start, index] >= 0:
                     yield (slice(start, stop), slice(index, index + 1)), lane[start:stop]
-
-    def without_resets(self) -> "Chunk":
-        """The chunk for a caller that sets the states of lanes that start by itself."""
-        resets, *others = self._on_host()
-        metadata = ChunkMetadata.of(torch.zeros_like(resets), *others)
-        return Chunk(
-            self._inputs, self._targets, metadata, 0, self.steps, self._first, self._series
-        )
 
     def _on_host(self) -> list[Tensor]:
         """Resets, mask, recording, position and ends on the host."""

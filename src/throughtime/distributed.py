@@ -195,7 +195,7 @@ class Ranks:
             if ranks:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                torch.div(total, everywhere, out=_as_real(parameter.grad))
+                torch.div(total, everywhere, out=parameter.grad)
         loss = update.loss.new_tensor(loss / everywhere)
         return replace(update, loss=loss, steps=int(steps), weight=everywhere)
 
@@ -210,10 +210,9 @@ class Ranks:
 
         Gradients of all types travel together, in the widest of them, at least float32.
         """
-        values = [_as_real(weight) for weight in weights]
         parts = [
-            torch.zeros_like(value) if grad is None else _as_real(grad)
-            for value, grad in zip(values, grads, strict=True)
+            torch.zeros_like(weight) if grad is None else grad.detach()
+            for weight, grad in zip(weights, grads, strict=True)
         ]
         # of the types of all parts, cat takes the widest
         empty = torch.empty(0, dtype=torch.float32, device=self.device)
@@ -224,12 +223,10 @@ class Ranks:
             sent: Any = distributed.all_reduce(head, async_op=True)
             distributed.all_reduce(flat)
             sent.wait()
-        sums = zip(flat.split([*map(Tensor.numel, values)]), values, strict=True)
-        return head.tolist(), [total.view(value.shape) for total, value in sums]
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+        sums = zip(flat.split([*map(Tensor.numel, parts)]), parts, strict=True)
+        return head.tolist(), [
+            (total if part.is_complex() else total.real).view(part.shape) for total, part in sums
+        ]
 
 
 @contextmanager
@@ -319,5 +316,5 @@ def _spread(weight: Tensor, gradient: Tensor | None) -> None:
 def _digest(weight: Tensor) -> str:
     """Of its bits: sums of numbers differ with the number of threads."""
     # a copy: memory that NumPy has seen can no longer be freed by fully_shard
-    values = _as_real(weight).cpu().contiguous().clone()
+    values = weight.detach().cpu().flatten().clone()
     return hashlib.blake2b(values.view(torch.uint8).numpy().data, digest_size=8).hexdigest()

@@ -12,9 +12,9 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from throughtime._device import real_type
+from throughtime._device import real_type, send
 from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.distributed import ranks_of
@@ -25,7 +25,6 @@ from throughtime.metrics import (
     MergeableMetric,
     Metric,
     Metrics,
-    TorchMetric,
     as_metric,
 )
 from throughtime.predict import Predictor
@@ -57,7 +56,7 @@ def evaluate(
     data: Stream | Recordings,
     loss_fn: LossFn | None = None,
     *,
-    metrics: Metric | TorchMetric | None = None,
+    metrics: Metric | nn.Module | None = None,
 ) -> Evaluation:
     """Loss and metrics of whole recordings, with the state carried as in training.
 
@@ -161,7 +160,7 @@ class Evaluator:
         net: Carried,
         loss_fn: LossFn | None = None,
         *,
-        metrics: Metric | TorchMetric | None = None,
+        metrics: Metric | nn.Module | None = None,
     ) -> None:
         self._predictor = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn, split=True)
@@ -235,9 +234,7 @@ class Evaluator:
             indices, counts = (values.tolist() for values in owners.unique(return_counts=True))
             self._metrics[None].update(unpacked(rows), targets)
             if len(indices) > 1:
-                if not rows.is_cpu:  # the host's order would have to be sent
-                    owners = chunk.recording.flatten().index_select(0, chunk.valid)
-                order = owners.argsort(stable=True)
+                order = send(owners.argsort(stable=True), rows.device)
                 rows, targets = rows.index_select(0, order), targets.index_select(0, order)
             parts = zip(indices, rows.split(counts), targets.split(counts), strict=True)
             for recording, rows, targets in parts:

@@ -73,18 +73,6 @@ class MergeableMetric(Metric, Protocol):
         ...
 
 
-class TorchMetric(Protocol):
-    """A `torchmetrics.Metric` or `MetricCollection`, by its methods: it is never imported."""
-
-    def compute(self) -> Any:
-        """A tensor, or tensors by name."""
-        ...
-
-    def clone(self) -> "TorchMetric":
-        """A copy."""
-        ...
-
-
 @dataclass
 class TorchMetricAdapter:
     """A metric of torchmetrics as a `Metric`; a value of several numbers gets one name for each."""
@@ -121,7 +109,7 @@ class TorchMetricAdapter:
         return values
 
 
-def as_metric(metric: Metric | TorchMetric) -> Metric:
+def as_metric(metric: Metric | nn.Module) -> Metric:
     """The metric itself, or an adapter for one of torchmetrics.
 
     Raises:

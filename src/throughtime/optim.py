@@ -8,9 +8,10 @@ Each loads the `state_dict` of the other. Parameters and state stay separate ten
 and tied weights work as before. The kernel receives their addresses. It scales each gradient as it
 reads it: clipping leaves `.grad` unchanged.
 
-Torch's own step runs, clipped in the same way, when the kernel cannot, and `fallback` says why:
-other devices than the CPU, other types than float32 and float64, tensors with gaps, subclasses such
-as DTensor, `differentiable`, or no compiled core.
+Torch's own step runs, clipped in the same way, when the kernel cannot, and `fallback` says why: at
+the first step, which makes the state, if the rule has any; on other devices than the CPU, for other
+types than float32 and float64, tensors with gaps, subclasses such as DTensor, `differentiable`, or
+without the compiled core.
 
 Not to be confused with `torch.nn.utils.clip_grad_norm_`, which writes the clipped gradients, nor
 with clipping each tensor by itself.
@@ -35,7 +36,7 @@ from torch._C._autograd import _profiler_enabled as profiled
 from torch._compile import _disable_dynamo as disable_dynamo
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.optim.optimizer import ParamsT, _get_scalar_dtype
+from torch.optim.optimizer import ParamsT
 from torch.optim.optimizer import _global_optimizer_post_hooks as post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as pre_hooks
 
@@ -124,7 +125,7 @@ class _KernelOptimizer(Optimizer):
             The closure's result, None without a closure.
 
         Raises:
-            ConfigError: sparse gradients, except under SGD without `max_norm`.
+            RuntimeError: torch's own, for sparse gradients, except under SGD without `max_norm`.
         """
         if torch.compiler.is_compiling():
             return self._step_outside_graph(closure)
@@ -177,13 +178,6 @@ class _KernelOptimizer(Optimizer):
     def _clipped_grads(self) -> Generator[None]:
         """Put clipped copies in place of the gradients for a while."""
         pairs = self._pairs()
-        sparse = [grad for _, grad in pairs if grad.layout != torch.strided]
-        if sparse and (self._max_norm is not None or self._rule != "sgd"):
-            raise ConfigError(
-                f"{len(sparse)} gradients under {type(self).__name__} are sparse, the first of"
-                f" shape {tuple(sparse[0].shape)}; expected dense ones, only SGD without max_norm"
-                " takes others. Take nn.Embedding(..., sparse=False), or torch.optim.SparseAdam"
-            )
         self._norm = None
         try:
             if self._max_norm is not None:
@@ -283,11 +277,10 @@ class _KernelOptimizer(Optimizer):
         return why_missing() if need(f"tt.optim.{type(self).__name__}") is None else None
 
     def _unsupported_state(self, param: Tensor, group: Group) -> str | None:
-        state, slots = self.state.get(param, {}), _slots(group)
-        for key in () if _is_first_step(state, slots) else slots.values():
-            tensor = state.get(key)
+        for key in _slots(group).values():
+            tensor = self.state.get(param, {}).get(key)
             if not isinstance(tensor, Tensor):
-                return f"has no tensor {key!r}"
+                return f"has no tensor {key!r}, which a step of torch's own makes"
             if reason := mismatch(tensor, tensor if key == "step" else param):
                 return f"{key!r} {reason}"
             if key == "step" and tensor.numel() != 1:
@@ -295,17 +288,8 @@ class _KernelOptimizer(Optimizer):
         return None
 
     def _entry(self, param: Tensor, number: int, group: Group) -> ParamEntry:
-        slots = _slots(group)
-        if not slots:
-            return ParamEntry(param, number)
-        state = self.state[param]
-        first_step = _is_first_step(state, slots)
-        if first_step:
-            for key in slots.values():
-                step = torch.zeros((), dtype=_get_scalar_dtype(), device="cpu")
-                state[key] = step if key == "step" else torch.zeros_like(param)
-        tensors = {slot: state[key] for slot, key in slots.items()}
-        return ParamEntry(param, number, first_step=first_step, **tensors)
+        tensors = {slot: self.state[param][key] for slot, key in _slots(group).items()}
+        return ParamEntry(param, number, **tensors)
 
     def _numbers(self, group: Group) -> dict[str, Any]:
         """The fields of `tt_group`."""
@@ -322,11 +306,6 @@ def _slots(group: Group) -> dict[str, str]:
         return {"first": "momentum_buffer"} if group["momentum"] else {}
     slots = {"step": "step", "first": "exp_avg", "second": "exp_avg_sq"}
     return slots | {"largest": "max_exp_avg_sq"} if group["amsgrad"] else slots
-
-
-def _is_first_step(state: Mapping[str, Any], slots: Mapping[str, str]) -> bool:
-    """Whether a parameter has no state yet."""
-    return all(state.get(key) is None for key in slots.values())
 
 
 class Adam(_KernelOptimizer, torch.optim.Adam):

@@ -7,6 +7,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -27,7 +28,7 @@ from throughtime.carry.carried import (
 from throughtime.carry.single_step import SingleStep
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
-from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
+from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
@@ -124,7 +125,7 @@ class Predictor:
         on_nan: what to do where an input of a step is NaN or infinite, which would make every
             later answer NaN. "raise" refuses the call and leaves the state as it was. "hold" leaves
             the step out: the lane keeps its state. "reset" starts the lane anew after the step.
-            With either, the outputs of that step are NaN, and the other lanes are as ever.
+            With either, the outputs of that step are NaN, and the other lanes go on.
 
     Attributes:
         state: the state after the last step; `None` before the first. A value: keep it, set it,
@@ -134,7 +135,8 @@ class Predictor:
     Several threads may share a net that is in evaluation mode already (`net.eval()`), each with a
     predictor of its own.
 
-    Cost: one forward call per call, and one more for each lane with an input that is not finite.
+    Cost: one forward call per call; where inputs are not finite, one for each run of steps at which
+    the same lanes have some.
 
     Example:
         >>> import torch, throughtime as tt
@@ -268,7 +270,8 @@ class Predictor:
             raise
         nan = outputs.isnan()
         if missing is not None:
-            nan &= send(~missing, x.device)[(..., *[None] * (nan.dim() - 2))]
+            left_out = send(missing, x.device)[(..., *[None] * (nan.dim() - 2))]
+            nan, outputs = nan & ~left_out, outputs.masked_fill(left_out, math.nan)
         flags = torch.stack([nan.any(), *[leaf.isnan().any() for leaf in trees.tensors(after)]])
         if True in (wrong := flags.tolist()):
             leaves = [f"state leaf '{name}' is NaN" for name, _ in trees.leaves(after)]
@@ -295,30 +298,24 @@ class Predictor:
     def _run_around(
         self, missing: Tensor, x: Tensor, before: State, resets: Tensor | None
     ) -> tuple[Tensor, State]:
-        """Outputs and state where lanes with inputs that are not finite run alone, without them.
+        """Outputs and state, where lanes hold their state at steps that are `missing`, `(T, B)`.
 
-        The lanes run together first: what one of them gets changes no bit of another. The steps
-        that are `missing`, `(T, B)`, and those of resets are read on the host.
+        One call for each run of steps that the same lanes miss; they get zeros, and the state from
+        before them, or a new one.
         """
         self.skipped += int(missing.sum())
         start = self.net.initial_state(self.lanes, like=x)
-        before = start if before is None else before
-        outputs, after = self._run(x.nan_to_num(0, 0, 0), before, resets)
-        outputs = outputs.clone()
-        anew = torch.zeros_like(missing) if resets is None else resets.cpu()
-        starts = (anew | missing if self.on_nan == "reset" else anew).cumsum(0)  # up to each step
-        states = [trees.select(after, [lane]) for lane in range(self.lanes)]
-        for lane in missing.any(0).nonzero().flatten().tolist():
-            kept, state = ~missing[:, lane], trees.select(before, [lane])
-            counts = starts[kept, lane]
-            outputs[:, lane] = math.nan
-            if len(counts):
-                marks = send(counts.diff(prepend=counts.new_zeros(1)) > 0, x.device)
-                y, state = self._run(x[kept, lane].unsqueeze(1), state, marks.unsqueeze(1))
-                outputs[kept, lane] = y.squeeze(1)
-            restarts = starts[-1, lane] > counts[-1:].sum()
-            states[lane] = trees.select(start, [lane]) if restarts else state
-        return outputs, trees.stack(states)
+        state, x = start if before is None else before, x.nan_to_num(0, 0, 0)
+        outputs: list[Tensor] = []
+        marks = torch.zeros_like(missing) if resets is None else resets.cpu()
+        changes = (missing[1:] != missing[:-1]).any(1).nonzero().flatten() + 1
+        for first, stop in pairwise([0, *changes.tolist(), len(x)]):
+            held, run = missing[first], slice(first, stop)
+            y, after = self._run(x[run], state, None if resets is None else resets[run])
+            anew = held & (marks[run].any(0) | (self.on_nan == "reset"))
+            state = trees.reset(trees.reset(after, state, held), start, anew)
+            outputs.append(y)
+        return torch.cat(outputs), state
 
     def _refuse_nan(self, before: State, what: str) -> None:
         """Refuse NaN that finite inputs led to; the message begins with `what` is NaN."""
@@ -384,18 +381,13 @@ class Predictor:
         """Start some lanes anew, by number; all of them by default.
 
         Raises:
-            StateError: no such lane.
+            IndexError: no such lane.
         """
         if lanes is None or self.state is None:
             self.state = None
             return
         where = torch.zeros(self.lanes, dtype=torch.bool, device="cpu")
-        try:
-            where[lanes] = True
-        except IndexError as error:
-            raise StateError(
-                f"lane {lanes} asked for, the predictor has lanes 0 to {self.lanes - 1}"
-            ) from error
+        where[lanes] = True
         with torch.no_grad():
             self.state = trees.reset(self.state, self.net.initial_state(self.lanes), where)
 
@@ -404,7 +396,7 @@ class _OneThread:
     """A context that refuses a second thread: the state has one order of steps."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, object] = {}
+        self._calls: dict[str, object] = {}  # a lock could not be pickled
 
     def __enter__(self) -> None:
         call = object()

@@ -182,7 +182,8 @@ class Updates(Iterator[Update]):
             self._ranks if several else None,
             late=late and not several,
         )
-        self._executor.move(_start(source.position, state, policy_state))
+        at = source.position
+        self._executor.move(Progress(at, state, at, state, policy_state))
         self._plain = accumulate == 1 and not several and not self._ranks.shards
         # "new" before the first checks, "busy" within an update, and after an error in one
         self._status: Literal["new", "ready", "busy", "finished"] = "new"
@@ -226,8 +227,7 @@ class Updates(Iterator[Update]):
             raise StopIteration
         executor, stream = self._executor, self._stream
         if self._status != "ready" or executor.unread:
-            with self._ranks.unsharded(self._net):
-                self._check()
+            self._check()
         if stream is not None:
             if stream._generation != self._generation:
                 raise DataError(
@@ -269,18 +269,20 @@ class Updates(Iterator[Update]):
             )
         if self._status != "new":
             return
-        weights, stream = self._executor.weights(), self._stream
-        if self._ranks.count > 1 and stream is not None:
+        first, ranks, stream = not self._count, self._ranks, self._stream
+        lost = first and stream is not None and stream.position > 0 and self.state is None
+        if ranks.count > 1 and stream is not None:
             policy = {"gradient": self._gradient, "accumulate": self._accumulate}
-            plan = None if self._count else {**stream._plan(), **policy}
-            self._ranks.check_equal(weights, plan)
-        if not self._count and stream is not None and stream.position > 0 and self.state is None:
-            if self._ranks.count > 1:  # the others would wait for this rank
-                self._ranks.signal_failure([*weights.values()])
+            with ranks.unsharded(self._net):
+                weights = self._executor.weights()
+                ranks.check_equal(weights, {**stream._plan(), **policy} if first else None)
+                if lost:  # the others would wait for this rank
+                    ranks.signal_failure([*weights.values()])
+        if lost:
             raise DataError(
-                f"the stream is at step {stream.position} and no state came with it: it would go on"
-                " from the initial state. Resume with updates.load_state_dict(...), or give"
-                " tt.updates the carried state."
+                f"the stream is at step {self._executor.at.step} and no state came with it: it"
+                " would go on from the initial state. Resume with updates.load_state_dict(...), or"
+                " give tt.updates the carried state."
             )
 
     def _read_flag(self) -> None:
@@ -332,7 +334,7 @@ class Updates(Iterator[Update]):
         at, position = self._executor.at, stream.state_dict()
         entering = stream._entering_state(self._net)
         if self._status == "finished":
-            at = _start(0, entering, at.memory)
+            at = Progress(0, entering, 0, entering, at.memory)
         elif self._before is not None and (self._status == "busy" or not after_step):
             epoch, at = self._before
             position |= {"epoch": epoch, "position": at.step}
@@ -375,8 +377,3 @@ class Updates(Iterator[Update]):
                 " give tt.updates a Stream, not bare chunks"
             )
         return self._stream
-
-
-def _start(step: int, state: State, memory: Any) -> Progress:
-    """The progress before the first update."""
-    return Progress(step, state, step, state, memory)

@@ -11,6 +11,7 @@ from mock_device import DEVICE, counted
 from torch import Tensor, nn
 
 import throughtime as tt
+from strategies import without_resets
 from throughtime._metadata import ChunkMetadata, reset_positions
 from throughtime.chunk import Chunk, join
 from throughtime.gradient.objective import Objective
@@ -82,14 +83,15 @@ def test_resets_and_mask_of_a_block_are_sent_together_once() -> None:
     assert (counts.to_device, counts.blocking) == (1, 0)
 
 
-def test_metadata_without_resets_and_gaps_is_not_sent() -> None:
+def test_pairs_without_gaps_send_no_mask() -> None:
     inputs, targets = torch.randn(10, 2, 3, device=DEVICE), torch.zeros(10, 2, 1, device=DEVICE)
     chunk = Chunk.from_tensors(inputs, targets)
     with counted() as counts:
-        assert chunk.mask.device == DEVICE
         assert chunk.valid_pairs(inputs)[0].shape == (20, 3)
-        flags = chunk.mask, chunk.resets, chunk.valid
     assert counts.to_device == counts.host_reads == counts.nonzero == 0
+    with counted() as counts:
+        flags = chunk.mask, chunk.resets, chunk.valid
+    assert (counts.to_device, counts.host_reads, counts.nonzero) == (1, 0, 0)
     assert [int(values.sum()) for values in flags] == [20, 0, 190]
 
 
@@ -148,7 +150,7 @@ def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> No
         chunk = chunks(device)[0]
         assert chunk.targets is not None
         chunk.targets[2:5] = -100  # as a loop does that leaves out steps by itself
-        masked = chunk.without_resets()
+        masked = without_resets(chunk)
         seen = [chunk, chunk[1:4], join([chunk[:3], masked[3:]]), masked]
         weights.append([Objective(nn.CrossEntropyLoss()).weight(c) for c in seen])
     assert weights[1] == weights[0]

@@ -550,10 +550,10 @@ class Executor:
                 torch.clear_autocast_cache()
             if start == w.keep and not kept:  # else it runs again
                 kept.append(state)
-            if enter is not None and part.any_reset:
-                state = enter(part, state, net.initial_state(part.lanes, like=x))
-                part = part.without_resets()
-            y, state = net(x, state, part.resets if part.any_reset else None)
+            resets = part.resets if part.any_reset else None
+            if enter is not None and part.any_reset:  # at its first step alone
+                state, resets = enter(part, state, net.initial_state(part.lanes, like=x)), None
+            y, state = net(x, state, resets)
             if not isinstance(y, Tensor):
                 self.objective.bind(net.adapter.unpack)
                 y = pack(y)

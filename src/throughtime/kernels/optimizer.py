@@ -68,7 +68,6 @@ class ParamEntry(NamedTuple):
         second: Adam's mean of squared gradients.
         largest: the largest of these means so far, for amsgrad.
         step: Adam's number of steps, one float32 or float64.
-        first_step: SGD's momentum starts from this step's gradient.
     """
 
     param: Tensor
@@ -77,7 +76,6 @@ class ParamEntry(NamedTuple):
     second: Tensor | None = None
     largest: Tensor | None = None
     step: Tensor | None = None
-    first_step: bool = False
 
     def struct(self, start: int) -> TensorStruct:
         """The entry for the kernel; `start` counts the numbers in the entries before it."""
@@ -90,7 +88,7 @@ class ParamEntry(NamedTuple):
             self.group,
             TYPES[self.param.dtype],
             0 if self.step is None else TYPES[self.step.dtype],
-            self.first_step,
+            0,  # a first step is torch's own
         )
 
 
