@@ -17,9 +17,9 @@ import throughtime as tt
 from strategies import seeds
 from test_targets import KINDS, check_rows, kinds, missing
 from throughtime.errors import DataError
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Part, StepArrays, TableRecording
-from throughtime.stream.row_sources import ArrayRows
 from throughtime.stream.shift import later_times, padded_slice, shift_targets
 
 lengths = st.integers(1, 60)

@@ -30,8 +30,8 @@ from strategies import (
 from throughtime.chunk import Chunk, join
 from throughtime.errors import DataError
 from throughtime.stream import windows
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.recording import StepArrays, TableRecording
-from throughtime.stream.row_sources import ArrayRows
 from throughtime.stream.sources import as_recording
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 40])

@@ -22,9 +22,9 @@ from policy_data import allocated
 from strategies import named, recordings, seeds
 from test_stream import same, whole
 from throughtime.errors import DataError
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IGNORE_INDEX, interval_labels, periodic_labels
-from throughtime.stream.row_sources import ArrayRows
 from throughtime.stream.sources import as_recording
 
 KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {

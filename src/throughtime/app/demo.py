@@ -36,9 +36,9 @@ from throughtime.gradient import Exact, Truncated, Update
 from throughtime.metrics import Classification
 from throughtime.predict import predict
 from throughtime.stream import Recording, Stream, windows
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import TableRecording
-from throughtime.stream.row_sources import ArrayRows
 from throughtime.updates import updates
 
 MODES = ("off", "on")

@@ -23,6 +23,7 @@ from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
 from throughtime.stream.formats._csv_cache import conversion_shown
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.csv_rows import LineNames
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.formats.times import TimeSummary, summarize_times
@@ -39,7 +40,7 @@ from throughtime.stream.recording import (
     columns,
     interval_columns,
 )
-from throughtime.stream.row_sources import ArrayRows, ColumnRows, time_rows, value_columns
+from throughtime.stream.row_sources import ColumnRows, time_rows, value_columns
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]
 """Called with a phase of the work, what is done of it, and all of it; 0 if that is unknown."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.arrays import slice_rows
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.objects import (
     as_file_array,
     has,
@@ -23,22 +23,8 @@ from throughtime.stream.formats.objects import (
     is_series,
     open_object,
 )
-from throughtime.stream.formats.table import Array, FileArray, RowSource
+from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.formats.times import nanoseconds
-
-
-@dataclass(frozen=True)
-class ArrayRows:
-    """The rows of an array; of one that is lazy or memory-mapped only those read are loaded."""
-
-    source: str
-    array: FileArray
-
-    def __len__(self) -> int:
-        return int(self.array.shape[0])
-
-    def read(self, start: int, stop: int) -> Array:
-        return slice_rows(self.array, start, stop)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import interval_labels, periodic_labels
@@ -31,7 +32,6 @@ from throughtime.stream.recording import (
     interval_columns,
 )
 from throughtime.stream.row_sources import (
-    ArrayRows,
     ColumnRows,
     ConcatRows,
     as_rows,

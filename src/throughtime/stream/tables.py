@@ -13,7 +13,12 @@ import numpy as np
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
 from throughtime.stream.classes import class_names, with_classes
-from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, longest_arrays
+from throughtime.stream.formats.arrays import (
+    ArrayRows,
+    ArraysFile,
+    MatrixColumns,
+    longest_arrays,
+)
 from throughtime.stream.formats.objects import (
     ArrowColumns,
     as_file_array,
@@ -26,7 +31,6 @@ from throughtime.stream.formats.table import Array, FileTable
 from throughtime.stream.recording import Part, Recording, TableRecording
 from throughtime.stream.recording import columns as of_columns
 from throughtime.stream.row_sources import (
-    ArrayRows,
     ColumnRows,
     as_rows,
     check_columns,

@@ -56,7 +56,7 @@ class ArraysFile(TableFile):
     def _rows(self, name: str, start: int, stop: int) -> Array:
         what = f"{self.path}: steps {start} to {stop} of '{name}' cannot be read"
         with unreadable(what, _DAMAGED, "is the file damaged?"):
-            rows = slice_rows(self._arrays[name], start, stop)
+            rows = ArrayRows(name, self._arrays[name]).read(start, stop)
         return rows.reshape(stop - start, -1)
 
 
@@ -64,12 +64,12 @@ class MatrixColumns(TableFile):
     """The columns of an array `(T, D)`, called `0`, `1` and so on; whole rows are read of it."""
 
     def __init__(self, array: FileArray) -> None:
-        self._array = array
+        self._array = ArrayRows("the columns", array)
         self.length, width = map(int, array.shape)
         self.columns = tuple(map(str, range(width)))
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = slice_rows(self._array, start, stop)
+        rows = self._array.read(start, stop)
         return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
 
@@ -121,18 +121,28 @@ def with_fields(arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
     }
 
 
-def slice_rows(array: FileArray, start: int, stop: int) -> Array:
-    """Rows of anything that slices rows; a masked value is NaN.
+@dataclass(frozen=True)
+class ArrayRows:
+    """The rows of an array; of one that is lazy or memory-mapped only those read are loaded.
 
-    A lazy one of Dask is computed in this thread: its pool of threads does not survive a fork.
+    Of anything that slices rows. A masked value is NaN. A lazy array of Dask is computed in this
+    thread: its pool of threads does not survive a fork.
     """
-    rows: Any = array[start:stop]
-    graph = getattr(rows, "__dask_graph__", None)
-    if graph is not None and graph() is not None:
-        rows = rows.compute(scheduler="synchronous")
-    if isinstance(rows, np.ma.MaskedArray):
-        rows = np.ma.filled(rows if rows.dtype.kind == "f" else rows.astype(np.float64), np.nan)
-    return np.asarray(rows)
+
+    source: str
+    array: FileArray
+
+    def __len__(self) -> int:
+        return int(self.array.shape[0])
+
+    def read(self, start: int, stop: int) -> Array:
+        rows: Any = self.array[start:stop]
+        graph = getattr(rows, "__dask_graph__", None)
+        if graph is not None and graph() is not None:
+            rows = rows.compute(scheduler="synchronous")
+        if isinstance(rows, np.ma.MaskedArray):
+            rows = np.ma.filled(rows if rows.dtype.kind == "f" else rows.astype(np.float64), np.nan)
+        return np.asarray(rows)
 
 
 def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
