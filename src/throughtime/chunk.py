@@ -83,11 +83,12 @@ class Chunk:
         start, stop, metadata = self.start, self.stop, self.metadata
         resets, before = metadata.reset_steps, metadata.valid_before
         index = bisect_left(resets, start)
-        put = object.__setattr__  # counted once: every update asks for them several times
-        put(self, "steps", stop - start)
-        put(self, "lanes", self._inputs.shape[1])
-        put(self, "valid_steps", before[stop] - before[start])
-        put(self, "any_reset", index < len(resets) and resets[index] < stop)
+        self.__dict__.update(  # counted once: every update asks for them several times
+            steps=stop - start,
+            lanes=self._inputs.shape[1],
+            valid_steps=before[stop] - before[start],
+            any_reset=index < len(resets) and resets[index] < stop,
+        )
 
     @classmethod
     def from_tensors(

@@ -13,7 +13,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 import cmath
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
@@ -96,26 +96,29 @@ class OwnGrads:
     is as it was.
     """
 
-    def __init__(self, weights: Iterable[Tensor], *, discard: bool = False) -> None:
-        self._weights, self._discard, self.scale = [*weights], discard, 1.0
+    def __init__(self, weights: Collection[Tensor], *, discard: bool = False) -> None:
+        self._weights, self._discard, self.scale = weights, discard, 1.0
 
     def __enter__(self) -> Self:
-        self._before = [weight.grad for weight in self._weights]
-        for weight, grad in zip(self._weights, self._before, strict=True):
-            if grad is not None:
-                weight.grad = None
+        self._before = {w: w.grad for w in self._weights if w.grad is not None}
+        for weight in self._before:
+            weight.grad = None
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         keep = kind is None and not self._discard
-        for weight, before in zip(self._weights, self._before, strict=True):
-            grad = weight.grad
+        if keep and not self._before and self.scale == 1:  # the usual case
+            return
+        for weight in self._weights:
+            grad, before = weight.grad, self._before.get(weight)
             if not keep or grad is None:
                 weight.grad = before
-            elif before is not None and not before.is_sparse:
+            elif before is None:
+                weight.grad = grad * self.scale
+            elif before.is_sparse:
+                weight.grad = grad * self.scale + before
+            else:
                 weight.grad = before.add_(grad, alpha=self.scale)
-            elif before is not None or self.scale != 1:
-                weight.grad = grad * self.scale if before is None else grad * self.scale + before
 
 
 class StepReader:
@@ -430,8 +433,7 @@ class Executor:
                 continue
             parts.append(_Part(max(begin, w.counted), stop, loss, weight))
             valid += chunk.valid_steps
-            checked = replay is not None and loss.is_cpu and objective.scaler is None
-            if checked and not math.isfinite(loss.item()):
+            if replay is not None and loss.is_cpu and objective.scaler is None:
                 self._check_finite(loss.detach(), {}, parts[-1:], y, chunk)
         if joined:
             outputs, chunks = zip(*joined, strict=True)
@@ -590,7 +592,10 @@ class Executor:
         next update: the host never waits for what it has just asked for.
         """
         grads = {n: w.grad for n, w in weights.items() if w.grad is not None and w.grad.numel()}
-        values, objective = sizes([loss, *grads.values()]), self.objective
+        tensors = [loss, *grads.values()]
+        if loss.is_cpu and all(map(cmath.isfinite, [t.sum().item() for t in tensors])):
+            return
+        values = sizes(tensors)
 
         def error(name: str | None) -> RunError:
             part, steps, outputs = _part_at_fault(parts, name, replay), chunk, y
@@ -600,14 +605,14 @@ class Executor:
             return RunError(
                 f"{subject} is not finite (NaN or infinite) in the chunk of steps {part.begin} to"
                 f" {part.stop - 1} of the epoch (recording"
-                f" {listed(objective.recordings_at_fault(outputs, steps))}), whose part of the loss"
-                f" is {part.loss.item():.6g}. {_ZEROED if late else _KEPT}. Check the inputs and"
-                " targets of these steps. If they are sound, the net or its gradient explodes:"
+                f" {listed(self.objective.recordings_at_fault(outputs, steps))}), whose part of the"
+                f" loss is {part.loss.item():.6g}. {_ZEROED if late else _KEPT}. Check the inputs"
+                " and targets of these steps. If they are sound, the net or its gradient explodes:"
                 " lower the learning rate, or cut or clip the credit (a shorter horizon,"
                 " clip_grad_norm_, or tt.Exact with clip_adjoint)."
             )
 
-        late = self.late and replay is None and not loss.is_cpu and is_accelerator(loss)
+        late = self.late and replay is None and is_accelerator(loss)
         if late and all(type(grad) is Tensor for grad in grads.values()):
             wrong = ~values.isfinite().all()
             for grad in grads.values():
