@@ -338,8 +338,7 @@ def graph_bytes(net: nn.Module, first: Chunk, run: Callable[[], object]) -> floa
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with preserve_rng_and_buffers(net, first.inputs.device), torch.enable_grad(), hooks:
-        results = run()
-    del results
+        run()
     return (sum(dict(saved).values()) + NODE_BYTES * len(saved) + 1) / first.steps
 
 
@@ -411,8 +410,8 @@ def rollout(
             results, after[0] = flatten(state)
             return pack(y), *results
 
-        span, count = (i * length, i * length + len(rows)), 1 + len(leaves)
-        y, *leaves = Segment.apply(run, span, replay, None, count, rows, *leaves, *weights)
+        span, inputs = (part.start, part.stop), (rows, *leaves)
+        y, *leaves = Segment.apply(run, span, replay, None, len(inputs), *inputs, *weights)
         outputs.append(y)
     y, unpack = torch.cat(outputs), net.adapter.unpack
     return (unpack(y) if unpack else y), after[0](leaves)
