@@ -12,20 +12,21 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from throughtime._device import real_type
 from throughtime.carry.carried import Carried, dtype_of
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.distributed import ranks_of
-from throughtime.errors import DataError, counted, listed, warn_caller
+from throughtime.errors import DataError, ModelError, counted, listed, warn_caller
 from throughtime.gradient.objective import LossFn, Objective, target_kind
 from throughtime.metrics import (
     Classification,
     MergeableMetric,
     Metric,
     Metrics,
-    TorchMetric,
+    Sums,
+    TorchMetricAdapter,
     as_metric,
 )
 from throughtime.predict import Predictor
@@ -57,7 +58,7 @@ def evaluate(
     data: Stream | Recordings,
     loss_fn: LossFn | None = None,
     *,
-    metrics: Metric | TorchMetric | None = None,
+    metrics: Metric | nn.Module | None = None,
 ) -> Evaluation:
     """Loss and metrics of whole recordings, with the state carried as in training.
 
@@ -76,7 +77,8 @@ def evaluate(
         loss_fn: as for `tt.updates`; its means are weighted by valid steps, those of torch's losses
             of classes by the weights of the classes, so that the cut into chunks changes nothing.
         metrics: `tt.metrics.Classification(classes)`, `tt.metrics.Regression()`, any
-            `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`.
+            `torchmetrics.Metric` or `MetricCollection`, or your own `tt.metrics.Metric`, which a
+            net with several outputs needs.
 
     Returns:
         An `Evaluation`: the loss and the metrics over all recordings, and the metrics of each.
@@ -84,6 +86,7 @@ def evaluate(
     Raises:
         DataError: the recordings have no targets, or a stream plays only a rank's share and
             the metrics have no `merge`.
+        ModelError: a loss of torch, or metrics of ours or of torchmetrics, for several outputs.
 
     Warns:
         UserWarning: a stream cuts recordings; the message names the `lanes=` that does not.
@@ -161,7 +164,7 @@ class Evaluator:
         net: Carried,
         loss_fn: LossFn | None = None,
         *,
-        metrics: Metric | TorchMetric | None = None,
+        metrics: Metric | nn.Module | None = None,
     ) -> None:
         self._predictor = Predictor(net)
         self._objective = None if loss_fn is None else Objective(loss_fn, split=True)
@@ -225,20 +228,28 @@ class Evaluator:
         outputs, self._state = self._predictor._run(chunk.inputs, self._state, resets)
         unpacked = self._predictor._unpacked
         self._steps += chunk.valid_steps
-        if objective is not None and objective.joins:
-            self._joined.append((outputs, chunk))
-        elif objective is not None and chunk.valid_steps:
-            self._add_loss(outputs, chunk)
+        if objective:
+            if objective.joins:
+                self._joined.append((outputs, chunk))
+            elif chunk.valid_steps:
+                self._add_loss(outputs, chunk)
         if self._metric is not None and chunk.valid_steps:
             rows, targets = chunk.valid_pairs(outputs)
+            single = isinstance(self._metric, Sums | TorchMetricAdapter)
+            if single and self._predictor.net.adapter.unpack:
+                raise ModelError(
+                    "the net has several outputs, and this metric takes one tensor. Give an object"
+                    " with new(), compute() and update(outputs, targets), which adds the items that"
+                    " it needs to metrics of its own: self.own.update(outputs[0], targets)"
+                )
             owners = chunk.metadata.recording[chunk.span][chunk.metadata.mask[chunk.span]]
-            indices, counts = (values.tolist() for values in owners.unique(return_counts=True))
+            indices, counts = map(Tensor.tolist, owners.unique(return_counts=True))
             self._metrics[None].update(unpacked(rows), targets)
             if len(indices) > 1:
                 if not rows.is_cpu:  # the host's order would have to be sent
-                    owners = chunk.recording.flatten().index_select(0, chunk.valid)
+                    owners = chunk.recording.flatten()[chunk.valid]
                 order = owners.argsort(stable=True)
-                rows, targets = rows.index_select(0, order), targets.index_select(0, order)
+                rows, targets = rows[order], targets[order]
             parts = zip(indices, rows.split(counts), targets.split(counts), strict=True)
             for recording, rows, targets in parts:
                 self._metrics[recording].update(unpacked(rows), targets)

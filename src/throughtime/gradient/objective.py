@@ -276,9 +276,19 @@ class Objective:
         return pooled(parts, outputs)
 
     def bind(self, unpack: Any) -> None:
-        """Let the loss have the items of several outputs, which lie side by side until then."""
+        """Let the loss have the items of several outputs, which lie side by side until then.
+
+        Raises:
+            ModelError: it is one of torch's, which take one tensor.
+        """
         if self.unpack is None and unpack is not None:
             own, self.unpack = self.loss_fn, unpack
+            if target_kind(own):
+                raise ModelError(
+                    "the net has several outputs, and this loss takes one tensor: write"
+                    " tt.SequenceLoss(lambda y, chunk: loss_fn(*chunk.valid_pairs(y[0])),"
+                    " additive=True), with the number or the name of the output that it is for"
+                )
             self.call = partial(_of_items, self.function, unpack)
             if self.sequences:
                 self.call = SequenceLoss(self.call, own.over, own.additive)
@@ -378,7 +388,7 @@ class Objective:
 
     def recordings_at_fault(self, outputs: Tensor | None, chunk: Chunk) -> list[int]:
         """The recordings whose own loss is not finite; if there are none, all of the chunk."""
-        at_fault: list[int] = []
+        at_fault = list[int]()
         if outputs is not None and not self.sequences:
             rows, targets = chunk.valid_pairs(outputs.detach())
             owners = chunk.recording[chunk.mask]

@@ -83,10 +83,8 @@ class Segment(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         replay: Replay = ctx.replay
         replay.check_use()
-        wanted = ctx.needs_input_grad[5 : 5 + len(ctx.saved_tensors)]
-        inputs = [
-            t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[5:], strict=False)  # weights follow
+        inputs = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         with replay.at(ctx.index), torch.enable_grad():
             results = ctx.run(*inputs)
         replay.compare(ctx, results)
@@ -328,7 +326,7 @@ def graph_bytes(net: nn.Module, first: Chunk, run: Callable[[], object]) -> floa
     """
     known = [*net.parameters(), *net.buffers(), first.inputs, first.targets]
     ignored = {t.untyped_storage().data_ptr() for t in known if t is not None}
-    saved: list[tuple[int, int]] = []
+    saved = list[tuple[int, int]]()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
