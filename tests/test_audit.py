@@ -37,7 +37,7 @@ from strategies import (
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.diagnose import Audit
-from throughtime.diagnose._slice import CreditGate
+from throughtime.diagnose._slice import CreditGate, CreditPass
 from throughtime.diagnose.audit import Truncation, WindowGroup, window_groups
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
 from throughtime.gradient.segment import Segment
@@ -586,14 +586,13 @@ def root(outputs: Tensor, chunk: Chunk) -> Tensor:
     return nn.functional.mse_loss(*chunk.valid_pairs(outputs)).sqrt()
 
 
-@pytest.mark.parametrize("chunk", [None, 10])
-def test_a_loss_over_strides_is_compared_stride_by_stride(chunk: int | None) -> None:
-    """Against updates of `tt.Truncated` at that stride, and one of all steps."""
+def agrees_by_stride(horizons: tuple[int, ...], chunk: int | None) -> bool:
+    """Whether biases are those of updates of `tt.Truncated` at a stride of 8, and one of all."""
     net, loss_fn = named("hides-layer").net(), tt.SequenceLoss(root)
     stream = stream_of([41], 1)
-    result = tt.audit(net, stream, loss_fn, (8, 24), stride=8, chunk=chunk)
+    result = tt.audit(net, stream, loss_fn, horizons, stride=8, chunk=chunk)
     gradients: dict[int, Tensor] = {}
-    for horizon in (8, 24, 40):
+    for horizon in (*horizons, 40):
         parts: list[Tensor] = []
         steps = [stream.read(0, 40)]
         policy = tt.Truncated(8, horizon)
@@ -603,14 +602,57 @@ def test_a_loss_over_strides_is_compared_stride_by_stride(chunk: int | None) -> 
             net.zero_grad()
         gradients[horizon] = sum(parts, torch.zeros(())) / 40
     exact = gradients[40]
-    for row in result.rows:
-        bias = (gradients[row.horizon] - exact).norm() / exact.norm()
-        assert row.bias == pytest.approx(bias.item(), rel=1e-9)
+    sizes = {h: ((g - exact).norm() / exact.norm()).item() for h, g in gradients.items()}
+    assert [row.horizon for row in result.rows] == [*horizons]
+    return all(row.bias == pytest.approx(sizes[row.horizon], rel=1e-9) for row in result.rows)
 
 
-def test_a_loss_over_strides_needs_a_stride_and_multiples_of_it() -> None:
-    loss_fn = tt.SequenceLoss(root)
+@pytest.mark.parametrize("chunk", [None, 10])
+@pytest.mark.parametrize("horizons", [(8, 24), (9, 12, 27)])
+def test_a_loss_over_strides_is_compared_stride_by_stride(
+    horizons: tuple[int, ...], chunk: int | None
+) -> None:
+    """Credit may be cut within a stride, whose loss stays whole."""
+    assert agrees_by_stride(horizons, chunk)
+
+
+def test_mutant_that_splits_losses_where_credit_is_cut_does_not_agree(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make: Any = CreditPass
+
+    def split(*args: Any) -> CreditPass:
+        *first, cuts, begins, chunk, each = args
+        return make(*first, cuts, {*begins, *cuts}, chunk, each)
+
+    monkeypatch.setattr(sys.modules["throughtime.diagnose.audit"], "CreditPass", split)
+    assert agrees_by_stride((8, 24), None)
+    assert not agrees_by_stride((9, 12, 27), None)
+
+
+def test_a_loss_over_strides_needs_a_stride() -> None:
     with pytest.raises(ConfigError, match="give a stride, or take one with additive=True"):
-        audited(loss_fn=loss_fn)
-    with pytest.raises(ConfigError, match="horizons that are multiples of 8"):
-        audited(loss_fn=loss_fn, horizons=(8, 12), stride=8)
+        audited(loss_fn=tt.SequenceLoss(root))
+
+
+@pytest.mark.parametrize("over", ["window", "recording"])
+@pytest.mark.parametrize(("stride", "piece"), [(None, None), (4, None), (3, 7)])
+def test_an_additive_loss_takes_any_horizons(
+    over: Any, stride: int | None, piece: int | None
+) -> None:
+    """As the same loss of rows does."""
+
+    def mean(outputs: Tensor, chunk: Chunk) -> Tensor:
+        return nn.functional.mse_loss(*chunk.valid_pairs(outputs))
+
+    net = named("lstm").net()
+    source = stream_of([19, 8, 14], 2, warm_up=2, outputs=width(net))
+    horizons, loss_fn = (5, 7, 11), tt.SequenceLoss(mean, over=over, additive=True)
+    ours = tt.audit(net, source, loss_fn, horizons, stride=stride, chunk=piece)
+    theirs = tt.audit(net, source, nn.MSELoss(), horizons, stride=stride, chunk=piece)
+    assert [row.horizon for row in ours.rows] == [*horizons]
+    for own, row in zip(ours.rows, theirs.rows, strict=True):
+        assert (own.bias, own.cosine) == pytest.approx((row.bias, row.cosine), rel=CLOSE)
+    assert (ours.loss, ours.norm, ours.noise) == pytest.approx(
+        (theirs.loss, theirs.norm, theirs.noise), rel=CLOSE
+    )

@@ -154,6 +154,25 @@ def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
     assert score.compute()["rmse"] == 1.0
 
 
+@pytest.mark.parametrize("outputs", [(7,), (7, 1)])
+@pytest.mark.parametrize("targets", [(7,), (7, 1)])
+def test_each_row_is_compared_with_its_own_target(
+    outputs: tuple[int, ...], targets: tuple[int, ...]
+) -> None:
+    """`(N,)` beside `(N, 1)` does not broadcast to all pairs, also in a loop of one's own."""
+    y, t = torch.randn(7), torch.randn(7)
+    score = Regression()
+    score.update(y.view(outputs), t.view(targets))
+    assert score.count == 7
+    assert score.compute()["rmse"] == pytest.approx((y - t).square().mean().sqrt().item())
+    labels, rows = torch.arange(7) % 2, torch.randn(7, 2)
+    classes = Classification(2)
+    classes.update(rows, labels.view(targets))
+    assert classes.confusion.sum() == 7
+    right = (rows.argmax(1) == labels).double().mean().item()
+    assert classes.compute()["accuracy"] == pytest.approx(right)
+
+
 def _evaluated(metrics: Any) -> Evaluation:
     torch.manual_seed(0)
     net = tt.carry(torch.nn.Sequential(torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)))

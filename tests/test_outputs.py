@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -522,6 +523,76 @@ def test_metrics_and_losses_of_an_evaluation_get_the_structure(style: str) -> No
     assert result.metrics["accuracy"] == (a.argmax(-1) == targets).double().mean().item()
     assert result.metrics["size"] == pytest.approx(b.square().mean().item(), rel=EXACT)
     assert result.steps == sum(LENGTHS)
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [tt.metrics.Classification(2), tt.metrics.Regression(), torchmetrics.MeanSquaredError()],
+    ids=["classes", "numbers", "torchmetrics"],
+)
+@pytest.mark.parametrize("style", ["flat", "names"])
+def test_a_metric_of_one_tensor_says_what_several_outputs_need(style: str, metric: Any) -> None:
+    with pytest.raises(ModelError, match=r"this metric takes one tensor\. Give an object with new"):
+        tt.evaluate(net_of(style), data(), metrics=metric)
+
+
+class Own:
+    """What the message tells to write."""
+
+    def __init__(self) -> None:
+        self.own = tt.metrics.Classification(2)
+
+    def new(self) -> "Own":
+        return Own()
+
+    def update(self, outputs: Any, targets: Tensor) -> None:
+        self.own.update(outputs[0], targets)
+
+    def compute(self) -> dict[str, float]:
+        return self.own.compute()
+
+
+def test_the_metric_to_write_for_several_outputs_works() -> None:
+    first = tt.carry(net_of("flat").module, output=0)
+    ours = tt.evaluate(net_of("flat"), data(), metrics=Own())
+    theirs = tt.evaluate(first, data(), metrics=tt.metrics.Classification(2))
+    assert ours.metrics == theirs.metrics
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [nn.CrossEntropyLoss(), functional.cross_entropy, nn.MSELoss()],
+    ids=["classes", "function", "numbers"],
+)
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(5), tt.Exact(), tt.Exact(chunk=3)],
+    ids=["truncated", "exact", "exact by 3"],
+)
+@pytest.mark.parametrize("style", ["flat", "names"])
+def test_a_loss_of_torch_says_what_several_outputs_need(
+    style: str, policy: Any, loss_fn: Any
+) -> None:
+    net, stream = net_of(style), tt.Stream(data(), 2, 4, seed=None)
+    for call in (
+        lambda: next(iter(tt.updates(net, stream, loss_fn, gradient=policy))),
+        lambda: tt.evaluate(net, data(), loss_fn),
+        lambda: tt.audit(net, stream, loss_fn, (3,)),
+        lambda: tt.reach(net, stream, loss_fn, max_lag=3),
+    ):
+        with pytest.raises(ModelError, match=r"several outputs, and this loss.*valid_pairs\(y\[0"):
+            call()
+
+
+def test_the_loss_to_write_for_several_outputs_is_that_of_the_item() -> None:
+    first, loss_fn = tt.carry(net_of("flat").module, output=0), nn.CrossEntropyLoss()
+    written = tt.SequenceLoss(lambda y, chunk: loss_fn(*chunk.valid_pairs(y[0])), additive=True)
+    runs: list[list[float]] = []
+    for net, fn in ((net_of("flat"), written), (first, loss_fn)):
+        stream = tt.Stream(data(), lanes=2, chunk=4, seed=None, warm_up=2)
+        updates = tt.updates(net, stream, fn, gradient=tt.Truncated(5))
+        runs.append([update.loss.item() for update in updates])
+    assert runs[0] == pytest.approx(runs[1], rel=EXACT)
 
 
 def test_outputs_of_two_types_get_the_wider_one() -> None:

@@ -90,6 +90,7 @@ def brute(
     anchors: Sequence[Anchor],
     state: State = None,
     offset: int = 0,
+    loss_fn: Any = None,
 ) -> Brute:
     """Step by step, and one backward pass for each anchor to every state before it."""
     state = tt.state.detach(start(net, chunk.inputs)) if state is None else state
@@ -106,7 +107,8 @@ def brute(
         step = at - offset
         assert chunk.targets is not None
         assert chunk.mask[step, lane]
-        loss = nn.functional.mse_loss(outputs[step][:, lane], chunk.targets[step : step + 1, lane])
+        y, own = outputs[step][:, lane : lane + 1], chunk[step : step + 1].lane(lane)
+        loss = nn.MSELoss()(y, own.targets) if loss_fn is None else loss_fn(y, own)
         losses.append(loss.item())
         starts = chunk.resets[: step + 1, lane].nonzero().flatten().tolist()
         oldest = max(first - offset, starts[-1] + 1 if starts else 0)
@@ -244,7 +246,13 @@ def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reach, "_draw", draw)
 
 
+def targets_of_the_first_lane(patch: pytest.MonkeyPatch) -> None:
+    right = Chunk.lane
+    patch.setattr(Chunk, "lane", lambda chunk, _: right(chunk, 0))
+
+
 MUTANTS: dict[str, Change] = {
+    "targets of another lane": targets_of_the_first_lane,
     "credit forgotten between pieces": forgets_between_pieces,
     "gates that cut": gates_that_cut,
     "means over anchors without that past": looks_across_resets,
@@ -607,9 +615,113 @@ def test_what_cannot_be_looked_at_is_refused(
         call()
 
 
-def test_a_loss_over_sequences_is_refused() -> None:
-    net = tt.carry(nn.Sequential(nn.GRU(3, 4), nn.Linear(4, 1)))
-    stream = tt.Stream({"inputs": torch.randn(50, 3), "targets": torch.randn(50)}, 1, 10)
-    loss_fn = tt.SequenceLoss(lambda outputs, _: outputs.mean(), additive=True)
-    with pytest.raises(ConfigError, match=r"tt\.reach masks steps: give a loss of outputs"):
-        tt.reach(net, stream, loss_fn, max_lag=5, anchors=3)
+SequenceFn = Callable[[Tensor, Chunk], Any]
+
+
+def own_errors(outputs: Tensor, chunk: Chunk) -> Tensor:
+    """The mean squared error of every step and lane, `(T, B)`."""
+    assert chunk.targets is not None
+    return (outputs - chunk.targets).square().mean(-1)
+
+
+MEANS: dict[str, SequenceFn] = {
+    "of valid pairs": lambda y, chunk: nn.functional.mse_loss(*chunk.valid_pairs(y)),
+    "a sum and its weight": lambda y, chunk: (
+        (own_errors(y, chunk) * chunk.mask).sum(),
+        chunk.valid_steps,
+    ),
+    "ignores the mask": lambda y, chunk: own_errors(y, chunk).mean(),
+    "a sum that ignores the mask": lambda y, chunk: (
+        own_errors(y, chunk).sum(),
+        chunk.steps * chunk.lanes,
+    ),
+}
+
+
+@pytest.mark.parametrize("piece", [None, 7])
+@pytest.mark.parametrize("over", ["window", "recording"])
+@pytest.mark.parametrize("name", MEANS)
+def test_an_additive_loss_over_sequences_is_that_of_its_steps(
+    name: str, over: Any, piece: int | None
+) -> None:
+    """As the same mean of rows, also where the function counts on getting counted steps alone."""
+    net, source = named("lstm").net(), stream_of([40, 40, 40], 3, outputs=HIDDEN)
+    loss_fn = tt.SequenceLoss(MEANS[name], over=over, additive=True)
+    ours, theirs = (
+        tt.reach(net, source, fn, max_lag=20, anchors=9, chunk=piece)
+        for fn in (loss_fn, nn.MSELoss())
+    )
+    assert ours.norms == pytest.approx(theirs.norms, rel=CLOSE)
+    assert ours.contexts == pytest.approx(theirs.contexts, rel=CLOSE)
+    assert ours.loss == pytest.approx(theirs.loss, rel=CLOSE)
+
+
+def test_an_additive_loss_gets_the_series_and_the_ends_of_its_step() -> None:
+    """Against one backward pass for each loss, weighted by a series."""
+    net = named("lstm").net()
+    lengths, gain = [25, 17, 31], torch.linspace(0.5, 2, 40, dtype=torch.float64)
+    parts = [{**r, "gain": gain[: len(r["inputs"])]} for r in recordings(lengths, outputs=HIDDEN)]
+    source = tt.Stream(parts, lanes=2, chunk=16)
+
+    def scaled(outputs: Tensor, chunk: Chunk) -> Tensor:
+        values = own_errors(outputs, chunk) * chunk["gain"] * (1 + chunk.ends.double())
+        return values[chunk.mask].mean()
+
+    with pytest.MonkeyPatch.context() as patch:
+        chosen = record_anchors(patch)
+        loss_fn = tt.SequenceLoss(scaled, additive=True)
+        result = tt.reach(net, source, loss_fn, max_lag=20, anchors=12)
+    expected = brute(net, source.read(0, source.steps), chosen, loss_fn=scaled)
+    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
+    assert result.loss == pytest.approx(expected.loss, rel=CLOSE)
+
+
+def contrast(outputs: Tensor, _: Chunk) -> Tensor:
+    """A sum over steps, but each lane depends on the others."""
+    return (outputs - outputs.mean(1, keepdim=True)).square().mean()
+
+
+REFUSED_LOSSES: dict[str, tuple[tt.SequenceLoss, type[Exception], str]] = {
+    "of a window": (
+        tt.SequenceLoss(MEANS["of valid pairs"]),
+        ConfigError,
+        r"losses of single steps: write tt\.SequenceLoss\(fn, additive=True\), where fn",
+    ),
+    "no sum over steps": (
+        tt.SequenceLoss(lambda y, chunk: own_errors(y, chunk).mean().sqrt(), additive=True),
+        ModelError,
+        "with additive=True is not",
+    ),
+    "no sum over lanes": (
+        tt.SequenceLoss(contrast, additive=True),
+        ModelError,
+        "the loss of each lane alone, .*: return a sum over steps and lanes",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "kind", "message"), list(REFUSED_LOSSES.values()), ids=list(REFUSED_LOSSES)
+)
+def test_a_loss_that_is_not_that_of_its_steps_is_refused(
+    loss_fn: tt.SequenceLoss, kind: type[Exception], message: str
+) -> None:
+    net, source = named("lstm").net(), stream_of([40, 41], 2, outputs=HIDDEN)
+    with pytest.raises(kind, match=message):
+        tt.reach(net, source, loss_fn, max_lag=10, anchors=6)
+
+
+class Counts(TensorState):
+    """A state with a number of steps, which has no gradient."""
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        h, steps = (None, x.new_zeros(x.shape[1], dtype=torch.long)) if state is None else state
+        y, h = super().forward(x, h)
+        return y, (h, steps + len(x))
+
+
+def test_a_whole_number_in_the_state_has_no_credit() -> None:
+    net, source = lawless(tt.carry(Counts().double()), inputs(3, 2)), stream_of([60, 50], 2)
+    result = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6, chunk=7)
+    assert [any(norms) for norms in result.by_leaf.values()] == [True, False]
+    assert tt.audit(net, source, nn.MSELoss(), (5,), chunk=7).rows[0].bias > 0

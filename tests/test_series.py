@@ -374,6 +374,19 @@ def test_a_chunk_by_hand_has_the_ends_that_it_is_built_with() -> None:
     assert runs == [(False, True, 2), (True, False, 2), (False, True, 2)]
 
 
+def test_a_run_of_a_chunk_by_hand_ends_where_it_is_built_to_end() -> None:
+    """Also without a reset, and within one index of a recording."""
+    ends = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 0]]).bool()
+    chunk = Chunk.from_tensors(torch.zeros(4, 2), ends=ends)
+    runs = [(run.steps, run.ends.flatten().tolist()) for _, run in chunk.runs()]
+    assert runs == [
+        (2, [False, True]),
+        (2, [False, True]),
+        (3, [False, False, True]),
+        (1, [False]),
+    ]
+
+
 @pytest.mark.parametrize("lane", [0, 2, -1, -3])
 def test_a_lane_is_a_column_that_shares_memory(lane: int) -> None:
     (chunk,) = tt.Stream(numbered([9, 7, 8]), 3, 20)

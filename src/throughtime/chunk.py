@@ -130,8 +130,7 @@ class Chunk:
             )
         shape, series = inputs.shape[:2], dict(series or {})
         no_step = torch.zeros(shape, dtype=torch.bool, device="cpu")
-        positions = (~no_step).cumsum(0) - 1
-        defaults = (no_step, ~no_step, no_step.long(), positions, no_step.clone())
+        defaults = (no_step, ~no_step, no_step.long(), (~no_step).cumsum(0) - 1, no_step.clone())
         per_step = {
             name: default if tensor is None else tensor
             for name, tensor, default in zip(
@@ -330,9 +329,9 @@ class Chunk:
             >>> [(run.steps, bool(run.starts[0]), bool(run.ends[-1])) for _, run in chunk.runs()]
             [(5, True, True), (3, True, True), (4, True, True)]
         """
-        resets, _, recording, *_ = self._on_host()
+        resets, _, recording, _, ends = self._on_host()
         breaks = resets.clone()
-        breaks[1:] |= recording.diff(dim=0) != 0
+        breaks[1:] |= ends[:-1] | (recording.diff(dim=0) != 0)
         for index in range(self.lanes):
             lane = self.lane(index)
             edges = {0, *breaks[:, index].nonzero().flatten().tolist(), self.steps}

@@ -47,7 +47,10 @@ class Metric(Protocol):
         ...
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1."""
+        """Add outputs `(N, C)` and targets: classes `(N,)`, numbers `(N, C)`, also if C is 1.
+
+        Of a net with several outputs they are in a tuple or a dict, as `tt.predict` returns them.
+        """
         ...
 
     def compute(self) -> Metrics:
@@ -101,11 +104,8 @@ class TorchMetricAdapter:
         values: Metrics = {}
         for name, value in named.items():
             numbers = torch.as_tensor(value, device="cpu")
-            if numbers.dim():
-                items = enumerate(numbers.flatten().tolist())
-                values |= {f"{name}[{i}]": number for i, number in items}
-            else:
-                values[name] = numbers.item()
+            for i, number in enumerate(numbers.flatten().tolist()):
+                values[f"{name}[{i}]" if numbers.dim() else name] = number
         return values
 
 
@@ -127,16 +127,16 @@ def as_metric(metric: Metric | nn.Module) -> Metric:
     )
 
 
-class _Sums:
-    """Travels to other ranks on the host."""
+class Sums:
+    """Takes outputs in one tensor, and travels to other ranks on the host."""
 
     def __getstate__(self) -> dict[str, Any]:
-        values = self.__dict__.items()
+        values = vars(self).items()
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values}
 
 
 @dataclass
-class Classification(_Sums):
+class Classification(Sums):
     """Accuracy, macro-F1 and the F1 of each class, from the confusion matrix.
 
     A class that neither occurs nor is predicted has no F1 (NaN) and is left out of the macro mean.
@@ -196,7 +196,7 @@ class Classification(_Sums):
         return Classification(self.names)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)`, whose largest is the prediction, and classes `(N,)`."""
+        """Add outputs `(N, C)`, whose largest is the prediction, and classes `(N,)` or `(N, 1)`."""
         n = len(self.names)
         if outputs.shape[-1] != n:
             raise DataError(
@@ -205,7 +205,7 @@ class Classification(_Sums):
             )
         if not len(targets):
             return
-        true = targets.long()
+        true = targets.long().reshape(len(outputs))
         true = true.where((true >= 0) & (true < n), n)
         predicted = outputs.argmax(dim=-1).masked_fill(outputs.isnan().any(dim=-1), n)
         pairs = (true * (n + 1) + predicted).flatten()
@@ -243,7 +243,7 @@ class Classification(_Sums):
 
 
 @dataclass
-class Regression(_Sums):
+class Regression(Sums):
     """RMSE, R² and the error-to-signal ratio, over all columns together.
 
     R² compares with the mean of each column of these targets; ESR, usual in audio, with silence:

@@ -118,25 +118,27 @@ class CreditPass:
 
     Args:
         net: made by `tt.carry`.
-        objective: the loss.
+        loss: of outputs and the steps that they belong to: a mean, and its weight among others.
         read: reads the steps from one to before another.
         steps: how many.
         state: entering the first one.
         weights: that get a gradient.
         cuts: steps at which `gate` gets the credit; calls of the net are split there.
-        begins: other steps at which losses are told apart.
+        begins: steps at which losses are told apart.
         chunk: steps per segment; None: as many as have a graph of 512 MB.
+        each: steps whose loss is not split; `begins` are multiples of it, and so is a segment.
 
     Attributes:
         losses: of each span whose loss is told apart, the sum over its valid steps, with a graph.
-        counts: of each span, the weight of its mean loss among others.
-        gate: `gate(step, credit)` returns the credit that crosses a cut.
+        counts: by the first step of each span, the weight of its mean loss among others.
+        gate: `gate(step, credit)` returns the credit that crosses a cut, for each leaf of the
+            state.
     """
 
     def __init__(
         self,
         net: Carried,
-        objective: Objective,
+        loss: Callable[[Tensor, Chunk], tuple[Tensor, float]],
         read: Callable[[int, int], Chunk],
         steps: int,
         state: State,
@@ -144,60 +146,56 @@ class CreditPass:
         cuts: Iterable[int],
         begins: Iterable[int] = (),
         chunk: int | None = None,
+        each: int = 1,
     ) -> None:
         few = read(0, min(steps, TRIAL_STEPS))
         if chunk is None:
             trial = partial(net, few.inputs, trees.detach(state))
             chunk = max(1, min(steps, int(MOST_BYTES / graph_bytes(net, few, trial))))
         check_whole("chunk", chunk, 1)
-        each = objective.stride or 1  # of which a loss of strides is told whole
         chunk = max(each, chunk // each * each)
-        self._net, self._objective, self._read = net, objective, read
+        self._net, self._loss, self._read = net, loss, read
         # whose gradient the engine is asked for: it comes to every gate, of a frozen net as well
         self._sources = [torch.zeros(1, device=few.inputs.device, requires_grad=True), *weights]
-        self._cuts = {*range(0, steps, chunk), *cuts, steps}
-        self._begins = sorted({*self._cuts, *begins})
-        self.counts = [0.0] * (len(self._begins) - 1)
+        edges = [*range(0, steps, chunk), steps]
+        self._cuts, self._begins = {*edges, *cuts}, sorted({*edges, *begins})
+        self.counts: dict[int, float] = {}
         self.gate: Callable[[int, Credit], Credit] = lambda _, credit: credit
         replay, losses = Replay(net, self._sources, few.inputs.device), list[Tensor]()
         after, self._rebuild = flatten(state)
-        for begin in range(0, steps, chunk):
-            stop, count = min(begin + chunk, steps), len(after)
+        for begin, stop in pairwise(edges):
             run = partial(self._run, begin, stop, self._rebuild)
             if stop == steps:  # it would be the first to run again
-                loss, *after = run(*after)
+                part, *after = run(*after)
             else:
                 inputs = *after, *replay.inputs
-                loss, *after = Segment.apply(run, (begin, stop), replay, None, count, *inputs)
-            losses.append(loss)
+                part, *after = Segment.apply(run, (begin, stop), replay, None, len(after), *inputs)
+            losses.append(part)
         self.losses = torch.cat(losses)
 
     def _run(
         self, first: int, last: int, rebuild: Rebuild, *entering: Tensor
     ) -> tuple[Tensor, ...]:
         """The losses of a segment, and the state after it, leaf by leaf."""
-        losses, state = list[Tensor](), rebuild(entering)
+        rows, outputs, losses = self._read(first, last), list[Tensor](), list[Tensor]()
         edges = sorted(cut for cut in self._cuts if first <= cut <= last)
-        spans = run_spans(self._net, self._read, edges, state, self._gated)
-        for begin, (rows, y, state) in zip(edges, spans, strict=False):  # noqa: B007  # the last
-            own = self.span(begin, begin + rows.steps)
-            for i, (a, b) in enumerate(pairwise(self._begins[own.start : own.stop + 1]), own.start):
-                part = slice(a - begin, b - begin)
-                loss, self.counts[i] = self._objective(y[part], rows[part])
-                losses.append(loss * self.counts[i])
+        state, own = rebuild(entering), lambda a, b: rows[a - first : b - first]
+        for _, y, after in run_spans(self._net, own, edges, state, self._gated):
+            outputs.append(y)
+            state = after
+        y = torch.cat(outputs)
+        for begin, stop in pairwise(self._begins[self.span(first, last + 1)]):
+            part = slice(begin - first, stop - first)
+            loss, self.counts[begin] = self._loss(y[part], rows[part])
+            losses.append(loss * self.counts[begin])
         leaves, self._rebuild = flatten(state)
         return torch.stack(losses), *leaves
 
     def _gated(self, begin: int, state: State) -> State:
         """The state entering a step, with the gate between it and the steps before."""
         leaves, rebuild = flatten(state)
-        carried = [leaf for leaf in leaves if trees.differentiable(leaf)]
-        gated = iter(
-            CreditGate.apply(
-                carried, lambda credit: self.gate(begin, credit), *carried, self._sources[0]
-            )
-        )
-        return rebuild([next(gated) if trees.differentiable(leaf) else leaf for leaf in leaves])
+        own = (*leaves, self._sources[0])
+        return rebuild(CreditGate.apply(leaves, lambda credit: self.gate(begin, credit), *own))
 
     def span(self, start: int, stop: int) -> slice:
         """The indices of the spans between two steps."""

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from throughtime.carry.carried import Carried, device_of
 from throughtime.diagnose._slice import CreditPass, StreamSlice
-from throughtime.errors import ConfigError, DataError, RunError, counted
+from throughtime.errors import DataError, RunError, counted
 from throughtime.gradient import LossFn, Objective
 from throughtime.gradient.objective import require_gradient, trainable_weights
 from throughtime.gradient.segment import preserve_rng_and_buffers
@@ -139,8 +139,8 @@ def audit(
     Args:
         net: made by `tt.carry`; neither its weights, `.grad`, buffers nor its mode are changed.
         stream: a `tt.Stream`; it is read, not moved.
-        loss_fn: as for `tt.updates`; a `tt.SequenceLoss` that is not additive is taken over each
-            `stride`, and needs horizons that are multiples of it.
+        loss_fn: as for `tt.updates`; a `tt.SequenceLoss` that is not additive needs a `stride`: it
+            is called for the steps of each.
         horizons: steps, in any order; default: those of 50, 200, 800, 3200 that are shorter than
             the slice.
         stride: steps between two updates, for all horizons; those below it are refused. Default:
@@ -154,7 +154,8 @@ def audit(
         shortest horizon within a bias.
 
     Raises:
-        ConfigError: a horizon below 1 or below the stride, or a `chunk` below 1.
+        ConfigError: a horizon below 1 or below the stride, a `chunk` below 1, or a loss of whole
+            strides without a stride.
         DataError: no step to measure.
         RunError: a gradient is not finite.
 
@@ -180,10 +181,6 @@ def audit(
         each, steps = objective.stride or 1, section.steps
         steps = steps // each * each or steps  # a loss of strides is told of whole ones
         selected = _horizons(horizons, stride, steps)
-        if any(horizon % each for horizon in selected):
-            raise ConfigError(
-                f"a loss of whole strides needs horizons that are multiples of {each}"
-            )
         plans = [window_groups(steps, stride or horizon, horizon) for horizon in selected]
         blocks = range(0, steps, max(each, steps // BLOCKS // each * each))
         groups = [group for plan in plans for group in plan]
@@ -199,8 +196,9 @@ def audit(
             cuts,
             begins,
             chunk,
+            each,
         )
-        total = sum(run.counts)
+        total = sum(run.counts.values())
         if not total:
             raise DataError(
                 f"none of the {counted(steps, 'step')} has a target that counts: there is no loss"
@@ -277,7 +275,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _line(row: Truncation) -> str:
-    worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
+    worst = max(row.by_parameter, key=row.by_parameter.__getitem__)
     return (
         f"{row.horizon:>9} {row.stride:>8} {row.bias:>8.3f} {row.cosine:>8.3f}"
         f" {row.norm:>7.2f}  {worst} {row.by_parameter[worst]:.3f}"

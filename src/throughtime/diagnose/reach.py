@@ -13,19 +13,19 @@ Shapes: `T` steps of a window, `B` lanes (rows of the batch). A recording is one
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from throughtime import state as trees
-from throughtime._device import real_type
 from throughtime.carry.carried import Carried, device_of, pack
 from throughtime.chunk import Chunk
 from throughtime.diagnose._slice import CreditPass, StreamSlice, run_spans
-from throughtime.errors import ConfigError, DataError
+from throughtime.diagnose.trace import vector_norms
+from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import LossFn, Objective
-from throughtime.gradient.segment import lane_norms, preserve_rng_and_buffers
+from throughtime.gradient._mean import is_additive
+from throughtime.gradient.objective import pooled
+from throughtime.gradient.segment import preserve_rng_and_buffers
 from throughtime.gradient.window import Credit, check_whole
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -116,7 +116,8 @@ def reach(
         net: made by `tt.carry`; it is not changed. Its lanes must not depend on each other,
             as BatchNorm makes them.
         stream: a `tt.Stream`; it is read, not moved. More lanes mean fewer backward passes.
-        loss_fn: as for `tt.updates`, but no `tt.SequenceLoss`.
+        loss_fn: as for `tt.updates`; a `tt.SequenceLoss` must be additive, in steps and lanes: it
+            gets each of these losses by itself, `(1, 1, ...)`.
         max_lag: the longest lag measured.
         anchors: the number of losses, spread over the slice; each lane has its own.
         steps: the number of steps of every lane to draw from, from the start of an epoch; default:
@@ -128,7 +129,9 @@ def reach(
         A `Reach`: the norm at every lag; `shares` are the lags that hold 50, 90 and 99 % of it.
 
     Raises:
+        ConfigError: a number below 1, or a loss that is not additive.
         DataError: no valid step.
+        ModelError: the loss is that of its parts neither by steps nor by lanes.
 
     Cost: a forward pass over the slice; for every set of `B` anchors a forward and a backward pass,
     step by step, over `max_lag` steps and a quarter more (two forward passes if that takes several
@@ -147,8 +150,11 @@ def reach(
     check_whole("max_lag", max_lag, 1)
     check_whole("anchors", anchors, 1)
     objective, losses = Objective(loss_fn, split=True), list[Tensor]()
-    if objective.sequences:
-        raise ConfigError("tt.reach masks steps: give a loss of outputs and targets of valid steps")
+    if objective.joins:
+        raise ConfigError(
+            "tt.reach takes the losses of single steps: write tt.SequenceLoss(fn, additive=True),"
+            " where fn returns a sum over the steps it gets, and its weight"
+        )
     with torch.no_grad(), preserve_rng_and_buffers(net, device_of(net)):
         section = StreamSlice(net, stream, steps, objective)
         longest = max(1, min(max_lag, section.steps - 1))
@@ -226,41 +232,62 @@ def _measure(
     The first loss has all of the past, the others start so many steps before the anchors.
     """
     lanes, steps, pasts = anchors
-    leaves, mask = trees.tensors(state), torch.zeros_like(window.mask)
-    mask[steps, lanes] = True
-    kept = [i for i, leaf in enumerate(leaves) if trees.differentiable(leaf)]
-    shape = window.steps, window.lanes, len(leaves)
-    norms = torch.zeros(shape, dtype=torch.float64, device="cpu")
+    leaves = len(net.leaf_names(state))
+    norms = torch.zeros(window.steps, window.lanes, leaves, dtype=torch.float64, device="cpu")
 
     def record(step: int, credit: Credit) -> Credit:
-        for i, leaf in zip(kept, credit, strict=True):
+        for i, leaf in enumerate(credit):
             if leaf is not None:
-                sizes: Any = lane_norms([leaf.abs().to(real_type(leaf))])  # squares underflow
-                norms[step, :, i] = sizes
+                norms[step, :, i] = vector_norms(leaf, 1)
         return credit
 
-    def chunk_of(resets: Tensor) -> Chunk:
-        return Chunk.from_tensors(window.inputs, window.targets, resets=resets, mask=mask)
+    def loss_at_anchors(outputs: Tensor, rows: Chunk) -> tuple[Tensor, float]:
+        """The mean loss of the anchors among some rows of the window, and its weight.
 
+        Each is that of its step and lane alone: a function may ignore the mask.
+        """
+        shift = window.start - rows.start
+        own = [(step + shift, lane) for lane, step, _ in anchors.T.tolist()]
+        parts = [
+            objective(outputs[at : at + 1, i : i + 1], rows[at : at + 1].lane(i))
+            for at, i in own
+            if 0 <= at < rows.steps
+        ]
+        return pooled(parts, outputs)
+
+    first, losses = int(steps.min()) + 1, list[Tensor]()
+    for context in reversed(contexts):
+        resets, rows = window.resets.clone(), window[first - context :]
+        resets[steps + 1 - context, lanes] = True
+        start = net.initial_state(rows.lanes, like=rows.inputs)
+        y = pack(net(rows.inputs, start, resets[first - context :])[0])
+        if context == contexts[-1]:
+            objective(y, rows)  # which refuses a loss that is not that of its steps
+            if objective.sequences and is_additive(objective.call, y, rows, lanes=True) is False:
+                raise ModelError(
+                    "tt.reach takes the loss of each lane alone, and that of all lanes together is"
+                    " another: return a sum over steps and lanes, and their number"
+                )
+        losses.append(loss_at_anchors(y, rows)[0])
     behind = steps + 1 - lags.unsqueeze(1)
-    chunk, cuts = chunk_of(window.resets), behind[lags.unsqueeze(1) <= pasts].tolist()
+    cuts = behind[lags.unsqueeze(1) <= pasts].tolist()
     with torch.enable_grad():
         run = CreditPass(
-            net, objective, lambda a, b: chunk[a:b], chunk.steps, state, [], cuts, chunk=size
+            net,
+            loss_at_anchors,
+            lambda a, b: window[a:b],
+            window.steps,
+            state,
+            [],
+            cuts,
+            chunk=size,
         )
-        run.gate, loss = record, run.losses.sum() / (sum(run.counts) or 1.0)
+        run.gate, loss = record, run.losses.sum() / (sum(run.counts.values()) or 1.0)
         if loss.requires_grad:
             run.gradients(loss * len(lanes))
     vars(run).clear()  # or its graph, which refers to it, would wait for the garbage collector
-    losses, first = [loss], int(steps.min()) + 1
-    for context in contexts:
-        resets = window.resets.clone()
-        resets[steps + 1 - context, lanes] = True
-        rows = chunk_of(resets)[first - context :]
-        start = net.initial_state(rows.lanes, like=rows.inputs)
-        y = pack(net(rows.inputs, start, rows.resets)[0])
-        losses.append(objective(y, rows)[0])
-    return norms[behind.clamp(min=0), lanes], torch.stack(losses).detach().double().cpu()
+    losses = torch.stack([*losses, loss]).flip(0)
+    return norms[behind.clamp(min=0), lanes], losses.detach().double().cpu()
 
 
 def within(lags: Sequence[int], norms: Sequence[float], share: float) -> int:

@@ -174,8 +174,7 @@ def settling_time(
         )
     with preserve_rng_and_buffers(net, section.placement.device), running(net):
         carried = _carried_run(net, section, drawn)
-        parts = [section.read(c.step, c.step + c.compared) for c in drawn]
-        rows = [part.inputs[:, c.run.lane] for part, c in zip(parts, drawn, strict=True)]
+        rows = [section.read(c.step, c.step + c.compared).inputs[:, c.run.lane] for c in drawn]
         inputs = pad_sequence(rows)
         cold, _ = net(inputs, net.initial_state(len(drawn), like=inputs))
         cold = pack(cold)

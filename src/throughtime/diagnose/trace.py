@@ -259,9 +259,8 @@ class Trace:
         if path in self._names:
             self._watch_results(path, results)
             return None
-        inputs = dict(zip(("input", "hx", "resets"), args, strict=False)) | kwargs
         run = self._run_cell if isinstance(module, nn.RNNCellBase) else self._run_layer
-        again = tree_leaves(run(path, module, **inputs))
+        again = tree_leaves(run(path, module, *args, **kwargs))
         sources = [other.view_as(own) for other, own in zip(again, results, strict=True)]
         values = iter(CreditGate.apply(results, None, *sources))
         return tree_map(lambda _: next(values), output)
@@ -409,7 +408,7 @@ def vector_norms(gradient: Tensor, dims: int) -> Tensor:
 
     In double precision where the device has it, since squares of small numbers vanish in single.
     """
-    flat = gradient.reshape(*gradient.shape[:dims], -1)
+    flat = gradient.unsqueeze(-1).flatten(dims)
     kind = torch.complex128 if flat.is_complex() else real_type(flat)
     return torch.linalg.vector_norm(flat, dim=dims, dtype=kind)
 

@@ -18,16 +18,13 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from throughtime._device import fork_rng, generators, real_type
 from throughtime.chunk import Chunk
-
-if TYPE_CHECKING:
-    from throughtime.gradient.objective import SequenceLoss
 
 SCALES = (0.25, 1.0, 0.06, 0.5, 0.9, 0.12, 0.7, 0.35)
 TRIALS, TWICE = 6, 2
@@ -39,8 +36,8 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 0.05, tor
 
 Loss = Callable[..., Any]
 Weigh = Callable[[Tensor], float]
-# the loss and the weight of a whole, then of its parts, each repeated so many times
-Measure = Callable[[int], Iterable[tuple[Any, float]]]
+# the loss and the weight of a whole, then of its parts
+Losses = Iterable[tuple[Any, float]]
 
 
 def is_mean(loss_fn: Loss, outputs: Tensor, targets: Tensor, weigh: Weigh) -> bool | None:
@@ -81,23 +78,16 @@ def pairs_rows(loss_fn: Loss, outputs: Tensor, targets: Tensor) -> bool:
     So it is where `(N,)` meets `(N, 1)` by accident, which broadcasts to `(N, N)`.
     """
     rows, labels = _pick(outputs, targets, outputs.dtype, 0)
-    pairs = [(rows, labels), *product(rows.split(1), labels.split(1))]
-    weights = [float(len(pairs) - 1), *[1.0] * (len(pairs) - 1)]
-    try:
-        call = _apart(loss_fn, None)
-        with _unnoticed(outputs.device):
-            verdict = _judge(
-                lambda _: zip((call(*pair) for pair in pairs), weights, strict=True), rows
-            )
-    except Exception:  # noqa: BLE001 (of any kind: the loss is the user's)
-        return False
-    return verdict is True
+    pairs = product(rows.split(1), labels.split(1))
+    cases = [((rows, labels), float(len(rows) ** 2)), *((pair, 1.0) for pair in pairs)]
+    return _try(loss_fn, rows, lambda call: [(call(*rows), w) for rows, w in cases]) is True
 
 
-def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool | None:
+def is_additive(loss_fn: Loss, outputs: Tensor, chunk: Chunk, lanes: bool = False) -> bool | None:
     """Whether sum and weight of a loss over steps are those of the two halves of the steps.
 
-    The outputs of the first half are scaled, so that the halves differ.
+    Or, with `lanes`, those of the lanes. The outputs of the first half are scaled, so that the
+    halves differ.
 
     Returns:
         None if these steps do not tell, or if the loss cannot be copied.
@@ -106,10 +96,17 @@ def is_additive(loss_fn: "SequenceLoss", outputs: Tensor, chunk: Chunk) -> bool 
     half = chunk.steps // 2
     y = torch.cat([y[:half] * SCALES[0], y[half:]])
     parts = [(y, chunk), (y[:half], chunk[:half]), (y[half:], chunk[half:])]
+    if lanes:
+        parts[1:] = [(y[:, i : i + 1], chunk.lane(i)) for i in range(chunk.lanes)]
+    return _try(loss_fn, y, lambda call: [call(*part) for part in parts])
+
+
+def _try(loss_fn: Loss, rows: Tensor, losses: Callable[[Loss], Losses]) -> bool | None:
+    """The verdict on the losses of a whole and its parts; None if the loss takes no such rows."""
     try:
         call = _apart(loss_fn, None)
-        with _unnoticed(y.device):
-            return _judge(lambda _: [call(*part) for part in parts], y)
+        with _unnoticed(rows.device):
+            return _judge(lambda _: losses(call), rows)
     except Exception:  # noqa: BLE001 (of any kind: the loss is the user's)
         return None
 
@@ -149,11 +146,11 @@ def _pick(
     return rows, labels
 
 
-def _parts(call: Loss, rows: Tensor, labels: Tensor, weigh: Weigh) -> Measure:
+def _parts(call: Loss, rows: Tensor, labels: Tensor, weigh: Weigh) -> Callable[[int], Losses]:
     """The losses of all rows, and of each."""
     weights = [weigh(label) for label in labels.split(1)]
 
-    def measure(longer: int) -> Iterable[tuple[Any, float]]:
+    def measure(longer: int) -> Losses:
         step = TWICE * longer
         x, y = (values.repeat_interleave(step, 0) for values in (rows, labels))
         x = x.requires_grad_()  # for a penalty of the gradient
@@ -163,7 +160,7 @@ def _parts(call: Loss, rows: Tensor, labels: Tensor, weigh: Weigh) -> Measure:
     return measure
 
 
-def _judge(measure: Measure, rows: Tensor) -> bool | None:
+def _judge(measure: Callable[[int], Losses], rows: Tensor) -> bool | None:
     """Compare the loss of the whole with the mean of those of its parts; None if they are alike."""
 
     def losses(longer: int) -> tuple[Tensor, Tensor]:

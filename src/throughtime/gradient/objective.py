@@ -97,8 +97,8 @@ class SequenceLoss(nn.Module):
         additive: whether the sum over steps is the sum of those of its parts, in any parts, as that
             of a mean is. Then it is called for each segment, and holds no more than that; the
             first call checks it. Otherwise once for each window, whose outputs, inputs and series
-            it then holds. `tt.Randomized`, and `tt.Adaptive` and `tt.audit` without a stride, need
-            an additive one; `tt.reach` takes none.
+            it then holds. `tt.Randomized`, `tt.reach`, and `tt.Adaptive` and `tt.audit` without a
+            stride need an additive one.
 
     Raises:
         ConfigError: `fn` cannot be called, or `over` is unknown.
@@ -137,18 +137,16 @@ class SequenceLoss(nn.Module):
         """
         if self.over == "window":
             return self._call(outputs, chunk)
-        runs = [(outputs[at], run) for at, run in chunk.runs() if run.valid_steps]
-        return pooled([self._call(*run) for run in runs], outputs)
+        runs = (run for run in chunk.runs() if run[1].valid_steps)
+        return pooled([self._call(outputs[at], run) for at, run in runs], outputs)
 
     def _call(self, outputs: Tensor, chunk: Chunk) -> tuple[Tensor, float]:
         result: Any = self.fn(outputs, chunk)
         paired = type(result) is tuple and len(result) == 2
-        loss: Any = result[0] if paired else result
-        weight: Any = result[1] if paired else chunk.valid_steps
+        loss, weight = result if paired else (result, chunk.valid_steps)
         fixed = isinstance(weight, SupportsFloat) and not getattr(weight, "requires_grad", 0)
-        known = torch.is_tensor(loss) and loss.dim() == 0
         size = float(weight) if fixed and not getattr(weight, "ndim", 0) else math.nan
-        if not (known and 0 <= size < math.inf):
+        if not (torch.is_tensor(loss) and not loss.dim() and 0 <= size < math.inf):
             raise ModelError(
                 f"the function of a SequenceLoss returned {result!r:.200}, expected one number in a"
                 " tensor, the mean over the valid steps; or a pair: their sum, and its weight, a"
@@ -194,18 +192,17 @@ class Objective:
         *,
         split: bool = False,
     ) -> None:
-        self.loss_fn: Any = loss_fn
-        self.call: Any = loss_fn  # of outputs in one tensor
+        own: Any = loss_fn
+        self.loss_fn = self.call = own  # `call` takes outputs in one tensor
         self.scaler, self.split = scaler, split
-        self.sequences = isinstance(loss_fn, SequenceLoss)
-        self.function: Any = loss_fn.fn if isinstance(loss_fn, SequenceLoss) else loss_fn
-        self.joins = isinstance(loss_fn, SequenceLoss) and not loss_fn.additive
+        self.sequences = isinstance(own, SequenceLoss)
+        self.function = own.fn if self.sequences else own
+        self.joins: bool = self.sequences and not own.additive
         self.stride: int | None = None
         self.unpack: Any = None  # of a net with several outputs
         # how often the law of this loss was tried, and whether it holds, once known
-        known = self.joins or type(loss_fn).__module__ in _TORCH
-        self._trials, self._lawful = 0, True if known else None
-        if isinstance(loss_fn, nn.Module) and getattr(loss_fn, "reduction", "mean") == "sum":
+        self._trials, self._lawful = 0, self.joins or type(own).__module__ in _TORCH or None
+        if getattr(own, "reduction", "mean") == "sum":
             raise ModelError(
                 "loss_fn has reduction='sum', expected 'mean': chunks, lanes and updates are"
                 " weighted by their valid steps, which takes the mean over the rows of each"
@@ -274,14 +271,24 @@ class Objective:
             self._judge(is_additive(self.call, outputs, chunk))
             self.require_parts()
         every = self.stride or chunk.steps
-        begins = range(0, chunk.steps, every)
-        parts = [(outputs[a : a + every], chunk[a : a + every]) for a in begins]
-        return pooled([self.call(y, part) for y, part in parts if part.valid_steps], outputs)
+        spans = [slice(begin, begin + every) for begin in range(0, chunk.steps, every)]
+        parts = [self.call(outputs[at], chunk[at]) for at in spans if chunk[at].valid_steps]
+        return pooled(parts, outputs)
 
     def bind(self, unpack: Any) -> None:
-        """Let the loss have the items of several outputs, which lie side by side until then."""
+        """Let the loss have the items of several outputs, which lie side by side until then.
+
+        Raises:
+            ModelError: it is one of torch's, which take one tensor.
+        """
         if self.unpack is None and unpack is not None:
             own, self.unpack = self.loss_fn, unpack
+            if target_kind(own):
+                raise ModelError(
+                    "the net has several outputs, and this loss takes one tensor: write"
+                    " tt.SequenceLoss(lambda y, chunk: loss_fn(*chunk.valid_pairs(y[0])),"
+                    " additive=True), with the number or the name of the output that it is for"
+                )
             self.call = partial(_of_items, self.function, unpack)
             if self.sequences:
                 self.call = SequenceLoss(self.call, own.over, own.additive)
@@ -381,7 +388,7 @@ class Objective:
 
     def recordings_at_fault(self, outputs: Tensor | None, chunk: Chunk) -> list[int]:
         """The recordings whose own loss is not finite; if there are none, all of the chunk."""
-        at_fault: list[int] = []
+        at_fault = list[int]()
         if outputs is not None and not self.sequences:
             rows, targets = chunk.valid_pairs(outputs.detach())
             owners = chunk.recording[chunk.mask]

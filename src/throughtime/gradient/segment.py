@@ -83,10 +83,8 @@ class Segment(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         replay: Replay = ctx.replay
         replay.check_use()
-        wanted = ctx.needs_input_grad[5 : 5 + len(ctx.saved_tensors)]
-        inputs = [
-            t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, wanted, strict=True)
-        ]
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[5:], strict=False)  # weights follow
+        inputs = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         with replay.at(ctx.index), torch.enable_grad():
             results = ctx.run(*inputs)
         replay.compare(ctx, results)
@@ -328,7 +326,7 @@ def graph_bytes(net: nn.Module, first: Chunk, run: Callable[[], object]) -> floa
     """
     known = [*net.parameters(), *net.buffers(), first.inputs, first.targets]
     ignored = {t.untyped_storage().data_ptr() for t in known if t is not None}
-    saved: list[tuple[int, int]] = []
+    saved = list[tuple[int, int]]()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -338,8 +336,7 @@ def graph_bytes(net: nn.Module, first: Chunk, run: Callable[[], object]) -> floa
 
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with preserve_rng_and_buffers(net, first.inputs.device), torch.enable_grad(), hooks:
-        results = run()
-    del results
+        run()
     return (sum(dict(saved).values()) + NODE_BYTES * len(saved) + 1) / first.steps
 
 
@@ -411,8 +408,8 @@ def rollout(
             results, after[0] = flatten(state)
             return pack(y), *results
 
-        span, count = (i * length, i * length + len(rows)), 1 + len(leaves)
-        y, *leaves = Segment.apply(run, span, replay, None, count, rows, *leaves, *weights)
+        span, inputs = (part.start, part.stop), (rows, *leaves)
+        y, *leaves = Segment.apply(run, span, replay, None, len(inputs), *inputs, *weights)
         outputs.append(y)
     y, unpack = torch.cat(outputs), net.adapter.unpack
     return (unpack(y) if unpack else y), after[0](leaves)
