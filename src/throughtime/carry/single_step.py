@@ -37,7 +37,7 @@ from throughtime.nn.layers import Recurrent, backend, layer_weights
 from throughtime.state import State
 
 _address, _form = Tensor.data_ptr, attrgetter("shape", "dtype")
-_TOLERANCE = 1e-6  # of a trial of a net whose structure was read from its source
+_TOLERANCE = 1e-6  # of a trial of a net whose structure was read from its code
 
 
 class SingleStep:
