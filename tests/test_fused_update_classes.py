@@ -21,6 +21,7 @@ from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
 from throughtime.carry import Carried
+from throughtime.carry.structure import structure_of
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
@@ -399,7 +400,7 @@ class AsksForText(Net):
 class AsksForEquality(Net):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.rnn(x)
-        return self.head(torch.tanh(y) if x.dtype == torch.float64 else y)
+        return self.head(torch.tanh(y) if x.dtype != torch.float32 else y)
 
 
 class OverwritesOutputs(Net):
@@ -473,6 +474,13 @@ def test_a_forward_that_may_do_something_else_is_run_with_a_graph(
     assert isinstance(first, Net)
     assert isinstance(second, Net)
     assert (first.uses, len(first.history)) == (second.uses, len(second.history))
+
+
+@pytest.mark.parametrize("net", REFUSED)
+def test_the_structure_is_refused_before_any_trial(net: type[Net]) -> None:
+    carried, x = make(net), torch.randn(5, 3, 5, dtype=torch.float64)
+    carried.prepare(x)
+    assert structure_of(carried, x) is None
 
 
 class Chooses(Net):

@@ -16,7 +16,6 @@ from torch.nn.modules import module as torch_modules
 
 from throughtime.kernels.dispatch import active_torch_modes
 
-_forward = attrgetter("forward")
 # plain attributes of a recurrent layer, which the user may write to
 _SETTINGS = ("mode", "input_size", "hidden_size", "proj_size", "num_layers", "bias", "batch_first")
 _KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -70,14 +69,15 @@ class ModuleGuards:
 
     def __init__(self, module: nn.Module, guards: Guards | None = None) -> None:
         self.modules = (*module.modules(),)
-        self._guards = guards = guards or Guards()
+        self._guards = guards or Guards()
+        own = self._own = Guards()
         # of all: an empty container may be filled later
         self._children = [(m._modules, [*m._modules.items()]) for m in self.modules]
         self._hooks = [(vars(m), [*filter(_is_own, _listed(vars(m)))]) for m in self.modules]
         for m in self.modules:
-            guards.read(_forward, guards.read(type, m))
+            own.read(attrgetter("forward"), own.read(type, m))
             for name in _SETTINGS if isinstance(m, nn.RNNBase) else ():
-                guards.read(vars(m).get, name)
+                own.read(vars(m).get, name)
 
     def hold(self, net: nn.Module) -> bool:
         """Whether all is as it was, and nothing observes a call: no mode of torch, no hook.
@@ -90,7 +90,7 @@ class ModuleGuards:
         for own, hooks in self._hooks:  # as `modified`, which would be a call in every update
             if "forward" in own or ((hooks or any(_hooks(own))) and _listed(own) != hooks):
                 return False
-        return self.is_same()
+        return self._own.hold() and self.is_same()
 
     def is_same(self) -> bool:
         """Whether no module was replaced, and the forward would be read as it was."""
@@ -112,5 +112,4 @@ def _listed(instance: dict[str, Any]) -> list[Any]:
 def _is_own(hook: Any) -> bool:
     """Whether a hook is that of an adapter."""
     function = getattr(hook, "func", hook)
-    owner = getattr(function, "__self__", function)
-    return type(owner).__module__.startswith("throughtime.carry.")
+    return type(getattr(function, "__self__", function)).__module__.startswith("throughtime.carry.")

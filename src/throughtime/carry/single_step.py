@@ -76,9 +76,12 @@ class SingleStep:
             for operation in structure.operations:
                 target = operation.target
                 if isinstance(target, nn.RNNBase):
-                    example = y.new_empty(1, x.shape[1], target.input_size)
                     run, outputs, leaves, rest = _prepare_layer(
-                        target, outputs, example, rest, self._is_read and target.batch_first
+                        target,
+                        outputs,
+                        y.new_empty(1, x.shape[1], target.input_size),
+                        rest,
+                        self._is_read and target.batch_first,
                     )
                     own |= zip(trees.tensors(next(states)), leaves, strict=True)
                 else:

@@ -275,8 +275,6 @@ class _Reader:
             function is not inspect.getattr_static(kind, name)
             or name in vars(module)
             or _calls(kind) != _calls(nn.Module)
-            or function.__closure__
-            or function.__kwdefaults__
             or not {*map(type, defaults or ())} <= PLAIN
         ):
             raise UnknownError(f"what runs around {kind.__name__}.{name}")
@@ -287,7 +285,8 @@ class _Reader:
                 raise UnknownError(f"{operation.opname} of {key} in {kind.__name__}.{name}")
             if operation.opname == "LOAD_GLOBAL" and key in values:
                 names[key] = self._known(values, key)
-        # a copy: Python writes what it learns about the names into the code
+        # a copy: Python writes what it learns about the names into the code. Of a closure, and of
+        # defaults by keyword, nothing is passed on.
         twin = FunctionType(code.replace(), names, name, defaults)
         return twin(self._symbol(module), *args, **kwargs)
 
