@@ -161,7 +161,7 @@ def twice() -> nn.Module:
     [
         (
             Residual,
-            r"`return \(self.readout\(y\) \+ x, state\)` in Residual.forward stands in the way",
+            r"`return self.readout\(y\) \+ x, state` in Residual.forward stands in the way",
         ),
         (Cell, r"in Cell.forward stands in the way"),
         (nested, "'0', a Sequential, with a state of its own, stands in the way"),

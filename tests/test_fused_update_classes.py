@@ -21,6 +21,7 @@ from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
 from throughtime.carry import Carried
+from throughtime.carry.structure import structure_of
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
@@ -141,6 +142,31 @@ class Outer(Net):
         return self.head(self.rnn(x))
 
 
+class Helped(Net):
+    """Makes zeros of the shape of its inputs in a method of its own."""
+
+    def zeros(self, x: Tensor, layers: int = 1) -> tuple[Tensor, Tensor]:
+        _steps, lanes, _features = x.shape
+        return x.new_zeros(layers, lanes, 9), x.new_zeros(layers, lanes, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x, self.zeros(x))
+        return self.head(y)
+
+
+class Loops(Outer):
+    """Has a list of layers and a state for each."""
+
+    def forward(self, x: Tensor, states: Any = None) -> Any:
+        after = ()
+        for i, (layer, state) in enumerate(zip(self.rnn.layers, states or (None, None))):  # noqa: B905
+            x, state = layer(x, hx=state)  # noqa: PLW2901
+            after = (*after, state)
+            if i + 1 < len(self.rnn.layers):
+                x = self.drop(x)
+        return self.head(x), after
+
+
 class LogProbabilities(Net):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.rnn(x)
@@ -162,6 +188,8 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "deep": Deep,
     "two states": TwoStates,
     "outer": Outer,
+    "helped": Helped,
+    "loops": Loops,
 }
 
 
@@ -308,10 +336,128 @@ class Calls(Net):
         return self.head(y)
 
 
+FLAG = True
+runs = 0
+
+
+class WritesGlobal(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        global runs  # noqa: PLW0603
+        runs = 1
+        y, _ = self.rnn(x)
+        return self.head(y)
+
+
+class ReadsGlobal(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(torch.tanh(y) if FLAG else y)
+
+
+def enclosed() -> type[Net]:
+    flag = True
+
+    class ReadsClosure(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            y, _ = self.rnn(x)
+            return self.head(torch.tanh(y) if flag else y)
+
+    return ReadsClosure
+
+
+class DrawsNumbers(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        torch.rand(())
+        return self.head(y)
+
+
+class HidesRefusals(Net):
+    """What a symbol refuses is not its branch with a handler."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        try:
+            y = y * 2
+        except Exception:  # noqa: BLE001
+            y = torch.tanh(y)
+        return self.head(y)
+
+
+class WritesDict(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        self.__dict__["uses"] = self.uses + 1
+        y, _ = self.rnn(x)
+        return self.head(y)
+
+
+class AsksForText(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(y if f"{x.dtype}" == "torch.int64" else torch.tanh(y))
+
+
+class AsksForEquality(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return self.head(torch.tanh(y) if x.dtype != torch.float32 else y)
+
+
+class OverwritesOutputs(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        return functional.leaky_relu(self.head(y), 0.01, True)
+
+
+class DropsResults(Net):
+    """A result that nothing uses has changed buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(HIDDEN))
+        self.put_head_last()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        self.norm(y)
+        return self.head(y)
+
+
+class KeepsInDefault(Net):
+    def forward(self, x: Tensor, *, past: list[int] = []) -> Tensor:  # noqa: B006
+        past.append(1)
+        y, _ = self.rnn(x)
+        return self.head(torch.tanh(y) if past[1:] else y)
+
+
+class Comprehends(Net):
+    """Code in code has names of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        for z in (torch.tanh(part) for part in (y,) if FLAG):
+            y = z
+        return self.head(y)
+
+
+class Shares(Net):
+    """A method that gets no self."""
+
+    @staticmethod
+    def scale(x: Tensor) -> Tensor:
+        return x * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(self.scale(x))
+        return self.head(y)
+
+
 REFUSED = [
     *(CountsCalls, BranchesOnValues, KeepsOutputs, SetsAttribute, Doubles, Skips, UsesLayerTwice),
     *(WritesInPlace, AddsInPlace, RandomFunction, Autocasts, LooksAtWeights, Reads, Decorated),
-    Calls,
+    *(Calls, WritesGlobal, ReadsGlobal, enclosed(), DrawsNumbers, HidesRefusals, WritesDict),
+    *(AsksForText, AsksForEquality, OverwritesOutputs, DropsResults, KeepsInDefault, Comprehends),
+    Shares,
 ]
 
 
@@ -328,6 +474,13 @@ def test_a_forward_that_may_do_something_else_is_run_with_a_graph(
     assert isinstance(first, Net)
     assert isinstance(second, Net)
     assert (first.uses, len(first.history)) == (second.uses, len(second.history))
+
+
+@pytest.mark.parametrize("net", REFUSED)
+def test_the_structure_is_refused_before_any_trial(net: type[Net]) -> None:
+    carried, x = make(net), torch.randn(5, 3, 5, dtype=torch.float64)
+    carried.prepare(x)
+    assert structure_of(carried, x) is None
 
 
 class Chooses(Net):
@@ -385,13 +538,20 @@ def hook_layer(net: Net) -> None:
     net.rnn.register_forward_hook(lambda _, __, result: (2 * result[0], result[1]))
 
 
+def swap_names(net: Net) -> None:
+    """The same modules in the same order, the names of two exchanged."""
+    head, other = net.head, net.get_submodule("other")
+    del net.other, net.head
+    net.head, net.other = other, head  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def change_class(net: Net) -> None:
     net.__class__ = Doubles
 
 
 CHANGES = [
     *(set_flag, evaluate, activate_dropout, replace_readout, replace_layer, replace_forward),
-    *(hook, hook_layer, change_class),
+    *(hook, hook_layer, swap_names, change_class),
 ]
 
 
@@ -477,6 +637,40 @@ def test_code_that_is_replaced_in_a_forward_is_noticed(
     assert len(calls) == before > 0
 
 
+def shadow_method(net: Net, _: pytest.MonkeyPatch) -> None:
+    vars(net)["zeros"] = lambda x: (x.new_ones(1, x.shape[1], HIDDEN),) * 2
+
+
+def replace_method(_: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Helped, "zeros", lambda _, x: (x.new_ones(1, x.shape[1], HIDDEN),) * 2)
+
+
+def replace_code(_: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ones(_: Net, x: Tensor, layers: int = 1) -> Any:
+        return (x.new_ones(layers, x.shape[1], 9),) * 2
+
+    monkeypatch.setattr(Helped.zeros, "__code__", ones.__code__)
+
+
+def replace_default(_: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Helped.zeros, "__defaults__", (torch.tensor(1),))
+
+
+METHODS = [shadow_method, replace_method, replace_code, replace_default]
+
+
+@pytest.mark.parametrize("change", METHODS)
+def test_another_method_of_a_class_is_noticed(
+    change: Callable[..., None], calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = make(Helped)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    change(net.module, monkeypatch)
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before > 0
+
+
 class UsesGlobal(Net):
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.rnn(NAME.relu(x))
@@ -507,21 +701,21 @@ class Written(Net):
 """
 
 
-@pytest.mark.parametrize("later", ["", "2 * "])
-def test_source_that_is_not_the_code_is_not_read(
-    later: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("imported", ["", "2 * "])
+def test_source_that_is_not_the_code_does_not_count(
+    imported: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file may have changed since it was imported."""
     file = tmp_path / "written_net.py"
-    file.write_text(SOURCE.format("2 * " if not later else ""))
+    file.write_text(SOURCE.format(imported))
     monkeypatch.syspath_prepend(tmp_path)
     written = importlib.import_module("written_net")
-    monkeypatch.delitem(sys.modules, "written_net")
+    del sys.modules["written_net"]
     net = make(written.Written)
-    file.write_text(SOURCE.format(later))
+    file.write_text(SOURCE.format("" if imported else "2 * "))
     linecache.checkcache()
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert not calls
+    assert bool(calls) == (not imported)
 
 
 def test_a_learned_start_is_not_taken_for_zeros(

@@ -71,6 +71,13 @@ class Loud(nn.Module):
         return x * 2 + 1
 
 
+class LoudDropout(nn.Dropout):
+    """Is active in evaluation mode as well."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        return input * 2
+
+
 def standardised() -> nn.Module:
     first, last = Affine(3, inverse=False), Affine(2, inverse=True)
     for values, number in ((first.shift, 1e4), (first.scale, 3), (last.shift, 5), (last.scale, 2)):
@@ -83,6 +90,7 @@ NETS: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: nn.Sequential(tt.nn.GRU(3, 8, 2, bias=False), nn.ReLU(), nn.Linear(8, 2)),
     "rnn": lambda: nn.Sequential(tt.nn.RNN(3, 8, nonlinearity="relu"), nn.Softmax(2)),
     "projected": lambda: nn.Sequential(tt.nn.LSTM(3, 8, 2, proj_size=5), nn.Dropout(), Loud()),
+    "loud dropout": lambda: nn.Sequential(tt.nn.GRU(3, 8), LoudDropout(), nn.Linear(8, 2)),
     "between": lambda: nn.Sequential(
         *(nn.Linear(3, 4), tt.nn.GRU(4, 8, batch_first=True), nn.SiLU(), tt.nn.LSTM(8, 9)),
     ),

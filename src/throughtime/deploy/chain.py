@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from throughtime import state as trees
@@ -225,9 +224,7 @@ class _Translator:
         target = call.target
         if isinstance(target, nn.Module):
             yield from self._of_module(target)
-        elif target in _ARRANGING:
-            return
-        else:
+        elif target.__name__ not in _ARRANGING:
             yield self._of_function(call)
 
     def _of_module(self, module: nn.Module) -> Iterator[Operation]:
@@ -249,9 +246,8 @@ class _Translator:
             raise self._in_the_way(module)
 
     def _of_function(self, call: TensorCall) -> Operation:
-        target: Any = call.target
-        function = target if isinstance(target, str) else target.__name__
-        if function not in POINTWISE or not _is_known(target, function):
+        function: str = call.target.__name__
+        if function not in POINTWISE:
             raise self._in_the_way(function)
         values = [*call.args, *(v for k, v in call.kwargs.items() if k != "inplace")]
         default = _DEFAULTS.get(function, 0.0)
@@ -290,11 +286,3 @@ class _Translator:
                     Recurrence(cell, ih, hh, b_ih, b_hh, projection, tuple(leaves))
                 )
         return result, own
-
-
-def _is_known(target: Any, function: str) -> bool:
-    """Whether a function is that of torch of this name, or a method of a tensor."""
-    return isinstance(target, str) or target in (
-        getattr(torch, function, None),
-        getattr(functional, function, None),
-    )

@@ -28,7 +28,7 @@ class Parts:
 
     Attributes:
         adapter: of the net.
-        guards: of what was read from the source of a forward.
+        guards: of what was read in a forward.
         names: the keys of the state, in order.
         layers: the recurrent layers, from the inputs to the outputs, by their names in the state.
         readout: reads the outputs of the last layer; None if the tail does.
@@ -105,7 +105,7 @@ def _parts(
         return None
     batch_first = [chain is None and layer.batch_first for layer in (layers[0], layers[-1])]
     names = {layer: name for name, layer in net.module.named_modules()}
-    if structure.paths:  # else hooks set the states
+    if structure.argument:  # else hooks set the states
         names = {layer: str(i) for i, layer in enumerate(layers)}
 
     def run_front(x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def _parts(
         readout,
         run_tail,
         run_front if around[0] else None,
-        bool(structure.paths),
+        bool(structure.argument),
         any(hasattr(part, "p") for module in tail for part in module.modules()),
         adapter.starts_from_zeros(),
     )
