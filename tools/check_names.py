@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 183, 100, 60
+MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 161, 100, 60
 PRAGMA = re.compile(r"\s*# (noqa|pyright:|type:).*$")  # as ruff, do not count them in a line
 BANNED = frozenset(["found", "given", "told", "made", "had", "there", "place", "way", "side"])
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|\d+")
@@ -63,15 +63,15 @@ class Part(NamedTuple):
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow.
 PARTS = {
     "root": Part(18_000, 18_000),
-    "stream": Part(44_430, 25_000),
-    "kernels, nn": Part(18_332, 16_000),
-    "carry": Part(41_738, 20_000),
+    "stream": Part(44_390, 25_000),
+    "kernels, nn": Part(17_180, 16_000),
+    "carry": Part(33_340, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),
-    "deploy": Part(18_940, 13_000),
-    "integrations": Part(9_972, 8_000),
-    "app": Part(63_887, 24_000),
+    "deploy": Part(18_870, 13_000),
+    "integrations": Part(9_940, 8_000),
+    "app": Part(63_220, 24_000),
     "testing": Part(2_714, 3_300),
 }
 # _svg.py draws for the report, and goes with its charts.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime._device import send
-from throughtime.carry._explain import refuse_shapes, whole_numbers_hint
+from throughtime.carry._refusal import refuse_shapes, whole_numbers_hint
 from throughtime.carry.carried import (
     Carried,
     device_of,

@@ -5,16 +5,19 @@ CellAdapter    nn.LSTMCell, nn.GRUCell, nn.RNNCell   a loop over time with `unbi
 ChainAdapter   nn.Sequential                         a dict of its children's states
 ModuleAdapter  any other module, by a convention     its own state, lanes moved to the front
 
-A convention says how a module is called: the layout of its inputs, where its state is and starts,
-and which of its results the outputs are. `_sources` proposes where the state is, the usual places
-first, and `_search` completes the proposals by calls. A `Subject`, the copy under trial, accepts
-the first that obeys every law of the table in `_laws`: only measurements decide.
+A convention (`_calls`) says how a module is called: the layout of its inputs, where its state is
+and starts, and which of its results the outputs are. A state is one of three: arguments that come
+back in the result, attributes that a call changes and the next one reads, or recurrent modules
+inside, whose state hooks set and read (`_inside`). `_search` proposes conventions, the usual ones
+first, completes them by calls, and accepts the first that obeys every law of the table in `_laws`,
+on the module's weights and on others: only measurements decide. Otherwise `_refusal` says what is
+in the way, and the line to write.
 
 The loop over time uses `unbind` because indexing `x[t]` has a quadratic backward: each index
 allocates a gradient for all of `x`.
 
-Layers of `tt.nn` apply resets themselves, and so may a module with a parameter such as `resets` or
-`done`. If every part of a net does, a forward call is not split at resets.
+Layers of `tt.nn` apply resets themselves. If every part of a chain does, a forward call is not
+split at resets.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `L` layers.
 """

@@ -87,55 +87,42 @@ class Adapter(ABC):
         return ""
 
 
-class ResetsUnsupportedError(Exception):
-    """A module cannot apply resets: it calls a layer more than once, or with part of the steps.
-
-    The caller splits the forward call at the resets instead, which is always correct.
-    """
-
-
 @dataclass(frozen=True)
 class LaneDim:
     """The dimension of a state tensor that indexes the lanes.
 
     Attributes:
         dim: the dimension; None for a module of one lane, whose state has none.
-        rows: rows of that dimension for each lane, more than 1 where the module folds another
-            dimension into its batch.
-        lane_major: whether the rows of one lane are adjacent.
+        rows: adjacent rows of that dimension for each lane, more than 1 where the module folds
+            another dimension into its batch.
     """
 
     dim: int | None
     rows: int = 1
-    lane_major: bool = True
 
     def to_front(self, leaf: Tensor) -> Tensor:
         """The tensor with its lanes moved to the front."""
-        dim = self.dim
-        if dim is None:
+        if self.dim is None:
             return leaf.unsqueeze(0)
-        if self.rows == 1:
-            return leaf.movedim(dim, 0)
-        sizes = (-1, self.rows) if self.lane_major else (self.rows, -1)
-        return leaf.unflatten(dim, sizes).movedim(dim + (not self.lane_major), 0)
+        if self.rows > 1:
+            leaf = leaf.unflatten(self.dim, (-1, self.rows))
+        return leaf.movedim(self.dim, 0)
 
     def to_module(self, leaf: Tensor) -> Tensor:
         """The inverse of `to_front`."""
-        dim = self.dim
-        if dim is None:
+        if self.dim is None:
             return leaf.squeeze(0)
-        if self.rows == 1:
-            return leaf.movedim(0, dim)
-        return leaf.movedim(0, dim + (not self.lane_major)).flatten(dim, dim + 1)
+        leaf = leaf.movedim(0, self.dim)
+        return leaf.flatten(self.dim, self.dim + 1) if self.rows > 1 else leaf
 
 
 @dataclass(frozen=True)
 class LaneLayout:
     """Where the lanes are in each tensor of a module's state."""
 
-    dims: tuple[LaneDim, ...]
-    example: State  # zeros, lanes first, one lane
-    weight_dtype: torch.dtype | None  # of the module when this was inferred
+    dims: tuple[LaneDim, ...] = ()
+    example: State = ()  # zeros, lanes first, one lane
+    weight_dtype: torch.dtype | None = None  # of the module when this was inferred
 
     @classmethod
     def infer(cls, states: dict[int, State], weight: Tensor | None) -> "LaneLayout":
@@ -149,10 +136,12 @@ class LaneLayout:
             StateError: a tensor has no such dimension, or trees of different structure.
         """
         state = next(iter(states.values()))
-        leaves = zip(*map(trees.leaves, states.values()), strict=True)
+        rows = [*map(list, map(trees.leaves, states.values()))]
+        if len({*map(len, rows)}) > 1:
+            raise StateError(f"the state has {len(rows[0])} and {len(rows[1])} tensors")
         dims = [
-            _lane_dim(named[0][0], {n: t.shape for n, (_, t) in zip(states, named, strict=True)})
-            for named in leaves
+            _lane_dim(leaf[0][0], {n: t.shape for n, (_, t) in zip(states, leaf, strict=True)})
+            for leaf in zip(*rows, strict=True)
         ]
         return cls.of(tuple(dims), state, weight)
 
@@ -161,8 +150,9 @@ class LaneLayout:
         """The layout of a state whose dimensions are known."""
         layout = cls(dims, (), None if weight is None else weight.dtype)
         zeros = layout.lanes_first(trees.map_leaves(torch.zeros_like, trees.detach(state)))
-        example = trees.map_leaves(lambda leaf: leaf[:1].clone(), zeros)
-        return cls(dims, example, layout.weight_dtype)
+        return cls(
+            dims, trees.map_leaves(lambda leaf: leaf[:1].clone(), zeros), layout.weight_dtype
+        )
 
     def lanes_first(self, state: State) -> State:
         """The state with its lanes moved to the front."""
@@ -202,13 +192,14 @@ class LaneLayout:
         """
         if weight is None:
             return state
-        examples, dims = iter(trees.tensors(self.example)), iter(self.dims)
+        pairs = zip(trees.tensors(self.example), self.dims, strict=False)
 
         def convert(leaf: Tensor) -> Tensor:
-            example, dim = next(examples, None), next(dims, None)
-            if example is not None and dim is not None and not leaf.dim() and example.dim() > 1:
-                leaf = dim.to_module(leaf.expand(lanes, *example.shape[1:]))
-            follows = example is not None and example.dtype == self.weight_dtype
+            example, dim = next(pairs, (leaf, None))
+            if dim is not None and leaf.numel() < 2 and leaf.dim() < example.dim():
+                rows = leaf.sum().to(leaf.dtype).expand(lanes, *example.shape[1:])
+                leaf = dim.to_module(rows)
+            follows = dim is not None and example.dtype == self.weight_dtype
             return leaf.to(weight.device, weight.dtype if follows else leaf.dtype)
 
         return trees.map_leaves(convert, state)
@@ -219,7 +210,7 @@ class LaneLayout:
         return self.with_weight(state, weight, lanes)
 
 
-NO_LANES = LaneLayout((), (), None)  # of a state that stays as it is
+NO_LANES = LaneLayout()  # of a state that stays as it is
 
 
 def _lane_dim(name: str, shapes: dict[int, torch.Size]) -> LaneDim:
@@ -245,8 +236,3 @@ def is_state(value: Any) -> bool:
         return next(trees.leaves(value), None) is not None
     except StateError:
         return False
-
-
-def is_untouched(state: State) -> bool:
-    """Whether a state is zeros that nothing is learned for, as modules make when they get none."""
-    return not any(leaf.requires_grad or bool(leaf.any()) for leaf in trees.tensors(state))

@@ -1,132 +1,259 @@
-"""Why a module cannot be carried: the law it breaks, the part that breaks it, the line to write.
+"""In words: how a module is called, why it cannot be carried, and the line to write.
 
 Shapes: `T` steps, `B` lanes.
 """
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+import inspect
+import re
+from collections.abc import Iterable, Iterator
 
-from throughtime.carry._bound import BoundModule
-from throughtime.carry._explain import refuse_width, source_name
-from throughtime.carry._laws import LAWS, NOT_FINITE, Laboratory, Law
-from throughtime.carry._names import names_state
-from throughtime.carry._ports import RECURRENT, has_layers, observe
-from throughtime.carry._search import Search
-from throughtime.carry._subject import Failure
-from throughtime.carry._trial import (
-    LANES,
-    STEPS,
-    changed_inputs,
-    copy_of,
-    modes_of,
-    quiet,
-    trial_inputs,
+from torch import Tensor, nn
+
+from throughtime import state as trees
+from throughtime.carry._calls import (
+    CALLS,
+    INPUTS,
+    OUTPUTS,
+    BoundModule,
+    Convention,
+    MisfitError,
+    path_name,
 )
-from throughtime.errors import ModelError
+from throughtime.carry._inside import is_turned, key_name, names_state, parameters_of
+from throughtime.carry._laws import LAWS, Law, NotFiniteError
+from throughtime.carry._search import FLAGS, PATIENCE, Failure, Search
+from throughtime.carry._trial import reach_of
+from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
+from throughtime.state import State
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
-def refusal(module: nn.Module, search: Search) -> ModelError:
+def refusal(search: Search) -> ModelError:
     """The error for a module of which no way of calling obeys every law."""
-    name = type(module).__name__
+    module, name = search.module, type(search.module).__name__
     if fault := device_error(module, search.x):
         return fault
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return bidirectional_error(path or type(part).__name__)
-    unknown = _unknown_parameters(search)
-    if unknown:
-        return ModelError(
-            f"{name}.forward requires {unknown} beside its first input and its state. Inputs in"
-            " several arguments are split by tt.carry(module, inputs=lambda x: (x[..., :2],"
-            " x[..., 2:])); pass a constant in a module of your own that calls this one."
-        )
-    failure = _telling(module, search.failures)
-    if failure is None or failure.rank <= 0:
-        return _uncallable(module, failure, search.x)
-    if failure.in_training and failure.law is None:
-        return ModelError(
-            f"{name} cannot be carried: it obeys every law in evaluation mode, and in training mode"
-            f" its forward raised {_first_line(failure.error)}. Mend that, or carry it as"
-            " tt.carry(module.eval(), x)"
-        )
-    if failure.law is None:
-        return ModelError(f"{name}: {failure.error}")
-    with quiet(search.x.device):
-        part = _found_culprit(module, search, failure, failure.law)
-    called = "" if failure.convention is None else source_name(failure.convention)
-    return broken_error(name, failure.law, part, called)
+    nearest = max(search.failures, key=lambda failure: failure.stage, default=None)
+    late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
+    if nearest is not None and nearest.law is not None:
+        text = broken(module, nearest.law, nearest.convention)
+    else:
+        text = _uncallable(module, search, nearest)
+    return ModelError(f"{name} {text}{late}{_lines(search, nearest)}")
 
 
-def broken_error(
-    name: str, law: Law, part: tuple[str, nn.Module] | None, state: str = ""
-) -> ModelError:
-    """The error for a module that breaks a law.
-
-    Args:
-        name: of the module's class.
-        law: as it was measured.
-        part: of the module that breaks it, if one was found.
-        state: where the state is.
-    """
-    plain = law.plain
-    is_training = law.name != plain
+def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
+    """What is wrong with a module that breaks a law, called by a convention."""
+    mode = "in training mode, " if law.training else ""
     if "modified by an inplace operation" in law.error:
-        return ModelError(
-            f"{name} cannot be carried: a later call writes into a tensor that the gradient of an"
-            " earlier one needs, such as a buffer that forward fills again"
+        return (
+            "cannot be carried: a later call writes into a tensor that the gradient of an"
+            f" earlier one needs, such as a buffer that forward fills again"
             f" ({law.error.split(':')[0]}). Make a new tensor in forward."
         )
+    if law.error and law.training:
+        return (
+            "cannot be carried: it obeys every law in evaluation mode, and in training mode its"
+            f" forward raised {law.error}. Mend that, or carry it as tt.carry(module.eval(), x)."
+        )
     if law.error:
-        return ModelError(
-            f"{name} cannot be carried: it computes a chunk, and fails where the {plain!r} law is"
-            f" measured, with other lengths, lanes or states ({law.error}). {LAWS['whole'].advice}."
+        return (
+            f"cannot be carried: it computes a chunk, and fails where the {law.name!r} law is"
+            f" measured, with other lengths, lanes or states ({law.error})."
+            f" {LAWS['whole'].advice}."
         )
-    details: list[str] = [] if plain in ("inputs", "memory") else [f"deviation {law.deviation:.2g}"]
-    details += [f"with the state in {state}"] if state else []
-    measured = f" ({', '.join(details)})" if details else ""
-    if law.detached:
-        return ModelError(
-            f"{name} cannot be carried: it keeps its state in {law.detached!r} without its"
-            " gradient. Called as it is, no gradient flows from one chunk to the one before, and a"
-            " horizon longer than a chunk has no effect. Remove .detach() or .data where forward"
-            f" sets {law.detached}: tt.updates cuts the gradient where its policy says, and keeps"
-            " memory flat."
+    details = [f"deviation {law.deviation:.2g}"] if 0 < law.deviation < float("inf") else []
+    details += [f"the state is {c.where}"] if c is not None and c.where else []
+    remark = f" ({'; '.join(details)})" if details else ""
+    return f"cannot be carried: {mode}{LAWS[law.name].broken}{remark}. {_advice(module, law, c)}."
+
+
+def _advice(module: nn.Module, law: Law, c: Convention | None) -> str:
+    """What to change, by the law and the parts of the module that usually break it."""
+    if law.training and law.name in ("whole", "last"):
+        return (
+            "What a step gets is not what the step before returned, such as a state after"
+            " dropout: dropout belongs on outputs, or into the cell that returns the state"
         )
-    return ModelError(
-        f"{name} cannot be carried: {'in training mode, ' if is_training else ''}"
-        f"{LAWS[plain].broken}"
-        f"{measured}."
-        f" {_advice(plain, part, is_training)}."
+    scratch = ", ".join(map(key_name, c.attributes if c is not None else ()))
+    if law.name == "credit" and scratch:
+        return (
+            f"It keeps its state in {scratch!r} without its gradient. Remove .detach(), .data or"
+            f" no_grad() where forward sets it. {LAWS[law.name].advice}"
+        )
+    for path, part in (
+        module.named_modules() if law.name in ("causal", "lanes", "whole", "long", "last") else ()
+    ):
+        name = f"'{path}' ({type(part).__name__})" if path else f"this {type(part).__name__}"
+        where = f"The likely cause is {name}"
+        if isinstance(part, BATCH_NORMS) and law.training:
+            return (
+                f"{where}: batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them"
+                f" with module.{path}.eval()"
+            )
+        is_open = c is None or not c.context
+        if (
+            isinstance(part, CONVOLUTIONS)
+            and is_open
+            and law.name != "lanes"
+            and max(part.kernel_size) > 1
+        ):
+            past = reach_of(module)
+            pad = (
+                f"pad it on the left only, F.pad(x, ({past}, 0)), and "
+                if law.name == "causal"
+                else ""
+            )
+            return (
+                f"{where}: if it convolves over time, the steps before a chunk are lost, or it"
+                f" looks ahead: {pad}write tt.carry(module, context={past}), the sum of"
+                " (kernel_size - 1) * dilation over the convolutions, one after another"
+            )
+        if isinstance(part, ATTENTION):
+            return (
+                f"{where}: attention over all steps. Keep past keys and values in the state:"
+                " forward(x, state) -> (y, state)"
+            )
+        if isinstance(part, (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)):
+            return f"{where}: it normalises over time. Normalise the features of each step alone"
+    return LAWS[law.name].advice
+
+
+def _uncallable(module: nn.Module, search: Search, failure: Failure | None) -> str:
+    """What is wrong with a module of which no call gave outputs and a state."""
+    error = None if failure is None else failure.error
+    if type(module).forward is nn.Module.forward and not callable(search.hints.call):
+        return "has no forward, so the call must be written."
+    if isinstance(error, NotFiniteError):
+        return (
+            f"cannot be tried: {error}. Look at its weights, and at the first step that is not"
+            " finite."
+        )
+    if search.failures:  # of the usual layout
+        refuse_width(search.failures[0].error, module, search.x)
+    needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
+    unknown = [n for n in needed if not names_state(n) and n not in FLAGS]
+    if unknown and len(unknown) < len(needed):
+        return (
+            f"cannot be carried: its forward requires {', '.join(map(repr, unknown))} beside its"
+            " first input and its state. Inputs in several arguments are split by"
+            " tt.carry(module, inputs=lambda x: (x[..., :2], x[..., 2:]))."
+        )
+    if search.is_callable and not search.has_state:
+        kinds = {
+            type(m).__name__ for m in module.modules() if isinstance(m, (*CONVOLUTIONS, *ATTENTION))
+        }
+        remark = f" ({', '.join(sorted(kinds))} over steps keeps no state)" if kinds else ""
+        return (
+            "cannot be carried: it has no recurrent layer of torch.nn inside, and no state was"
+            f" found in its arguments, attributes or submodules{remark}: there is nothing to carry,"
+            " or it is a variable of forward, where it cannot be reached."
+        )
+    if reach_of(module) and isinstance(error, MisfitError):
+        return (
+            f"cannot be carried: it {error}. If it is a convolution over time that shortens the"
+            " sequence, keep the steps before a chunk: tt.carry(module,"
+            f" context={reach_of(module)})."
+        )
+    is_own = isinstance(error, ThroughtimeError)
+    what = str(error) if is_own else f"{type(error).__name__}: {error}"
+    return (
+        "cannot be carried: the call that came furthest failed:"
+        f" {what.splitlines()[0].rstrip('.')}."
+        " Inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x: ...)."
     )
 
 
-def _telling(module: nn.Module, failures: list[Failure]) -> Failure | None:
-    """The failure that says most: of the likeliest layout, or of what came furthest."""
-    broken = [f for f in failures if f.law is not None]
-    if not any(f.convention is not None and f.convention.call == "chunk" for f in broken):
-        whole = next((f for f in broken if f.name == "last"), None)
-        if whole is not None:  # the module returns its last output only
-            return whole
-    failure = max(failures, key=lambda f: f.rank, default=None)
-    first = next((f for f in broken if f.law is not None and not f.law.error), None)
-    orders = ("causal", "lanes")  # laws that a wrong order of time and lanes breaks
-    if failure is None or failure.name not in orders or first is None or first.name not in orders:
-        return failure
-    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
-    return first if recurrent else failure
+def _lines(search: Search, failure: Failure | None) -> str:
+    """The line that says what was not found, with the module's own names."""
+    law = None if failure is None else failure.law
+    if search.is_callable and not search.has_state:
+        return ""
+    if law is not None and law.name not in ("random", "start", "memory"):
+        return ""
+    module = search.module
+    if failure is not None and law is not None and law.name != "memory":
+        return f"\nWrite: tt.carry(module, start={_start(search, failure)})"
+    own = [n for n in vars(type(module)) if inspect.isfunction(getattr(type(module), n))]
+    own = [n for n in own if not n.startswith("_") and n not in search.own_methods]
+    steps = sorted((n for n in own if n != "forward"), key=lambda n: "step" not in n)
+    has_forward = type(module).forward is not nn.Module.forward
+    if steps and (not has_forward or "step" in steps[0]):
+        count = len(parameters_of(getattr(module, steps[0]))) - 1
+        line = f"m.{steps[0]}(x, {'*state' if count > 1 else 'state'})"
+        line = f"(lambda y, *s: (y, s))(*{line})" if count > 1 else line
+    else:
+        names = parameters_of(module.forward) if has_forward else []
+        line = _forward_line(names) if len(names) > 1 else "m((x, state))"
+    start, rest = (
+        "",
+        ". If the module requires a state: start=lambda m, lanes: torch.zeros(lanes, N)",
+    )
+    if search.own_methods:
+        start, rest = f", start={_start(search, failure)}", ""
+    return (
+        f"\nWrite: tt.carry(module, call=lambda m, x, state: {line}{start}), where call returns"
+        f" (outputs, next state) for a step (B, ...) or a chunk (T, B, ...){rest}"
+    )
 
 
-def _unknown_parameters(search: Search) -> str:
-    """Parameters without a default beside those of the state, if it has such, in quotes."""
-    tried = [f.convention.source for f in search.failures if f.convention is not None]
-    names = max((s.arguments or () for s in tried), key=len, default=())
-    unknown = [name for name in names if not names_state(name)]
-    return ", ".join(map(repr, unknown)) if len(unknown) < len(names) else ""
+def _forward_line(parameters: list[inspect.Parameter]) -> str:
+    """A call of forward with the state as the parameters that have its names."""
+    (first, *others), turned = parameters, is_turned(parameters)
+    if turned:
+        others[0], first = parameters[:2]
+    states = [p.name for p in others if names_state(p.name) and p.default in (None, p.empty)]
+    states = states or [others[0].name]
+    is_pair = len(states) > 1
+    passed = [f"{n}=state[{i}]" if is_pair else f"{n}=state" for i, n in enumerate(states)]
+    passed += [
+        f"{p.name}={'True' if p.default is False else '...'}"
+        for p in others
+        if p.name not in states
+        and (p.default is p.empty or (p.default is False and ASKS.search(p.name)))
+    ]
+    line = f"m({', '.join([f'{first.name}=x' if turned else 'x', *passed])})"
+    return f"(lambda y, *s: (y, s))(*{line})" if is_pair else line + "[::-1]" * turned
+
+
+def _start(search: Search, failure: Failure | None) -> str:
+    """A start from a method of the module, or from its tensors that have the sizes of the state."""
+    c = None if failure is None else failure.convention
+    tensors = dict(search.module.named_parameters()) | dict(search.module.named_buffers())
+    leaves = [] if c is None else trees.tensors(c.lanes.example)
+    fits = [[n for n, t in tensors.items() if t.numel() == leaf.numel()] for leaf in leaves]
+    named = [[n for n in own if re.search("0$|init|start", n) or names_state(n)] for own in fits]
+    if named and all(named):
+        own = [f"m.{n[min(i, len(n) - 1)]}" for i, n in enumerate(named)]
+        return f"lambda m, lanes: {own[0] if len(own) == 1 else '(' + ', '.join(own) + ')'}"
+    if search.own_methods and (failure is None or failure.law is None):
+        return f"lambda m, lanes: m.{search.own_methods[0]}(lanes)"
+    zeros = [
+        f"torch.zeros({', '.join([*sizes[: dim.dim], 'lanes', *sizes[dim.dim :]])})"
+        for leaf, dim in zip(leaves, () if c is None else c.lanes.dims, strict=True)
+        for sizes in [[*map(str, leaf.shape[1:])]]
+    ]
+    known = zeros[0] if len(zeros) == 1 else f"({', '.join(zeros)})"
+    is_known = c is not None and zeros and c.arguments
+    return f"lambda m, lanes: {known if is_known else 'torch.zeros(lanes, N)'}"
+
+
+def ambiguous_error(search: Search) -> ModelError:
+    """The error for a module of which several tensors may be the outputs."""
+    choices = ", ".join(f"{path_name(o.path)} with features {o.features}" for o in search.choices)
+    path = search.choices[0].path
+    return ModelError(
+        f"{type(search.module).__name__} returns several tensors with one output per step:"
+        f" {choices}. Choose the one that the loss gets: tt.carry(module,"
+        f' output={path if path[1:] else path[0]!r}), or output="all"'
+    )
 
 
 def device_error(module: nn.Module, x: Tensor) -> ModelError | None:
@@ -145,194 +272,96 @@ def bidirectional_error(name: str) -> ModelError:
     return ModelError(
         f"layer '{name}' is bidirectional: its backward direction starts at the end of the"
         " recording, and a stream has none, so no state can be carried into it. Use"
-        " bidirectional=False."
+        " bidirectional=False if it runs over time; over another dimension, such as frequency,"
+        " write the call: tt.carry(module, call=lambda m, x, state: ...)."
     )
 
 
-def _uncallable(module: nn.Module, failure: Failure | None, x: Tensor) -> ModelError:
-    """No call of the module with such inputs gave outputs and a state."""
-    name = type(module).__name__
-    error = None if failure is None else failure.error
-    convolutions = [part for part in module.modules() if isinstance(part, CONVOLUTIONS)]
-    if convolutions and "one output per step" in str(error):
-        return ModelError(
-            f"{name} {error}. If it is a convolution over time that shortens the sequence, keep the"
-            f" steps before a chunk: tt.carry(module, context={max(map(_past, convolutions))})."
-        )
-    if isinstance(error, NotImplementedError) and type(module).forward is nn.Module.forward:
-        return ModelError(
-            f"{name} has no forward. Name the method that computes a step or a chunk:"
-            " tt.carry(module, call=module.METHOD)"
-        )
-    if error is not None and NOT_FINITE in str(error):
-        return ModelError(
-            f"{name} cannot be tried: {NOT_FINITE}, for inputs like the examples and for smaller"
-            " weights too. Look at its weights, and at the first step that is not finite."
-        )
+# ---------------------------------------------------------------- how a module is called
+
+
+def state_shapes(names: Iterable[str], state: State) -> str:
+    """The name and the shape of each tensor of a state, lanes first: `lstm.h (B, 2, 8)`."""
+    return ", ".join(
+        f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
+        for name, leaf in zip(names, trees.tensors(state), strict=True)
+    )
+
+
+def convention_lines(bound: BoundModule) -> Iterator[str]:
+    """How a module is called, what its state is, where it starts, and what the outputs are."""
+    c, state = bound.convention, bound.convention.lanes.example
+    features = ", ".join(map(str, bound.example.shape[2:]))
+    layout = "what inputs= returns" if c.transform is not None else INPUTS[c.order][0]
+    layout = layout.replace("D, T", f"{features}, T").replace("...", features)
+    options = "".join(f", attribute {key_name(key)} set to B" for key in c.sizes)
+    options += f", after {c.context} steps of the past" if c.context else ""
+    yield f"called with {layout.replace(', )', ')')}: {CALLS[c.call]}{options}"
+    yield f"state: {c.where}"
+    leaves = [f"past (B, {c.context}, {features})"] if c.context else []
+    leaves += filter(None, [state_shapes(bound.leaf_names(state), state)])
+    yield f"leaves, lanes first: {', '.join(leaves)}"
+    yield f"start: {c.start.name}"
+    sizes = ", ".join(map(str, c.outputs.features or ()))
+    outputs = OUTPUTS[c.outputs.order].replace("C", sizes).replace(", )", ")").replace(", ,", ",")
+    yield f"outputs: {f'item {path_name(c.outputs.path)}, ' if c.outputs.path else ''}{outputs}"
+    for name, value, _ in c.constants:
+        yield f"argument {name}: always {value.item():g}; calls are split at resets"
+
+
+def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:
+    """Say of inputs that the net refused with an error which ones it expects.
+
+    Raises:
+        DataError: the error is of torch or of the trials of a net, and says that.
+    """
+    if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
+        return
+    if hint := whole_numbers_hint(module, x) or _tokens_hint(module, x):
+        raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
     refuse_width(error, module, x)
-    if failure is not None and failure.convention is not None:
-        names = failure.convention.source.arguments or ()
-        if any(map(names_state, names)):
-            return ModelError(
-                f"{name}.forward failed in every trial ({_first_line(error)}), with the state in"
-                f" argument '{', '.join(names)}'. Let it accept None at the start of a"
-                " recording, give the module a method initial_state(lanes), or write"
-                " tt.carry(module, start=lambda lanes: ...)."
-            )
-    if not has_layers(module) and (error is None or "has one output per step" not in str(error)):
-        kinds = {
-            type(m).__name__ for m in module.modules() if isinstance(m, (*CONVOLUTIONS, *ATTENTION))
-        }
-        remark = f" ({', '.join(sorted(kinds))} over steps keeps no state)" if kinds else ""
-        detail = (
-            "" if error is None else f" The first call that was tried raised: {_first_line(error)}."
+
+
+def refuse_width(error: Exception | None, module: nn.Module, x: Tensor) -> None:
+    """Say of inputs of another width than that of the net's first matrix which one it expects.
+
+    Raises:
+        DataError: the error is of torch, and says that.
+    """
+    matrix = next((weight for weight in module.parameters() if weight.dim() == 2), x)
+    own, net = x.shape[-1], matrix.shape[-1]
+    # of a layer, a linear map and a cell
+    texts = f"Expected {net}, got {own} ", f"x{own} and {net}x", f"got {own} expected {net} "
+    if any(text in f"{error} " for text in texts):
+        raise DataError(
+            f"the inputs have {counted(own, 'feature')} in each step, the net expects {net}: write"
+            f" inputs of shape (..., {net}), in a stream those of its recordings, or build the net"
+            f" for {own}"
+        ) from error
+
+
+def _tokens_hint(module: nn.Module, x: Tensor) -> str:
+    """What is wrong with the inputs of a net that embeds tokens; empty of other nets."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if not embeddings or x.is_complex():
+        return ""
+    if x.is_floating_point():
+        return f": an embedding takes whole numbers, not {x.dtype}: write inputs.long()"
+    most = min(m.num_embeddings for m in embeddings)
+    if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
+        return (
+            f": they hold the tokens {int(x.min())} to {int(x.max())}, the embedding has 0 to"
+            f" {most - 1}"
         )
-        return ModelError(
-            f"{name} has no recurrent layer of torch.nn inside, and no state was found in its"
-            f" arguments, attributes or submodules{remark}: there is nothing to carry, or it is"
-            " hidden where it cannot be reached. Let forward(x, state) return (y, state), or say"
-            " what is unusual: tt.carry(module, inputs=lambda x: ..., state='hidden', start=lambda"
-            f" lanes: ..., call='step').{detail}"
-        )
-    return ModelError(
-        f"no way of calling {name} gave one output per step and a state. The usual one:"
-        f" {_first_line(error)}. Say what is unusual: tt.carry(module, inputs=lambda x: ...,"
-        " output=0, state='hidden', start=lambda lanes: ..., call='step')."
+    return ": tokens are whole numbers of shape (T, B), those of a single step (B,)"
+
+
+def whole_numbers_hint(module: nn.Module, x: Tensor) -> str:
+    """What to do with features that are whole numbers; empty of others, or with an embedding."""
+    embeds = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
+    if embeds or x.is_floating_point() or x.is_complex():
+        return ""
+    return (
+        f"; whole numbers ({x.dtype}) are read as indexes, without a dimension of features:"
+        " convert features first, such as inputs.astype(np.float32)"
     )
-
-
-def _past(convolution: nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d) -> int:
-    """The steps before a chunk that a causal convolution needs, if time is its longest kernel."""
-    sizes = zip(convolution.kernel_size, convolution.dilation, strict=True)
-    return max((kernel - 1) * dilation for kernel, dilation in sizes)
-
-
-def _first_line(error: Exception | None) -> str:
-    return "" if error is None else f"{type(error).__name__}: {error}".split("\n")[0].rstrip(".")
-
-
-def _advice(law: str, part: tuple[str, nn.Module] | None, is_training: bool) -> str:
-    """What to change, for a law and the part of the module that breaks it."""
-    if part is None:
-        if is_training and law in ("whole", "last"):
-            return (
-                "What a step gets is not what the step before returned, such as a state after"
-                " dropout: dropout belongs on outputs, or into the cell that returns the state"
-            )
-        return LAWS[law].advice
-    name, module = part
-    where = f"The first part that breaks it is '{name}' ({type(module).__name__})"
-    if isinstance(module, BATCH_NORMS):
-        return (
-            f"{where}: batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
-            f" module.{name}.eval()"
-        )
-    if isinstance(module, CONVOLUTIONS):
-        past = _past(module)
-        if law == "causal":
-            return (
-                f"{where}: it convolves over time and looks ahead. Pad it on the left only,"
-                f" F.pad(x, ({past}, 0)), and write tt.carry(module, context={past})"
-            )
-        return (
-            f"{where}: it convolves over time, and the steps before a chunk are lost. Keep them:"
-            f" tt.carry(module, context={past})"
-        )
-    if isinstance(module, ATTENTION):
-        return (
-            f"{where}: attention over all steps. Keep past keys and values in the state:"
-            " forward(x, state) -> (y, state)"
-        )
-    if "Norm" in type(module).__name__:
-        return f"{where}: it normalises over time. Normalise the features of each step alone"
-    return f"{where}. {LAWS[law].advice}"
-
-
-def _found_culprit(
-    module: nn.Module, search: Search, failure: Failure, law: Law
-) -> tuple[str, nn.Module] | None:
-    """The part of a module that breaks a law, found on another copy."""
-    twin = None if failure.convention is None else copy_of(module)
-    if failure.convention is None or twin is None:
-        return None
-    modes = modes_of(module) if law.name != law.plain else None
-    x = trial_inputs(search.x, twin, 1 if failure.convention.one_lane else LANES)
-    bound = BoundModule(twin, failure.convention, x[:1, :1])
-    return culprit(Laboratory(bound, twin, x), law.plain, modes)
-
-
-def culprit(
-    laboratory: Laboratory, law: str, modes: dict[str, bool] | None
-) -> tuple[str, nn.Module] | None:
-    """The first part, in the order of calls, whose results break a law of time or lanes."""
-    if law not in ("causal", "lanes", "whole", "repeat"):
-        return None
-    x, laboratory.training = laboratory.x, modes
-    lanes = x.shape[1]
-    is_whole = law == "whole"
-    chunks = (3, STEPS - 3) if is_whole else ()
-    changed = x if is_whole else changed_inputs(x, STEPS // 2, lanes - 1)
-    try:
-        with torch.no_grad():
-            whole, other = _last_calls(laboratory, x), _last_calls(laboratory, changed, *chunks)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
-        return None
-    size, first = (lanes, lanes - 1) if law == "lanes" else (STEPS, STEPS // 2)
-
-    def differs(a: Tensor, b: Tensor) -> bool:
-        return _differs_at_end(a, b) if is_whole else _differs_before(a, b, size, first, lanes)
-
-    for name, (received, returned) in whole.items():
-        part = laboratory.module.get_submodule(name)
-        is_leaf = not any(True for _ in part.children()) or isinstance(part, ATTENTION)
-        if not is_leaf or name not in other or isinstance(part, RECURRENT):
-            continue
-        got, gave = other[name]
-        if any(map(differs, received, got)):
-            return None  # forward itself has broken the law before this part
-        if any(map(differs, returned, gave)):
-            return name, part
-    return None
-
-
-def _last_calls(
-    laboratory: Laboratory, x: Tensor, *chunks: int
-) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-    """The tensors that the last call of each part received and returned."""
-    calls = observe(laboratory.module, lambda: laboratory.run(x, *chunks))
-    return {
-        name: (_tensors((of_part[-1].args, of_part[-1].kwargs)), _tensors(of_part[-1].result))
-        for name, of_part in calls.items()
-    }
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def _differs_at_end(whole: Tensor, last: Tensor) -> bool:
-    """Whether the last steps of a result differ from those of the last chunk."""
-    if whole.dim() != last.dim():
-        return False
-    changed = [i for i, (p, q) in enumerate(zip(whole.shape, last.shape, strict=True)) if p != q]
-    if len(changed) != 1 or whole.shape[changed[0]] != STEPS:
-        return False
-    length = last.shape[changed[0]]
-    end = whole.narrow(changed[0], STEPS - length, length)
-    return not torch.allclose(end, last, rtol=1e-4, atol=1e-5)
-
-
-def _differs_before(a: Tensor, b: Tensor, size: int, first: int, lanes: int) -> bool:
-    """Whether results differ before the first step, or lane, that was changed."""
-    if a.shape != b.shape:
-        return False
-    moved = ~torch.isclose(a.double(), b.double(), rtol=1e-4, atol=1e-5)
-    dims = [i for i, n in enumerate(a.shape) if n == size > 1]
-    if len(dims) == 1:
-        return bool(moved.narrow(dims[0], 0, first).any())
-    flat = [i for i, n in enumerate(a.shape) if n == STEPS * lanes]
-    if len(flat) != 1:
-        return False
-    # steps first or lanes first: count what may change in either
-    rows = moved.movedim(flat[0], 0).reshape(STEPS * lanes, -1).any(1)
-    return int(rows.sum()) > STEPS - STEPS // 2

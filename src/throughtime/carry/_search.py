@@ -1,51 +1,276 @@
 """Find how a module is called: try the usual ways first, accept one that obeys every law.
 
+A way is tried on twins: copies of the module, the first with its own weights, the others with
+noise on weights and buffers, so that a head that starts at zero or a neuron that is silent hides
+nothing. All of a result that may be the outputs is listed before a law is measured.
+
 Shapes: `T` steps, `B` lanes.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import contextlib
+import inspect
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from throughtime import state as trees
 from throughtime.carry._adapter import LaneDim, LaneLayout, is_state
-from throughtime.carry._convention import (
+from throughtime.carry._calls import (
+    BoundModule,
     Call,
     Convention,
-    InputLayout,
     MisfitError,
     OutputLayout,
     Path,
-    StateSource,
+    Start,
+    call_method,
     item_at,
-    path_name,
     tensor_paths,
+    widen,
+)
+from throughtime.carry._inside import (
+    CELL,
+    LAYER,
+    RECURRENT,
+    Key,
+    attributes,
+    copied,
+    is_turned,
+    names_state,
+    observe,
+    parameters_of,
+    ports_of,
+    set_attributes,
 )
 from throughtime.carry._laws import (
-    NOT_FINITE,
+    LAWS,
+    Laboratory,
+    Law,
+    NotFiniteError,
+    difference,
+    gradients,
+    relative_difference,
+    state_difference,
 )
-from throughtime.carry._names import RESTARTS, names_state
-from throughtime.carry._ports import LAYER, is_torch
-from throughtime.carry._sources import proposals
-from throughtime.carry._subject import CALL_ERRORS, Failure, Hints, Subject
 from throughtime.carry._trial import (
     LANES,
+    LONG_STEPS,
+    STEPS,
+    ConstantRandomness,
+    Snapshot,
     copy_of,
+    long_steps,
+    modes_of,
     perturb,
     quiet,
-    restore_modes,
-    shrink,
+    set_modes,
+    trial_inputs,
 )
-from throughtime.errors import ModelError, StateError
+from throughtime.errors import StateError
 from throughtime.state import State
 
-HIDDEN_LAWS = ("inputs", "memory")  # that fail where a layer hides the state
+CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made for raises anything
+LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hide the state
+PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
+SIZES = ("batch_size", "batch_sz", "bsz", "batch")  # attributes that hold the number of lanes
+FLAGS = {  # parameters that mark restarts, which calls are split at, and their value elsewhere
+    **dict.fromkeys(("resets", "reset", "reset_mask", "done", "dones", "is_first", "first"), 0),
+    **dict.fromkeys(("is_init", "episode_starts"), 0),
+    **dict.fromkeys(("mask", "masks", "not_done", "nonterminal", "nonterminals", "continues"), 1),
+}
+SIZE = re.compile("hid|state|size|dim|units")
+MAKES_STATE = re.compile(r"_*(init|begin|zero|start|default|empty|create|make|get|reset|clear|new)")
+_log = logging.getLogger("throughtime")
 
 
-@dataclass
+@dataclass(frozen=True)
+class Hints:
+    """What the user says about a module; None is found by trials. See `tt.carry`."""
+
+    inputs: Callable[[Tensor], Any] | None = None
+    output: int | str | tuple[int | str, ...] | list[Any] | None = None
+    start: Any = None
+    call: str | Callable[..., Any] | None = None
+    context: int = 0
+    batch_first: bool | None = None
+
+
+class Failure(NamedTuple):
+    """A way of calling a module that was tried, and why it was not accepted.
+
+    Attributes:
+        stage: how far the trial came: 0 where a call raised an error, 1 where its result had no
+            outputs, 2 where the lanes of its state were not seen, then the laws in their order.
+        law: the one that is broken; None where `error` was raised.
+    """
+
+    stage: float
+    convention: Convention | None
+    law: Law | None = None
+    error: Exception | None = None
+
+
+class OutOfTimeError(BaseException):
+    """A search has taken `PATIENCE` seconds; no error of a module, and not handled as one."""
+
+
+class Twin:
+    """A copy of a module under trial, called always from the same attributes and buffers.
+
+    Args:
+        module: the copy, or the user's module itself if it cannot be copied.
+        example: inputs `(T, B, ...)`.
+        scale: deviation of inputs that are normal; 0 for those like the examples.
+    """
+
+    def __init__(self, module: nn.Module, example: Tensor, scale: float = 0.0) -> None:
+        self.module, self._example, self._scale = module, example, scale
+        self._snapshot = Snapshot(module)
+        self.restore()
+
+    def restore(self) -> None:
+        """Put attributes and buffers back; evaluation mode."""
+        self._snapshot.restore()
+        set_modes(self.module, None)
+
+    def inputs(self, lanes: int, steps: int = STEPS) -> Tensor:
+        """Inputs of a trial, in the dtype of the weights."""
+        return trial_inputs(self._example, self.module, lanes, steps, self._scale)
+
+    @property
+    def weight(self) -> Tensor | None:
+        """A weight of the module; None without any."""
+        return next((p for p in self.module.parameters() if p.is_floating_point()), None)
+
+    def prepare(self, method: str, lanes: int, c: Convention) -> None:
+        """Call a method, as before a recording, and start from what it sets."""
+        self.restore()
+        set_attributes(self.module, dict.fromkeys(c.sizes, lanes))
+        with contextlib.suppress(*CALL_ERRORS):
+            x = c.arrange(self.inputs(lanes)[:1])[0]
+            call_method(self.module, method, lanes, x)
+            self._snapshot = Snapshot(self.module)
+
+    def first_call(
+        self, c: Convention, x: Tensor, calls: dict[str, Any] | None = None, *, restore: bool = True
+    ) -> tuple[Any, State]:
+        """The result of a call from the start of a recording, and the state after it.
+
+        Args:
+            c: how the module is called.
+            x: inputs.
+            calls: gets the calls of submodules.
+            restore: whether attributes and buffers are put back before.
+        """
+        if restore:
+            self.restore()
+        bound = BoundModule(self.module, c, torch.zeros_like(x[:1, :1]))
+        try:
+            if calls is None:
+                return bound.first_call(x)
+            results: list[tuple[Any, State]] = []
+            calls |= observe(self.module, lambda: results.append(bound.first_call(x)))
+            return results[0]
+        finally:
+            bound.release()
+
+
+def twins_of(module: nn.Module, x: Tensor) -> list[Twin]:
+    """Copies of a module with its weights and with others; itself if it refuses to be copied."""
+    copies = [copy_of(module) for _ in range(3)]
+    twins = [Twin(module if copies[0] is None else copies[0], x)]
+    for twin, scale in zip(copies[1:], (1.0, 5.0), strict=True):
+        if twin is not None:
+            perturb(twin, 1.0)
+            twins.append(Twin(twin, x, scale))
+    return twins
+
+
+def _remembered(
+    twins: list[Twin], c: Convention, parts: Sequence[Tensor]
+) -> tuple[tuple[Key, ...], tuple[Key, ...]]:
+    """The attributes that a call changes, and those of them that the next call reads.
+
+    Args:
+        twins: of which the first and the last are called.
+        c: how they are called.
+        parts: inputs of three calls.
+    """
+    if not c.arguments and c.written is None:
+        c = replace(c, start=Start())  # a method may put back what the first call has left
+    changed: dict[Key, None] = {}
+    kept: dict[Key, None] = {}
+    for twin in {id(twin): twin for twin in (twins[0], twins[-1])}.values():
+
+        def call(part: Tensor, values: Mapping[Key, Any], twin: Twin = twin) -> tuple[Any, Any]:
+            twin.restore()
+            set_attributes(twin.module, {key: copied(v) for key, v in values.items()})
+            result, _ = twin.first_call(c, part, restore=False)
+            return result, attributes(twin.module)
+
+        twin.restore()
+        before = attributes(twin.module)
+        first, second = (call(part, {})[1] for part in parts[:2])
+        changed |= {
+            k: None for k, v in second.items() if k not in before or not _equal(before[k], v)
+        }
+        keys = [k for k in changed if k in first and k in second]
+        after = call(parts[2], {k: second[k] for k in keys})
+        for key in keys:
+            source = before if _equal(first[key], second[key]) else first  # of a counter
+            if key not in kept and key in source:
+                other = call(parts[2], {k: (source if k == key else second)[k] for k in keys})
+                if not _is_tensors(second[key], after[1].get(key)):  # it may count, or collect
+                    other[1][key] = after[1].get(key)
+                kept |= {} if _equal(other, after) else {key: None}
+        twin.restore()
+    return (*changed,), (*kept,)
+
+
+def stepwise_law(module: nn.Module, x: Tensor) -> Law | None:
+    """The law broken by a module that is to compute each step of each lane alone; None if none is.
+
+    Args:
+        module: a child of a chain; it is copied.
+        x: its inputs `(T, B, ...)`.
+    """
+    modes = modes_of(module)
+    plain = Convention("chunk", "TB")
+    for twin in twins_of(module, x):
+        for training in (None, modes) if modes.get("") else (None,):
+            twin.restore()
+            x = twin.inputs(LANES, LONG_STEPS)
+            try:
+                if training is None and _remembered([twin], plain, x.split(2))[1]:
+                    return Law("repeat", math.inf, 0.0)
+                set_modes(twin.module, training)
+                with torch.no_grad(), ConstantRandomness() if training else nullcontext():
+                    y = twin.module(x)
+                    parts = [*x[:STEPS].split(1), x[STEPS:]]
+                    steps = torch.cat([*map(twin.module, parts)])
+                    other = twin.module(torch.cat([x[:, 1:2], x[:, 1:]], 1))
+            except CALL_ERRORS as error:
+                return Law("whole", math.nan, 0.0, str(error).split("\n")[0], training is not None)
+            tolerance = 1e-5 * (1 + float(y.abs().max()))
+            pairs = {"whole": (y, steps), "lanes": (y[:, 1:], other[:, 1:])}
+            for name, pair in pairs.items():
+                law = Law(name, difference(*pair), tolerance, training=training is not None)
+                if not law.holds:
+                    return law
+    return None
+
+
 class Search:
     """The search for the convention of one module.
 
@@ -55,336 +280,587 @@ class Search:
         hints: what the user says.
     """
 
-    module: nn.Module
-    x: Tensor
-    hints: Hints
-    failures: list[Failure] = field(default_factory=list[Failure])
+    def __init__(self, module: nn.Module, x: Tensor, hints: Hints) -> None:
+        self.module, self.x, self.hints = module, x, hints
+        self.failures: list[Failure] = []
+        self.modes = modes_of(module)
+        self.choices: list[OutputLayout] = []  # more than one where the user must choose
+        self.one_lane, self._beside = False, ()
+        self.began = self._reported = time.monotonic()
+        self.own_methods = _own_methods(module)
+        self.is_late = self.is_small = self.is_callable = self.has_state = False
 
     def find(self) -> Convention | None:
-        """The first convention that obeys every law; None if there is none.
-
-        A layer that starts at zero, or saturated by large inputs, may hide the state: then weights
-        of another copy are perturbed and inputs are standard normal. Where large weights saturate,
-        or make outputs overflow, those of a third copy are made smaller.
-        """
+        """The first convention that obeys every law on every twin; None if there is none."""
         with quiet(self.x.device):
-            convention = self._find_on(copy_of(self.module), hidden=False)
-            hidden = any(f.name in HIDDEN_LAWS for f in self.failures)
-            overflows = any(NOT_FINITE in str(f) for f in self.failures)
-            changes = [perturb] * hidden + [shrink] * (hidden or overflows)
-            for change in changes if convention is None else ():
-                twin = copy_of(self.module)
-                if twin is not None and convention is None:
-                    change(twin)
-                    convention = self._find_on(twin, hidden=hidden)
-        return convention
+            self.twins = twins_of(self.module, self.x)
+            try:
+                return self._find()
+            except OutOfTimeError:
+                self.is_late = True
+                return None
+            finally:
+                if self.twins[0].module is self.module:
+                    self.twins[0].restore()
+                    for name, part in self.module.named_modules():
+                        part.training = self.modes[name]
 
-    def _find_on(self, twin: nn.Module | None, *, hidden: bool) -> Convention | None:
-        """The convention, by trials on a copy, or on the module itself if it has none."""
-        module = self.module if twin is None else twin
-        subject = Subject(module, self.module, self.x, self.hints, standardize=hidden)
-        try:
-            return _Trials(subject).find()
-        finally:
-            self.failures += subject.failures
-            if twin is None:
-                subject.reset()
-                restore_modes(self.module, subject.modes)
-
-
-class _Trials:
-    """The trials on one copy of a module."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-
-    def find(self) -> Convention | None:
-        """The first convention that obeys every law."""
-        subject = self.subject
-        own = subject.example.shape[1]  # a module may be made for a number of lanes
-        attempts = [(LANES, False), (LANES, True), (own, True), (1, True)]
-        for lanes, contiguous in dict.fromkeys(attempts):
-            if (lanes, contiguous) == (LANES, True) and not self._needs_contiguous():
-                continue
-            subject.one_lane = lanes == 1
-            x = subject.inputs(lanes)
-            for call, layout in self._layouts(x, contiguous):
-                for group in self._candidates(call, layout, x):
-                    accepted = [c for c in (self._first(g, x) for g in group) if c is not None]
-                    if len(accepted) > 1:
-                        raise self._ambiguous(accepted)
-                    if accepted:
-                        return accepted[0]
-                    if self._is_decided():
-                        return None
-            if any(f.rank > 0 for f in subject.failures) and not self._needs_contiguous():
-                return None  # it takes several lanes, and breaks a law
+    def _find(self) -> Convention | None:
+        twin = self.twins[0]
+        # a module may be made for a number of lanes, or for one
+        for lanes in dict.fromkeys((LANES, self.x.shape[1], 1)):
+            self.one_lane, x = lanes == 1, twin.inputs(lanes)
+            for base in self._layouts(x):
+                for proposal in self._proposals(base, x):
+                    self.has_state = True
+                    for convention in self._complete(proposal, x):
+                        if self._accepts(convention, lanes):
+                            return convention
+                        if self._is_decided():
+                            return None  # right but for a cut gradient or a long lag
+            tried = [f.convention for f in self.failures if f.stage >= 2]
+            if any(c is not None and c.call != "last" for c in tried):
+                return None  # it takes so many lanes, and breaks a law
         return None
-
-    def _first(self, conventions: list[Convention], x: Tensor) -> Convention | None:
-        """The first of some readings of one tensor that obeys every law."""
-        accepted = (c for c in conventions if self.subject.accepts(c, x))
-        convention = next(accepted, None)
-        return None if convention is None else self.subject.with_resets(convention, x)
 
     def _is_decided(self) -> bool:
         """Whether the last way that was tried is right but for a cut gradient or a long lag."""
-        failures = self.subject.failures
-        return bool(failures) and failures[-1].name in ("credit", "long")
+        law = self.failures[-1].law
+        return law is not None and law.name in ("value", "credit", "long", "random")
 
-    def _needs_contiguous(self) -> bool:
-        """Whether a call failed since it got a view of the inputs."""
-        return any("view size is not compatible" in str(f.error) for f in self.subject.failures)
+    def _note(
+        self,
+        stage: float,
+        convention: Convention | None,
+        law: Law | None = None,
+        error: Exception | None = None,
+    ) -> None:
+        """Remember a way that was not accepted."""
+        self.failures.append(Failure(stage - 30 * self.one_lane, convention, law, error))
+        self._check_time()
 
-    def _ambiguous(self, accepted: list[Convention]) -> ModelError:
-        choices = ", ".join(
-            f"{path_name(c.outputs.path)} with features {c.outputs.features}" for c in accepted
+    def _check_time(self) -> None:
+        """Report that a search goes on, and end it.
+
+        Raises:
+            OutOfTimeError: it has taken too long.
+        """
+        now = time.monotonic()
+        if now - self._reported > REPORT:
+            self._reported = now
+            _log.warning(
+                "tt.carry has tried %d ways of calling %s in %.0f s, and gives up after %.0f s",
+                *(len(self.failures), type(self.module).__name__, now - self.began, PATIENCE),
+            )
+        if now - self.began > PATIENCE:
+            raise OutOfTimeError
+
+    # ------------------------------------------------------------ calls and inputs
+
+    def _layouts(self, x: Tensor) -> Iterator[Convention]:
+        """Calls and layouts of inputs, the usual ones first."""
+        hints, module = self.hints, self.twins[0].module
+        written = hints.call if callable(hints.call) else None
+        sizes = tuple(
+            (name, key)
+            for name, part in module.named_modules()
+            for key in SIZES
+            if type(vars(part).get(key)) is int
         )
-        path = accepted[0].outputs.path
-        return ModelError(
-            f"{type(self.subject.module).__name__} returns several tensors with one output per"
-            f" step: {choices}. Choose the one that the loss gets: tt.carry(module,"
-            f' output={path if path[1:] else path[0]!r}), or output="all"'
-        )
+        layers = [m for m in module.modules() if isinstance(m, nn.RNNBase)]
+        orders = ["BT", "TB"] if any(m.batch_first for m in layers) else ["TB", "BT"]
+        orders += ["BDT"] if x.dim() == 3 and x.is_floating_point() else []
+        orders = orders if hints.batch_first is None else ["BT" if hints.batch_first else "TB"]
+        calls: list[Any] = [*get_args(Call)]
+        for call in [call for call in calls if call == hints.call] or calls:
+            own = ["B"] if call == "step" else ["TB"] if hints.inputs else orders
+            own = own + ["" if call == "step" else "T"] * self.one_lane
+            kinds = product(own, (False, True) if x.shape[2:] == (1,) else (False,))
+            for order, drop in kinds:
+                plain = Convention(call, order, drop, hints.inputs, hints.context, written)
+                yield replace(plain, sizes=sizes)
+
+    # ------------------------------------------------------------ where the state is
+
+    def _proposals(self, base: Convention, x: Tensor) -> Iterator[Convention]:
+        """Conventions with a place of the state and a start."""
+        if base.written is not None:
+            zeros = _state_zeros(self.module, 1)
+            yield from self._started(base, [*self._made(), Start(), *zeros])
+            return
+        count = 1
+        if base.transform is not None:
+            try:
+                count = len(base.arrange(x))
+            except CALL_ERRORS as error:
+                self._note(0, base, error=error)
+                return
+        parameters = parameters_of(self.module.forward)
+        if base.transform is None and is_turned(parameters):
+            self._note(0, base, error=MisfitError("takes its state before its inputs"))
+            return
+        parameters = parameters[count:]
+        required = [p.name for p in parameters if p.default is p.empty and p.name not in FLAGS]
+        optional = [p for p in parameters if p.default is not p.empty and p.name not in FLAGS]
+        named = [p.name for p in optional if names_state(p.name)]
+        others = [p.name for p in optional if p.default is None and p.name not in named]
+        flags = [p.name for p in parameters if p.name in FLAGS and p.default is p.empty]
+        weight = self.twins[0].weight
+        real = torch.get_default_dtype() if weight is None else weight.dtype
+        kinds = product((real, torch.bool), (False, True)) if flags else [(real, False)]
+        for dtype, column in kinds:
+            constants = [(n, torch.tensor(FLAGS[n], dtype=dtype, device=x.device)) for n in flags]
+            plain = replace(base, constants=tuple((*pair, column) for pair in constants))
+            inside = self._inside(plain, x) if not required else {}
+            yield from inside.get("attributes", ())  # an argument is an option then
+            for names in [tuple(required)] if required else _together(named):
+                yield from self._in_arguments(replace(plain, arguments=names), bool(inside))
+            yield from inside.get("ports", ())
+            for names in _together(others) if not required else ():
+                yield from self._in_arguments(replace(plain, arguments=names), True)
+
+    def _made(self) -> Iterator[Start]:
+        """What methods of the module return or set."""
+        for name in self.own_methods:
+            yield Start(
+                f"module.{name}(...)", lambda bound, n, name=name: bound.from_method(name, n)
+            )
+
+    def _started(self, base: Convention, starts: Iterable[Start]) -> Iterator[Convention]:
+        """A convention with each start, or with that of the user."""
+        start = self.hints.start
+        if start is not None:
+            starts = [
+                Start("start(...)", lambda b, n, d=d: widen(_user_start(start, b.module, n), n, d))
+                for d in (None, 0, 1)
+            ]
+        for one in starts:
+            yield replace(base, start=one)
+
+    def _in_arguments(self, base: Convention, optional: bool) -> Iterator[Convention]:
+        """A state in arguments, with each way in which it may start."""
+        yield from self._started(base, [*self._made(), Start()])
+        if self.hints.start is not None:
+            return
+        layers = {n: m for n, m in self.module.named_modules() if n and isinstance(m, RECURRENT)}
+        for name, layer in layers.items() if len(layers) == 1 else ():
+            port = LAYER if isinstance(layer, nn.RNNBase) else CELL
+            yield replace(base, ports={name: port}, start=RECORDED)
+        for start in _state_zeros(self.module, len(base.arguments)) if not optional else ():
+            yield replace(base, start=start)
+
+    def _inside(self, base: Convention, x: Tensor) -> dict[str, Iterator[Convention]]:
+        """States in attributes and in submodules, from what one call of the module does."""
+        twin, lanes = self.twins[0], x.shape[1]
+        part = x[:1] if base.call == "step" else x
+        for prepare in ("", *self.own_methods):
+            for one in self.twins if prepare else ():
+                one.prepare(prepare, lanes, base)
+            try:
+                calls: dict[str, Any] = {}
+                twin.first_call(base, part, calls)
+                break
+            except CALL_ERRORS as error:
+                if not prepare:
+                    self._note(0, base, error=error)
+        else:
+            return {}
+        self.is_callable = True
+        try:
+            kept = _remembered(self.twins, base, self._parts(base, x))[1]
+        except CALL_ERRORS:
+            kept = ()
+        # a step without a state has no layers that keep one
+        steps = len(part) + base.context
+        choices = ports_of(twin.module, calls, steps) if base.call != "step" else []
+        choices += [{}] if base.context else []
+        ports = (replace(base, ports=ports) for ports in choices)
+        return {
+            "attributes": self._started(base, [*self._made(), RECORDED] if kept else []),
+            "ports": (one for c in ports for one in self._started(c, [Start(), RECORDED])),
+        }
+
+    @staticmethod
+    def _parts(c: Convention, x: Tensor) -> Sequence[Tensor]:
+        """Inputs of three calls."""
+        return x.split(2) if c.call == "chunk" else x.split(1)
 
     # ------------------------------------------------------------ shapes
 
-    def _layouts(self, x: Tensor, contiguous: bool) -> Iterator[tuple[Call, InputLayout]]:
-        """Calls and layouts of inputs, the usual ones first."""
-        hints = self.subject.hints
-        for call in self._calls():
-            if hints.inputs is not None:
-                yield call, InputLayout("B" if call == "step" else "TB", transform=hints.inputs)
-                continue
-            is_univariate = x.dim() == 3 and x.shape[2] == 1
-            for order, drop in product(self._orders(call, x), (False, True)):
-                if not drop or (is_univariate and order != "BDT"):
-                    yield call, InputLayout(order, drop, contiguous)
-
-    def _calls(self) -> tuple[Call, ...]:
-        hint = self.subject.hints.call
-        if not isinstance(hint, str) or self.subject.method != "forward":
-            return get_args(Call)
-        for call in get_args(Call):
-            if call == hint:
-                return (call,)
-        raise ModelError(
-            f"call={hint!r}: expected 'chunk', 'step', 'last' or a method of the module"
-        )
-
-    def _orders(self, call: Call, x: Tensor) -> list[str]:
-        subject = self.subject
-        batch_first = subject.hints.batch_first
-        if call == "step":
-            return ["B", ""] if subject.one_lane else ["B"]
-        if batch_first is None:
-            layers = [m for m in subject.module.modules() if isinstance(m, nn.RNNBase)]
-            orders = ["BT", "TB"] if any(m.batch_first for m in layers) else ["TB", "BT"]
-            orders += ["BDT"] if x.dim() == 3 and x.is_floating_point() else []
-        else:
-            orders = ["BT"] if batch_first else ["TB"]
-        if call == "chunk" and any(p.name in RESTARTS for p in subject.parameters):
-            orders.append("flat")
-        return [*orders, "T"] if subject.one_lane else orders
-
-    # ------------------------------------------------------------ candidates
-
-    def _candidates(
-        self, call: Call, layout: InputLayout, x: Tensor
-    ) -> Iterator[list[list[Convention]]]:
-        """Conventions that fit in shape; a group has a list for each tensor of the result."""
-        subject = self.subject
-        steps = x if call in ("chunk", "every") else x[:1]
-        common = Convention(
-            call,
-            layout,
-            sizes=subject.sizes,
-            context=subject.hints.context,
-            method=subject.method,
-            input_name=subject.input_name,
-        )
-        for base in proposals(subject, common, x):
-            if call != "every":
-                yield from self._complete(base, steps)
-                continue
-            ports = base.source.ports if base.source.arguments is None else {}
-            for name in reversed([n for n, port in ports.items() if port == LAYER]):
-                yield from self._complete(replace(base, every=name), steps)
-
-    def _complete(self, base: Convention, x: Tensor) -> Iterator[list[list[Convention]]]:
+    def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
+        twin, parts = self.twins[0], self._parts(base, x)
+        x = x if base.call == "chunk" else x[:1]
         try:
-            result, after, single = self.subject.call(base, x)
+            changed, kept = _remembered(self.twins, base, parts)
+            if not base.arguments and not base.ports and base.written is None:
+                base, kept = replace(base, attributes=kept), ()
+            numbers = attributes(twin.module)  # a counter goes on counting, as in use
+            scratch = [k for k in changed if not _is_number(numbers.get(k))]
+            base = replace(base, scratch=tuple(k for k in scratch if k not in base.attributes))
+            result, after = twin.first_call(base, x)
         except CALL_ERRORS as error:
-            self.subject.note(base, None, error)
+            self._note(0, base, error=error)
             return
-        for source in _located(base.source, result):
-            located = replace(base, source=source, single=single)
-            state = source.next_state(result, after)
-            outputs = self._outputs(located, result, state, x)
-            if not outputs:
-                self.subject.note(located, None, MisfitError(_no_outputs(result, x)))
+        for path in _state_paths(base, result):
+            located = replace(base, result=path)
+            try:
+                state = item_at(result, path) if base.arguments else after
+                choices = self._outputs(located, result, state, x)
+                if not choices:
+                    raise MisfitError(_no_outputs(result, x))
+                if is_state(state):
+                    located = replace(located, lanes=self._lanes(located, x, state))
+                elif base.attributes or not base.context:
+                    continue
+            except CALL_ERRORS as error:
+                self._note(1 + isinstance(error, StateError), located, error=error)
                 continue
-            for layout in self._lane_layouts(located, x, state):
-                placed = replace(located, lanes=layout)
-                if base.start.kind == "tensors":
-                    names = _start_tensors(self.subject.module, layout)
-                    if not names:
-                        continue
-                    placed = replace(placed, start=replace(base.start, methods=names))
-                yield [[replace(placed, outputs=o) for o in group] for group in outputs.values()]
+            self._beside = kept
+            for outputs in choices:
+                yield replace(located, outputs=outputs)
 
-    def _outputs(
-        self, convention: Convention, result: Any, state: State, x: Tensor
-    ) -> dict[Path, list[OutputLayout]]:
-        """The tensors of a result that could be the outputs, with the orders that fit."""
-        hint = self.subject.hints.output
-        several = isinstance(hint, list) or (hint == "all" and not isinstance(result, Tensor))
-        held = {id(leaf) for leaf in trees.tensors(state)}
+    def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[OutputLayout]:
+        """The tensors of a result that could be the outputs; a row of them where all are asked."""
+        hint = self.hints.output
+        held = {id(leaf) for leaf in trees.tensors(state)} if is_state(state) else set[int]()
         if hint is None or hint == "all":
-            leaves = list(tensor_paths(result))
-            leaves = [pair for pair in leaves if id(pair[1]) not in held] or leaves[:1]
+            leaves = [*tensor_paths(result)]
+            is_argument = bool(c.arguments)
+            own = [
+                (p, y)
+                for p, y in leaves
+                if not (_is_under(p, c.result) if is_argument else id(y) in held)
+            ]
+            leaves = own or _sinks(leaves)
         else:
-            items = hint if isinstance(hint, list) else [hint]
-            paths = [item if isinstance(item, tuple) else (item,) for item in items]
+            paths = [
+                i if isinstance(i, tuple) else (i,)
+                for i in (hint if isinstance(hint, list) else [hint])
+            ]
             try:
                 leaves = [leaf for p in paths for leaf in tensor_paths(item_at(result, p), p)]
             except MisfitError:
-                return {}
-        choices: dict[Path, list[OutputLayout]] = {}
-        for order in _output_orders(convention.call, x.shape[1]):
-            fits = (_fit(OutputLayout(path, order), result, x) for path, _ in leaves)
-            layouts = [*filter(None, fits)]
-            if several:
-                row = _fit(OutputLayout((), order, None, tuple(layouts)), result, x)
-                layouts = [row] if row and len(layouts) == len(leaves) else []
-            for layout in layouts:
-                choices.setdefault(layout.path, []).append(layout)
-        return choices
-
-    def _lane_layouts(self, convention: Convention, x: Tensor, state: State) -> list[LaneLayout]:
-        """Where the lanes of the state are: as torch.nn has them, or by a call with fewer lanes."""
-        lanes, source, weight = x.shape[1], convention.source, self.subject.weight
-        if lanes == 1:
-            return [LaneLayout.infer({1: state}, weight)]
-        dims = _torch_lanes(source, state, lanes)
-        if dims is None:
-            try:
-                result, after, _ = self.subject.call(convention, x[:, : lanes - 1])
-                other = source.next_state(result, after)
-                shapes = [[leaf.shape for leaf in trees.tensors(s)] for s in (state, other)]
-                if shapes[0] == shapes[1]:
-                    raise MisfitError("has a state without a dimension for lanes")
-                dims = LaneLayout.infer({lanes: state, lanes - 1: other}, weight).dims
-            except CALL_ERRORS as error:
-                if source.arguments is not None and source.result == ():
-                    error = MisfitError(f"is no state as a whole: {error}")
-                self.subject.note(convention, None, error)
-                if isinstance(error, (MisfitError, ModelError, StateError)):
-                    return []
-                dims = _only_dims(state, lanes)  # it was made for a number of lanes
-        layouts = [] if dims is None else [LaneLayout.of(dims, state, weight)]
-        if dims is not None and any(dim.rows > 1 for dim in dims):
-            minor = tuple(replace(dim, lane_major=False) for dim in dims)
-            layouts.append(LaneLayout.of(minor, state, weight))
+                return []
+        steps = (len(x) + c.context, len(x)) if c.context else (len(x),)
+        fits = [
+            next(filter(None, (_fit(path, y, c, n, x.shape[1]) for n in steps)), None)
+            for path, y in leaves
+        ]
+        layouts = [layout for layout in fits if layout is not None]
+        if isinstance(hint, list) or (hint == "all" and not isinstance(result, Tensor)):
+            same = {layout.order for layout in layouts}
+            if len(layouts) < len(fits) or not fits or len(same) > 1:
+                return []
+            row = OutputLayout((), layouts[0].order, None, tuple(layouts))
+            self.choices = []
+            return [replace(row, features=tuple(row.read(result, *x.shape[:2]).shape[2:]))]
+        self.choices = layouts
         return layouts
 
+    def _lanes(self, c: Convention, x: Tensor, state: State) -> LaneLayout:
+        """Where the lanes of the state are: as torch.nn has them, or by a call with fewer lanes."""
+        lanes, weight = x.shape[1], self.twins[0].weight
+        if lanes == 1:
+            return LaneLayout.infer({1: state}, weight)
+        try:
+            result, after = self.twins[0].first_call(c, x[:, : lanes - 1])
+        except CALL_ERRORS:  # it was made for a number of lanes
+            dims = [[d for d, n in enumerate(t.shape) if n == lanes] for t in trees.tensors(state)]
+            if not all(dims):
+                raise
+            return LaneLayout.of(tuple(LaneDim(1 if 1 in d else d[0]) for d in dims), state, weight)
+        other = item_at(result, c.result) if c.arguments else after
+        if [t.shape for t in trees.tensors(state)] == [t.shape for t in trees.tensors(other)]:
+            raise MisfitError("has a state without a dimension for lanes")
+        return LaneLayout.infer({lanes: state, lanes - 1: other}, weight)
 
-def _located(source: StateSource, result: Any) -> Iterator[StateSource]:
-    """The source, with each place of the next state in the result that is possible."""
-    if source.arguments is None:
-        yield source
-        return
-    count = len(source.arguments)
-    for path in _state_paths(result, count):
-        state = item_at(result, path)
-        fits = count <= 1 or (isinstance(state, (tuple, list)) and len(state) == count)
-        if fits and is_state(state):
-            yield replace(source, result=path)
+    # ------------------------------------------------------------ the proof
 
+    def _accepts(self, c: Convention, lanes: int) -> bool:
+        """Whether a convention obeys every law on every twin; if not, the failure is noted."""
+        hidden: dict[str, Law] = {}
+        for i, twin in enumerate(self.twins):
+            if i == 2 and all(law.holds for law in hidden.values()):
+                break  # large inputs wake silent neurons
+            failure = self._failure(c, twin, lanes, hidden)
+            if failure is not None:
+                self._note(*failure)
+                return False
+        for law in hidden.values():
+            if not law.holds:
+                self._note(2.9 + RANK[law.name], c, law)
+                return False
+        return True
 
-def _start_tensors(module: nn.Module, layout: LaneLayout) -> tuple[str, ...]:
-    """Parameters or buffers, one for each tensor of a state, from which it may start."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    names: list[str] = []
-    for leaf in trees.tensors(layout.example):
-        fits = [
-            name
-            for name, tensor in tensors.items()
-            if name not in names
-            and tensor.numel() == leaf.numel()
-            and (names_state(name.rpartition(".")[2]) or name.endswith("0") or "init" in name)
-        ]
-        names += fits[:1]
-    return tuple(names) if len(names) == len(layout.dims) else ()
-
-
-def _torch_lanes(source: StateSource, state: State, lanes: int) -> tuple[LaneDim, ...] | None:
-    """The dimensions of lanes in the states of torch's layers and cells; None for others."""
-    if source.arguments is not None or source.attributes:
+    def _failure(
+        self, c: Convention, twin: Twin, lanes: int, hidden: dict[str, Law]
+    ) -> Failure | None:
+        """The first law that a twin breaks; None if it breaks none but those that are `hidden`."""
+        try:
+            for law in self._laws(c, twin, twin.inputs(lanes)):
+                self._check_time()
+                if law.name in LIVE:
+                    hidden[law.name] = law if law.holds else hidden.get(law.name, law)
+                elif not law.holds:
+                    return Failure(2.9 + RANK[law.name] + 15 * law.training, c, law)
+        except NotFiniteError as error:
+            if twin is self.twins[0] and self.is_small:
+                return Failure(1.5, c, error=error)
+            if twin is self.twins[0]:  # large weights overflow within a trial: once smaller ones
+                self.is_small = True
+                for one in self.twins:
+                    perturb(one.module, 0.0, scale=0.1)
+                return self._failure(c, twin, lanes, hidden)
+        except CALL_ERRORS as error:
+            return Failure(1.5, c, error=error)
         return None
-    dims: list[LaneDim] = []
-    for name, port in source.ports.items():
-        if not is_torch(port):
-            return None
-        for leaf in trees.tensors(state[name]):
-            dim = int(port == LAYER)
-            if leaf.dim() <= dim or leaf.shape[dim] % lanes:
-                return None
-            dims.append(LaneDim(dim, leaf.shape[dim] // lanes))
-    return tuple(dims)
+
+    def _laws(self, c: Convention, twin: Twin, x: Tensor) -> Iterator[Law]:
+        """Those of any adapter, and on weights that hide nothing those of the author's own calls.
+
+        Also on the module's own weights, if it cannot be copied.
+        """
+        twin.restore()
+        bound = BoundModule(twin.module, c, torch.zeros_like(x[:1, :1]))
+        laboratory = Laboratory(bound, twin.module, x, by_step=c.call != "chunk")
+        try:
+            states = [bound.initial_state(x.shape[1], None) for _ in range(2)]
+            yield Law("random", state_difference(*states), 0.0)
+            yield from laboratory.measure()
+            yield Law("kept", math.inf if self._beside else 0.0, 0.0)
+            if twin is not self.twins[:2][-1]:
+                return
+            for law in (self._start, self._last):
+                yield from law(bound, twin, laboratory)
+            steps = long_steps(self.x, twin.module)
+            if c.call == "chunk" and steps > STEPS:
+                yield laboratory.measure_long(twin.inputs(x.shape[1], steps))
+            if self.modes.get(""):
+                try:
+                    yield from laboratory.measure(self.modes)
+                except CALL_ERRORS as error:
+                    text = f"{type(error).__name__}: {error}".split("\n")[0]
+                    yield Law("repeat", float("nan"), 0.0, text, training=True)
+        finally:
+            bound.release()
+            twin.restore()
+
+    def _start(self, bound: BoundModule, twin: Twin, laboratory: Laboratory) -> Iterator[Law]:
+        """The initial state must give what the module gives by itself, and its gradients."""
+        c, tolerance = bound.convention, laboratory.tolerance
+        if c.start.name.startswith(("module.", "start(")) or c.context or c.written is not None:
+            return  # a start that is said
+        x = laboratory.x if c.call == "chunk" else laboratory.x[:1]
+        leaves = [p for p in twin.module.parameters() if p.requires_grad]
+
+        def values(y: Tensor, state: State) -> list[Tensor]:
+            """Outputs and state as one row, and their gradients."""
+            numbers = [leaf for leaf in (y, *trees.tensors(state)) if leaf.is_floating_point()]
+            row = torch.cat([leaf.to(y.dtype).flatten() for leaf in numbers])
+            grads: Sequence[Tensor] = ()
+            with contextlib.suppress(RuntimeError):  # of a layer whose outputs are written in place
+                grads = gradients(row, leaves) if leaves and row.requires_grad else ()
+            return [row.detach(), *grads]
+
+        own: list[list[Tensor]] = []
+        for _ in range(2):
+            try:
+                result, after = twin.first_call(replace(c, start=Start()), x)
+                y = c.outputs.read(result, *x.shape[:2])
+            except CALL_ERRORS:
+                return  # it needs a state
+            own.append(values(y, c.lanes.lanes_first(after)))
+        yield Law("random", difference(own[0][0], own[1][0]), tolerance)
+        carried = values(*laboratory.run(x))
+        if len(carried) == len(own[0]):
+            pairs = map(relative_difference, own[0][1:], carried[1:])
+            deviation = max([difference(own[0][0], carried[0]), *pairs])
+        else:
+            deviation = math.inf
+        yield Law("start", deviation, tolerance)
+
+    def _last(self, bound: BoundModule, twin: Twin, laboratory: Laboratory) -> Iterator[Law]:
+        """Steps one by one must give what one call of the whole sequence gives: all, or its last.
+
+        Otherwise a module that was made for whole sequences would be run on each step alone.
+        """
+        c = bound.convention
+        if c.call != "last" or c.context or c.written is not None:
+            return
+        x = twin.inputs(laboratory.x.shape[1], long_steps(self.x, twin.module))
+        for modes in (None, self.modes) if self.modes.get("") else (None,):
+            laboratory.training = modes
+            with torch.no_grad(), nullcontext() if modes is None else ConstantRandomness():
+                y, _ = laboratory.run(x)
+                laboratory.restore()
+                whole = BoundModule(twin.module, replace(c, call="chunk", start=Start()), x[:1, :1])
+                try:
+                    result, _ = whole.first_call(x)
+                finally:
+                    whole.release()
+            deviations = [
+                difference(item.reshape(expected.shape), expected)
+                for item in _outputs_of(result, c.outputs.path, *x.shape[:2])
+                for expected in (y[-1], y)
+                if item.numel() == expected.numel()
+            ]
+            deviation = min(deviations, default=float("inf"))
+            yield Law("last", deviation, 10 * laboratory.tolerance, training=modes is not None)
+        laboratory.training = None
 
 
-def _only_dims(state: State, lanes: int) -> tuple[LaneDim, ...] | None:
-    """In each tensor the only dimension of the size of the lanes; None if one has no such."""
-    dims: list[LaneDim] = []
-    for leaf in trees.tensors(state):
-        fits = [dim for dim, size in enumerate(leaf.shape) if size == lanes]
-        if len(fits) != 1:
-            return None
-        dims.append(LaneDim(fits[0]))
-    return tuple(dims)
+RANK = {name: i for i, name in enumerate(["last", *LAWS])} | {"last": 0}
+RECORDED = Start("what the module itself starts from", BoundModule.recorded)
 
 
-def _output_orders(call: Call, lanes: int) -> list[str]:
-    one_lane = lanes == 1
-    match call:
-        case "chunk":
-            return ["TB", "BT", "flat TB", "flat BT", "BCT", *(["T"] if one_lane else [])]
-        case "every":
-            return ["flat BT", "flat TB"]
-        case _:
-            return ["B", "TB", "BT", *([""] if one_lane else [])]
+def _own_methods(module: nn.Module) -> list[str]:
+    """The methods of a module that make a state or put one back, by their names."""
+    names = [n for n in dir(type(module)) if not (hasattr(nn.Module, n) or n.startswith("__"))]
+    names = [n for n in names if MAKES_STATE.match(n) and not re.search("weight|param", n)]
+    names = [n for n in names if is_method(module, n)]
+    return sorted(names, key=lambda n: (n != "initial_state", not names_state(n), n))
 
 
-def _state_paths(result: Any, count: int) -> Iterator[Path]:
+def is_method(module: nn.Module, name: str) -> bool:
+    """Whether a module has a method of a name, not a parameter or a submodule."""
+    value = inspect.getattr_static(module, name, None)  # a property may raise, as Lightning's do
+    return callable(value) and not isinstance(value, nn.Module)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Whether two nestings hold equal numbers."""
+    first, second = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    if len(first) != len(second):
+        return False
+    for s, t in zip(first, second, strict=True):
+        if isinstance(s, Tensor) and isinstance(t, Tensor):
+            if difference(s, t) > 0:
+                return False
+        elif s is not t and not (_is_number(s) and _is_number(t) and np.array_equal(s, t)):
+            return False
+    return True
+
+
+def _is_tensors(a: Any, b: Any) -> bool:
+    """Whether two values are the same nesting of tensors of the same shapes."""
+    rows = [[getattr(t, "shape", None) for t in pytree.tree_leaves(value)] for value in (a, b)]
+    return rows[0] == rows[1] and None not in rows[0]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.ndarray))
+
+
+def _together(names: list[str]) -> list[tuple[str, ...]]:
+    """All names together, then each alone."""
+    return [*dict.fromkeys(([tuple(names)] if names else []) + [(name,) for name in names])]
+
+
+def _user_start(start: Any, module: nn.Module, lanes: int) -> State:
+    """The state of the user's: a value, or a function of the lanes, or of module and lanes."""
+    if callable(start):
+        start = start(lanes) if len(parameters_of(start)) == 1 else start(module, lanes)
+    like = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return trees.map_tensors(
+        lambda t: t if like is None else t.to(like if t.is_floating_point() else like.device), start
+    )
+
+
+def _state_zeros(module: nn.Module, count: int) -> Iterator[Start]:
+    """Zeros that a module may take which requires a state: as of its layers, then by sizes."""
+    layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
+    rows = [m.num_layers * (1 + m.bidirectional) for m in layers if isinstance(m, nn.RNNBase)][:1]
+    sizes = [getattr(m, "proj_size", 0) or m.hidden_size for m in layers]
+    sizes += [v for k, v in vars(module).items() if type(v) is int and SIZE.search(k)]
+    sizes += [n for p in module.parameters() for n in p.shape]
+    forms: list[list[int | None]] = [*([n, None] for n in rows), [None], *([None, n] for n in rows)]
+    for size in [*dict.fromkeys(sizes)][:6]:
+        for form, pairs in product(forms, (1, 2) if count == 1 else (count,)):
+
+            def make(
+                bound: BoundModule, lanes: int, shape: Any = (*form, size), n: int = pairs
+            ) -> State:
+                like = bound.example if bound.weight is None else bound.weight
+                zeros = like.new_zeros([lanes if k is None else k for k in shape])
+                return zeros if n == 1 else (zeros,) * n
+
+            yield Start("zeros", make)
+
+
+def _state_paths(c: Convention, result: Any) -> list[Path]:
     """Where the next state may be in a result, the usual places first."""
-    if isinstance(result, Mapping):
-        names = sorted(map(str, result), key=lambda name: not names_state(name))
-        yield from ((name,) for name in names)
-    elif isinstance(result, (tuple, list)):
-        size = len(result)
-        if count > 1:
-            yield (slice(size - count, None),)
-        if size > 1:
-            yield (size - 1,)
-        if size > 2 and count <= 1:
-            yield (slice(1, None),)
-        yield from ((i,) for i in range(size - 1))
-        yield ()
-    elif hasattr(result, "__dataclass_fields__"):
-        yield from ((name,) for name in result.__dataclass_fields__)
-    else:
-        yield ()
+    count = len(c.arguments)
+    if not count or isinstance(result, Tensor):
+        return [()]
+    is_row = isinstance(result, (tuple, list))
+    names = getattr(result, "__dataclass_fields__", result)
+    keys: list[Any] = [*range(len(result))] if is_row else [*names]
+    paths: list[Path] = [(slice(len(keys) - count, None),)] if is_row and count > 1 else []
+    paths += [(slice(1, None),)] if is_row and count == 1 and len(keys) > 2 else []
+    items = [(key,) for key in keys[::-1] if count in (1, _length(item_at(result, (key,))))]
+    return items[:1] + paths + items[1:] + [()]
 
 
-def _fit(layout: OutputLayout, result: Any, x: Tensor) -> OutputLayout | None:
-    """The layout with the features of the outputs; None if the result does not fit."""
-    try:
-        y = layout.read(result, x.shape[0], x.shape[1])
-    except MisfitError:
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, (tuple, list)) else -1
+
+
+def _is_under(path: Path, outer: Path) -> bool:
+    """Whether an item is one at another path, or in it."""
+    first = outer[0] if outer else None
+    if isinstance(first, slice):
+        return path[0] in range(100)[first]
+    return path[: len(outer)] == outer
+
+
+def _sinks(leaves: list[tuple[Path, Tensor]]) -> list[tuple[Path, Tensor]]:
+    """Of states that are all of a result the one that all others flow into; else all."""
+    tensors = [leaf for _, leaf in leaves]
+    if len(tensors) < 2 or not all(t.requires_grad for t in tensors):
+        return leaves
+
+    def is_end(i: int) -> bool:
+        others = [t for j, t in enumerate(tensors) if j != i]
+        total = tensors[i].sum()
+        grads: Any = torch.autograd.grad(total, others, retain_graph=True, allow_unused=True)
+        return None not in [grad if grad is None else True for grad in grads]
+
+    ends = [leaf for i, leaf in enumerate(leaves) if is_end(i)]
+    return ends if len(ends) == 1 else leaves
+
+
+def _fit(path: Path, y: Tensor, c: Convention, steps: int, lanes: int) -> OutputLayout | None:
+    """The layout of a tensor with one output for each step and lane; None for others."""
+    if not y.is_floating_point():
         return None
-    return replace(layout, features=tuple(y.shape[2:])) if y.is_floating_point() else None
+    if c.call == "chunk":
+        orders = ["BT", "TB", "BCT", "T"] if c.order == "BT" else ["TB", "BT", "BCT", "T"]
+        orders = (["BCT"] if c.order == "BDT" else []) + orders + [f"flat {o}" for o in orders[:2]]
+    else:
+        orders = ["B", "TB", "BT", ""]
+    for order in orders if lanes == 1 else [o for o in orders if o not in ("T", "")]:
+        try:
+            read = OutputLayout((), order).read(y, steps, lanes)
+        except MisfitError:
+            continue
+        return OutputLayout(path, order, tuple(read.shape[2:]))
+    return None
+
+
+def _outputs_of(result: Any, path: Path, steps: int, lanes: int) -> Iterator[Tensor]:
+    """The outputs of all steps, or of the last one, as a call with all steps may return them."""
+    item = item_at(result, path)
+    if not isinstance(item, Tensor):
+        return
+    items = item_at(result, path[:-1]) if path else ()
+    if isinstance(items, list) and len(items) == steps:  # an output for each step
+        item = torch.stack(items)
+    yield item
+    if item.dim() > 1 and item.shape[1] == steps:
+        yield item.transpose(0, 1)
+    if item.dim() and item.shape[0] == steps * lanes:
+        yield item.unflatten(0, (lanes, steps)).transpose(0, 1)
 
 
 def _no_outputs(result: Any, x: Tensor) -> str:

@@ -8,7 +8,7 @@ import random
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,6 @@ from torch.utils import _pytree as pytree
 
 from throughtime._device import fork_rng
 
-
-class HasModule(Protocol):
-    """An adapter of one module."""
-
-    @property
-    def module(self) -> nn.Module: ...
-
-
-A = TypeVar("A", bound=HasModule)
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
 LONG_STEPS, MAX_STEPS = 32, 256  # of one on more steps, and where convolutions reach further
 
@@ -84,52 +75,28 @@ def quiet(device: torch.device) -> Generator[None]:
         random.setstate(python)
 
 
-T = TypeVar("T")
+T = TypeVar("T", bound=nn.Module)
 
 
-def copy_of(value: T, module: nn.Module | None = None) -> T | None:
-    """A copy of a module, or of an adapter, with weights of its own.
+def copy_of(module: T) -> T | None:
+    """A copy of a module, with weights of its own; None for one that refuses to be copied.
 
     Tensors with a graph in attributes, which torch does not copy, are detached.
-
-    Args:
-        value: to copy.
-        module: of the adapter; default: `value` is the module.
-
-    Returns:
-        The copy; None for a module that refuses to be copied.
     """
     memo: dict[int, Any] = {}
-    module = value if isinstance(value, nn.Module) else module
-    for part in () if module is None else module.modules():
-        for leaf in pytree.tree_leaves(list(vars(part).values())):
+    for part in module.modules():
+        for leaf in pytree.tree_leaves([*vars(part).values()]):
             if isinstance(leaf, Tensor) and not leaf.is_leaf:
                 memo[id(leaf)] = leaf.detach().clone()
     try:
-        twin = copy.deepcopy(value, memo)
+        twin = copy.deepcopy(module, memo)
     # whatever a class raises that is not made for copies: FSDP, locks, handles
     except Exception:  # noqa: BLE001
         return None
     # computing in less than float32 would hide what the laws measure
-    copied = twin if isinstance(twin, nn.Module) else memo[id(module)]
-    if any(p.dtype in (torch.float16, torch.bfloat16) for p in copied.parameters()):
-        copied.float()
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in twin.parameters()):
+        twin.float()
     return twin
-
-
-@contextmanager
-def trial_of(adapter: A) -> Generator[A]:
-    """A copy of an adapter; the adapter itself, put back afterwards, if it refuses to be copied."""
-    twin = copy_of(adapter, adapter.module)
-    if twin is not None:
-        yield twin
-        return
-    snapshot, modes = Snapshot(adapter.module), modes_of(adapter.module)
-    try:
-        yield adapter
-    finally:
-        snapshot.restore()
-        restore_modes(adapter.module, modes)
 
 
 class Snapshot:
@@ -139,19 +106,11 @@ class Snapshot:
         containers: list[Any] = []
         for part in module.modules():
             own = vars(part)
-            containers.append(own)
-            if not isinstance(part, torch.jit.ScriptModule):  # it has them in C++
-                containers += [part._buffers, part._parameters]
+            containers += [own, part._buffers, part._parameters]
             public = [value for name, value in own.items() if not name.startswith("_")]
             containers += [value for value in public if isinstance(value, (list, dict))]
         self._containers = [(values, copy.copy(values)) for values in containers]
         self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
-
-    def holds(self) -> bool:
-        """Whether all but the modes is as it was: nothing to put back."""
-        return all(map(_is_same, *zip(*self._containers, strict=True))) and all(
-            torch.equal(buffer, value) for buffer, value in self._buffers
-        )
 
     def restore(self) -> None:
         """Put everything back."""
@@ -164,36 +123,15 @@ class Snapshot:
             values.update(before)
         with torch.no_grad():
             for buffer, value in self._buffers:
-                if buffer.shape == value.shape:
-                    buffer.copy_(value)
-                else:
+                if buffer.shape != value.shape:
                     buffer.data = value
-
-
-def _is_same(now: Any, before: Any) -> bool:
-    """Whether a container holds the same objects, the training mode aside."""
-    pair = now, before
-    a, b = (dict[Any, Any](enumerate(v) if isinstance(v, list) else v.items()) for v in pair)
-    return a.keys() == b.keys() and all(a[key] is b[key] for key in a if key != "training")
+                elif not torch.equal(buffer, value):  # a graph may hold what is unchanged
+                    buffer.copy_(value)
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
     """The training mode of every part, by name."""
     return {name: part.training for name, part in module.named_modules()}
-
-
-def restore_modes(module: nn.Module, modes: dict[str, bool]) -> None:
-    """Set the training mode of every part."""
-    for name, part in module.named_modules():
-        part.training = modes[name]
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether weights are spread over ranks: such a module cannot be called part by part."""
-    # by name: importing DTensor takes longer than all of throughtime
-    objects: list[object] = [*module.parameters(), *module.modules()]
-    bases = {base.__name__ for value in objects for base in type(value).__mro__}
-    return not bases.isdisjoint({"DTensor", "FSDPModule"})
 
 
 def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
@@ -204,15 +142,24 @@ def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
             part.dropout = 0.0  # a random number generator inside the operator
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether weights are spread over ranks: such a module cannot be called part by part."""
+    # by name: importing DTensor takes longer than all of throughtime
+    objects: list[object] = [*module.parameters(), *module.modules()]
+    bases = {base.__name__ for value in objects for base in type(value).__mro__}
+    return not bases.isdisjoint({"DTensor", "FSDPModule"})
+
+
 def random_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Standard normal numbers on the host, whatever the default device and dtype are."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def sample_inputs(x: Tensor, steps: int, lanes: int, *, standardize: bool = False) -> Tensor:
+def sample_inputs(x: Tensor, steps: int, lanes: int, scale: float = 0.0) -> Tensor:
     """Example inputs for any number of steps and lanes, all rows different if possible.
 
     Rows are drawn from those of `x` `(T, B, ...)`; numbers get noise, tokens stay what they are.
+    With a `scale` they are normal numbers of that deviation instead.
     """
     generator = torch.Generator("cpu").manual_seed(0)
     rows = x.detach().flatten(0, 1)
@@ -224,12 +171,20 @@ def sample_inputs(x: Tensor, steps: int, lanes: int, *, standardize: bool = Fals
     rows = rows.nan_to_num(0.0, 0.0, 0.0)
     picks = torch.randint(len(rows), (steps * lanes,), generator=generator, device="cpu")
     sample = rows[picks.to(rows.device)].unflatten(0, (steps, lanes))
-    noise = random_normal(sample.shape, generator)
-    noise = noise.to(sample.device, sample.dtype)
-    if standardize:
-        return noise
-    scale = rows.std() if rows.numel() > 1 else rows.new_zeros(())
-    return sample + noise * torch.where(scale > 0, scale * 0.5, torch.ones_like(scale))
+    noise = random_normal(sample.shape, generator).to(sample)
+    if scale:
+        return noise * scale
+    spread = rows.std() if rows.numel() > 1 else rows.new_zeros(())
+    return sample + noise * torch.where(spread > 0, spread * 0.5, torch.ones_like(spread))
+
+
+def trial_inputs(
+    x: Tensor, module: nn.Module, lanes: int, steps: int = STEPS, scale: float = 0.0
+) -> Tensor:
+    """Inputs of a trial, in the dtype of the weights; see `sample_inputs`."""
+    sample = sample_inputs(x, steps, lanes, scale)
+    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    return sample.to(weight.dtype) if weight is not None and x.is_floating_point() else sample
 
 
 def guessed_inputs(module: nn.Module) -> Tensor | None:
@@ -245,27 +200,22 @@ def guessed_inputs(module: nn.Module) -> Tensor | None:
         features = getattr(part, "input_size", None) or getattr(part, "in_features", None)
         if isinstance(features, int):
             x = random_normal((STEPS, LANES, features), generator)
-            return x if weight is None else x.to(weight.device, weight.dtype)
+            return x if weight is None else x.to(weight)
     return None
 
 
 def long_steps(x: Tensor, module: nn.Module) -> int:
     """Steps that show lags within a call: those of a chunk, or the reach of convolutions."""
-    reach = sum(
+    return max(min(len(x), LONG_STEPS), min(2 * (reach_of(module) + 1), MAX_STEPS))
+
+
+def reach_of(module: nn.Module) -> int:
+    """The past steps that convolutions need, if time is the longest dimension of their kernels."""
+    return sum(
         max((size - 1) * by for size, by in zip(part.kernel_size, part.dilation, strict=True))
         for part in module.modules()
         if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
     )
-    return max(min(len(x), LONG_STEPS), min(2 * (reach + 1), MAX_STEPS))
-
-
-def trial_inputs(
-    x: Tensor, module: nn.Module, lanes: int, steps: int = STEPS, *, standardize: bool = False
-) -> Tensor:
-    """Inputs of a trial, in the dtype of the weights of a copy."""
-    sample = sample_inputs(x, steps, lanes, standardize=standardize)
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
-    return sample.to(weight.dtype) if weight is not None and x.is_floating_point() else sample
 
 
 def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
@@ -277,8 +227,7 @@ def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
     different = (x != x[step, lane]).flatten(2).any(2) if x.dim() > 2 else x != x[step, lane]
     choices = different.nonzero()
     if len(choices):
-        t, b = choices[0].tolist()
-        other[step, lane] = x[t, b]
+        other[step, lane] = x[*choices[0].tolist()]
     elif x.dtype == torch.bool:
         other[step, lane] = ~x[step, lane]
     else:  # a single token: its neighbour towards zero is valid, if it is not zero itself
@@ -286,19 +235,18 @@ def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
     return other
 
 
-def shrink(module: nn.Module) -> None:
-    """Make all weights smaller: what grows from step to step may overflow within a trial."""
-    with torch.no_grad():
-        for p in module.parameters():
-            if p.is_floating_point():
-                p.mul_(0.1)
+def perturb(module: nn.Module, size: float, scale: float = 1.0) -> None:
+    """Add noise to all weights and buffers: a layer that starts at zero hides what is below it.
 
-
-def perturb(module: nn.Module) -> None:
-    """Add noise to all weights: a layer that starts at zero hides what is below it."""
+    Weights are scaled, and get noise of their own size, at least .1; buffers keep their zeros and
+    signs.
+    """
     generator = torch.Generator("cpu").manual_seed(1)
     with torch.no_grad():
         for p in module.parameters():
-            if p.is_floating_point():
-                noise = random_normal(p.shape, generator).to(p.device, p.dtype)
-                p.add_(noise * 0.1)
+            if p.is_floating_point() and p.numel():
+                spread = max(0.1, float(p.detach().square().mean().sqrt())) * size
+                p.mul_(scale).add_(random_normal(p.shape, generator).to(p) * spread)
+        for b in module.buffers():
+            if b.is_floating_point():
+                b.mul_(1 + 0.1 * size * random_normal(b.shape, generator).to(b).clamp(-3, 3))

@@ -3,14 +3,12 @@
 Inside throughtime time comes first, and every state leaf has its lanes first; an adapter converts
 to and from the layout of the module. A reset splits the forward call: the steps before it run, the
 marked lanes get the initial state, then the steps after it run. This is exact for every module
-whose chunked forward equals its whole forward, and no gradient crosses a reset. If every recurrent
-part applies resets itself, as layers of `tt.nn` do, the call is not split: the results are the
-same, for the price of one call.
+whose chunked forward equals its whole forward, and no gradient crosses a reset. Layers of `tt.nn`
+and chains of them apply resets themselves: the results are the same, for the price of one call.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-import inspect
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
@@ -23,15 +21,12 @@ from torch.utils._pytree import tree_map
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._adapter import Adapter, ResetsUnsupportedError
-from throughtime.carry._explain import refuse_width
-from throughtime.carry._names import names_state
-from throughtime.carry._ports import RECURRENT, has_layers
-from throughtime.carry._refusal import bidirectional_error, device_error
+from throughtime.carry._adapter import Adapter
+from throughtime.carry._calls import CALLS
+from throughtime.carry._refusal import device_error, refuse_width
+from throughtime.carry._search import Hints
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
-from throughtime.carry._subject import Hints
-from throughtime.carry.layers import ChainAdapter, Link, StatelessAdapter, layer_adapter
-from throughtime.carry.module import ModuleAdapter
+from throughtime.carry.layers import MISFIT_ERRORS, ChainAdapter, ModuleAdapter, adapter_for
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -54,8 +49,6 @@ WRAPPERS = {
         " themselves"
     ),
 }
-# The exceptions that a module raises for inputs or a state that do not fit it.
-MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class Carried(nn.Module):
@@ -146,7 +139,7 @@ class Carried(nn.Module):
             adapter.prepare(x)
         except ModelError:
             return None
-        return None if adapter.bound is None or adapter.bound.convention.one_lane else adapter
+        return None if adapter.bound is None or adapter.bound.is_one_lane else adapter
 
     def explain(self) -> str:
         """How the module is called, what its state is and where that starts."""
@@ -208,8 +201,6 @@ class Carried(nn.Module):
             y, after = (self._run_split if split else adapter.run)(x, state, resets)
             if not split and torch.is_autocast_enabled(x.device.type):
                 after = _as_entering(after, state)
-        except ResetsUnsupportedError:  # at most once per net: takes_resets is false from now on
-            y, after = self._run_split(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
@@ -289,7 +280,7 @@ def carry(
     inputs: Callable[[Tensor], Any] | None = None,
     output: int | str | tuple[int | str, ...] | list[Any] | None = None,
     state: str | None = None,
-    start: Callable[[int], State] | None = None,
+    start: State | Callable[..., State] = None,
     call: str | Callable[..., Any] | None = None,
     context: int = 0,
     batch_first: bool | None = None,
@@ -313,10 +304,14 @@ def carry(
             them for a tensor in a nested result; a list of these for several outputs, or "all" of
             them but the state. Several are a dict, if their keys are different strings, else a
             tuple; outputs of several types get the widest of them.
-        state: the parameter, or the attribute, that holds the state.
-        start: maps a number of lanes to the state before a recording, in the module's layout.
-        call: "chunk", "step" for a module that takes one step `(B, ...)`, "last" for one that
-            returns its last output, or a method to call instead of forward.
+        state: refused with the line to write: `call` says where the state is.
+        start: the state before a recording in the module's layout, of all lanes, of one or without
+            a dimension for lanes; or a function of the number of lanes, or of the module and that
+            number, which returns it.
+        call: how the module is called, as a function of the module, its inputs (a chunk `(T, B,
+            ...)`, or a step `(B, ...)`) and the state, which returns outputs and the next state.
+            "chunk", "step" or "last" restrict the search to modules that take a chunk, a single
+            step, or a chunk of which they return the last output.
         context: past steps that precede every chunk: `(kernel_size - 1) * dilation` of a
             convolution over time.
         batch_first: whether the module takes `(B, T, D)`. A carried module is always time first.
@@ -331,7 +326,8 @@ def carry(
             that breaks it and the line to write. Also for a wrapper for several devices such as
             DistributedDataParallel.
 
-    Cost: the trials take milliseconds for a small net, once, and a copy of the module.
+    Cost: the trials take tens of milliseconds for a small net, once, and three copies of the
+        module.
 
     Example:
         >>> import torch, throughtime as tt
@@ -351,8 +347,18 @@ def carry(
     if isinstance(module, Carried):
         return module
     refuse_wrappers(module)
-    hints = Hints(inputs, output, state, start, call, context, batch_first)
-    net = Carried(module, _adapter_for(module, hints))
+    is_own = getattr(call, "__self__", None) is module
+    method = getattr(call, "__name__", "") if is_own else ""
+    if isinstance(call, str) and call not in CALLS:
+        method = call
+    if state is not None or method:
+        line = f"m.{method}(x, state)" if method else f"m(x, {state}=state)"
+        raise ModelError(
+            "write how the module takes its state: tt.carry(module, call=lambda m, x, state:"
+            f" {line}, start=lambda m, lanes: ...), where call returns (outputs, next state)"
+        )
+    hints = Hints(inputs, output, start, call, context, batch_first)
+    net = Carried(module, adapter_for(module, hints))
     if x is not None:
         net.prepare(x)
     return net
@@ -428,48 +434,6 @@ def refuse_wrappers(net: nn.Module) -> None:
                     f"{path} is wrapped in {base.__name__}: {WRAPPERS[base.__name__]}. Hand the"
                     " bare module: net = tt.carry(wrapped.module), or leave the wrapper out"
                 )
-
-
-def _adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
-    """The adapter that fits a module."""
-    if hints == Hints(batch_first=hints.batch_first):
-        if isinstance(module, RECURRENT) and _has_torch_forward(module):
-            if isinstance(module, nn.RNNBase) and module.bidirectional:
-                raise bidirectional_error(name or type(module).__name__)
-            return layer_adapter(module)
-        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-            return _chain_adapter(module, hints)
-    return ModuleAdapter(module, hints)
-
-
-def _has_torch_forward(module: nn.Module) -> bool:
-    """Whether a layer or cell runs the forward of torch.nn or tt.nn, not one of a subclass."""
-    return type(module).forward.__module__.startswith(("torch.nn.modules.", "throughtime.nn."))
-
-
-def _chain_adapter(module: nn.Sequential, hints: Hints) -> ChainAdapter:
-    links: dict[str, Link] = {}
-    # named_children leaves out the second position of a module
-    for name, child in zip(module._modules, module, strict=True):
-        links[name] = (
-            _adapter_for(child, hints, name) if _is_recurrent(child) else StatelessAdapter(child)
-        )
-    if all(isinstance(link, StatelessAdapter) for link in links.values()):
-        raise ModelError(
-            "none of the modules in this nn.Sequential carries a state; nothing to carry"
-        )
-    return ChainAdapter(module, tuple(module), links)
-
-
-def _is_recurrent(module: nn.Module) -> bool:
-    """Whether a child of a chain may carry a state."""
-    if has_layers(module):
-        return True
-    if type(module).__module__.startswith("torch."):
-        return False
-    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
-    own = (vars(part).keys() - vars(nn.Module()).keys() for part in module.modules())
-    return len(parameters) > 0 or any(names_state(name.strip("_")) for n in own for name in n)
 
 
 def _as_entering(after: State, state: State) -> State:

@@ -19,8 +19,8 @@ from torch.func import functional_call
 
 from throughtime import state as trees
 from throughtime._files import write_together
-from throughtime.carry._explain import whole_numbers_hint
-from throughtime.carry._subject import CALL_ERRORS
+from throughtime.carry._refusal import whole_numbers_hint
+from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import metadata
 from throughtime.deploy.audio import write_nam, write_rtneural

@@ -30,9 +30,10 @@ def check_carry(
 ) -> list[Law]:
     """Check that a module computes the same in chunks, with the state carried, as in one call.
 
-    `tt.carry` measures the same laws on a few steps. Here they are measured on a copy in float64,
-    which is the default dtype meanwhile, in evaluation mode; the module is not changed. The copy
-    stays on the module's device, or is on the CPU where that has no float64 (MPS).
+    `tt.carry` measures these laws and others on a few steps, with other weights too. Here they are
+    measured on a copy in float64, which is the default dtype meanwhile, in evaluation mode; the
+    module is not changed. The copy stays on the module's device, or is on the CPU where that has no
+    float64 (MPS).
 
     Args:
         net: a module, or the result of `tt.carry`.
