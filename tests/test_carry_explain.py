@@ -73,7 +73,7 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
             "OneStep: called with (B, 4): one call for each step",
             "state: argument h; the next state is item [1] of the result",
             "leaves, lanes first: state (B, 8)",
-            "resets: argument done, 1 where a lane restarts",
+            "argument done: always 0; calls are split at resets",
         ],
     ),
     (

@@ -19,9 +19,9 @@ import throughtime as tt
 from modules import BY_NAME, CASES
 from modules.case import Case
 from modules.check import build, error, errors, gradients, lengths_of, restarted
-from throughtime.carry import Carried
+from throughtime.carry import Carried, _search
 from throughtime.carry._laws import Laboratory, Law
-from throughtime.carry._subject import Subject as TrialSubject
+from throughtime.carry._search import Search
 from throughtime.errors import ModelError, StateError
 
 EXACT, FUSED = 1e-12, 1e-6
@@ -149,7 +149,18 @@ def test_resets_reach_the_module_as_its_author_passes_them(case: Case) -> None:
         assert expected.deviation(net, play(net, x, lengths, resets)) <= EXACT, lengths
 
 
-@rows([case for case in CARRIED if any(isinstance(m, nn.RNNBase) for m in case.make().modules())])
+# Plain attributes in float64, which `.float()` leaves as they are: their authors' calls fail too.
+FLOAT64 = ("owner_sets_hidden", "air_passengers_one_lane", "tagger_one_sentence")
+
+
+@rows(
+    [
+        case
+        for case in CARRIED
+        if any(isinstance(m, nn.RNNBase) for m in case.make().modules())
+        and case.name not in FLOAT64
+    ]
+)
 def test_a_fused_module_computes_the_same_in_float32(case: Case) -> None:
     """Deviations are relative to the largest number, from the oracle in float64."""
     module, x = build(case)
@@ -214,7 +225,10 @@ REFUSED = [case for case in CASES if case.verdict == "refuse"]
 # One lane would be right, and the text says so.
 ONE_LANE = "forgotten_batch_first"
 # What the text says first is a line to write; the law comes when that is followed.
-SECOND = {"overwritten_state": {"start": lambda lanes: torch.zeros(lanes, 6)}}
+SECOND: dict[str, dict[str, Any]] = {
+    "overwritten_state": {"start": lambda lanes: torch.zeros(lanes, 6)},
+    "memory_tokens": {"start": lambda m, lanes: m.memory},  # noqa: ARG005
+}
 
 
 def refusal(case: Case, **options: Any) -> str | None:
@@ -248,7 +262,7 @@ def test_a_refusal_names_the_law_and_a_line_to_write(case: Case) -> None:
 
 def test_two_sequences_through_one_layer_are_refused() -> None:
     case = BY_NAME[TWO_SEQUENCES]
-    assert "runs twice in one forward" in (refusal(case) or "")
+    assert "chunks with the state carried do not give" in (refusal(case) or "")
 
 
 @rows([case for case in CASES if case.verdict == "keyword"])
@@ -291,7 +305,7 @@ def test_the_context_that_a_refusal_names_is_right(name: str) -> None:
     assert match is not None, text
     (module, x), (alone, _) = build(case), build(case)
     for part in (module, alone) if name == "padded_conv" else ():
-        pad = re.search(r"Pad it on the left only, F\.pad\(x, \((\d+), 0\)\)", text)
+        pad = re.search(r"[Pp]ad it on the left only, F\.pad\(x, \((\d+), 0\)\)", text)
         assert pad is not None, text
         pad_left(part.get_submodule("conv"), int(pad[1]))
     assert_carried(case, tt.carry(module, context=int(match[1])), alone, x)
@@ -337,13 +351,12 @@ def test_the_outputs_that_a_refusal_lists_can_be_chosen(case: Case) -> None:
 @pytest.mark.parametrize(
     ("name", "start"),
     [
-        ("flat_state_start", lambda lanes: torch.zeros(lanes, 24)),
         ("random_start_inside", lambda lanes: {"lstm": (torch.zeros(1, lanes, 6),) * 2}),
     ],
 )
 def test_a_start_as_a_refusal_asks_for_is_taken(name: str, start: Any) -> None:
     case = BY_NAME[name]
-    assert "tt.carry(module, start=lambda lanes: ...)" in (refusal(case) or "")
+    assert "tt.carry(module, start=lambda m, lanes: " in (refusal(case) or "")
     module, x = build(case)
     net = tt.carry(module, x, start=start)
     whole, *others = [play(net, x, lengths) for lengths in lengths_of(len(x))]
@@ -387,31 +400,31 @@ def test_dropout_on_a_cell_s_state_is_refused_in_training() -> None:
 
 
 def remove(monkeypatch: pytest.MonkeyPatch, *laws: str) -> None:
-    """Take laws away: methods of the search by their names, the others from what is measured."""
-    measure = Laboratory.measure
+    """Take laws away by their names, those in training mode, or the twins with other weights."""
+    measure = Search._laws
 
-    def measure_others(self: Laboratory, training: dict[str, bool] | None = None) -> Iterator[Law]:
-        for law in measure(self, training):
-            if not {law.name, law.name.removeprefix("training ")} & set(laws) and not (
-                "training" in laws and training is not None
+    def measure_others(self: Search, *args: Any) -> Iterator[Law]:
+        for law in measure(self, *args):
+            if law.name not in laws and not (
+                law.training and {"training", f"training {law.name}"} & {*laws}
             ):
                 yield law
 
-    monkeypatch.setattr(Laboratory, "measure", measure_others)
-    for law in laws:
-        if law.startswith("_"):
-            monkeypatch.setattr(TrialSubject, law, lambda *_: None)
+    monkeypatch.setattr(Search, "_laws", measure_others)
+    if "twins" in laws:
+        twins_of = _search.twins_of
+        monkeypatch.setattr(_search, "twins_of", lambda *args: twins_of(*args)[:1])
 
 
 MUTANTS = [  # a law, a case, and the other laws that notice it too
     ("repeat", "step_counter", ()),
     ("causal", "one_frame_ahead", ("whole", "credit")),
-    ("lanes", "z_score_lstm", ("_author",)),
+    ("lanes", "view_for_transpose", ("whole", "credit")),
     ("whole", "causal_conv_no_state", ("credit",)),
     ("credit", "half_detached", ()),
-    ("_author", "detached_hidden", ()),
-    ("_start", "learned_start", ()),
-    ("_last", "mean_over_window", ()),
+    ("credit", "detached_hidden", ()),
+    ("start", "learned_start", ()),
+    ("last", "mean_over_window", ()),
 ]
 
 
@@ -492,14 +505,13 @@ class SilentHead(nn.Module):
         return self.head(y - y.mean(0)), after
 
 
-def test_without_the_law_of_inputs_a_silent_head_hides_another_fault(
+def test_without_twins_of_other_weights_a_silent_head_hides_another_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = torch.randn(7, 3, 3)
-    remove(monkeypatch, "memory", "credit")
-    with pytest.raises(ModelError, match="changes the outputs of earlier steps"):
+    with pytest.raises(ModelError, match="no gradient, or a part of it, flows"):
         tt.carry(SilentHead(), x)
-    remove(monkeypatch, "inputs")
+    remove(monkeypatch, "twins", "inputs", "memory", "credit")
     module = SilentHead()
     net = tt.carry(module, x)
     nn.init.ones_(module.head.weight)
@@ -665,7 +677,7 @@ def test_a_lag_beyond_the_trial_is_noticed_in_a_chunk_of_the_stream(
 ) -> None:
     make, steps = LAGS[name]
     x = torch.randn(steps, 2, 3)
-    with pytest.raises(ModelError, match="long chunks with the state carried do not give what one"):
+    with pytest.raises(ModelError, match="chunks with the state carried do not give what one"):
         tt.carry(make(), x)
     holds = Law("long", 0.0, 1.0)
     monkeypatch.setattr(Laboratory, "measure_long", lambda *_: holds)
@@ -674,7 +686,7 @@ def test_a_lag_beyond_the_trial_is_noticed_in_a_chunk_of_the_stream(
 
 
 def test_a_long_lag_is_noticed_in_a_module_that_returns_its_last_output() -> None:
-    with pytest.raises(ModelError, match="made for whole sequences"):
+    with pytest.raises(ModelError, match="steps one by one do not end"):
         tt.carry(LastOfLongDilation(), torch.randn(7, 3, 3))
 
 

@@ -91,16 +91,6 @@ class NoPair(nn.Module):
         return self.gru(x)[0] * (scale or 1.0)
 
 
-class StartsFromOnes(TensorState):
-    def zeros(self, x: Tensor) -> Tensor:
-        return super().zeros(x) + 1
-
-
-class NeedsState(TensorState):
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.play(x, torch.as_tensor(state))
-
-
 class SharedState(Rotation):
     """A leaf that all lanes share cannot be reset for one of them."""
 
@@ -124,30 +114,20 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "no recurrent layer",
         lambda: nn.Linear(FEATURES, HIDDEN),
-        r"Linear has no recurrent layer.*forward\(x, state\)",
+        r"Linear cannot be carried: it has no recurrent layer",
     ),
     (
         "chain without state",
         lambda: nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh()),
         r"none of the modules in this nn.Sequential",
     ),
-    ("layer run twice", Twice, r"layer 'gru' runs twice in one forward"),
+    ("layer run twice", Twice, r"chunks with the state carried do not give"),
     (
         "detached attribute",
         KeepsHidden,
         r"keeps its state in 'hidden' without its gradient.*Remove .detach\(\)",
     ),
     ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
-    (
-        "starts from ones",
-        StartsFromOnes,
-        r"gives other outputs for no state than for a state of zeros.*initial_state\(lanes\)",
-    ),
-    (
-        "cannot start",
-        NeedsState,
-        r"NeedsState.forward failed in every trial.*'state'.*start=lambda lanes",
-    ),
     ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 3 lanes and \(1,\) for 2"),
 ]
 
@@ -476,9 +456,9 @@ def test_a_link_that_drops_steps_is_refused() -> None:
         def forward(self, v: Tensor) -> Tensor:
             return v[:1]
 
-    net = tt.carry(nn.Sequential(nn.Linear(3, 3), First(), nn.LSTM(3, 8)))
-    with pytest.raises(ModelError, match=r"module '1' .* turns \(7, 3, 3\) into \(1, 3, 3\)"):
-        net(torch.randn(5, 2, 3), net.initial_state(2))
+    net, x = tt.carry(nn.Sequential(nn.Linear(3, 3), First(), nn.LSTM(3, 8))), torch.randn(5, 2, 3)
+    with pytest.raises(ModelError, match=r"'1' of this nn\.Sequential cannot be carried"):
+        net.initial_state(2, like=x)
 
 
 @pytest.mark.parametrize(
@@ -500,13 +480,13 @@ def test_activation_checkpointing_of_a_hidden_layer_is_refused(
         tt.carry(Saves(), torch.randn(5, 2, 3))
 
 
-def test_two_sequences_through_one_layer_are_refused_even_from_explicit_zeros() -> None:
+def test_two_sequences_through_one_layer_are_refused() -> None:
     class Two(Hidden):
         def forward(self, x: Tensor) -> Tensor:
             zeros = torch.zeros(1, x.shape[1], 4)
             return self.layer(x, (zeros, zeros))[0] + self.layer(-x, (zeros, zeros))[0]
 
-    with pytest.raises(ModelError, match="runs twice in one forward"):
+    with pytest.raises(ModelError, match="chunks with the state carried do not give"):
         tt.carry(Two(), torch.randn(5, 2, 3))
 
 

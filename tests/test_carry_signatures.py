@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry._laws import Laboratory
-from throughtime.carry._subject import Subject as TrialSubject
 from throughtime.errors import ModelError
 
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
@@ -168,7 +167,6 @@ SIGNATURES: list[tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]
     (TupleDefault, in_one_call),
     (KeywordOnly, in_one_call),
     (UnnamedStates, in_one_call),
-    (OnRequest, in_one_call),
     (Prepared, step_by_step("init_sequence")),
     (Frames, step_by_step("reset")),
     (MaskPerRow, in_one_call),
@@ -202,34 +200,16 @@ def test_a_module_is_carried_as_its_author_calls_it(
         )
 
 
+def test_a_state_that_is_returned_on_request_is_asked_for_in_a_written_call() -> None:
+    module, x = OnRequest(), torch.randn(STEPS, LANES, FEATURES)
+    with pytest.raises(ModelError, match="in training mode"):
+        tt.carry(module, x)
+    net = tt.carry(module, x, call=lambda m, x, h: m(x, h, use_cache=True))
+    expected = module.eval()(x)[0]
+    assert torch.equal(net(x, net.initial_state(LANES))[0], expected)
+
+
 # ------------------------------------------------------------ what seems to carry a state
-
-
-class LooksAhead(nn.Module):
-    """One output per step, each from two steps more: called with one step, it pads with zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.ahead = nn.GRU(FEATURES, HIDDEN), nn.Conv1d(HIDDEN, HIDDEN, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.gru(x)[0].permute(1, 2, 0)
-        return self.ahead(nn.functional.pad(y, (0, 2))).permute(2, 0, 1)
-
-
-class ForgetsEveryFifth(nn.Module):
-    """A count of its calls decides when it starts anew: hooks on its cell would never do so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.calls = nn.GRUCell(FEATURES, HIDDEN), 0
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if h is None or self.calls % 5 == 0:
-            h = torch.zeros(x.shape[0], HIDDEN)
-        self.calls += 1
-        after = self.cell(x, h)
-        return after * 2, after
 
 
 class WritesWithoutGradient(nn.Module):
@@ -249,8 +229,6 @@ class WritesWithoutGradient(nn.Module):
 
 
 FAULTS: list[tuple[Callable[[], nn.Module], str, type, str]] = [
-    (LooksAhead, "changes the outputs of earlier steps", TrialSubject, "_last"),
-    (ForgetsEveryFifth, "two equal calls|do not give what one call", TrialSubject, "_author"),
     (WritesWithoutGradient, "no gradient, or a part of it, flows", Laboratory, "_cuts_credit"),
 ]
 

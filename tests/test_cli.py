@@ -461,7 +461,7 @@ def test_a_saved_config_starts_the_same_run_again(tmp_path: Path) -> None:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("updates", [400, pytest.param(1_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("updates", [1_000])  # on some processors 800 are too few
 def test_demo_reaches_the_best_on_the_stream_and_draws_it(updates: int, tmp_path: Path) -> None:
     """What windows reach is luck, and another processor's rounding is enough to change it.
 

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -297,20 +298,26 @@ class NumpyRandom(Restless):
 
 
 class CountsCalls(Restless):
-    calls = 0
+    """Counts in an object of another class: what a module itself holds is put back after a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = SimpleNamespace(calls=0)
 
     def size(self) -> float:
-        self.calls += 1
-        return self.calls
+        self.counter.calls += 1
+        return self.counter.calls
 
 
 class WarmsUp(Restless):
     """Another function on its first call, and only then."""
 
-    warm = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(warm=False)
 
     def size(self) -> float:
-        warm, self.warm = self.warm, True
+        warm, self.kept.warm = self.kept.warm, True
         return 1.0 if warm else 2.0
 
 
@@ -381,10 +388,12 @@ class RestlessPart(Restless):
 class WarmsUpReadout(HidesLayer):
     """Other outputs on its first call, and only then."""
 
-    warm = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = SimpleNamespace(warm=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        warm, self.warm = self.warm, True
+        warm, self.kept.warm = self.kept.warm, True
         return super().forward(x) * (1.0 if warm else 2.0)
 
 

@@ -91,8 +91,8 @@ FUSED = (
 )
 every_fused_net = pytest.mark.parametrize("row", FUSED, ids=lambda row: row.name)
 SPLIT = {row.name for row in NETS if "cell" in row.name or "state" in row.name} | {
-    "learnt-start",
-    "in-pieces",
+    *("learnt-start", "in-pieces", "takes-resets", "takes-resets-batch-first"),
+    *("hides-layer", "hides-layer-batch-first", "hides-two-layers", "hidden-in-a-chain"),
 }
 WHOLE = {row.name for row in FUSED} - SPLIT - {"sequential", "sequential-of-user-modules"}
 
@@ -262,29 +262,6 @@ def test_whether_the_call_stays_whole_does_not_depend_on_the_calls_before(name: 
     assert torch.equal(torch.get_rng_state(), drawn)
     assert torch.equal(y, again)
     assert states_apart(state, end) == apart(gradient, same) == 0
-
-
-class Sometimes(HidesLayer):
-    """Plays in pieces only when told to, after it was seen to play the whole."""
-
-    pieces = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return InPieces.forward(self, x) if self.pieces else super().forward(x)  # pyright: ignore[reportArgumentType]
-
-
-def test_module_that_changes_its_ways_is_split_from_then_on() -> None:
-    module = remembering(Sometimes())
-    net, x = tt.carry(module, fused=True), inputs(12, 2)
-    resets = torch.zeros(12, 2, dtype=torch.bool)
-    resets[5, 1] = True
-    expected, _ = net(x, start(net, x), resets)
-    assert net.adapter.takes_resets()
-    vars(module)["pieces"] = True
-    y, _ = net(x, start(net, x), resets)
-    assert (y - expected).abs().max() < EXACT
-    assert not net.adapter.takes_resets()
-    assert (net(x, start(net, x), resets)[0] - expected).abs().max() < EXACT
 
 
 class WithItsOwn(HidesLayer):

@@ -25,7 +25,10 @@ from throughtime.carry import Carried
 from throughtime.errors import LawError, ModelError
 from throughtime.testing import check_carry
 
-LAWS = ["repeat", "value", "inputs", "causal", "lanes", "whole", "memory", "credit", "reset"]
+LAWS = [
+    *("repeat", "value", "inputs", "causal", "lanes"),
+    *("shape", "whole", "memory", "credit", "reset"),
+]
 
 
 @every_net
@@ -101,11 +104,11 @@ class IgnoresItsState(Rotation):
 
 
 MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
-    (HiddenBeside, "do not depend on the state"),
+    (HiddenBeside, "depends on attributes beside its state"),
     (NormalisesTime, "changes the outputs of earlier steps"),
     (LooksAhead, "changes the outputs of earlier steps"),
     (CentredConvolution, r"'conv' \(Conv1d\).*looks ahead"),
-    (IgnoresItsState, "where the 'value' law is measured"),
+    (IgnoresItsState, "cannot be carried"),
     (MixesLanes, "the inputs of one lane change another lane"),
     (ChangesInPlace, "a call changes the state that it gets, in place"),
 ]

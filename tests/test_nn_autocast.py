@@ -339,7 +339,8 @@ def test_trace_shows_the_gradients_of_the_fused_layer(
     with tt.trace(layer) as observed:
         during = under(layer, x)
     for traced, plain in zip(during, untraced, strict=True):
-        assert (traced - plain).norm() <= 2**-8 * plain.norm()
+        # each of the two is off by a rounding
+        assert (traced - plain).norm() <= 2 * 2**-8 * plain.norm()
     with monkeypatch.context() as patch:
         patch.setattr(recurrent, "run", defined)
         with tt.trace(layer) as expected:

@@ -11,7 +11,7 @@ from test_metrics import (
     test_regression_on_uneven_pieces_equals_numpy,
 )
 from test_predict import (
-    test_hold_leaves_the_step_out_and_no_bit_of_another_lane_changes,
+    test_hold_leaves_the_step_out_and_the_other_lanes_go_on,
     test_lanes_are_reset_by_number,
     test_loss_and_figures_equal_a_direct_computation,
     test_one_step_at_a_time_equals_many,

@@ -668,7 +668,12 @@ CASES = [
         oracle=chunked(lambda m, x, s: m(x, s)),
     ),
     Case(
-        "pair_argument", PairArgument, floats(D), "carry", oracle=chunked(lambda m, x, s: m((x, s)))
+        "pair_argument",
+        PairArgument,
+        floats(D),
+        "keyword",
+        oracle=chunked(lambda m, x, s: m((x, s))),
+        keywords={"call": lambda m, x, s: m((x, s))},
     ),
     Case(
         "named_tuple_state",
@@ -697,7 +702,7 @@ CASES = [
         StateBefore,
         floats(D),
         "keyword",
-        keywords={"state": "hidden", "output": 1},
+        keywords={"call": lambda m, x, s: m(s, x)[::-1]},
         oracle=chunked(_before_step, lambda m, x: m.init_hidden(x.size(1))),
         note="state first in the arguments and in what comes back",
     ),

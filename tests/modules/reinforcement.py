@@ -350,7 +350,7 @@ CASES = [
         ValueMethod,
         floats(OBS),
         "keyword",
-        keywords={"call": "pi"},
+        keywords={"call": lambda m, x, h: m.pi(x, h)},
         oracle=chunked(lambda m, x, h: m.pi(x, h), lambda m, x: x.new_zeros(1, x.size(1), 6)),
         note="no forward at all",
     ),
