@@ -62,8 +62,8 @@ def linear_scan(
             arithmetic, to the shape of the result.
         state: entering the first step, `(B, ...)`; broadcasts to the result without its steps.
         resets: `(T, B)` bool, true where the state entering the step becomes the initial one, even
-            if it was NaN; no gradient crosses. `tt.carry` passes them to a module whose forward has
-            a parameter `resets`; for other modules it splits the call at resets.
+            if it was NaN; no gradient crosses. For loops of your own: `tt.carry` splits the call of
+            a module at resets.
         initial: the state at the start of a recording, `(B, ...)` or what broadcasts to it;
             default: zeros. Only resets use it.
 
