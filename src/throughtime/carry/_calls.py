@@ -7,6 +7,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -37,6 +38,7 @@ from throughtime.state import State
 
 Call = Literal["chunk", "step", "last"]
 Path = tuple["int | str | slice", ...]  # of an item in what a module returned
+_setting = threading.RLock()  # held while attributes of a module hold the state of one call
 PAST, STATE = "past", "state"  # keys where a module gets the steps before a chunk
 
 CALLS: dict[Call, str] = {
@@ -409,6 +411,8 @@ class BoundModule(Adapter):
                 if state is not None and len(c.attributes) == 1:
                     set_attributes(module, {c.attributes[0]: state})
                 state = self._attributes()
+            elif state is None:
+                raise MisfitError(f"{name} returns no state")
             return self._own(state, lanes)
         finally:
             set_attributes(module, saved)
@@ -444,17 +448,17 @@ class BoundModule(Adapter):
         if after is state and not isinstance(state, Tensor):  # lists that the module may write into
             after = trees.map_leaves(_itself, state)
         if c.call == "chunk":
-            y, after = self._call(x, after)
+            y, after = self.call(x, after)
         else:
             outputs: list[Tensor] = []
             for step in x.split(1):
-                y, after = self._call(step, after)
+                y, after = self.call(step, after)
                 outputs.append(y)
             y = torch.cat(outputs)
         after = c.lanes.lanes_first(after)
         return y, {PAST: x[-c.context :].transpose(0, 1), STATE: after} if c.context else after
 
-    def _call(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+    def call(self, x: Tensor, state: State) -> tuple[Tensor, State]:
         """One call of the module: outputs, and the state in the module's own layout."""
         result, after = self._invoke(x, state, self._port_call(x, state))
         context, outputs = self.convention.context, self.convention.outputs
@@ -482,6 +486,8 @@ class BoundModule(Adapter):
         elif c.arguments:  # what is optional has a default of its own
             required = [p.name for p in parameters_of(module.forward) if p.default is p.empty]
             kwargs.update(dict.fromkeys({*required}.intersection(c.arguments)))
+        if self._sets:  # of a module that threads share
+            _setting.acquire()
         saved = set_attributes(module, self._values(state, x.shape[1])) if self._sets else {}
         try:
             if c.written is not None:
@@ -492,8 +498,9 @@ class BoundModule(Adapter):
             after = self._attributes() if call is None else {**call.before, **call.after}
             return result, after
         finally:
-            if saved:
+            if self._sets:
                 set_attributes(module, saved)
+                _setting.release()
 
     def _constants(self, x: Tensor) -> dict[str, Any]:
         """The values of other parameters."""

@@ -154,7 +154,8 @@ def _uncallable(module: nn.Module, search: Search, failure: Failure | None) -> s
         return (
             "cannot be carried: it has no recurrent layer of torch.nn inside, and no state was"
             f" found in its arguments, attributes or submodules{remark}: there is nothing to carry,"
-            " or it is a variable of forward, where it cannot be reached."
+            " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
+            " return (y, state)."
         )
     if reach_of(module) and isinstance(error, MisfitError):
         return (
@@ -162,6 +163,8 @@ def _uncallable(module: nn.Module, search: Search, failure: Failure | None) -> s
             " sequence, keep the steps before a chunk: tt.carry(module,"
             f" context={reach_of(module)})."
         )
+    if error is None:
+        return "cannot be carried: no way of calling it was measured to its end in the time."
     is_own = isinstance(error, ThroughtimeError)
     what = str(error) if is_own else f"{type(error).__name__}: {error}"
     return (
@@ -174,8 +177,6 @@ def _uncallable(module: nn.Module, search: Search, failure: Failure | None) -> s
 def _lines(search: Search, failure: Failure | None) -> str:
     """The line that says what was not found, with the module's own names."""
     law = None if failure is None else failure.law
-    if search.is_callable and not search.has_state:
-        return ""
     if law is not None and law.name not in ("random", "start", "memory"):
         return ""
     module = search.module
@@ -185,12 +186,16 @@ def _lines(search: Search, failure: Failure | None) -> str:
     own = [n for n in own if not n.startswith("_") and n not in search.own_methods]
     steps = sorted((n for n in own if n != "forward"), key=lambda n: "step" not in n)
     has_forward = type(module).forward is not nn.Module.forward
+    if search.is_callable and not search.has_state and not any("step" in n for n in steps):
+        return ""
     if steps and (not has_forward or "step" in steps[0]):
         count = len(parameters_of(getattr(module, steps[0]))) - 1
         line = f"m.{steps[0]}(x, {'*state' if count > 1 else 'state'})"
         line = f"(lambda y, *s: (y, s))(*{line})" if count > 1 else line
     else:
         names = parameters_of(module.forward) if has_forward else []
+        if len(names) < 2 and search.is_callable:
+            return ""
         line = _forward_line(names) if len(names) > 1 else "m((x, state))"
     start, rest = (
         "",

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 from throughtime import state as trees
 from throughtime.carry._adapter import LaneDim, LaneLayout, is_state
 from throughtime.carry._calls import (
+    STATE,
     BoundModule,
     Call,
     Convention,
@@ -90,6 +92,7 @@ FLAGS = {  # parameters that mark restarts, which calls are split at, and their 
     **dict.fromkeys(("mask", "masks", "not_done", "nonterminal", "nonterminals", "continues"), 1),
 }
 SIZE = re.compile("hid|state|size|dim|units")
+RESETS = {"reset", "clear"}  # the other methods that may make a state have its name
 MAKES_STATE = re.compile(r"_*(init|begin|zero|start|default|empty|create|make|get|reset|clear|new)")
 _log = logging.getLogger("throughtime")
 
@@ -185,14 +188,31 @@ class Twin:
         finally:
             bound.release()
 
+    def own_call(self, c: Convention, x: Tensor) -> tuple[Tensor, State]:
+        """Outputs and state of the author's own call, after the method that begins a recording."""
+        self.restore()
+        name = c.start.name.removeprefix("module.").removesuffix("(...)")
+        bound = BoundModule(self.module, replace(c, start=Start()), torch.zeros_like(x[:1, :1]))
+        try:
+            if c.attributes and name != c.start.name:
+                set_attributes(self.module, dict.fromkeys(c.sizes, x.shape[1]))
+                state = call_method(self.module, name, x.shape[1], c.arrange(x[:1])[0])
+                if state is not None and len(c.attributes) == 1:
+                    set_attributes(self.module, {c.attributes[0]: state})
+            past = [x.new_zeros(c.context, *x.shape[1:])] if c.context else []
+            return bound.call(torch.cat([*past, x]), None)
+        finally:
+            bound.release()
+            self.restore()
 
-def twins_of(module: nn.Module, x: Tensor) -> list[Twin]:
+
+def twins_of(module: nn.Module, x: Tensor, noise: float = 1.0) -> list[Twin]:
     """Copies of a module with its weights and with others; itself if it refuses to be copied."""
     copies = [copy_of(module) for _ in range(3)]
     twins = [Twin(module if copies[0] is None else copies[0], x)]
     for twin, scale in zip(copies[1:], (1.0, 5.0), strict=True):
         if twin is not None:
-            perturb(twin, 1.0)
+            perturb(twin, noise)
             twins.append(Twin(twin, x, scale))
     return twins
 
@@ -231,26 +251,28 @@ def _remembered(
             source = before if _equal(first[key], second[key]) else first  # of a counter
             if key not in kept and key in source:
                 other = call(parts[2], {k: (source if k == key else second)[k] for k in keys})
-                if not _is_tensors(second[key], after[1].get(key)):  # it may count, or collect
+                counts = source is before  # the same after other inputs
+                if counts or not _is_tensors(second[key], after[1].get(key)):  # or it collects
                     other[1][key] = after[1].get(key)
                 kept |= {} if _equal(other, after) else {key: None}
         twin.restore()
     return (*changed,), (*kept,)
 
 
-def stepwise_law(module: nn.Module, x: Tensor) -> Law | None:
+def stepwise_law(module: nn.Module, x: Tensor, steps: int) -> Law | None:
     """The law broken by a module that is to compute each step of each lane alone; None if none is.
 
     Args:
         module: a child of a chain; it is copied.
         x: its inputs `(T, B, ...)`.
+        steps: of the chunks of the stream.
     """
     modes = modes_of(module)
     plain = Convention("chunk", "TB")
     for twin in twins_of(module, x):
         for training in (None, modes) if modes.get("") else (None,):
             twin.restore()
-            x = twin.inputs(LANES, LONG_STEPS)
+            x = twin.inputs(LANES, max(LONG_STEPS, long_steps(steps, module)))
             try:
                 if training is None and _remembered([twin], plain, x.split(2))[1]:
                     return Law("repeat", math.inf, 0.0)
@@ -258,12 +280,12 @@ def stepwise_law(module: nn.Module, x: Tensor) -> Law | None:
                 with torch.no_grad(), ConstantRandomness() if training else nullcontext():
                     y = twin.module(x)
                     parts = [*x[:STEPS].split(1), x[STEPS:]]
-                    steps = torch.cat([*map(twin.module, parts)])
+                    alone = torch.cat([*map(twin.module, parts)])
                     other = twin.module(torch.cat([x[:, 1:2], x[:, 1:]], 1))
             except CALL_ERRORS as error:
                 return Law("whole", math.nan, 0.0, str(error).split("\n")[0], training is not None)
             tolerance = 1e-5 * (1 + float(y.abs().max()))
-            pairs = {"whole": (y, steps), "lanes": (y[:, 1:], other[:, 1:])}
+            pairs = {"whole": (y, alone), "lanes": (y[:, 1:], other[:, 1:])}
             for name, pair in pairs.items():
                 law = Law(name, difference(*pair), tolerance, training=training is not None)
                 if not law.holds:
@@ -288,11 +310,13 @@ class Search:
         self.one_lane, self._beside = False, ()
         self.began = self._reported = time.monotonic()
         self.own_methods = _own_methods(module)
+        self.noise = 1.0
         self.is_late = self.is_small = self.is_callable = self.has_state = False
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
         with quiet(self.x.device):
+            snapshot = Snapshot(self.module)
             self.twins = twins_of(self.module, self.x)
             try:
                 return self._find()
@@ -301,9 +325,7 @@ class Search:
                 return None
             finally:
                 if self.twins[0].module is self.module:
-                    self.twins[0].restore()
-                    for name, part in self.module.named_modules():
-                        part.training = self.modes[name]
+                    snapshot.restore()
 
     def _find(self) -> Convention | None:
         twin = self.twins[0]
@@ -325,7 +347,9 @@ class Search:
 
     def _is_decided(self) -> bool:
         """Whether the last way that was tried is right but for a cut gradient or a long lag."""
-        law = self.failures[-1].law
+        law, c = self.failures[-1].law, self.failures[-1].convention
+        if law is not None and law.name == "start" and c is not None:
+            return bool(c.arguments) and c.start.name.startswith("module.")  # two starts
         return law is not None and law.name in ("value", "credit", "long", "random")
 
     def _note(
@@ -413,7 +437,10 @@ class Search:
             plain = replace(base, constants=tuple((*pair, column) for pair in constants))
             inside = self._inside(plain, x) if not required else {}
             yield from inside.get("attributes", ())  # an argument is an option then
+            needed = [name for name in required if names_state(name)] or required
             for names in [tuple(required)] if required else _together(named):
+                if len(needed) < len(required):
+                    break  # an input beside the state
                 yield from self._in_arguments(replace(plain, arguments=names), bool(inside))
             yield from inside.get("ports", ())
             for names in _together(others) if not required else ():
@@ -422,18 +449,13 @@ class Search:
     def _made(self) -> Iterator[Start]:
         """What methods of the module return or set."""
         for name in self.own_methods:
-            yield Start(
-                f"module.{name}(...)", lambda bound, n, name=name: bound.from_method(name, n)
-            )
+            yield Start(f"module.{name}(...)", partial(_from_method, name))
 
     def _started(self, base: Convention, starts: Iterable[Start]) -> Iterator[Convention]:
         """A convention with each start, or with that of the user."""
         start = self.hints.start
         if start is not None:
-            starts = [
-                Start("start(...)", lambda b, n, d=d: widen(_user_start(start, b.module, n), n, d))
-                for d in (None, 0, 1)
-            ]
+            starts = [Start("start(...)", partial(_user_start, start, d)) for d in (None, 0, 1)]
         for one in starts:
             yield replace(base, start=one)
 
@@ -509,6 +531,9 @@ class Search:
                 choices = self._outputs(located, result, state, x)
                 if not choices:
                     raise MisfitError(_no_outputs(result, x))
+                is_named = self.hints.output is not None
+                if is_named and path and any(_is_under(o.path, path) for o in choices):
+                    continue  # the user names it as an output
                 if is_state(state):
                     located = replace(located, lanes=self._lanes(located, x, state))
                 elif base.attributes or not base.context:
@@ -599,22 +624,36 @@ class Search:
         """The first law that a twin breaks; None if it breaks none but those that are `hidden`."""
         try:
             for law in self._laws(c, twin, twin.inputs(lanes)):
-                self._check_time()
+                if self.failures:  # a way that holds so far is measured to its end
+                    self._check_time()
                 if law.name in LIVE:
                     hidden[law.name] = law if law.holds else hidden.get(law.name, law)
                 elif not law.holds:
                     return Failure(2.9 + RANK[law.name] + 15 * law.training, c, law)
         except NotFiniteError as error:
-            if twin is self.twins[0] and self.is_small:
+            i = self.twins.index(twin)
+            if not self._soften(i):
                 return Failure(1.5, c, error=error)
-            if twin is self.twins[0]:  # large weights overflow within a trial: once smaller ones
-                self.is_small = True
-                for one in self.twins:
-                    perturb(one.module, 0.0, scale=0.1)
-                return self._failure(c, twin, lanes, hidden)
+            return self._failure(c, self.twins[min(i, len(self.twins) - 1)], lanes, hidden)
         except CALL_ERRORS as error:
             return Failure(1.5, c, error=error)
         return None
+
+    def _soften(self, i: int) -> bool:
+        """Change the weights of twins whose outputs are not finite; False if nothing is left."""
+        if i == 0:  # large weights overflow within a trial: smaller ones, once
+            was_small, self.is_small = self.is_small, True
+            if was_small or self.twins[0].module is self.module:
+                return False
+            changed = self.twins
+        else:  # noise may make a weight negative that stands under a root
+            self.noise *= 0.1
+            twins = twins_of(self.module, self.x, self.noise)
+            self.twins[1:] = twins[1:] if self.noise > 0.005 else []
+            changed = self.twins[1:] if self.is_small else []
+        for twin in changed:
+            perturb(twin.module, 0.0, scale=0.1)
+        return True
 
     def _laws(self, c: Convention, twin: Twin, x: Tensor) -> Iterator[Law]:
         """Those of any adapter, and on weights that hide nothing those of the author's own calls.
@@ -633,7 +672,7 @@ class Search:
                 return
             for law in (self._start, self._last):
                 yield from law(bound, twin, laboratory)
-            steps = long_steps(self.x, twin.module)
+            steps = long_steps(len(self.x), twin.module)
             if c.call == "chunk" and steps > STEPS:
                 yield laboratory.measure_long(twin.inputs(x.shape[1], steps))
             if self.modes.get(""):
@@ -649,8 +688,8 @@ class Search:
     def _start(self, bound: BoundModule, twin: Twin, laboratory: Laboratory) -> Iterator[Law]:
         """The initial state must give what the module gives by itself, and its gradients."""
         c, tolerance = bound.convention, laboratory.tolerance
-        if c.start.name.startswith(("module.", "start(")) or c.context or c.written is not None:
-            return  # a start that is said
+        if c.start.name.startswith("start("):
+            return  # the user says it
         x = laboratory.x if c.call == "chunk" else laboratory.x[:1]
         leaves = [p for p in twin.module.parameters() if p.requires_grad]
 
@@ -666,13 +705,13 @@ class Search:
         own: list[list[Tensor]] = []
         for _ in range(2):
             try:
-                result, after = twin.first_call(replace(c, start=Start()), x)
-                y = c.outputs.read(result, *x.shape[:2])
+                y, after = twin.own_call(c, x)
             except CALL_ERRORS:
                 return  # it needs a state
             own.append(values(y, c.lanes.lanes_first(after)))
         yield Law("random", difference(own[0][0], own[1][0]), tolerance)
-        carried = values(*laboratory.run(x))
+        y, end = laboratory.run(x)
+        carried = values(y, end[STATE] if c.context else end)
         if len(carried) == len(own[0]):
             pairs = map(relative_difference, own[0][1:], carried[1:])
             deviation = max([difference(own[0][0], carried[0]), *pairs])
@@ -688,7 +727,7 @@ class Search:
         c = bound.convention
         if c.call != "last" or c.context or c.written is not None:
             return
-        x = twin.inputs(laboratory.x.shape[1], long_steps(self.x, twin.module))
+        x = twin.inputs(laboratory.x.shape[1], long_steps(len(self.x), twin.module))
         for modes in (None, self.modes) if self.modes.get("") else (None,):
             laboratory.training = modes
             with torch.no_grad(), nullcontext() if modes is None else ConstantRandomness():
@@ -718,6 +757,7 @@ def _own_methods(module: nn.Module) -> list[str]:
     """The methods of a module that make a state or put one back, by their names."""
     names = [n for n in dir(type(module)) if not (hasattr(nn.Module, n) or n.startswith("__"))]
     names = [n for n in names if MAKES_STATE.match(n) and not re.search("weight|param", n)]
+    names = [n for n in names if names_state(n) or n.strip("_").startswith("init") or n in RESETS]
     names = [n for n in names if is_method(module, n)]
     return sorted(names, key=lambda n: (n != "initial_state", not names_state(n), n))
 
@@ -757,14 +797,27 @@ def _together(names: list[str]) -> list[tuple[str, ...]]:
     return [*dict.fromkeys(([tuple(names)] if names else []) + [(name,) for name in names])]
 
 
-def _user_start(start: Any, module: nn.Module, lanes: int) -> State:
+def _from_method(name: str, bound: BoundModule, lanes: int) -> State:
+    return bound.from_method(name, lanes)
+
+
+def _user_start(start: Any, dim: int | None, bound: BoundModule, lanes: int) -> State:
     """The state of the user's: a value, or a function of the lanes, or of module and lanes."""
     if callable(start):
-        start = start(lanes) if len(parameters_of(start)) == 1 else start(module, lanes)
-    like = next((p for p in module.parameters() if p.is_floating_point()), None)
-    return trees.map_tensors(
+        count = len(parameters_of(start))
+        start = start(lanes) if count == 1 else start(bound.module, lanes)
+    like = bound.weight
+    state = trees.map_tensors(
         lambda t: t if like is None else t.to(like if t.is_floating_point() else like.device), start
     )
+    return widen(state, lanes, dim)
+
+
+def _zero_state(shape: tuple[int | None, ...], count: int, bound: BoundModule, lanes: int) -> State:
+    """Zeros of a shape in which None is the number of lanes; as many as a state has tensors."""
+    like = bound.example if bound.weight is None else bound.weight
+    zeros = like.new_zeros([lanes if n is None else n for n in shape])
+    return zeros if count == 1 else (zeros,) * count
 
 
 def _state_zeros(module: nn.Module, count: int) -> Iterator[Start]:
@@ -777,15 +830,7 @@ def _state_zeros(module: nn.Module, count: int) -> Iterator[Start]:
     forms: list[list[int | None]] = [*([n, None] for n in rows), [None], *([None, n] for n in rows)]
     for size in [*dict.fromkeys(sizes)][:6]:
         for form, pairs in product(forms, (1, 2) if count == 1 else (count,)):
-
-            def make(
-                bound: BoundModule, lanes: int, shape: Any = (*form, size), n: int = pairs
-            ) -> State:
-                like = bound.example if bound.weight is None else bound.weight
-                zeros = like.new_zeros([lanes if k is None else k for k in shape])
-                return zeros if n == 1 else (zeros,) * n
-
-            yield Start("zeros", make)
+            yield Start("zeros", partial(_zero_state, (*form, size), pairs))
 
 
 def _state_paths(c: Convention, result: Any) -> list[Path]:
@@ -814,6 +859,15 @@ def _is_under(path: Path, outer: Path) -> bool:
     return path[: len(outer)] == outer
 
 
+def _flows(state: State, other: State) -> bool:
+    """Whether tensors are computed from all tensors of a state."""
+    into, total = trees.tensors(state), sum(t.sum() for t in trees.tensors(other))
+    if not isinstance(total, Tensor) or not all(t.requires_grad for t in (total, *into)):
+        return False
+    grads: Any = torch.autograd.grad(total, into, retain_graph=True, allow_unused=True)
+    return not any(grad is None for grad in grads)
+
+
 def _sinks(leaves: list[tuple[Path, Tensor]]) -> list[tuple[Path, Tensor]]:
     """Of states that are all of a result the one that all others flow into; else all."""
     tensors = [leaf for _, leaf in leaves]
@@ -822,9 +876,7 @@ def _sinks(leaves: list[tuple[Path, Tensor]]) -> list[tuple[Path, Tensor]]:
 
     def is_end(i: int) -> bool:
         others = [t for j, t in enumerate(tensors) if j != i]
-        total = tensors[i].sum()
-        grads: Any = torch.autograd.grad(total, others, retain_graph=True, allow_unused=True)
-        return None not in [grad if grad is None else True for grad in grads]
+        return _flows(tuple(others), tensors[i])
 
     ends = [leaf for i, leaf in enumerate(leaves) if is_end(i)]
     return ends if len(ends) == 1 else leaves

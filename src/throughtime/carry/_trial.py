@@ -204,9 +204,9 @@ def guessed_inputs(module: nn.Module) -> Tensor | None:
     return None
 
 
-def long_steps(x: Tensor, module: nn.Module) -> int:
+def long_steps(steps: int, module: nn.Module) -> int:
     """Steps that show lags within a call: those of a chunk, or the reach of convolutions."""
-    return max(min(len(x), LONG_STEPS), min(2 * (reach_of(module) + 1), MAX_STEPS))
+    return min(max(steps, 2 * (reach_of(module) + 1)), MAX_STEPS)
 
 
 def reach_of(module: nn.Module) -> int:

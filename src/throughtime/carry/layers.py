@@ -301,19 +301,19 @@ class ChainAdapter(Adapter):
             return
         if is_sharded(self.module):
             return  # its layers are known; what stands between them is taken as it is
-        x = trial_inputs(x, self.module, LANES, STEPS)
+        steps, x = len(x), trial_inputs(x, self.module, LANES, STEPS)
         for name, link in self.links.items():
             with quiet(x.device):
-                x = self._outputs(name, link, x)
+                x = self._outputs(name, link, x, steps)
         _require_state(self.links)
         self._tried.add(kind)
 
-    def _outputs(self, name: str, link: "Link", x: Tensor) -> Tensor:
+    def _outputs(self, name: str, link: "Link", x: Tensor, steps: int) -> Tensor:
         """What a child makes of inputs, once it is known whether and how it carries a state."""
         module, law = link.module, None
         is_open = isinstance(link, ModuleAdapter) and link.bound is None and not has_layers(module)
-        if is_open or (isinstance(link, StatelessAdapter) and not isinstance(module, STEPWISE)):
-            law = stepwise_law(module, x)
+        if is_open or (isinstance(link, StatelessAdapter) and type(module) not in STEPWISE):
+            law = stepwise_law(module, x, steps)
             if law is None:
                 self.links[name] = link = StatelessAdapter(module)
             elif not is_open:
