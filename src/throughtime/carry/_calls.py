@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
@@ -411,8 +412,8 @@ class BoundModule(Adapter):
                 if state is not None and len(c.attributes) == 1:
                     set_attributes(module, {c.attributes[0]: state})
                 state = self._attributes()
-            elif state is None:
-                raise MisfitError(f"{name} returns no state")
+            elif any(leaf is None for leaf in pytree.tree_leaves(state)):
+                raise MisfitError(f"{name} returns no whole state")
             return self._own(state, lanes)
         finally:
             set_attributes(module, saved)

@@ -92,6 +92,7 @@ FLAGS = {  # parameters that mark restarts, which calls are split at, and their 
     **dict.fromkeys(("mask", "masks", "not_done", "nonterminal", "nonterminals", "continues"), 1),
 }
 SIZE = re.compile("hid|state|size|dim|units")
+BEGINS = re.compile(r"module\._*(init|begin|zero|start|reset)")  # methods that say the start
 RESETS = {"reset", "clear"}  # the other methods that may make a state have its name
 MAKES_STATE = re.compile(r"_*(init|begin|zero|start|default|empty|create|make|get|reset|clear|new)")
 _log = logging.getLogger("throughtime")
@@ -688,8 +689,8 @@ class Search:
     def _start(self, bound: BoundModule, twin: Twin, laboratory: Laboratory) -> Iterator[Law]:
         """The initial state must give what the module gives by itself, and its gradients."""
         c, tolerance = bound.convention, laboratory.tolerance
-        if c.start.name.startswith("start("):
-            return  # the user says it
+        if c.start.name.startswith("start(") or (not c.attributes and BEGINS.match(c.start.name)):
+            return  # the user says it, or the author in a method for that
         x = laboratory.x if c.call == "chunk" else laboratory.x[:1]
         leaves = [p for p in twin.module.parameters() if p.requires_grad]
 
