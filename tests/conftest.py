@@ -67,6 +67,14 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def float64() -> Generator[None]:
+    """float64 is the default dtype of the test."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """Collections look at what a file has made.

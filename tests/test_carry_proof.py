@@ -12,32 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.carry import Carried
+from strategies import in_chunks
 from throughtime.errors import ModelError
 
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 3, 8
 EXACT = 1e-12
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def inputs(steps: int = STEPS) -> Tensor:
     return torch.randn(steps, LANES, FEATURES)
-
-
-def in_chunks(net: Carried, x: Tensor, *lengths: int) -> Tensor:
-    """The outputs of chunks, with the state carried."""
-    state, outputs = net.initial_state(x.shape[1], like=x), list[Tensor]()
-    for part in x.split(lengths or (len(x),)):
-        y, state = net(part, state)
-        outputs.append(y)
-    return torch.cat(outputs)
 
 
 class Recurrent(nn.Module):
@@ -70,7 +55,7 @@ def test_a_learned_start_that_begins_at_zeros_gets_its_gradient(
 ) -> None:
     module, x = make(), inputs()
     net = tt.carry(module, x)
-    in_chunks(net, x, 3, 4).sum().backward()
+    in_chunks(net, x, (3, 4))[0].sum().backward()
     y: Any = module(x)
     own = torch.autograd.grad((y if isinstance(y, Tensor) else y[0]).sum(), module.h0)
     assert module.h0.grad is not None
@@ -99,7 +84,7 @@ def test_a_start_that_no_layer_shows_is_asked_for_by_its_name_and_taken_without_
     with pytest.raises(ModelError, match=r"start=lambda m, lanes: m\.h0"):
         tt.carry(module, x)
     net = tt.carry(module, x, start=lambda m, lanes: m.h0)  # noqa: ARG005
-    y = in_chunks(net, x, 3, 4)
+    y, _ = in_chunks(net, x, (3, 4))
     own, _ = module(x)
     assert (y - own).abs().max() < EXACT
     grads = [torch.autograd.grad(out.sum(), module.h0)[0] for out in (y, own)]
@@ -127,7 +112,7 @@ def test_a_start_is_taken_for_no_lane_one_lane_and_all_lanes(start: Any) -> None
     module, x = RequiresState(), inputs()
     expected, _ = module(x, torch.ones(1, LANES, HIDDEN))
     net = tt.carry(module, x, start=start)
-    assert (in_chunks(net, x, 3, 4) - expected).abs().max() < EXACT
+    assert (in_chunks(net, x, (3, 4))[0] - expected).abs().max() < EXACT
     assert torch.equal(net.initial_state(5), torch.ones(5, 1, HIDDEN))
 
 
@@ -181,7 +166,7 @@ def test_more_than_one_output_is_asked_for_whatever_the_weights(zero: str) -> No
     with pytest.raises(ModelError, match="returns several tensors"):
         tt.carry(Heads(zero), inputs())
     module, x = Heads(zero), inputs()
-    assert torch.equal(in_chunks(tt.carry(module, x, output=0), x), module(x)[0])
+    assert torch.equal(in_chunks(tt.carry(module, x, output=0), x, ())[0], module(x)[0])
 
 
 def test_features_beside_logits_that_cannot_be_carried_are_no_outputs() -> None:
@@ -211,7 +196,8 @@ def test_of_a_list_of_states_the_one_that_all_others_flow_into_is_the_output() -
     for step in x:
         states = module(step, states)
         expected.append(states[-1])
-    assert (in_chunks(tt.carry(module, x), x, 3, 4) - torch.stack(expected)).abs().max() < EXACT
+    y, _ = in_chunks(tt.carry(module, x), x, (3, 4))
+    assert (y - torch.stack(expected)).abs().max() < EXACT
 
 
 class Remembers(Recurrent):
@@ -270,8 +256,8 @@ def test_the_potential_of_silent_neurons_is_carried_and_leaks_into_no_recording(
     resets = torch.zeros(STEPS, LANES, dtype=torch.bool)
     resets[4] = True
     y, _ = net(x, state, resets)
-    assert (y[4:] - in_chunks(net, x[4:])).abs().max() < EXACT
-    assert torch.equal(in_chunks(net, x, 3, 4), in_chunks(net, x))
+    assert (y[4:] - in_chunks(net, x[4:], ())[0]).abs().max() < EXACT
+    assert torch.equal(in_chunks(net, x, (3, 4))[0], in_chunks(net, x, ())[0])
 
 
 class Membranes(nn.Module):
@@ -295,7 +281,7 @@ def test_a_start_of_units_becomes_one_of_lanes() -> None:
     resets[3, 1] = True
     y, state = net(x, net.initial_state(LANES, like=x), resets)
     assert [tuple(leaf.shape) for leaf in tt.state.tensors(state)] == [(LANES, HIDDEN)]
-    assert (y[3:, 1] - in_chunks(net, x[3:])[:, 1]).abs().max() < EXACT
+    assert (y[3:, 1] - in_chunks(net, x[3:], ())[0][:, 1]).abs().max() < EXACT
 
 
 class Grows(Recurrent):

@@ -18,13 +18,7 @@ from throughtime.errors import ModelError
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
 EXACT = 1e-12
 
-
-@pytest.fixture(autouse=True)
-def _float64() -> Any:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Cell(nn.Module):

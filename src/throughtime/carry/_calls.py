@@ -268,15 +268,11 @@ def widen(state: State, lanes: int, dim: int | None = None) -> State:
             while leaf.dim() <= dim:
                 leaf = leaf.unsqueeze(0)
             leaf = leaf if leaf.shape[dim] == 1 else leaf.unsqueeze(dim)
+            at = dim
         elif lanes in leaf.shape or not ones:
             return leaf
-        at = (
-            min(dim, leaf.dim() - 1)
-            if dim is not None
-            else 1
-            if 1 in ones and leaf.dim() == 3
-            else ones[0]
-        )
+        else:
+            at = 1 if 1 in ones and leaf.dim() == 3 else ones[0]
         return leaf.expand([lanes if i == at else size for i, size in enumerate(leaf.shape)])
 
     return trees.map_tensors(lambda leaf: widen_leaf(leaf).contiguous(), state)
@@ -305,17 +301,9 @@ class BoundModule(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c = self.convention
-        others = (
-            c.drop,
-            c.context,
-            c.constants,
-            c.sizes,
-            c.outputs.several,
-            c.transform,
-            c.written,
-        )
-        others += (c.attributes, c.scratch)
-        if c.call != "chunk" or any(others):
+        if c.call != "chunk" or c.drop or c.context or c.transform or c.written or self._sets:
+            return None
+        if c.constants or c.outputs.several:
             return None
         if c.order not in ("TB", "BT") or c.outputs.order != c.order:
             return None
