@@ -29,10 +29,10 @@ tt_group group(int rule, double decay, double momentum, double dampening, bool n
 struct Number {
   double param, first, second, largest;
 
-  void sgd(const tt_group &g, double d, bool fresh) {
+  void sgd(const tt_group &g, double d) {
     d += g.weight_decay * param;
     if (g.momentum != 0) {
-      first = fresh ? d : g.momentum * first + (1 - g.dampening) * d;
+      first = g.momentum * first + (1 - g.dampening) * d;
       d = g.nesterov ? d + g.momentum * first : first;
     }
     param -= g.lr * d;
@@ -61,7 +61,6 @@ template <class F> struct Tensor {
       param[i] = static_cast<F>(random.number());
       numbers[static_cast<size_t>(i)] = {static_cast<double>(param[i]), 0, 0, 0};
     }
-    if (g.rule == TT_SGD) return; // momentum begins as NaN: its first step may not read it
     step.fill(0), first.fill(0), second.fill(0);
     if (g.amsgrad) largest.fill(0);
   }
@@ -74,7 +73,6 @@ template <class F> struct Tensor {
     t.second = adam ? second.data() : nullptr;
     t.largest = adam && g.amsgrad ? largest.data() : nullptr;
     t.step = adam ? step.data() : nullptr;
-    t.first_step = !adam && g.momentum != 0;
     return t;
   }
 };
@@ -106,7 +104,7 @@ template <class F> void expect(Tensors<F> &tensors, const tt_group &g, double sc
     for (int64_t i = 0; i < tensor->param.size(); i++) {
       const double d = static_cast<double>(tensor->grad[i]) * (g.maximize ? -scale : scale);
       Number &number = tensor->numbers[static_cast<size_t>(i)];
-      g.rule == TT_SGD ? number.sgd(g, d, step == 1) : number.adam(g, d, step);
+      g.rule == TT_SGD ? number.sgd(g, d) : number.adam(g, d, step);
     }
 }
 

@@ -42,7 +42,7 @@ class TensorStruct(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("param", "first", "second", "largest", "step")),
         *((name, ctypes.c_int64) for name in ("start", "size")),
-        *((name, ctypes.c_int32) for name in ("group", "type", "step_type", "first_step")),
+        *((name, ctypes.c_int32) for name in ("group", "type", "step_type")),
         *((name, ctypes.c_double) for name in ("rate", "root")),
     ]
 
@@ -88,7 +88,6 @@ class ParamEntry(NamedTuple):
             self.group,
             TYPES[self.param.dtype],
             0 if self.step is None else TYPES[self.step.dtype],
-            0,  # a first step is torch's own
         )
 
 

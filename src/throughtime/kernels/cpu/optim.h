@@ -96,15 +96,13 @@ void adam(T *__restrict p, const T *__restrict g, T *__restrict m, T *__restrict
   }
 }
 
-enum Momentum { NONE, FRESH, KEPT };
-
-template <class T, bool DECAY, Momentum MOMENTUM, bool NESTEROV>
+template <class T, bool DECAY, bool MOMENTUM, bool NESTEROV>
 void sgd(T *__restrict p, const T *__restrict g, T *__restrict buffer, int64_t size, const Factors<T> f) {
   for (int64_t i = 0; i < size; i++) {
     T d = g[i] * f.scale;
     if (DECAY) d += f.decay * p[i];
-    if (MOMENTUM != NONE) {
-      const T moved = MOMENTUM == FRESH ? d : f.keep1 * buffer[i] + f.take1 * d;
+    if (MOMENTUM) {
+      const T moved = f.keep1 * buffer[i] + f.take1 * d;
       buffer[i] = moved;
       d = NESTEROV ? d + f.keep1 * moved : moved;
     }
@@ -120,14 +118,10 @@ template <class T, bool DECAY> void adam(const tt_group &group, const tt_tensor 
 
 template <class T, bool DECAY> void sgd(const tt_group &group, const tt_tensor &t, const T *g, int64_t first, int64_t size, Factors<T> f) {
   T *p = static_cast<T *>(t.param) + first;
-  if (!t.first) return sgd<T, DECAY, NONE, false>(p, g + first, nullptr, size, f);
+  if (!t.first) return sgd<T, DECAY, false, false>(p, g + first, nullptr, size, f);
   T *buffer = static_cast<T *>(t.first) + first;
-  if (t.first_step) {
-    if (group.nesterov) return sgd<T, DECAY, FRESH, true>(p, g + first, buffer, size, f);
-    return sgd<T, DECAY, FRESH, false>(p, g + first, buffer, size, f);
-  }
-  if (group.nesterov) return sgd<T, DECAY, KEPT, true>(p, g + first, buffer, size, f);
-  return sgd<T, DECAY, KEPT, false>(p, g + first, buffer, size, f);
+  if (group.nesterov) return sgd<T, DECAY, true, true>(p, g + first, buffer, size, f);
+  return sgd<T, DECAY, true, false>(p, g + first, buffer, size, f);
 }
 
 template <class T> void update(const tt_group &group, const tt_tensor &t, const void *grad, int64_t first, int64_t size, double scale) {
@@ -189,7 +183,6 @@ inline double optimize(const tt_optim *o) {
       });
     });
   });
-  for (int64_t i = 0; i < o->count; i++) o->tensors[i].first_step = 0;
   return norm;
 }
 

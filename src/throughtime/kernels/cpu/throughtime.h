@@ -78,7 +78,6 @@ typedef struct {
   void *step;                     // Adam: one number, steps so far; the call increments it
   int64_t start, size;            // numbers in the tensors before it, and in it
   int32_t group, type, step_type;
-  int32_t first_step;             // SGD: momentum starts from this gradient; the call sets it to false
   double rate, root;              // scratch
 } tt_tensor;
 typedef struct {
