@@ -206,7 +206,7 @@ LAWS = {  # what the text of a refusal says, by the reason of the case
     "convolution": "convolves over time",
     "batch_statistics": "batch statistics",
     "lookahead": "changes the outputs of earlier steps|made for whole sequences",
-    "detach": "no gradient, or a part of it, flows|without its gradient",
+    "detach": "no gradient, or a part of it, flows",
     "no_state": "do not depend on the state|nothing to carry",
     "ignored_state": "do not depend on the state",
     "time_normalisation": "normalises over time|normalisation over time",

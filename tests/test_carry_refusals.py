@@ -125,7 +125,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "detached attribute",
         KeepsHidden,
-        r"keeps its state in 'hidden' without its gradient.*Remove .detach\(\)",
+        r"the state is attribute hidden.*Remove .detach\(\)",
     ),
     ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
     ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 3 lanes and \(1,\) for 2"),

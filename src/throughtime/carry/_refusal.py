@@ -82,15 +82,10 @@ def _advice(module: nn.Module, law: Law, c: Convention | None) -> str:
             "What a step gets is not what the step before returned, such as a state after"
             " dropout: dropout belongs on outputs, or into the cell that returns the state"
         )
-    scratch = ", ".join(map(key_name, c.attributes if c is not None else ()))
-    if law.name == "credit" and scratch:
-        return (
-            f"It keeps its state in {scratch!r} without its gradient. Remove .detach(), .data or"
-            f" no_grad() where forward sets it. {LAWS[law.name].advice}"
-        )
-    for path, part in (
-        module.named_modules() if law.name in ("causal", "lanes", "whole", "long", "last") else ()
-    ):
+    if law.name not in ("causal", "lanes", "whole", "long", "last"):
+        return LAWS[law.name].advice
+    over_time = law.name != "lanes" and (c is None or not c.context)
+    for path, part in module.named_modules():
         name = f"'{path}' ({type(part).__name__})" if path else f"this {type(part).__name__}"
         where = f"The likely cause is {name}"
         if isinstance(part, BATCH_NORMS) and law.training:
@@ -98,19 +93,9 @@ def _advice(module: nn.Module, law: Law, c: Convention | None) -> str:
                 f"{where}: batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them"
                 f" with module.{path}.eval()"
             )
-        is_open = c is None or not c.context
-        if (
-            isinstance(part, CONVOLUTIONS)
-            and is_open
-            and law.name != "lanes"
-            and max(part.kernel_size) > 1
-        ):
+        if over_time and isinstance(part, CONVOLUTIONS) and max(part.kernel_size) > 1:
             past = reach_of(module)
-            pad = (
-                f"pad it on the left only, F.pad(x, ({past}, 0)), and "
-                if law.name == "causal"
-                else ""
-            )
+            pad = f"pad it on the left only, F.pad(x, ({past}, 0)), and " * (law.name == "causal")
             return (
                 f"{where}: if it convolves over time, the steps before a chunk are lost, or it"
                 f" looks ahead: {pad}write tt.carry(module, context={past}), the sum of"
