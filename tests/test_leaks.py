@@ -94,7 +94,7 @@ class KeepsState(TensorState):
         return torch.zeros(lanes, HIDDEN, dtype=torch.float64)
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        KeepsState.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        KeepsState.mean = 0.9 * self.mean.to(x) + 0.1 * x.detach().mean((0, 1))
         return super().forward(x + self.mean, state)
 
 
