@@ -16,11 +16,9 @@ from throughtime.app import console, train
 from throughtime.app.cli import app
 from throughtime.app.config import PANELS, make_config
 from throughtime.app.console import ProgressDisplay, progress_line
-from throughtime.app.dataset import open_dataset
 from throughtime.app.flags import print_error
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training, TrainProgress
-from throughtime.stream.formats import _csv_cache
 
 LATE = TrainProgress(
     1_234_567,
@@ -98,28 +96,6 @@ def test_something_moves_whenever_no_phase_does(monkeypatch: pytest.MonkeyPatch)
         assert lines() == ["opening"]
         display.phase("opening recordings", 2, 2)
         assert lines() == ["working"]
-
-
-def test_the_conversion_of_a_large_file_is_a_phase(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(_csv_cache, "_LARGE", 0)
-    monkeypatch.setattr(_csv_cache, "_MB", 2**20)
-    monkeypatch.setenv("THROUGHTIME_CACHE", str(tmp_path / "cache"))
-    path, small = tmp_path / "a.csv", tmp_path / "b.csv"
-    path.write_text("u,y\n" + "0.123456789012345,1\n" * 200_000, encoding="utf-8")
-    calls = list[tuple[str, int, int]]()
-    values = {"data": str(path), "out": "", "targets": ["y"]}
-    open_dataset(make_config(values | {"task": "regress"}), lambda *call: calls.append(call))
-    done = [(done, total) for name, done, total in calls if name == "converting a.csv, MB"]
-    assert len(done) > 2
-    assert done == sorted(done)
-    assert done[-1] == (4, 4)
-    monkeypatch.setattr(_csv_cache, "_LARGE", 2**23)
-    small.write_bytes(path.read_bytes())
-    calls.clear()
-    open_dataset(make_config(values | {"data": str(small)}), lambda *call: calls.append(call))
-    assert not [name for name, *_ in calls if name.startswith("converting")]
 
 
 def test_a_validation_leaves_room_for_the_line_of_training(monkeypatch: pytest.MonkeyPatch) -> None:

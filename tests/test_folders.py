@@ -175,16 +175,6 @@ def test_columns_of_text_are_named_with_what_to_do(tmp_path: Path) -> None:
         dataset(path)
 
 
-def test_a_line_named_from_the_last_is_no_input_when_it_is_the_target(tmp_path: Path) -> None:
-    """A mutant that compares names alone has the labels among the inputs, as line 2."""
-    values = np.vstack([np.random.default_rng(0).normal(size=(2, 90)), np.arange(90) // 9 % 2])
-    np.savetxt(tmp_path / "r.csv", values, delimiter=",")
-    data = dataset(tmp_path / "r.csv", csv="rows", targets=["-1"])
-    assert data.spec.layout.inputs == ("0", "1")
-    with pytest.raises(DataError, match="are inputs and targets of the same step"):
-        dataset(tmp_path / "r.csv", csv="rows", targets=["-1"], inputs=["0", "2"])
-
-
 def hourly(folder: Path, minutes: dict[str, int], rows: int = 60) -> Path:
     folder.mkdir(exist_ok=True)
     for name, step in minutes.items():

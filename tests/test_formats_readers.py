@@ -306,13 +306,13 @@ def test_midnight_may_be_24_o_clock(tmp_path: Path) -> None:
 
 
 def test_words_for_missing_values_are_missing(tmp_path: Path) -> None:
-    """They stay text where a column has no number: a class may be called None."""
+    """They stay text among other texts: a class may be called None."""
     path = tmp_path / "r.csv"
-    path.write_text("u,label,v\n" + "NA,None,1.5\n2.0,None,NULL\n, None ,N/A\n" * 40)
+    path.write_text("u,label,v\n" + "NA,N,1.5\n2.0,None,NULL\n, None ,N/A\n" * 40)
     table = open_table(path)
     expected = np.tile([[np.nan, 1.5], [2.0, np.nan], [np.nan, np.nan]], (40, 1))
     np.testing.assert_array_equal(table.read(0, 120, ("u", "v")), expected)
-    assert table.read(0, 2, ("label",))[:, 0].tolist() == ["None", "None"]
+    assert table.read(0, 2, ("label",))[:, 0].tolist() == ["N", "None"]
 
 
 @pytest.mark.parametrize("before", ["\n\n", "\r\n"])

@@ -106,14 +106,6 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
         columns("r", audio, audio.columns, short, short.columns)
 
 
-def test_gaps_of_a_single_column_are_missing_values_but_not_blank_lines_at_the_end(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "a.csv").write_text("x\n1\n\n3\n\n\n", encoding="utf-8")
-    table = open_table(tmp_path / "a.csv")
-    np.testing.assert_array_equal(table.read(0, 9, ["x"])[:, 0], [1, np.nan, 3])
-
-
 def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", inputs=np.zeros(1000))
     whole = (tmp_path / "a.npz").read_bytes()
@@ -149,34 +141,6 @@ def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path
         np.testing.assert_array_equal(
             opened.read(0, 4, ["b", "n"]), [[1, 1], [0, 2], [np.nan, 3], [1, np.nan]]
         )
-
-
-def test_large_row_group_is_decoded_batch_by_batch_and_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two lanes read one row group at their own positions without decoding it again."""
-    monkeypatch.setattr("throughtime.stream.formats.parquet.BATCH_BYTES", 8192)
-    values = np.arange(20_000)
-    pq.write_table(pa.table({"x": values}), tmp_path / "r.parquet")
-    opened = open_table(tmp_path / "r.parquet")
-    batches: list[int] = []
-    decoded = type(opened.handle.get())._rows  # pyright: ignore[reportAttributeAccessIssue]
-
-    def rows(*args: object) -> object:
-        for batch in decoded(*args):
-            batches.append(batch.num_rows)
-            yield batch
-
-    monkeypatch.setattr(type(opened.handle.get()), "_rows", rows)
-    read = [
-        (opened.read(at, at + 100, ["x"]), opened.read(10_000 + at, 10_100 + at, ["x"]))
-        for at in range(0, 10_000, 100)
-    ]
-    np.testing.assert_array_equal(
-        np.concatenate([a for a, _ in read] + [b for _, b in read])[:, 0], values
-    )
-    assert len(batches) < 1.6 * 20  # once all of it, and once what lies before the second lane
-    assert max(batches) == 1024
 
 
 def test_ogg_gives_the_same_samples_from_the_middle_as_from_the_start(tmp_path: Path) -> None:

@@ -391,42 +391,6 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
     )
 
 
-def test_rows_of_a_csv_are_its_columns_turned(tmp_path: Path) -> None:
-    folder = tmp_path / "turned"
-    folder.mkdir()
-    plain = per_step(tmp_path / "plain", {n: signal(n, 3)[:, 2].tolist() for n in NAMES})
-    for name in NAMES:
-        signals = np.column_stack([signal(name), signal(name, 3)[:, 2]])
-        lines = [
-            ",".join(repr(float(v)) for v in line) for line in (np.arange(len(signals)), *signals.T)
-        ]
-        (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    write(folder, "id,split,inputs", [f"{n},{SPLITS[n]},{n}.csv" for n in NAMES])
-    more = {"task": "regress", "csv": "rows", "targets": ["-1"]}
-    assert fed_the_same(
-        chunks(plain, task="regress", **Y), chunks(folder, inputs=["-3", "-2"], **more)
-    )
-    assert not fed_the_same(
-        chunks(plain, task="regress", **Y), chunks(folder, inputs=["-2", "-3"], **more)
-    )
-    flags = [
-        "--csv",
-        "rows",
-        "--inputs=-3,-2",
-        "--targets=-1",
-        "--hidden",
-        "4",
-        "--lanes",
-        "2",
-        "--updates",
-        "3",
-    ]
-    run("train", folder, "--task", "regress", *flags, "--out", tmp_path / "run")
-    assert "330 frames scored" in run("eval", tmp_path / "run", "--split", "valid")
-    run("predict", tmp_path / "run", folder / "c.csv", "--out", tmp_path / "p.npy")
-    assert np.load(tmp_path / "p.npy").shape == (330, 1)
-
-
 def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     data = per_step(tmp_path / "data", {n: labels_of(n) for n in NAMES})
     training = Training.begin(

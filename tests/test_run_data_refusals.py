@@ -232,7 +232,6 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
             "target_every=250 rows are no whole number of frames of 80: expected a multiple",
         ),
         ({"target_at": "first"}, "target_at='first': expected one of 'all', 'last'"),
-        ({"csv": "lines"}, "csv='lines': expected one of 'columns', 'rows'"),
         (
             {"background_class": "rest", "task": "regress"},
             "background_class='rest' belongs to classes",

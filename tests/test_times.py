@@ -17,7 +17,7 @@ from throughtime.stream.formats import open_table
 from throughtime.stream.formats.times import (
     TimeSummary,
     parse_times,
-    time_format,
+    time_form,
     time_span,
     time_texts,
 )
@@ -25,10 +25,15 @@ from throughtime.stream.recording import Part, columns, step_times
 from throughtime.stream.sources import as_recording
 
 FORMS = {
-    "ymd": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],
-    "dmy": ["%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
-    "mdy": ["%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M"],
+    "ymd+time": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],
+    "d.m.y+time": ["%d.%m.%Y %H:%M", "%d.%m.%Y"],
+    "dmy+time": ["%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
+    "mdy+time": ["%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M"],
 }
+
+
+def form(texts: list[str]) -> str:
+    return time_form(pa.array(texts))
 
 
 moments = st.datetimes(datetime(1700, 1, 1), datetime(2200, 1, 1))  # noqa: DTZ001 (without a zone)
@@ -51,29 +56,29 @@ def test_a_time_means_what_python_reads(time: datetime, pair: tuple[str, str]) -
 )
 def test_times_with_a_zone_become_utc(time: datetime, minutes: int) -> None:
     local = time.replace(tzinfo=timezone(timedelta(minutes=minutes)))
-    assert time_format([local.isoformat()]) == "ymd+zone"
+    assert form([local.isoformat()]) == "ymd+zone"
     utc = local.astimezone(UTC).replace(tzinfo=None)
     assert parse_times(pa.array([local.isoformat()]), "ymd+zone")[0] == np.datetime64(utc, "ns")
 
 
 def test_months_and_days_are_told_apart_by_all_stamps() -> None:
-    assert time_format(["1/13/2020 10:00"]) == "mdy"
-    assert time_format(["13/1/2020 10:00", "14/1/2020 10:00"]) == "dmy"
-    assert time_format(["1/1/2020 10:00", "1/2/2020 10:00"]) == "mdy"  # a day later, not a month
-    assert time_format(["1/1/2020 10:00", "2/1/2020 10:00"]) == "dmy"
-    assert time_format(["3/9/2020 1:00 PM"]) == "mdy"
-    assert time_format(["01.02.2020"]) == "dmy"
+    assert form(["1/13/2020 10:00"]) == "mdy+time"
+    assert form(["13/1/2020 10:00", "14/1/2020 10:00"]) == "dmy+time"
+    assert form(["1/1/2020 10:00", "1/2/2020 10:00"]) == "mdy+time"  # a day later, not a month
+    assert form(["1/1/2020 10:00", "2/1/2020 10:00"]) == "dmy+time"
+    assert form(["3/9/2020 1:00 PM"]) == "mdy+time"
+    assert form(["01.02.2020"]) == "d.m.y+date"
+    assert form(["10:14:33", "11:00"]) == "+clock"
 
 
 NO_TIMES = [
     "1.2.3",
-    "10:14:33",
+    "1.2.00",
     "20200309",
     "1600000000",
     "2020-13-01",
     "2020-02-30",
     "N",
-    "",
     "2020-01-01 25:00",
     "2020-01-01 10:00 or so",
     "192.168.10.1",
@@ -84,29 +89,7 @@ NO_TIMES = [
 
 @pytest.mark.parametrize("text", NO_TIMES)
 def test_other_texts_are_no_times(text: str) -> None:
-    assert time_format([text]) == ""
-
-
-def test_days_of_the_first_block_are_read_as_those_of_the_last(tmp_path: Path) -> None:
-    """A file of one day in its first 256 kB: only its end shows that the month comes first."""
-    lines = ["date,x"] + ["3/9/2020 10:00,1"] * 20_000 + ["3/13/2020 10:00,1"] * 3
-    path = tmp_path / "r.csv"
-    path.write_text("\n".join(lines))
-    times = open_table(path).read(0, 20_003, ["date"])[:, 0]
-    assert times[[0, -1]].astype("M8[D]").astype(str).tolist() == ["2020-03-09", "2020-03-13"]
-
-
-def test_a_stamp_that_is_none_is_refused_by_its_line_where_it_is_read(tmp_path: Path) -> None:
-    lines = [f"{np.datetime64('2020-01-01') + i},{i}" for i in range(40_000)]
-    lines[30_000] = "yesterday,1"
-    path = tmp_path / "r.csv"
-    path.write_text("\n".join(["date,x", *lines]))
-    table = open_table(path)
-    assert table.read(0, 1, ["x"])[0, 0] == 0
-    with pytest.raises(
-        DataError, match="line 30002, column 'date' holds 'yesterday', expected a t"
-    ):
-        table.read(0, 1, ["date"])
+    assert not form([text])
 
 
 def test_a_column_with_a_single_other_text_is_text(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def predict(
         else:
             net, spec = trained.net, trained.spec
             features = None if static is None else named_numbers("static", static, _STATIC)
-            recording = open_recording(paths, spec, features, display.phase)
+            recording = open_recording(paths, spec, features)
             state = trees.load(state_in, initial_state(net)) if state_in is not None else None
             with one_thread(when=spec.is_small(lanes=1)):
                 after, skipped = predict_to_file(net, spec, recording, target, state=state, **how)

@@ -67,17 +67,12 @@ class Config:
         " receives them at every step.",
         (),
     )
-    csv: Literal["columns", "rows"] = setting(
-        "Data",
-        "Signals of a CSV file: its columns, or its rows (time runs along a line).",
-        "columns",
-    )
     delimiter: str | None = setting(
         "Data",
-        "The character between the fields of a CSV file, or tab, or space for any run of spaces.",
+        "The character between the fields of a CSV file, or tab.",
         None,
         unset="detected",
-        words=("tab", "space"),
+        words=("tab",),
     )
     decimal: Literal[".", ","] | None = setting(
         "Data", "The decimal mark of CSV files.", None, unset="detected"

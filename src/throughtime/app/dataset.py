@@ -34,7 +34,6 @@ from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.classes import ClassRecording, sorted_classes
 from throughtime.stream.folder import read_folder
 from throughtime.stream.formats import Table
-from throughtime.stream.formats._csv_cache import conversion_shown
 from throughtime.stream.formats.times import time_span
 from throughtime.stream.manifest import (
     MANIFESTS,
@@ -188,7 +187,6 @@ def open_recording(
     sources: Sequence[Path | Table],
     spec: ModelSpec,
     static: Mapping[str, float] | None = None,
-    on_phase: OnPhase = lambda *_: None,
 ) -> Recording:
     """The inputs in a file, or in several side by side, with the columns of a model, to predict.
 
@@ -196,7 +194,6 @@ def open_recording(
         sources: its files, or tables that are open already.
         spec: of the model.
         static: the static features of the recording, by name.
-        on_phase: called as a large file is converted.
 
     Raises:
         DataError: a column or a static feature is missing, the rate differs, or a file cannot be
@@ -210,8 +207,7 @@ def open_recording(
             f" {listed(features) or 'none'}; "
             + (f"write --static {flag}" if flag else "leave out --static")
         )
-    with conversion_shown(on_phase):
-        tables = [open_table(s, spec.layout) if isinstance(s, Path) else s for s in sources]
+    tables = [open_table(s, spec.layout) if isinstance(s, Path) else s for s in sources]
     name = ";".join(Path(table.path).name for table in tables)
     entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
     source = lay_out(entry, tables, spec.layout, targets=False)

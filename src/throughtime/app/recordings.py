@@ -11,7 +11,6 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `S` static features.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -22,9 +21,7 @@ from throughtime.app.views import FrameRows, LabelRows, concat_tables, with_miss
 from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats import Table
-from throughtime.stream.formats._csv_cache import conversion_shown
 from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.csv_rows import LineNames
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.formats.times import TimeSummary, summarize_times
 from throughtime.stream.labels import (
@@ -33,7 +30,7 @@ from throughtime.stream.labels import (
     interval_labels,
     periodic_labels,
 )
-from throughtime.stream.manifest import ManifestEntry, header_of, join_faults
+from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import (
     INTERVAL_COLUMNS,
     TableRecording,
@@ -86,7 +83,6 @@ class DataLayout:
         allow_target_as_input: whether a step may have its own target as an input.
         static: columns of the manifest.
         frame_size: rows of a file that form one step.
-        csv: whether time runs down the columns of a CSV file, or along its rows.
         delimiter: of CSV files; `None`: detected in each.
         decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets file.
@@ -104,7 +100,6 @@ class DataLayout:
     allow_target_as_input: bool = False
     static: tuple[str, ...] = ()
     frame_size: int = 1
-    csv: Literal["columns", "rows"] = "columns"
     delimiter: str | None = None
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None
@@ -231,7 +226,7 @@ def open_recordings(
     Args:
         entries: of the manifest.
         layout: of the data.
-        on_phase: called after each recording, and as a large file is converted.
+        on_phase: called after each recording.
         targets: whether the recordings have targets; without, to predict.
 
     Raises:
@@ -241,14 +236,13 @@ def open_recordings(
     opened, faults = list[SourceRecording](), list[str]()
     on_phase = on_phase or (lambda *_: None)
     on_phase("opening recordings", 0, len(entries))
-    with conversion_shown(on_phase):
-        for count, entry in enumerate(entries, start=1):
-            try:
-                tables = [open_table(path, layout) for path in entry.inputs]
-                opened.append(lay_out(entry, tables, layout, targets=targets))
-            except DataError as error:
-                faults.append(str(error))
-            on_phase("opening recordings", count, len(entries))
+    for count, entry in enumerate(entries, start=1):
+        try:
+            tables = [open_table(path, layout) for path in entry.inputs]
+            opened.append(lay_out(entry, tables, layout, targets=targets))
+        except DataError as error:
+            faults.append(str(error))
+        on_phase("opening recordings", count, len(entries))
     faults += _exclude_faults(opened, layout) if targets else []
     return check_sources(opened, layout, faults)
 
@@ -317,7 +311,7 @@ def lay_out(
     separate = entry.targets is not None or entry.label is not None
     # the present value of what is forecast is an input
     own = () if separate or layout.ahead else labels.columns
-    others = [_listed_name(table, name) for name in (*layout.exclude, *own)]
+    others = [*layout.exclude, *own]
     inputs = layout.inputs or value_columns(table, others)
     if not inputs:
         raise DataError(
@@ -329,7 +323,7 @@ def lay_out(
         for path in entry.inputs
     )
     may_copy = one_file and not (layout.allow_target_as_input or layout.ahead)
-    copied = set(map(partial(_listed_name, table), labels.columns)) if may_copy else set[str]()
+    copied = set(labels.columns) if may_copy else set[str]()
     recording = _input_recording(entry, table, inputs, layout)
     times, rates = _time_summary(table, layout), _rates_of(tables)
     if times is not None and times[1].rate is not None and not rates:
@@ -340,15 +334,10 @@ def lay_out(
         rates + labels.rates,
         len(table) % layout.frame_size,
         labels.lost,
-        tuple(name for name in inputs if _listed_name(table, name) in copied),
+        tuple(name for name in inputs if name in copied),
         table,
         times,
     )
-
-
-def _listed_name(table: Table, name: str) -> str:
-    """The name in `columns`: a line of a CSV file is also named from the last one."""
-    return table.columns.forward(name) if isinstance(table.columns, LineNames) else name
 
 
 def _exclude_faults(opened: Sequence[SourceRecording], layout: DataLayout) -> list[str]:
@@ -388,15 +377,8 @@ def _copy_faults(opened: Sequence[SourceRecording]) -> list[str]:
 
 
 def open_table(path: Path, layout: DataLayout) -> Table:
-    """A file of a recording. The columns of an intervals file are never rows."""
-    as_rows = (
-        layout.csv == "rows"
-        and path.suffix.lower() == ".csv"
-        and set(header_of(path)) != set(INTERVAL_COLUMNS)
-    )
-    return formats.open_table(
-        path, rows=as_rows, delimiter=layout.delimiter, decimal=layout.decimal
-    )
+    """A file of a recording."""
+    return formats.open_table(path, delimiter=layout.delimiter, decimal=layout.decimal)
 
 
 def _rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:

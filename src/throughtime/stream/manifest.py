@@ -8,13 +8,12 @@ from pathlib import Path
 
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream.folder import read_folder
-from throughtime.stream.formats._csv_dialect import column_names, header_delimiter
-from throughtime.stream.formats.table import FOLDERS, is_number, other_encoding
+from throughtime.stream.formats.csv import encoding_hint, header_of
+from throughtime.stream.formats.table import FOLDERS, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
 _MAX_FAULTS = 5  # listed at most
-_HEADER = 65_536  # bytes: no manifest has a longer header, and another file may be one long line
 
 
 @dataclass(frozen=True)
@@ -108,22 +107,9 @@ def manifest_of(data: Path) -> Path | None:
     return next((data / name for name in MANIFESTS if (data / name).is_file()), None)
 
 
-def header_of(path: Path) -> tuple[str, ...]:
-    """The fields of the first line of a CSV file; empty for another file."""
-    if path.suffix.lower() != ".csv" or not path.is_file():
-        return ()
-    with path.open("rb") as file:
-        first = file.readline(_HEADER).decode("utf-8-sig", errors="replace")
-    try:
-        reader = csv.reader([first], delimiter=header_delimiter(first))
-        return tuple(field.strip() for field in next(reader, []))
-    except csv.Error:
-        return ()
-
-
 def is_manifest(path: Path) -> bool:
     """Whether a file is a manifest: a CSV file with the columns `id` and `inputs`."""
-    return {"id", "inputs"} <= set(header_of(path))
+    return {"id", "inputs"} <= {*header_of(path)[0]}
 
 
 def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
@@ -150,16 +136,16 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     """The names of the columns, and the fields of each line that is not blank.
 
     Raises:
-        DataError: no header, duplicate column names, a line with more or fewer fields, or bytes
-            that are not UTF-8; the message names the line.
+        DataError: duplicate column names, a line with more or fewer fields, or bytes that are not
+            UTF-8; the message names the line.
     """
+    columns, delimiter = header_of(path)
     rows: list[dict[str, str]] = []
+    if len({*columns}) < len(columns):
+        raise DataError(f"{path}: the first line is {columns}, expected distinct column names")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            delimiter = header_delimiter(file.readline(_HEADER))
-            file.seek(0)
             reader = csv.reader(file, strict=True, delimiter=delimiter)
-            columns = column_names(path, next(reader, []))
             for fields in filter(None, reader):
                 if len(fields) != len(columns):
                     raise DataError(
@@ -168,11 +154,10 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
                     )
                 rows.append(dict(zip(columns, map(str.strip, fields), strict=True)))
     except (UnicodeDecodeError, csv.Error) as error:
-        reason = other_encoding(error, path) or error
-        raise DataError(
-            f"{path}: not a readable CSV file ({reason}); expected UTF-8 text with a header line"
-        ) from error
-    return columns, rows
+        is_text = isinstance(error, csv.Error)
+        reason = f"is no readable CSV file ({error})" if is_text else encoding_hint(error, path)
+        raise DataError(f"{path}: {reason}") from error
+    return columns, rows[1:]
 
 
 def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) -> None:

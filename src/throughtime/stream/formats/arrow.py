@@ -1,16 +1,20 @@
-"""Arrow IPC files and streams, and Feather: record batches of a memory-mapped file."""
+"""Tables of named columns by pyarrow: Arrow and Feather files, Parquet, frames, converted files.
+
+A file of another format is converted once to an Arrow file, see `converted`. Its floating columns
+lie side by side in a list column of each type, so that rows of many columns are one slice.
+"""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import (
-    BLOCK_CACHE,
     Array,
     MappedFile,
     TableFile,
@@ -20,77 +24,183 @@ from throughtime.stream.formats.table import (
 )
 
 _TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16
+_FLOATS = ("double", "float")  # types whose columns lie side by side in a converted file
+_INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
+ROWS = 65_536  # of a block that is converted, at most
+
+
+class RestartError(Exception):
+    """A later block showed what a column holds: the conversion begins again."""
+
+
+class Blocks(NamedTuple):
+    """A file as record batches, to be converted.
+
+    Attributes:
+        schema: of the batches.
+        batches: makes them, from the first one on.
+        faults: why columns cannot be read, by name; known when the batches have been made.
+    """
+
+    schema: Any
+    batches: Callable[[], Iterable[Any]]
+    faults: Mapping[str, str] = {}
+
+
+@dataclass
+class Content:
+    """What is known of the columns of a file, stored with its converted blocks.
+
+    Attributes:
+        columns: their names.
+        times: those of time stamps, dates and times of day.
+        slots: the type and the place of each column that lies beside others.
+        nullable: columns with a missing value: their whole numbers are read as float64.
+        faults: why columns cannot be read, by name.
+        starts: the first row of each block, and the end of the last one.
+    """
+
+    columns: tuple[str, ...]
+    times: tuple[str, ...]
+    slots: dict[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    nullable: frozenset[str] = frozenset()
+    faults: Mapping[str, str] = field(default_factory=dict[str, str])
+    starts: Sequence[int] = (0,)
+
+    @classmethod
+    def of(cls, path: Path, schema: Any, batches: Iterable[Any]) -> "Content":
+        """That of record batches as they are."""
+        lengths, nullable = list[int](), set[str]()
+        for batch in batches:
+            lengths.append(batch.num_rows)
+            pairs = zip(schema.names, batch.columns, strict=True)
+            nullable.update(name for name, column in pairs if column.null_count)
+        starts = (0, *accumulate(lengths))
+        return cls(*named_columns(path, schema), nullable=frozenset(nullable), starts=starts)
 
 
 class ArrowFile(TableFile):
-    """An Arrow file (`.arrow`, `.feather` version 2) or an Arrow stream.
+    """Record batches of named columns.
+
+    Args:
+        path: of the file, for messages.
+        content: of its columns.
+        batch: a record batch by its number.
+        mapped: the file that they share memory with, if any.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        content: Content,
+        batch: Callable[[int], Any],
+        mapped: MappedFile | None = None,
+    ) -> None:
+        self.path, self.content, self._batch, self._mapped = path, content, batch, mapped
+        self.columns, self.times = content.columns, content.times
+        self.length = content.starts[-1]
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        faults = self.content.faults
+        for name in columns if faults else ():
+            if name in faults:
+                raise DataError(f"{self.path}: {faults[name]}")
+        parts: list[Array] = []
+        for index, first, end in block_slices(self.content.starts, start, stop):
+            parts.append(self._rows(self._batch(index), first, end, columns))
+            if self._mapped is not None:
+                self._mapped.count_read(parts[-1].nbytes)
+        return concat_blocks(parts)
+
+    def _rows(self, batch: Any, start: int, stop: int, columns: Sequence[str]) -> Array:
+        slots = [self.content.slots.get(name) for name in columns]
+        if None in slots or len({slot[0] for slot in slots if slot}) > 1:
+            if len(columns) > 1:
+                parts = [self._rows(batch, start, stop, [name]) for name in columns]
+                return np.concatenate(parts, axis=1)
+            rows = batch.slice(start, stop - start)
+            return stack_columns(self.path, rows, columns, self.content.nullable)
+        kind, places = slots[0][0], [slot[1] for slot in slots if slot]  # pyright: ignore[reportOptionalSubscript]
+        lists = batch.column(batch.schema.get_field_index(kind))
+        matrix: Array = lists.values.to_numpy().reshape(len(lists), -1)[start:stop]
+        return matrix if places == list(range(matrix.shape[1])) else matrix[:, places]
+
+
+def open_arrow(path: Path) -> TableFile:
+    """An Arrow file (`.arrow`, `.feather` version 2), memory-mapped, or an Arrow stream.
 
     Raises:
         DataError: the file is neither, or cut short.
 
-    Cost: batches that are not compressed are not copied but mapped. A compressed one is decoded
-    whole, and once when the file is opened, for its length; a compressed stream stays decoded in
-    memory.
+    Cost: a compressed file and a stream are converted once, see `converted`.
     """
+    import pyarrow as pa
 
-    def __init__(self, path: Path) -> None:
-        import pyarrow as pa
+    from throughtime.stream.formats.converted import converted
 
-        self.path, self._key = path, object()
-        batches: list[Any] | None = None
-        with unreadable(
-            f"{path}: not a readable Arrow file", (OSError, ValueError, pa.ArrowException)
-        ):
-            self._file = MappedFile(path)
-            buffer = pa.py_buffer(self._file.mapping)
-            self._address, self._size = buffer.address, buffer.size
-            if self._file.mapping[:6] == b"ARROW1":
-                reader: Any = pa.ipc.open_file(pa.BufferReader(buffer))
-                self._read_batch, count = reader.get_batch, reader.num_record_batches
-            else:
-                with pa.ipc.open_stream(pa.BufferReader(buffer)) as reader:
-                    batches = list(reader)
-                self._read_batch, count = batches.__getitem__, len(batches)
-            schema = reader.schema
-        if batches is not None and self._file.mapping[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
-            raise DataError(f"{path}: the stream has no end; the file is cut short")
-        self.columns, self.times = named_columns(path, schema)
-        lengths: list[int] = []
-        nullable = set[str]()
-        for index in range(count):
-            batch = self._batch(index)
-            lengths.append(batch.num_rows)
-            pairs = zip(schema.names, batch.columns, strict=True)
-            nullable.update(name for name, column in pairs if column.null_count)
-        self._starts, self._nullable = (0, *accumulate(lengths)), frozenset(nullable)
-        self.length = self._starts[-1]
+    with unreadable(f"{path}: not a readable Arrow file", (OSError, ValueError, pa.ArrowException)):
+        mapped = MappedFile(path)
+        buffer = pa.py_buffer(mapped.mapping)
+        if mapped.mapping[:6] != b"ARROW1":
+            schema = pa.ipc.open_stream(buffer).schema
+            if mapped.mapping[-8:] != b"\xff\xff\xff\xff\0\0\0\0":
+                raise DataError(f"{path}: the stream has no end; the file is cut short")
+            return converted(path, lambda: Blocks(schema, lambda: pa.ipc.open_stream(buffer)))
+        reader: Any = pa.ipc.open_file(buffer)
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        parts: list[Array] = []
-        for index, first, end in block_slices(self._starts, start, stop):
-            batch = BLOCK_CACHE.get(  # a mapped batch takes no memory there
-                (self._key, index), lambda index=index: self._batch(index), self._decoded_bytes
-            )
-            rows = batch.slice(first, end - first)
-            parts.append(stack_columns(self.path, rows, columns, self._nullable))
-            self._file.count_read(rows.nbytes)
-        return concat_blocks(parts)
-
-    def _batch(self, index: int) -> Any:
-        """A record batch: a view of the mapped memory, or decoded if it is compressed."""
-        import pyarrow as pa
-
-        what = f"{self.path}: record batch {index} cannot be read"
+    def batch(index: int) -> Any:
+        what = f"{path}: record batch {index} cannot be read"
         with unreadable(what, (OSError, pa.ArrowException), "is the file cut short?"):
-            return self._read_batch(index)
+            return reader.get_batch(index)
 
-    def _decoded_bytes(self, batch: Any) -> int:
-        """The bytes of a batch that are not mapped."""
-        buffers = [b for column in batch.columns for b in column.buffers() if b is not None]
-        return sum(b.size for b in buffers if not 0 <= b.address - self._address < self._size)
+    def batches() -> Iterator[Any]:
+        return map(batch, range(reader.num_record_batches))
+
+    first = next(filter(len, batches()), None)
+    buffers = [b for column in first or () for b in column.buffers() if b is not None and b.size]
+    if not all(0 <= b.address - buffer.address < buffer.size for b in buffers):  # compressed
+        return converted(path, lambda: Blocks(reader.schema, batches))
+    return ArrowFile(path, Content.of(path, reader.schema, batches()), batch, mapped)
 
 
-_INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
+def open_parquet(path: Path) -> TableFile:
+    """A Parquet file, converted once, see `converted`.
+
+    Raises:
+        DataError: the file is no Parquet file, or cut short.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from throughtime.stream.formats.converted import converted
+
+    def blocks() -> Blocks:
+        with unreadable(f"{path}: not a readable Parquet file", (OSError, pa.ArrowException)):
+            # without a buffer size a column of a row group is read whole
+            file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
+        return Blocks(file.schema_arrow, lambda: file.iter_batches(ROWS, use_threads=False))
+
+    return converted(path, blocks)
+
+
+def side_by_side(batch: Any, columns: Sequence[str]) -> tuple[Any, dict[str, tuple[str, int]]]:
+    """A record batch with its floating columns in one list column of each type, and their places.
+
+    A missing number is NaN there.
+    """
+    import pyarrow as pa
+
+    kinds = {name: str(batch.schema.field(name).type) for name in columns}
+    arrays, slots = dict[str, Any](), dict[str, tuple[str, int]]()
+    for kind in _FLOATS:
+        names = [name for name in columns if kinds[name] == kind]
+        if names and kind not in kinds:  # a column may have this name
+            slots |= {name: (kind, index) for index, name in enumerate(names)}
+            values = [batch.column(name).to_numpy(zero_copy_only=False) for name in names]
+            flat = pa.array(np.stack(values, axis=1).reshape(-1))
+            arrays[kind] = pa.FixedSizeListArray.from_arrays(flat, len(names))
+    arrays |= {name: batch.column(name) for name in columns if name not in slots}
+    return pa.record_batch(arrays), slots
 
 
 def named_columns(path: Path, schema: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -103,7 +213,11 @@ def named_columns(path: Path, schema: Any) -> tuple[tuple[str, ...], tuple[str, 
     """
     import pyarrow as pa
 
-    kinds = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time)
+    kinds = (
+        pa.types.is_timestamp,
+        pa.types.is_date,
+        pa.types.is_time,
+    )
     times = tuple(f.name for f in schema if any(holds(f.type) for holds in kinds))
     columns = tuple(n for n in schema.names if n in times or not _INDEX.fullmatch(n))
     if len(set(columns)) < len(columns):

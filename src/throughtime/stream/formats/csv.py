@@ -1,162 +1,201 @@
-r"""CSV: checked and parsed once, block by block, into an Arrow file in the user's cache folder.
+"""CSV: from a file to record batches, checked line by line.
 
-The delimiter and the decimal mark are detected (`_csv_dialect`), and so are time stamps (`times`).
-pyarrow parses the usual block. Python's csv module parses a block with quotes that pyarrow treats
-more leniently, or with lines that end in `\r`, and every block that pyarrow refuses: it accepts
-what Python calls a number, and gives the line and the column of a fault.
+The first block shows the delimiter, the decimal mark, the names and what each column holds. pyarrow
+parses the usual block. Python's csv module reads, strictly, the first block, each with a quote
+within a field, and each that pyarrow refuses: it tells the line of a fault.
 """
 
+import codecs
 import csv
 import io
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from throughtime.errors import DataError
-from throughtime.stream.formats._csv_cache import CsvScan, CsvTable
-from throughtime.stream.formats._csv_dialect import (
-    MISSING,
-    Dialect,
-    column_names,
-)
-from throughtime.stream.formats.table import (
-    Array,
-    concat_blocks,
-    other_encoding,
-)
-from throughtime.stream.formats.times import (
-    CLOCK,
-    ORDERS,
-    is_clock,
-    is_time,
-    parse_times,
-    time_format,
-    wrong_times,
-)
+from throughtime.errors import ConfigError, DataError
+from throughtime.stream.formats.arrow import Blocks, RestartError
+from throughtime.stream.formats.converted import converted
+from throughtime.stream.formats.table import Array, TableFile
+from throughtime.stream.formats.times import CLOCK, is_time, parse_times, time_form, wrong_times
 
-BLOCK = 2**18  # bytes of a block, and the rest of its last record; a smaller file is not cached
-LONGEST = 16 * 2**20  # bytes of a line: a longer one is an error
-LAST = 4096  # bytes at the end of the file that are looked at before the pass
+BLOCK = 2**20  # bytes of a block, and the rest of its last record
+LONGEST = 2**24  # characters without the end of a record: more are an error
+WIDEST = 10_000  # columns
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
-WIDE = 1000  # columns: pyarrow takes seconds for the columns of a line of 100,000
+DELIMITERS = ",;\t|"
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 NUMBER, TEXT = "number", "text"  # kinds of columns; any other is a form of times
+_RECORDS = 200  # of the first block, which show the delimiter
+_NUMBERS = {
+    mark: rf"[+-]?(\d+({re.escape(mark)}\d*)?|{re.escape(mark)}\d+)([eE][+-]?\d+)?"
+    rf"|[+-]?(?i:nan|inf|infinity)"
+    for mark in ".,"
+}
+_MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
+_THOUSANDS = re.compile(r"[+-]?\d{1,3}([.,'\u2019 \u00a0\u202f])\d{3}(\1\d{3})*([.,]\d+)?")
+_EXACT = 2**53  # up to which float64 holds every whole number
+_DIGITS = r"[+-]?\d{16,}"
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+_PANDAS = "or read it with pandas or polars and pass the frame: tt.recording(frame, ...)"
 
 
-class CsvFile(CsvTable):
-    r"""A CSV file; every line is checked.
+class Dialect(NamedTuple):
+    """How the fields of a file are written."""
 
-    A column whose first filled field is text is text, even where other fields look like numbers;
-    if its first fields are time stamps or times of day, all must be (`Table.times`). Any other
-    column is numbers (float64; an empty field is NaN, and so is `NA` or `NULL`), and a field of it
-    that is no number is an error when the column is read. A first line of nothing but numbers is no
-    header: the columns are then called `0`, `1`, ...
+    delimiter: str = ","
+    decimal: str = "."
+
+    def is_number(self, field: str) -> bool:
+        """Whether a field holds a number."""
+        return re.fullmatch(_NUMBERS[self.decimal], field.strip(), re.ASCII) is not None
+
+    def sort(self, field: str) -> str:
+        """What a field holds, roughly: "number", "time", "text", or "" if it is missing."""
+        if field.strip() in MISSING:
+            return ""
+        return NUMBER if self.is_number(field) else "time" if is_time(field) else TEXT
+
+
+def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = None) -> TableFile:
+    r"""A CSV file, converted once, see `converted`; every line is checked.
+
+    A column whose first filled field is a number is float64; an empty field is NaN, and so is `NA`
+    or `NULL`. One whose fields in the first megabyte are time stamps, or times of day, is times.
+    All else is text. A later field of another kind is an error when the column is read. A first
+    line of values like those of the second is no header: the columns are then called `0`, `1`, ...
 
     Args:
-        path: a file in UTF-8, its lines ended by `\n` or `\r\n`.
-        delimiter: the character between fields; a space stands for any run of spaces and tabs.
-            Default: detected in the first 64 kB.
-        decimal: the decimal mark of numbers. Default: detected.
+        path: a file in UTF-8, or in UTF-16 with its byte order mark.
+        delimiter: the character between fields. Default: detected, one of `,` `;` `|` and tab.
+        decimal: the decimal mark of numbers, "." or ",". Default: detected.
 
     Raises:
         ConfigError: a delimiter or decimal mark that no file can have.
-        DataError: duplicate or empty column names, a line with more or fewer fields, an open quote,
-            a NUL, or bytes that are not UTF-8; the message names the line.
-
-    Cost: a file of more than 256 kB is converted once, at some 100 MB/s, to a cache file about as
-    large, which is memory-mapped from then on. A smaller one, and any file where the cache folder
-    cannot be written, is parsed block by block where it is read.
+        DataError: duplicate or empty column names, a first line that may be names or values, a line
+            with more or fewer fields, an open quote, a NUL, or bytes of another encoding; the
+            message names the line.
     """
+    delimiter = "\t" if delimiter in ("tab", "\\t") else delimiter
+    if delimiter is not None and (
+        len(delimiter) != 1 or delimiter in "\"'\n\r\0.-+_ " or delimiter.isalnum()
+    ):
+        raise ConfigError(
+            f"delimiter={delimiter!r}: expected one character between fields, such as ',' ';' '|'"
+            " or tab"
+        )
+    if decimal not in (None, ".", ","):
+        raise ConfigError(f"decimal={decimal!r}: expected '.' or ','")
+    source = partial(_Source, path, delimiter, decimal)
+    opened: list[_Source] = []
 
-    def __init__(
-        self, path: Path, delimiter: str | None = None, decimal: str | None = None
-    ) -> None:
-        super().__init__(path, "columns", _Scan, BLOCK, delimiter, decimal)
-        # by column: its index in the matrix of numbers, or -1, -2, ... for a column of its own
-        self._slots: dict[str, int] = self.metadata["slots"]
-        self.columns, self.length = tuple(self._slots), self._starts[-1]
-        self.times = tuple(self.metadata["times"])
+    def blocks() -> Blocks:
+        if not opened:
+            opened.append(source())
+        return opened[0].blocks()
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        slots = [self._slots[name] for name in columns]
-        batches = self.batches(columns, start, stop)
-        return concat_blocks([_select(batch, first, end, slots) for batch, first, end in batches])
-
-
-def _select(batch: Any, start: int, stop: int, slots: list[int]) -> Array:
-    """Rows of some columns of a batch: one matrix of numbers, then columns of text and of times."""
-    if min(slots) >= 0:
-        numbers = batch.column(0)
-        matrix: Array = numbers.values.to_numpy().reshape(len(numbers), -1)[start:stop]
-        return matrix if slots == list(range(matrix.shape[1])) else matrix[:, slots]
-    if len(slots) > 1:
-        parts = [_select(batch, start, stop, [slot]) for slot in slots]
-        return np.concatenate(parts, axis=1)
-    index = batch.schema.names.index(f"column {slots[0]}")
-    values = batch.column(index).slice(start, stop - start)
-    if str(values.type) != "string":
-        return values.to_numpy(zero_copy_only=False).reshape(-1, 1)
-    return np.array(values.to_pylist(), dtype=np.str_).reshape(-1, 1)
+    return converted(path, blocks, f"{delimiter}{decimal}")
 
 
-class _Parser:
-    """From blocks of records to record batches, and to the faults of columns.
+class _Source:
+    """A file as record batches, and what is known of its columns so far."""
 
-    Args:
-        kinds: of each column: `NUMBER`, `TEXT`, or the form of its time stamps.
-        dialect: of the file.
-    """
+    def __init__(self, path: Path, delimiter: str | None, decimal: str | None) -> None:
+        self.path = path
+        first, _ = next(_read_blocks(path), ("", 0))
+        self.dialect, rows = _detect_dialect(path, first, delimiter, decimal)
+        names, mark = _names(path, rows, self.dialect), self.dialect.delimiter
+        self.names = tuple(names or map(str, range(len(rows[0]))))
+        if len(self.names) > WIDEST:
+            raise DataError(
+                f"{path}: has {len(self.names)} columns, expected at most {WIDEST}; if time runs"
+                " along its lines, pass the array numpy.loadtxt(path, delimiter=',').T"
+            )
+        self.width, self._named = len(self.names), bool(names)
+        blank = first[: len(first) - len(first.lstrip("\r\n"))]
+        self._header = 0  # lines before the first values
+        for line, record in self._records(first if names else blank, 0):
+            self._header = line
+            if record:
+                break
+        self.faults: dict[str, str] = {}
+        mark = re.escape(mark)
+        self._quoted = re.compile(rf'(?<![^{mark}\n])"[^"\r\n]*"(?=[{mark}\r\n]|\Z)')
+        texts = next((self._texts(*block)[0] for block in self._bodies()), {})
+        self._seen = {name: [texts[name]] if texts else [] for name in self.names}
+        self.kinds = {name: self._kind(name) for name in self.names}
+        self._open = {*self.names}  # columns of which no filled field was seen
 
-    def __init__(self, kinds: Mapping[str, str], dialect: Dialect) -> None:
+    def blocks(self) -> Blocks:
+        """Its batches, from the first on."""
         import pyarrow as pa
 
-        self.kinds, self.dialect = kinds, dialect
-        numbers, others = count(), count(-1, -1)
-        slots = [next(numbers if kind == NUMBER else others) for kind in kinds.values()]
-        self.slots, self.numbers = dict(zip(kinds, slots, strict=True)), next(numbers)
-        self.times = {n: kind for n, kind in kinds.items() if kind not in (NUMBER, TEXT)}
-        self.faults: dict[str, str] = {}
-        matrix = [("numbers", pa.list_(pa.float64(), self.numbers))] if self.numbers else []
-        empty = pa.array([], pa.string())
-        separate = [
-            (
-                f"column {slot}",
-                pa.array(parse_times(empty, kinds[name])).type
-                if name in self.times
-                else empty.type,
-            )
-            for name, slot in self.slots.items()
-            if slot < 0
-        ]
-        self.schema = pa.schema(matrix + separate)
+        types = {NUMBER: pa.float64(), TEXT: pa.string(), CLOCK: pa.time64("ns")}
+        dates = {True: pa.date32(), False: pa.timestamp("ns")}
+        self.schema = pa.schema(
+            {n: types.get(kind, dates[kind.endswith("+date")]) for n, kind in self.kinds.items()}
+        )
+        self.faults.clear()
+        return Blocks(self.schema, self._batches, self.faults)
 
-    def by_pyarrow(self, data: bytes) -> Any:
-        """A batch of lines, none of which ends within a field; None where pyarrow refuses them."""
+    def _batches(self) -> Iterator[Any]:
+        for block, line in self._bodies():
+            texts, lines = self._parsed(block), None
+            batch = None if texts is None else self._batch(texts, None)
+            if batch is None:
+                texts, lines = self._texts(block, line)
+                batch = self._batch(texts, lines)
+            yield batch
+
+    def _bodies(self) -> Iterator[tuple[str, int]]:
+        """The blocks without the header; without blank lines at the end if these may be values."""
+        pending, start = "", 0
+        for i, (block, line) in enumerate(_read_blocks(self.path)):
+            if not i and self._header:
+                lines = io.StringIO(block, newline="").readlines()
+                block, line = "".join(lines[self._header :]), self._header  # noqa: PLW2901
+            if self.width > 1:
+                yield block, line
+                continue
+            start = line if not pending else start
+            pending += block
+            body = pending.rstrip("\r\n")
+            end = len(body) + len(re.match(r"\r?\n?", pending[len(body) :])[0])  # pyright: ignore[reportOptionalSubscript]
+            if body:
+                yield pending[:end], start
+                start, pending = start + pending.count("\n", 0, end), pending[end:]
+
+    def _parsed(self, block: str) -> dict[str, Any] | None:
+        """The columns of a block by pyarrow; None unless it reads it as the csv module does."""
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
 
-        names = list(self.slots)
-        if len(names) > WIDE or len(self.faults) == len(names):
+        quotes = block.count('"')
+        lenient = "n(" in block or "N(" in block  # nan(1) is a number to pyarrow
+        if lenient or block.count("\r") != block.count("\r\n"):
             return None
-        if not self.dialect.is_plain:
-            data = self.dialect.clean(data.decode()).encode()
-        types = {n: pa.string() if slot < 0 else pa.float64() for n, slot in self.slots.items()}
+        if quotes and quotes != 2 * len(self._quoted.findall(block)):
+            return None
+        data = block.encode()
+        numbers = [n for n, kind in self.kinds.items() if kind == NUMBER and n not in self.faults]
         try:
             table = arrow_csv.read_csv(
                 pa.BufferReader(data),
                 arrow_csv.ReadOptions(
-                    use_threads=False, block_size=len(data) + 1, column_names=names
+                    use_threads=False, block_size=len(data) + 1, column_names=self.names
                 ),
                 arrow_csv.ParseOptions(
-                    delimiter=self.dialect.delimiter, ignore_empty_lines=len(names) > 1
+                    delimiter=self.dialect.delimiter, ignore_empty_lines=self.width > 1
                 ),
                 arrow_csv.ConvertOptions(
-                    column_types=types,
-                    include_columns=[name for name in names if name not in self.faults],
+                    column_types=dict.fromkeys(self.names, pa.string())
+                    | dict.fromkeys(numbers, pa.float64()),
                     null_values=MISSING,
                     strings_can_be_null=False,
                     decimal_point=self.dialect.decimal,
@@ -164,306 +203,328 @@ class _Parser:
             )
         except pa.ArrowInvalid:
             return None
-        values = {name: table[name].combine_chunks() for name in table.column_names}
-        for name in self.times.keys() & values.keys():
-            times = parse_times(values[name], self.times[name])
-            if wrong_times(values[name], times).any():
-                return None
-            values[name] = times
-        return self._batch(values, table.num_rows)
+        return {name: table[name].combine_chunks() for name in self.names}
 
-    def by_python(self, rows: list[list[str]], lines: Sequence[int]) -> Any:
-        """A batch of records, each with the number of its line for the message of a fault."""
-        import pyarrow as pa
+    def _texts(self, block: str, line: int) -> tuple[dict[str, Any], list[int]]:
+        """The columns of a block as text, by the csv module, and the line of each row.
 
-        values: dict[str, Any] = {}
-        dialect = self.dialect
-        for index, (name, slot) in enumerate(self.slots.items()):
-            fields = [row[index] for row in rows]
-            wrong: Sequence[int] = ()
-            if name in self.times:
-                texts = pa.array(fields, pa.string())
-                values[name] = parse_times(texts, self.times[name])
-                wrong = np.flatnonzero(wrong_times(texts, values[name])).tolist()
-            elif slot < 0:
-                values[name] = pa.array(fields, pa.string())
-            else:
-                filled = [(i, f) for i, f in enumerate(fields) if f.strip() not in MISSING]
-                wrong = [i for i, f in filled if not dialect.is_number(f)]
-                if not wrong:
-                    values[name] = np.full(len(fields), np.nan)
-                    values[name][[i for i, _ in filled]] = [dialect.number(f) for _, f in filled]
-            if wrong and name not in self.faults:
-                self.faults[name] = self._fault(name, lines[wrong[0]], fields[wrong[0]])
-        return self._batch(values, len(rows))
-
-    def _fault(self, name: str, line: int, text: str) -> str:
-        what = "a time stamp" if name in self.times else "a number"
-        reason = self.dialect.explain(text) if what == "a number" else ""
-        return (
-            f"line {line}, column '{name}' holds {text[:40]!r}, expected {what} as in the lines"
-            f" before it; {reason or 'correct the line, or leave the column out'}"
-        )
-
-    def _batch(self, values: dict[str, Any], rows: int) -> Any:
-        """Of the values of each column; those of a column with a fault are left out."""
-        import pyarrow as pa
-
-        matrix, texts = np.full((rows, self.numbers), np.nan), list[Any]()
-        for name, slot in self.slots.items():
-            if name in self.times:
-                kind = self.schema.field(f"column {slot}").type
-                times = values.get(name) if name not in self.faults else None
-                texts.append(pa.nulls(rows, kind) if times is None else pa.array(times, kind))
-            elif slot < 0:
-                texts.append(self._labels(name, values.get(name), rows))
-            elif name in values and name not in self.faults:
-                matrix[:, slot] = values[name]
-        if self.numbers:
-            flat = pa.array(matrix.reshape(-1))
-            texts.insert(0, pa.FixedSizeListArray.from_arrays(flat, self.numbers))
-        return pa.RecordBatch.from_arrays(texts, schema=self.schema)
-
-    def _labels(self, name: str, labels: Any, rows: int) -> Any:
-        """The array of a column of text; empty ones from the block on where a label is too long."""
-        import pyarrow as pa
-        from pyarrow import compute
-
-        if name not in self.faults:
-            lengths = compute.call_function("utf8_length", [labels])
-            longest = compute.call_function("max", [lengths]).as_py() or 0
-            if longest <= LABEL:
-                return labels
-            self.faults[name] = (
-                f"column '{name}' holds a text of {longest} characters, expected labels"
-            )
-        return pa.array([""] * rows, pa.string())
-
-
-class _Scan(CsvScan):
-    """A pass over a file by columns: its header, the kinds of its columns, and its blocks.
-
-    `line` counts the lines before `offset`, which is where the next block begins.
-    """
-
-    def __init__(self, path: Path, file: BinaryIO, dialect: Dialect) -> None:
-        super().__init__(path, file)
-        self.line, self.dialect = 0, dialect
-        mark = re.escape(dialect.delimiter.encode())
-        mark += rb"\t" if dialect.delimiter == " " else b""
-        self._quoted = re.compile(rb'(?<![^%s\n])"[^"\r\n]*"(?=[%s\r\n]|\Z)' % (mark, mark))
-        columns = self._header()
-        self.width = len(columns)
-        # Blank lines are missing values of a single column, but not those at the end.
-        self.end = _content_end(file) if self.width == 1 else 2**63
-        self.parser = _Parser(dict(zip(columns, self._kinds(), strict=True)), dialect)
-        self.schema = self.parser.schema
-
-    def metadata(self) -> dict[str, Any]:
-        parser = self.parser
-        return {
-            "slots": parser.slots,
-            "times": parser.times,
-            "starts": self.starts.tolist(),
-            "faults": parser.faults,
-        }
-
-    def _parse(self, data: bytes, start: int) -> tuple[bytes, Any]:
-        del start
-        batch = self.parser.by_pyarrow(data) if self._regular(data) else None
-        if batch is not None:
-            self.line += data.count(b"\n")
-            return data, batch
-        data, rows, lines, self.line = self._records(data)
-        return data, self.parser.by_python(rows, lines)
-
-    def _header(self) -> list[str]:
-        """The first record as the names of the columns, unless it is all numbers."""
-        feed = _LineFeed(self._next_line(), self._next_line, self.dialect)
-        reader = self._reader(feed)
-        fields, before = list[str](), (0, 0)
-        try:
-            while not fields and (record := next(reader, None)) is not None:
-                fields = record
-                if not record:  # a blank line
-                    before = feed.consumed, reader.line_num
-        except csv.Error as error:
-            self._refuse(error, reader.line_num)
-        self.named = not fields or not all(map(self.dialect.is_number, fields))
-        if not self.named:
-            self.offset, self.line = self.offset + before[0], before[1]
-            return [*map(str, range(len(fields)))]
-        columns = column_names(self.path, fields)
-        self.offset += feed.consumed
-        self.line = reader.line_num
-        return columns
-
-    def _reader(self, feed: Iterable[str]) -> Any:
-        return csv.reader(feed, strict=True, delimiter=self.dialect.delimiter)
-
-    def _kinds(self) -> list[str]:
-        """The kind of each column: times by all fields of its block, others by the first filled.
-
-        Dates beside a column of times of day have a form of their own.
+        Raises:
+            DataError: a line is no record of so many fields.
         """
-        begin = self.offset, self.line
-        kinds: dict[int, str] = {}
-        dates, words = list[int](), set[int]()
-        while len(kinds) < self.width and (data := self._next_block()):
-            data, rows, _, self.line = self._records(data)
-            self.offset += len(data)
-            for column in set(range(self.width)) - kinds.keys():
-                filled = [row[column] for row in rows if row[column].strip()]
-                first = next((field for field in filled if field.strip() not in MISSING), None)
-                if first is None:
-                    words |= {column} if filled else set()
-                    continue
-                number = self.dialect.is_number(first) or self.dialect.explain(first)
-                fields = [row[column] for row in rows]
-                form = "" if number else time_format(fields)
-                if form:  # the last lines tell months from days, where the first are of one day
-                    fields += [record[column] for record in self._last_records()]
-                    form = time_format(fields)
-                    dates += [column] * (form in ORDERS and not any(":" in f for f in fields))
-                elif not number and is_time(first) and is_clock(fields):
-                    form = CLOCK
-                kinds[column] = NUMBER if number else form or TEXT
-        self.offset, self.line = begin
-        if dates and CLOCK in kinds.values():  # the time of day is in a column of its own
-            kinds[min(dates)] += "+date"
-        undecided = [TEXT if column in words else NUMBER for column in range(self.width)]
-        return [kinds.get(column, kind) for column, kind in enumerate(undecided)]
+        import pyarrow as pa
 
-    def _last_records(self) -> list[list[str]]:
-        """Records of the last lines of the file, as far as these are whole."""
-        self.file.seek(max(self.offset, self.file.seek(0, 2) - LAST))
-        lines = self.file.read().decode(errors="ignore").splitlines()[1:]
-        try:
-            rows = list(self._reader(map(self.dialect.clean, lines)))
-        except csv.Error:
-            return []
-        return [row for row in rows if len(row) == self.width]
-
-    def _next_block(self) -> bytes:
-        """The next lines, about `BLOCK` bytes; empty at the end."""
-        self.file.seek(self.offset)
-        data = self.file.read(BLOCK)
-        if data and data[-1:] != b"\n":
-            data += self._line()
-        return data[: max(0, self.end - self.offset)]
-
-    def _line(self) -> bytes:
-        line = self.file.readline(LONGEST + 1)
-        if len(line) > LONGEST:
-            raise DataError(
-                f"{self.path}: a line after line {self.line} is longer than {LONGEST} bytes,"
-                " expected lines of fields"
-            )
-        return line
-
-    def _regular(self, data: bytes) -> bool:
-        """Whether pyarrow reads a block as Python's csv module does: each line is a record."""
-        self._check(data)
-        if data.count(b"\r") != data.count(b"\r\n") or b"n(" in data or b"N(" in data:
-            return False  # pyarrow reads nan(1) as a number
-        quoted = 2 * len(self._quoted.findall(data)) if b'"' in data else 0
-        return data.count(b'"') == quoted and _longest_line(data) <= csv.field_size_limit()
-
-    def _check(self, data: bytes) -> None:
-        """Refuse what is not text."""
-        try:
-            _ = data.isascii() or data.decode()
-        except UnicodeDecodeError as error:
-            self._refuse(error, self.line + data.count(b"\n", 0, error.start) + 1)
-        if b"\0" in data:
-            line = self.line + data.count(b"\n", 0, data.index(b"\0")) + 1
-            raise DataError(
-                f"{self.path}: line {line} holds a NUL byte, expected UTF-8 text; is it UTF-16, or"
-                " damaged?"
-            )
-
-    def _refuse(self, error: Exception, line: int) -> NoReturn:
-        raise DataError(
-            f"{self.path}: not a readable CSV file (line {line}:"
-            f" {other_encoding(error, self.path) or error}); expected UTF-8 text with"
-            " a header line"
-        ) from error
-
-    def _records(self, data: bytes) -> tuple[bytes, list[list[str]], list[int], int]:
-        """Read a block with the csv module, and the lines in which its last record goes on.
-
-        Returns:
-            The bytes read, the records, the line of each, and the number of lines before the next.
-        """
-        self._check(data)
-        feed = _LineFeed(data, self._next_line, self.dialect)
-        reader = self._reader(feed)
-        rows: list[list[str]] = []
-        lines: list[int] = []
-        while feed.lines:
-            try:
-                record = next(reader)
-            except csv.Error as error:
-                self._refuse(error, self.line + reader.line_num)
-            line = self.line + reader.line_num
+        rows, lines = list[list[str]](), list[int]()
+        for number, record in self._records(block, line):
             if record and len(record) != self.width:
-                before = "the header has" if self.named else "the lines before it have"
+                before = "the header has" if self._named else "the lines before it have"
                 raise DataError(
-                    f"{self.path}: line {line} has {len(record)} fields, {before} {self.width}"
+                    f"{self.path}: line {number} has {len(record)} fields, {before} {self.width};"
+                    f" mend it, {_PANDAS}"
                 )
             if record or self.width == 1:
                 rows.append(record or [""])
-                lines.append(line)
-        return feed.data, rows, lines, self.line + reader.line_num
+                lines.append(number)
+        columns = zip(*rows, strict=True) if rows else [()] * self.width
+        arrays = [pa.array(column, pa.string()) for column in columns]
+        return dict(zip(self.names, arrays, strict=True)), lines
 
-    def _next_line(self) -> bytes:
-        line = self._line()
-        self._check(line)
-        return line
+    def _records(self, block: str, line: int) -> Iterator[tuple[int, list[str]]]:
+        """The records of a block, each with the number of its last line, by the csv module."""
+        lines = io.StringIO(block, newline="")
+        reader = csv.reader(lines, delimiter=self.dialect.delimiter, strict=True)
+        try:
+            for record in reader:
+                yield line + reader.line_num, record
+        except csv.Error as error:
+            raise DataError(
+                f"{self.path}: line {line + reader.line_num}: {error}; is a quote open? Mend it,"
+                f" {_PANDAS}"
+            ) from error
+
+    def _batch(self, columns: Mapping[str, Any], lines: Sequence[int] | None) -> Any:
+        """The record batch of the columns of a block.
+
+        A field of another kind than that of its column is a fault; without lines to name, the
+        result is then None.
+        """
+        import pyarrow as pa
+
+        arrays: list[Any] = []
+        for name, texts in columns.items():
+            kind = self.schema.field(name).type
+            if name not in self.faults:
+                values, wrong = self._converted(texts, self.kinds[name])
+                if not wrong.any():
+                    values = pa.array(values)
+                    if values.null_count < len(values):
+                        self._open.discard(name)
+                    is_clock = self.kinds[name] == CLOCK
+                    arrays.append((values.cast("int64") if is_clock else values).cast(kind))
+                    continue
+                if lines is None:
+                    return None
+                self._add_fault(name, texts, lines, int(wrong.argmax()))
+            arrays.append(pa.nulls(len(texts), kind))
+        return pa.record_batch(arrays, schema=self.schema)
+
+    def _converted(self, texts: Any, kind: str) -> tuple[Any, Array]:
+        """The values of a column, and which of its fields are of another kind."""
+        compute: Any = import_module("pyarrow.compute")
+        if str(texts.type) == "double":
+            large = compute.greater_equal(compute.abs(texts), float(_EXACT)).fill_null(False)
+            infinite = compute.is_inf(texts).fill_null(False)
+            return texts, _flags(compute.and_not(large, infinite))
+        if kind == TEXT:
+            return texts, _flags(compute.greater(compute.utf8_length(texts), LABEL))
+        plain = compute.utf8_trim_whitespace(texts)
+        missing = compute.is_in(plain, import_module("pyarrow").array(MISSING))
+        plain = compute.if_else(missing, None, plain)
+        if kind != NUMBER:
+            values = parse_times(plain, kind)
+            return values, wrong_times(plain, values)
+        pattern = f"^({_NUMBERS[self.dialect.decimal]})$"
+        good = compute.match_substring_regex(plain, pattern)
+        good = compute.and_not(good, compute.match_substring_regex(plain, f"^{_DIGITS}$"))
+        point = compute.replace_substring(plain, self.dialect.decimal, ".")
+        point = compute.replace_substring_regex(point, r"^\+", "")
+        values = compute.if_else(good, point, None).cast("float64")
+        return values, _flags(compute.invert(good))
+
+    def _add_fault(self, name: str, texts: Any, lines: Sequence[int], row: int) -> None:
+        """Say why a column cannot be read.
+
+        Raises:
+            RestartError: it can, as a column of another kind.
+        """
+        field, kind, is_open = texts[row].as_py(), self.kinds[name], name in self._open
+        if is_open or kind not in (NUMBER, TEXT):
+            self._seen[name].append(texts)
+            other = self._kind(name)
+            if other != kind and (is_open or other != TEXT):
+                self.kinds[name] = other
+                raise RestartError
+        if kind == TEXT:
+            fault = f"holds a text of {len(field)} characters, expected labels"
+        elif kind == NUMBER and re.fullmatch(_DIGITS, field.strip()):
+            fault = (
+                f"holds {field.strip()}, a whole number of so many digits that float64 would merge"
+                f" it with others; leave the column out, {_PANDAS}"
+            )
+        else:
+            expected = "a number" if kind == NUMBER else "a time stamp"
+            reason = self._reason(field.strip()) if kind == NUMBER else ""
+            fault = (
+                f"holds {field[:40]!r}, expected {expected} as in the lines before it;"
+                f" {reason or f'mend it, leave the column out, {_PANDAS}'}"
+            )
+        self.faults[name] = f"line {lines[row]}, column '{name}' {fault}"
+
+    def _reason(self, field: str) -> str:
+        """Why a field is no number, if its marks show it."""
+        other = ".,"[self.dialect.decimal == "."]
+        option = f"--decimal {other} (decimal='{other}' in Python)"
+        is_decimal = self.dialect._replace(decimal=other).is_number(field)
+        if _THOUSANDS.fullmatch(field):
+            what = "does it separate thousands? Write it without"
+            return f"{what}; if its mark is that of decimals: {option}" if is_decimal else what
+        return f"is '{other}' its decimal mark? {option}" if is_decimal else ""
+
+    def _kind(self, name: str) -> str:
+        """What a column holds, by the fields that were seen."""
+        import pyarrow as pa
+
+        texts = [text for array in self._seen[name] for text in array.to_pylist()]
+        filled = [text for text in texts if text.strip() not in MISSING]
+        if not filled or self.dialect.is_number(filled[0]) or self._reason(filled[0].strip()):
+            return NUMBER
+        return time_form(pa.array(filled)) or TEXT
 
 
-class _LineFeed:
-    """Lines for the csv module, and more of them where a record goes on."""
-
-    def __init__(self, data: bytes, more: Callable[[], bytes], dialect: Dialect) -> None:
-        self.data, self.lines = data, _lines(data)
-        self._more, self._dialect = more, dialect
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        if not self.lines:
-            extra = self._more()
-            if not extra:
-                raise StopIteration
-            self.data += extra
-            self.lines += _lines(extra)
-        return self._dialect.clean(self.lines.popleft())
-
-    @property
-    def consumed(self) -> int:
-        """Bytes of the lines that were taken."""
-        return len(self.data) - sum(len(line.encode()) for line in self.lines)
+def _flags(values: Any) -> Array:
+    """An Arrow array of booleans as a mask; a missing one is false."""
+    return values.fill_null(fill_value=False).to_numpy(zero_copy_only=False)
 
 
-def _lines(data: bytes) -> deque[str]:
-    return deque(io.StringIO(data.decode(), newline="").readlines())
+def _read_blocks(path: Path) -> Iterator[tuple[str, int]]:
+    """The text of a file in blocks of whole records, and the number of lines before each.
+
+    Raises:
+        DataError: it is not UTF-8, nor UTF-16 with its mark, or holds a NUL, or a record without an
+            end.
+    """
+    rest, line = "", 0
+    with path.open("rb") as file:
+        mark = file.read(2)
+        encoding = _MARKS.get(mark, "utf-8")
+        decoder = codecs.getincrementaldecoder(encoding)()
+        if encoding == "utf-8":
+            file.seek(3 if mark + file.read(1) == codecs.BOM_UTF8 else 0)
+        while True:
+            data = file.read(BLOCK)
+            try:
+                rest += decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                at = line + rest.count("\n") + error.object.count(b"\n", 0, error.start) + 1
+                raise DataError(f"{path}: line {at}: {encoding_hint(error, path)}") from error
+            if "\0" in rest:
+                at = line + rest.count("\n", 0, rest.index("\0")) + 1
+                raise DataError(
+                    f"{path}: line {at} holds a NUL byte, expected UTF-8 text; is it UTF-16"
+                    " without a byte order mark, or damaged?"
+                )
+            end = _record_end(rest) if data else len(rest)
+            if end:
+                yield rest[:end], line
+                line, rest = line + rest.count("\n", 0, end), rest[end:]
+            if len(rest) > LONGEST:
+                raise DataError(
+                    f"{path}: no record ends in {LONGEST} characters after line {line}; is a quote"
+                    " open there?"
+                )
+            if not data:
+                return
 
 
-def _longest_line(data: bytes) -> int:
-    ends = np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n"))
-    return int(np.diff(ends, prepend=-1, append=len(data)).max())
+def _record_end(text: str) -> int:
+    """Where the last whole record of a text ends: a line end that is in no quotes."""
+    if '"' not in text:
+        return text.rfind("\n") + 1
+    codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8)
+    outside = np.cumsum(codes == ord('"')) % 2 == 0
+    ends = np.flatnonzero((codes == ord("\n")) & outside)
+    return int(ends[-1]) + 1 if len(ends) else 0
 
 
-def _content_end(file: BinaryIO) -> int:
-    """Where the line ends begin with which a file ends."""
-    end = file.seek(0, 2)
-    while end:
-        begin = max(0, end - 65_536)
-        file.seek(begin)
-        content = file.read(end - begin).rstrip(b"\r\n")
-        if content:
-            return begin + len(content)
-        end = begin
-    return 0
+def encoding_hint(error: UnicodeDecodeError, path: Path) -> str:
+    """What to do with a text of another encoding; a byte of Windows-1252 is likely."""
+    byte = error.object[error.start : error.start + 1]
+    letter = byte.decode("windows-1252", errors="ignore")
+    guess = f"is it WINDOWS-1252, as Excel saves it (byte 0x{byte.hex().upper()}: {letter})? "
+    return (
+        f"is no {error.encoding.upper()} ({error.reason}); {guess if letter else ''}save it as"
+        f" UTF-8, or convert it: iconv -f WINDOWS-1252 -t UTF-8 {path.name} > utf8-{path.name}"
+    )
+
+
+def _records(text: str, delimiter: str) -> list[list[str]]:
+    """The first records of a text; fewer where one is none, which the conversion reports."""
+    rows = list[list[str]]()
+    try:
+        rows += islice(
+            filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)), _RECORDS
+        )
+    except csv.Error:
+        return rows
+    return rows
+
+
+def _detect_dialect(
+    path: Path, text: str, delimiter: str | None, decimal: str | None
+) -> tuple[Dialect, list[list[str]]]:
+    """The dialect of a file by its first block, and the first records.
+
+    The delimiter is that by which most records have as many fields as the first; of several, the
+    one whose fields are numbers and times.
+
+    Raises:
+        DataError: the file is empty, begins with a title or a comment, or has numbers with both
+            decimal marks, or only such as `1,234`.
+    """
+    samples = {mark: _records(text, mark) for mark in delimiter or DELIMITERS}
+
+    def fit(mark: str) -> tuple[float, float, int]:
+        rows, either = samples[mark], [Dialect(mark, "."), Dialect(mark, ",")]
+        width = len(rows[0]) if rows else 0
+        share = sum(len(row) == width for row in rows) / max(1, len(rows)) * (width > 1)
+        fields = [f for row in rows[1:] or rows for f in row if f.strip()]
+        good = sum(any(d.sort(f) in (NUMBER, "time") for d in either) for f in fields)
+        return share > 0.5, good / max(1, len(fields)) * (share > 0.5), width
+
+    best = max(samples, key=fit)
+    rows = samples[best]
+    if not rows:
+        raise DataError(f"{path}: the file is empty, expected a header line with column names")
+    if not fit(best)[0]:
+        for mark in [m for m in samples if m != decimal]:
+            _check_first_line(path, samples[mark], mark)
+        best = delimiter or (";" if decimal == "," else ",")  # of a single column
+        rows = _records(text, best)
+    if decimal is None:
+        decimal = "." if best == "," else _decimal(path, [f for row in rows for f in row])
+    return Dialect(best, decimal), rows
+
+
+def _check_first_line(path: Path, rows: list[list[str]], mark: str) -> None:
+    """Refuse a line of one field before lines of several: no header is like that."""
+    (width, count), *_ = Counter(map(len, rows[1:])).most_common(1) or [(0, 0)]
+    if len(rows) > 2 and width > 1 and 2 * count > len(rows) - 1:
+        raise DataError(
+            f"{path}: the first line is {mark.join(rows[0])[:40]!r}, most lines after it have"
+            f" {width} fields separated by {mark!r}; it must name each column: delete lines before"
+            f" the header, {_PANDAS}. With decimal commas write --decimal , (decimal= in Python)"
+        )
+
+
+def _decimal(path: Path, fields: Sequence[str]) -> str:
+    """The decimal mark of fields.
+
+    Raises:
+        DataError: both are used, or the numbers leave it open.
+    """
+    marked = {
+        mark: [f.strip() for f in fields if mark in f and Dialect(decimal=mark).is_number(f)]
+        for mark in ",."
+    }
+    sure = {
+        mark: next((f for f in numbers if not _MAYBE_THOUSANDS.fullmatch(f)), None)
+        for mark, numbers in marked.items()
+    }
+    if not marked[","] or (sure["."] and not sure[","]):
+        return "."
+    if sure[","] and not sure["."]:
+        return ","
+    what = (
+        f"{sure[',']!r} and {sure['.']!r} have two decimal marks"
+        if sure[","]
+        else f"{marked[','][0]!r} may have decimals, or thousands"
+    )
+    raise DataError(
+        f"{path}: {what}; write --decimal , or --decimal . (in Python decimal=',' or '.')"
+    )
+
+
+def _names(path: Path, rows: list[list[str]], dialect: Dialect) -> list[str]:
+    """The names in the first record; none if it holds values.
+
+    Raises:
+        DataError: names are missing or double, or the record may be either.
+    """
+    first, second = ([*map(dialect.sort, row)] for row in (rows * 2)[:2])
+    like = all(a == b or "" in (a, b) for a, b in zip(first, second, strict=False))
+    if TEXT not in first and any(first) and (like or {*first} == {NUMBER}):
+        return []
+    if len(rows) > 1 and like and {NUMBER, "time"} & {*first}:
+        raise DataError(
+            f"{path}: the first line, {dialect.delimiter.join(rows[0])[:60]!r}, may be names"
+            " or values like those below; read it with pandas.read_csv(path, header=0) or"
+            " header=None, and pass the frame"
+        )
+    names = [name.strip() for name in rows[0]]
+    if "" in names or len(set(names)) < len(names):
+        index = "an index of pandas? to_csv(path, index=False)"
+        hint = index if not names[0] else f"mend it, {_PANDAS}"
+        raise DataError(
+            f"{path}: the first line is {names}, expected distinct column names; {hint}"
+        )
+    return names
+
+
+def header_of(path: Path) -> tuple[list[str], str]:
+    """The names in the first line of a CSV file and what separates them; none in other files."""
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        return [], ","
+    with path.open("rb") as file:  # which may be one long line
+        first = file.readline(65_536).decode("utf-8-sig", errors="replace")
+    rows = {mark: (*_records(first, mark), [])[0] for mark in DELIMITERS}
+    mark = max(rows, key=lambda mark: len(rows[mark]))
+    return [field.strip() for field in rows[mark]], mark

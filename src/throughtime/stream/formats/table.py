@@ -4,16 +4,14 @@ Open files and decoded blocks are bounded in number and size. Both are safe afte
 pickling.
 """
 
-import codecs
 import contextlib
 import importlib
 import mmap
 import os
-import threading
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,6 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
-CACHE_BYTES = 12 * 2**20  # of all files together, and at least one block
 RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
@@ -216,11 +213,11 @@ class _Format(NamedTuple):
 
 
 _FORMATS = {
-    ".arrow": _Format("arrow", "ArrowFile"),
+    ".arrow": _Format("arrow", "open_arrow"),
     ".bdf": _Format("edf", "EdfFile"),
-    ".csv": _Format("csv", "CsvFile"),
+    ".csv": _Format("csv", "open_csv"),
     ".edf": _Format("edf", "EdfFile"),
-    ".feather": _Format("arrow", "ArrowFile"),
+    ".feather": _Format("arrow", "open_arrow"),
     ".flac": _Format("audio", "AudioFile"),
     ".h5": _Format("arrays", "open_hdf5"),
     ".hdf5": _Format("arrays", "open_hdf5"),
@@ -229,7 +226,7 @@ _FORMATS = {
     ".npy": _Format("npy", "open_npy"),
     ".npz": _Format("npy", "open_npz"),
     ".ogg": _Format("audio", "AudioFile"),
-    ".parquet": _Format("parquet", "ParquetFile"),
+    ".parquet": _Format("arrow", "open_parquet"),
     ".wav": _Format("audio", "AudioFile"),
     ".zarr": _Format("arrays", "open_zarr", "zarr_files", folder=True),
 }
@@ -237,47 +234,12 @@ _HINTS = {
     ".txt": "; text is read as tokens: throughtime.stream.text(path)",
     ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
-_CSV_ROWS = _Format("csv_rows", "CsvRowsFile")
 SUFFIXES = tuple(_FORMATS)
 FOLDERS = tuple(suffix for suffix, form in _FORMATS.items() if form.folder)
 
 
-# The longer ones first: that of UTF-32 begins with that of UTF-16.
-_MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-
-
-def other_encoding(error: Exception, path: Path) -> str | None:
-    """The encoding of a text that is not UTF-8 and what to do.
-
-    Its byte order mark says it; a letter of Windows-1252 is likely where a single byte is wrong.
-    """
-    if not isinstance(error, UnicodeDecodeError):
-        return None
-    content, begin = error.object, error.start
-    name = next((n for mark, n in _MARKS.items() if not begin and content.startswith(mark)), None)
-    if name is None:
-        letter = content[begin : begin + 1].decode("windows-1252", errors="ignore")
-        if not letter or "end of data" in error.reason:
-            return None
-        name, why = "WINDOWS-1252", f"as Excel saves it (byte 0x{content[begin]:02X}: {letter})?"
-        return f"is it {name}, {why} {_convert(name, path)}"
-    return f"it is {name}, as its byte order mark says: {_convert(name, path)}"
-
-
-def _convert(encoding: str, path: Path) -> str:
-    return (
-        f"save it as UTF-8, or convert it: iconv -f {encoding} -t UTF-8 {path.name} >"
-        f" utf8-{path.name}"
-    )
-
-
 def open_table(
-    path: Path, *, rows: bool = False, delimiter: str | None = None, decimal: str | None = None
+    path: Path, *, delimiter: str | None = None, decimal: str | None = None
 ) -> FileTable:
     """Open the file of a recording by its suffix; where the format allows, read its header only.
 
@@ -286,10 +248,8 @@ def open_table(
 
     Args:
         path: a file, or a folder that is one recording (`.zarr`).
-        rows: each line of a CSV file is a signal, and time runs along it. The columns are then
-            `0`, `1`, ..., or `-1`, `-2`, ... from the last line.
-        delimiter: the character between the fields of a CSV file, a space for any run of spaces and
-            tabs. Default: detected. Files of another format have none; the setting is then unused.
+        delimiter: the character between the fields of a CSV file. Default: detected. Files of
+            another format have none; the setting is then unused.
         decimal: the decimal mark of a CSV file, "." or ",". Default: detected.
 
     Raises:
@@ -307,11 +267,6 @@ def open_table(
         )
     if not path.exists() or not (path.is_dir() if form.folder else path.is_file()):
         raise DataError(f"{path}: no such {'folder' if form.folder else 'file'}")
-    if rows and path.suffix.lower() != ".csv":
-        raise DataError(
-            f"{path}: rows=True is for .csv, whose lines may be signals; got '{path.suffix}'"
-        )
-    form = _CSV_ROWS if rows else form
     module = importlib.import_module(f"throughtime.stream.formats.{form.module}")
     files = getattr(module, form.files)(path) if form.files else (path,)
     opener = getattr(module, form.opener)
@@ -451,51 +406,3 @@ class MappedFile:
         if self._unreleased > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
             self.mapping.madvise(mmap.MADV_DONTNEED)
             self._unreleased = 0
-
-
-class BlockCache:
-    """Decoded blocks by key, the least recently used dropped first.
-
-    Lanes that play different parts of the same file decode each block once.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._blocks: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
-        self._bytes = 0
-        self.reset_lock()
-
-    def reset_lock(self) -> None:
-        """Make a new lock: a forked process may have inherited a locked one."""
-        self._lock = threading.Lock()
-
-    def get(
-        self,
-        key: Hashable,
-        decode: Callable[[], T],
-        size: Callable[[T], int] = lambda block: getattr(block, "nbytes", 0),
-    ) -> T:
-        """The block of this key, decoded unless it is cached.
-
-        An array is made read-only, because it is returned again.
-        """
-        with self._lock:
-            entry = self._blocks.get(key)
-            if entry is not None:
-                self._blocks.move_to_end(key)
-                return entry[0]
-        block = decode()
-        if isinstance(block, np.ndarray):
-            block.flags.writeable = False
-        bytes_used = max(1024, size(block))  # a view of mapped memory is an object all the same
-        with self._lock:
-            self._bytes += bytes_used - self._blocks.pop(key, (None, 0))[1]
-            self._blocks[key] = (block, bytes_used)
-            while self._bytes > self.limit and len(self._blocks) > 1:
-                self._bytes -= self._blocks.popitem(last=False)[1][1]
-        return block
-
-
-BLOCK_CACHE = BlockCache(CACHE_BYTES)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=BLOCK_CACHE.reset_lock)

@@ -10,7 +10,6 @@ shorter time. Two digits of a year are one of 1969 to 2068.
 import importlib
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +20,13 @@ from throughtime.stream.formats.table import Array, RowSource
 
 ORDERS = {
     "ymd": r"(?P<year>\d{4})[-/.](?P<month>\d{1,2})[-/.](?P<day>\d{1,2})",
-    "dmy": r"(?P<day>\d{1,2})[-/.](?P<month>\d{1,2})[-/.](?P<year>\d{4}|\d{2})",
+    "dmy": r"(?P<day>\d{1,2})[-/](?P<month>\d{1,2})[-/](?P<year>\d{4}|\d{2})",
+    "d.m.y": r"(?P<day>\d{1,2})\.(?P<month>\d{1,2})\.(?P<year>\d{4})",
+    "dd.mm.yy": r"(?P<day>\d{2})\.(?P<month>\d{2})\.(?P<year>\d{2})",  # 1.2.00 is a version
     "mdy": r"(?P<month>\d{1,2})[-/](?P<day>\d{1,2})[-/](?P<year>\d{4}|\d{2})",
     "dby": r"(?P<day>\d{1,2})[-/ ](?P<month>[A-Za-z]{3})[-/ ](?P<year>\d{4}|\d{2})",
     "yymd": r"(?P<year>\d{2})[-/](?P<month>\d{1,2})[-/](?P<day>\d{1,2})",
+    "": "",  # a time of day
 }
 _MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
 _CLOCK = (
@@ -32,9 +34,10 @@ _CLOCK = (
     r" *(?P<half>[AaPp][Mm])?"
 )
 _TIME = rf"(?:(?:[Tt]|,? +){_CLOCK})?"
-_ZONE = r" *(?P<zone>[Zz]|UTC|GMT|[+-]\d{2}(?::?\d{2})?)"
-_FORMS = {"": _TIME, "zone": _TIME + _ZONE, "date": "", "clock": _CLOCK}  # what follows the date
+_ZONE = r" *(?:[Zz]|UTC|GMT|(?P<ahead>[+-])(?P<hours>\d{2})(?::?(?P<minutes>\d{2}))?)"
+_RESTS = {"date": "", "time": _TIME, "zone": _TIME + _ZONE, "clock": _CLOCK}  # after the date
 CLOCK = "+clock"  # the form of times of day
+_FORMS = [f"{order}+{rest}" for rest in ("date", "time", "zone") for order in ORDERS if order]
 _NAT, _LONGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
 _EPOCH = np.datetime64(0, "ns")
 _BLOCK = 65_536  # rows read at once
@@ -42,64 +45,46 @@ _FEW = 10  # steps: fewer may be evenly spaced by chance
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-_ANY = re.compile(
-    re.sub(
-        r"\?P<\w+>", "?:", rf"\s*(?:(?:{'|'.join(ORDERS.values())}){_TIME}(?:{_ZONE})?|{_CLOCK})\s*"
-    )
-)
+def _pattern(form: str) -> str:
+    order, _, rest = form.partition("+")
+    return rf"\s*(?:{ORDERS[order]}){_RESTS[rest]}\s*"
+
+
+_PATTERNS = {form: re.compile(_pattern(form)) for form in (*_FORMS, CLOCK)}
 
 
 def is_time(text: str) -> bool:
     """Whether a text is written like a time stamp or a time of day; `2020-02-31` is, too."""
-    return _ANY.fullmatch(text) is not None
+    return any(pattern.fullmatch(text) for pattern in _PATTERNS.values())
 
 
-def time_format(fields: Sequence[str]) -> str:
-    """The format of texts that are all time stamps, empty ones aside; empty if they are not.
+def time_form(texts: Any) -> str:
+    """The form of an Arrow array of texts that are all times; empty if they are not.
+
+    Of several, a date without a time of day; then the one whose times ascend, in the shorter time.
 
     Example:
-        >>> time_format(["2020-03-09 10:14:33", ""]), time_format(["13/9/2020"]), time_format(["x"])
-        ('ymd', 'dmy', '')
+        >>> import pyarrow as pa
+        >>> [time_form(pa.array([t])) for t in ("2020-03-09 10:14:33", "13/9/2020", "1:14 PM", "x")]
+        ['ymd+time', 'dmy+date', '+clock', '']
     """
-    import pyarrow as pa
-
-    first = next((text.strip() for text in fields if text.strip()), "")
-    if not is_time(first):
-        return ""
-    texts, spans = pa.array(fields, pa.string()), dict[str, int]()
-    for name in (f"{order}{zone}" for order in ORDERS for zone in ("", "+zone")):
-        if not re.fullmatch(_pattern(name), first):
+    first, spans = texts[0].as_py(), dict[str, tuple[bool, int]]()
+    for form, pattern in _PATTERNS.items():
+        if not pattern.fullmatch(first):
             continue
-        values = parse_times(texts, name)
-        if not wrong_times(texts, values).any():
-            times = values[~np.isnat(values)].astype(np.int64)
+        values = parse_times(texts, form)
+        if not np.isnat(values).any():
+            times = values.astype(np.int64)
             descends = bool((np.diff(times) < 0).any())
-            spans[name] = int(times.max() - times.min()) if not descends else _LONGEST
-    us = "mdy" in spans and first[-1] in "Mm"  # 1 PM: where the month comes first
-    return "mdy" if us else min(spans, key=lambda name: spans[name], default="")
-
-
-def is_clock(fields: Sequence[str]) -> bool:
-    """Whether texts are all times of day, such as `10:14:33.5` and `1:14 PM`, empty ones aside."""
-    import pyarrow as pa
-
-    texts = pa.array(fields, pa.string())
-    return not wrong_times(texts, parse_times(texts, CLOCK)).any()
+            us = first[-1] in "Mm" and not form.startswith("mdy")  # 1 PM: the month comes first
+            span = int(times.max() - times.min()) if not descends else _LONGEST
+            spans[form] = (us or not form.endswith("date"), _LONGEST if us else span)
+    return min(spans, key=lambda form: spans[form], default="")
 
 
 def wrong_times(texts: Any, values: Array) -> Array:
-    """Which texts are no time stamps, though they are not empty."""
-    from pyarrow import compute
-
-    lengths = compute.call_function(
-        "utf8_length", [compute.call_function("utf8_trim_whitespace", [texts])]
-    )
-    return np.isnat(values) & (lengths.to_numpy(zero_copy_only=False) > 0)
-
-
-def _pattern(form: str) -> str:
-    order, _, rest = form.partition("+")
-    return rf"\s*{ORDERS.get(order, '')}{_FORMS[rest]}\s*"
+    """Which texts are no times, though they are not missing."""
+    return np.isnat(values) & texts.is_valid().to_numpy(zero_copy_only=False)
 
 
 def parse_times(texts: Any, form: str) -> Array:
@@ -111,10 +96,8 @@ def parse_times(texts: Any, form: str) -> Array:
     """
     compute: Any = importlib.import_module("pyarrow.compute")
     order, _, rest = form.partition("+")
-    options = compute.ExtractRegexOptions(f"^{_pattern(form)}$")
-    parts = compute.call_function("extract_regex", [texts], options)
-    names = [f.name for f in parts.type]
-    columns = dict(zip(names, parts.flatten(), strict=True))
+    parts = compute.extract_regex(texts, f"^{_pattern(form)}$")
+    columns = dict(zip([f.name for f in parts.type], parts.flatten(), strict=True))
     valid: Array = parts.is_valid().to_numpy(zero_copy_only=False).copy()
     if order == "dby":
         months = importlib.import_module("pyarrow").array(_MONTHS)
@@ -129,12 +112,14 @@ def parse_times(texts: Any, form: str) -> Array:
         digits = compute.if_else(compute.equal(columns[name], ""), "0", columns[name])
         return digits.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
 
+    def text(name: str) -> Array:
+        return compute.utf8_lower(columns[name]).fill_null("").to_numpy(zero_copy_only=False)
+
     year, month, day = number("year", 1970), number("month", 1), number("day", 1)
-    if order != "ymd":  # as POSIX has it
-        year = np.where(year < 100, year + np.where(year < 69, 2000, 1900), year)
+    year = np.where(year < 100, year + np.where(year < 69, 2000, 1900), year)  # as POSIX has it
     hour, minute, second = map(number, ("hour", "minute", "second"))
     if "half" in columns:
-        half = compute.utf8_lower(columns["half"]).fill_null("").to_numpy(zero_copy_only=False)
+        half = text("half")
         valid &= (half == "") | ((hour >= 1) & (hour <= 12))
         hour = np.where(half == "", hour, hour % 12 + 12 * (half == "pm"))
     valid &= (year > 1677) & (year < 2262) & (month >= 1) & (month <= 12) & (day >= 1)
@@ -146,24 +131,12 @@ def parse_times(texts: Any, form: str) -> Array:
     valid &= days.astype("M8[M]") == begin
     seconds = ((days.astype(np.int64) * 24 + hour) * 60 + minute) * 60 + second
     if rest == "zone":
-        seconds = seconds - _zone_seconds(columns["zone"])
+        ahead = number("hours") * 3600 + number("minutes") * 60
+        seconds = seconds - np.where(text("ahead") == "-", -ahead, ahead)
     result = np.where(valid, seconds * 10**9 + number("fraction"), _NAT)
-    return (
-        result.view("m8[ns]")
-        if form == CLOCK
-        else result.view("M8[ns]").astype("M8[D]" if rest == "date" else "M8[ns]")
-    )
-
-
-def _zone_seconds(zones: Any) -> Array:
-    """How far local time is ahead of UTC."""
-    texts = zones.fill_null("Z").to_pylist()
-    seconds: dict[str, int] = {}
-    for text in set(texts):
-        digits = text[1:].replace(":", "") if text[0] in "+-" else "00"
-        value = int(digits[:2]) * 3600 + int(digits[2:] or 0) * 60
-        seconds[text] = -value if text[0] == "-" else value
-    return np.array([seconds[text] for text in texts], dtype=np.int64)
+    if form == CLOCK:
+        return result.view("m8[ns]")
+    return result.view("M8[ns]").astype("M8[D]" if rest == "date" else "M8[ns]")
 
 
 def nanoseconds(values: Array, source: str) -> Array:
