@@ -1,0 +1,121 @@
+"""Odd but legal data files: how each is written, and what the format's own library reads in it.
+
+A case writes its file and returns a `Reference`. What throughtime makes of the file has no part in
+it. A common file must be read; an odd one may be refused by a message that says what to do.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+MATRIX = ""  # the only column of a file without names: all of its inputs
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The values that a library reads.
+
+    Args:
+        numbers: by the name of the column; `(T,)` or `(T, D)`, a missing value is NaN.
+        texts: by the name of the column; a missing text is None.
+        times: the time stamps of the steps, `(T,)`.
+        refused: columns that are no inputs: time stamps, durations, lists.
+    """
+
+    numbers: Mapping[str, Any]
+    texts: Mapping[str, Sequence[str | None]] = field(default_factory=dict)
+    times: Any = None
+    refused: Sequence[str] = ()
+
+
+class OddFile(NamedTuple):
+    """A case: the name of its file, the function that writes it, and the options to read it by."""
+
+    file: str
+    write: Callable[[Path], Reference]
+    common: bool
+    options: Mapping[str, Any] = {}
+
+    def __str__(self) -> str:
+        return self.file
+
+
+Writer = Callable[[Path], Reference]
+
+
+class Register(list[OddFile]):
+    """The cases of a module, in the order of its functions."""
+
+    def common(self, suffix: str, **options: Any) -> Callable[[Writer], Writer]:
+        """Add a file that users expect to be read."""
+        return self._add(suffix, common=True, options=options)
+
+    def odd(self, suffix: str, **options: Any) -> Callable[[Writer], Writer]:
+        """Add a file that may be refused, if the message says what to do."""
+        return self._add(suffix, common=False, options=options)
+
+    def _add(
+        self, suffix: str, *, common: bool, options: Mapping[str, Any]
+    ) -> Callable[[Writer], Writer]:
+        def add(write: Writer) -> Writer:
+            self.append(OddFile(f"{write.__name__}{suffix}", write, common, options))
+            return write
+
+        return add
+
+
+def nanoseconds(times: Any) -> list[int | None]:
+    """Time stamps of any unit as whole nanoseconds since 1970, exactly; None where one lacks."""
+    array = np.asarray(times)
+    unit, count = np.datetime_data(array.dtype)
+    factor = {
+        "D": 86_400 * 10**9,
+        "h": 3_600 * 10**9,
+        "m": 60 * 10**9,
+        "s": 10**9,
+        "ms": 10**6,
+        "us": 10**3,
+        "ns": 1,
+    }[unit]
+    whole = array.astype(np.int64).tolist()
+    return [
+        None if lacks else value * count * factor
+        for value, lacks in zip(whole, np.isnat(array).tolist(), strict=True)
+    ]
+
+
+def is_same(value: Any, expected: Any, epsilon: float) -> bool:
+    """Whether two values agree: integers exactly, floats to rounding, NaN with NaN."""
+    if value != value or expected != expected:
+        return bool(value != value and expected != expected)
+    if isinstance(expected, int) or value == expected:
+        return bool(value == expected)
+    return abs(value - expected) <= 4 * epsilon * abs(expected)
+
+
+def rows(column: Any) -> list[list[Any]]:
+    """The steps of a column `(T,)`, `(T, D)` or of more axes, each a list of its numbers."""
+    if isinstance(column, list):  # an array of [1, 2**63] would be floating, the list is exact
+        values: list[Any] = column
+        return [value if isinstance(value, list) else [value] for value in values]
+    array = np.asarray(column)
+    return array.reshape(len(array), -1).tolist()
+
+
+def differences(values: Any, expected: Any) -> list[str]:
+    """Where the values of a column differ from those of the reference; at most three."""
+    steps, wanted = rows(np.asarray(values)), rows(expected)
+    if [*map(len, steps)] != [*map(len, wanted)]:
+        return [f"shape {np.shape(values)}, expected {np.shape(expected)}"]
+    kind: Any = getattr(expected, "dtype", np.dtype(float))
+    epsilon = float(np.finfo(kind if kind.kind == "f" else float).eps)
+    wrong = [
+        f"step {step}: {got}, expected {want}"
+        for step, pair in enumerate(zip(steps, wanted, strict=True))
+        for got, want in zip(*pair, strict=True)
+        if not is_same(got, want, epsilon)
+    ]
+    return wrong[:3]
