@@ -1,4 +1,4 @@
-"""Malformed files: each is refused by an error that names the file, and its line and column."""
+"""MalformedFile files: each is refused by an error that names the file, and its line and column."""
 
 import gzip
 import zipfile
@@ -16,11 +16,13 @@ import soundfile
 import zarr
 
 import odd_arrays
+import odd_netcdf
+import odd_signals
 
-MALFORMED: list["Malformed"] = []
+MALFORMED: list["MalformedFile"] = []
 
 
-class Malformed(NamedTuple):
+class MalformedFile(NamedTuple):
     """A case: the function that writes the file, and the line and column of the fault."""
 
     file: str
@@ -41,14 +43,14 @@ def text(
     def write(path: Path) -> None:
         path.write_bytes(raw)
 
-    MALFORMED.append(Malformed(f"{name}.csv", write, line, column))
+    MALFORMED.append(MalformedFile(f"{name}.csv", write, line, column))
 
 
 def malformed(suffix: str) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
     """Add a binary file that the function writes."""
 
     def add(write: Callable[[Path], Any]) -> Callable[[Path], Any]:
-        MALFORMED.append(Malformed(f"{write.__name__}{suffix}", write))
+        MALFORMED.append(MalformedFile(f"{write.__name__}{suffix}", write))
         return write
 
     return add
@@ -64,7 +66,7 @@ def truncated(suffix: str, write: Callable[[Path], Any], share: float, part: str
         victim.write_bytes(content[: int(len(content) * share)])
 
     MALFORMED.append(
-        Malformed(f"cut_at_{share:.0%}_{write.__name__}{suffix}".replace("%", ""), cut)
+        MalformedFile(f"cut_at_{share:.0%}_{write.__name__}{suffix}".replace("%", ""), cut)
     )
 
 
@@ -86,8 +88,11 @@ text("open_quote_at_the_end", 'u,label\n1,a\n2,"b', line=3)
 text("text_after_quote", 'u,label\n1,"a"b\n2,c\n', line=2)
 text("quotes_by_backslashes", 'u,label\n1,"a \\"b\\" c"\n2,d\n', line=2)
 text("mixed_separators", "u,v\n1,2\n3;4\n5,6\n", line=3)
+text("two_separators_no_header", "5;-56,186\n-34,287\n", line=2)
 text("mixed_tabs", "u\tv\n1\t2\n3 4\n", line=3)
 text("header_by_other_separator", "u;v\n1,2\n3,4\n")
+text("two_tabs", "u\tv\tw\n1\t2\t3\n4\t\t5\t6\n", line=3)
+text("two_tabs_in_header", "u\t\tv\n1\t2\n3\t4\n", line=1)
 
 # Bytes
 text("nul_byte", b"u,v\n1,2\n3,\x004\n5,6\n", line=3)
@@ -137,6 +142,8 @@ text("second_61", "u,time\n1,2020-01-01 10:00:00\n2,2020-01-01 10:00:61\n", line
 text("two_forms_of_dates", "u,time\n1,2020-01-01\n2,02.01.2020\n", line=3, column="time")
 text("day_and_month_contradict", "u,time\n1,13/01/2020\n2,01/14/2020\n", line=3, column="time")
 text("day_or_month", "u,time\n1,01/02/2020\n2,01/03/2020\n3,01/05/2020\n", column="time")
+text("day_or_month_or_year", "u,time\n1,10/11/12\n2,10/11/13\n", column="time")
+text("zone_of_25_hours", "u,time\n1,2020-01-01T10:00+25:00\n2,2020-01-01T10:01+25:00\n", line=2)
 text(
     "zone_sometimes",
     "u,time\n1,2020-01-01T10:00:00Z\n2,2020-01-01T10:00:01\n",
@@ -180,7 +187,7 @@ def _content(suffix: str, content: bytes, name: str) -> None:
     def write(path: Path) -> None:
         path.write_bytes(content)
 
-    MALFORMED.append(Malformed(f"{name}{suffix}", write))
+    MALFORMED.append(MalformedFile(f"{name}{suffix}", write))
 
 
 SUFFIXES = ("parquet", "arrow", "feather", "h5", "nc", "npy", "npz", "wav", "flac", "edf", "hea")
@@ -214,7 +221,7 @@ def zarr_unequal_lengths(path: Path) -> None:
 
 @malformed(".edf")
 def edf_letters_in_header(path: Path) -> None:
-    odd_arrays.edf_two_signals(path)
+    odd_signals.edf_two_signals(path)
     content = bytearray(path.read_bytes())
     content[464:472] = b"-1,5e+02"
     path.write_bytes(content)
@@ -222,7 +229,7 @@ def edf_letters_in_header(path: Path) -> None:
 
 @malformed(".hea")
 def wfdb_of_an_unknown_format(path: Path) -> None:
-    odd_arrays.wfdb_16(path)
+    odd_signals.wfdb_16(path)
     path.write_text(path.read_text().replace("dat 16 ", "dat 17 "))
 
 
@@ -286,7 +293,7 @@ def wav_without_samples(path: Path) -> None:
 
 @malformed(".hea")
 def wfdb_without_signals(path: Path) -> None:
-    odd_arrays.wfdb_16(path)
+    odd_signals.wfdb_16(path)
     path.with_suffix(".dat").unlink()
 
 
@@ -306,12 +313,12 @@ for fraction in (0.5, 0.97):
     truncated(".parquet", parquet, fraction)
     truncated(".arrow", arrow, fraction)
     truncated(".h5", odd_arrays.hdf5_columns, fraction)
-    truncated(".nc", odd_arrays.netcdf_classic, fraction)
-    truncated(".nc", odd_arrays.netcdf_4, fraction)
+    truncated(".nc", odd_netcdf.netcdf_classic, fraction)
+    truncated(".nc", odd_netcdf.netcdf_4, fraction)
     truncated(".npy", odd_arrays.npy_fortran, fraction)
     truncated(".npz", odd_arrays.npz_compressed, fraction)
-    truncated(".wav", odd_arrays.wav_pcm_16, fraction)
-    truncated(".flac", odd_arrays.flac_16, fraction)
-    truncated(".ogg", odd_arrays.ogg_vorbis, fraction)
-    truncated(".edf", odd_arrays.edf_two_signals, fraction)
-    truncated(".hea", odd_arrays.wfdb_16, fraction, ".dat")
+    truncated(".wav", odd_signals.wav_pcm_16, fraction)
+    truncated(".flac", odd_signals.flac_16, fraction)
+    truncated(".ogg", odd_signals.ogg_vorbis, fraction)
+    truncated(".edf", odd_signals.edf_two_signals, fraction)
+    truncated(".hea", odd_signals.wfdb_16, fraction, ".dat")

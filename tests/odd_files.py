@@ -12,6 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MATRIX = ""  # the only column of a file without names: all of its inputs
+T = 12
+U = np.arange(T) * 1.5 - 3
+V = np.sin(np.arange(T) * 0.7)
+COUNTS = np.arange(T, dtype=np.int32) - 4
+BOTH = np.column_stack([U, V])
 
 
 @dataclass(frozen=True)
@@ -119,3 +124,8 @@ def differences(values: Any, expected: Any) -> list[str]:
         if not is_same(got, want, epsilon)
     ]
     return wrong[:3]
+
+
+def matrix(values: Any, **others: Any) -> Reference:
+    """All inputs of a file whose columns have no names."""
+    return Reference({MATRIX: np.asarray(values)}, **others)

@@ -1,7 +1,8 @@
 """Odd but legal files give the values of their format's own library, or are refused in words.
 
-The cases were written without knowledge of the readers: `odd_texts.py`, `odd_tables.py`,
-`odd_arrays.py`, and `malformed_files.py` for files that nobody can read.
+The cases were written without knowledge of the readers: CSV in `odd_texts.py`, Parquet and Arrow in
+`odd_tables.py`, HDF5, Zarr and NumPy in `odd_arrays.py`, `odd_netcdf.py`, sound, EDF and WFDB in
+`odd_signals.py`. The files of `malformed_files.py` must be refused.
 """
 
 import re
@@ -12,15 +13,17 @@ from typing import Any, NamedTuple
 import pytest
 
 import throughtime as tt
-from malformed_files import MALFORMED, Malformed
+from malformed_files import MALFORMED, MalformedFile
 from odd_arrays import ARRAYS
 from odd_files import MATRIX, OddFile, Reference, differences, nanoseconds, rows
+from odd_netcdf import NETCDF
+from odd_signals import SIGNALS
 from odd_tables import TABLES
 from odd_texts import TEXTS
 from throughtime.errors import DataError
 from throughtime.stream import StepArrays
 
-CASES = [*TEXTS, *TABLES, *ARRAYS]
+CASES = [*TEXTS, *TABLES, *ARRAYS, *NETCDF, *SIGNALS]
 # A refusal says what to do: it has an imperative.
 ADVICE = re.compile(
     r"\b(add|call|choose|convert|copy|correct|delete|download|drop|export|fill|give|install|keep|"
@@ -139,7 +142,7 @@ def test_no_value_differs_silently(case: OddFile, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", MALFORMED, ids=str)
 def test_a_malformed_file_is_refused_by_file_line_and_column(
-    case: Malformed, tmp_path: Path
+    case: MalformedFile, tmp_path: Path
 ) -> None:
     path = tmp_path / case.file
     case.write(path)
