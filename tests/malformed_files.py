@@ -88,7 +88,6 @@ text("open_quote_at_the_end", 'u,label\n1,a\n2,"b', line=3)
 text("text_after_quote", 'u,label\n1,"a"b\n2,c\n', line=2)
 text("quotes_by_backslashes", 'u,label\n1,"a \\"b\\" c"\n2,d\n', line=2)
 text("mixed_separators", "u,v\n1,2\n3;4\n5,6\n", line=3)
-text("two_separators_no_header", "5;-56,186\n-34,287\n", line=2)
 text("mixed_tabs", "u\tv\n1\t2\n3 4\n", line=3)
 text("header_by_other_separator", "u;v\n1,2\n3,4\n")
 text("two_tabs", "u\tv\tw\n1\t2\t3\n4\t\t5\t6\n", line=3)
@@ -123,18 +122,12 @@ text("two_minus_signs", "u,v\n1,2\n2,--3\n", line=3, column="v")
 # Time stamps
 text("version_as_date", "u,time\n1,1.2.00\n2,1.3.00\n", column="time")
 text(
-    "na_in_times",
-    "u,time\n1,2020-01-01 10:00\n2,NA\n3,2020-01-01 10:02\n",
-    line=3,
-    column="time",
-)
-text(
     "text_in_times",
     "u,time\n1,2020-01-01 10:00\n2,soon\n3,2020-01-01 10:02\n",
     line=3,
     column="time",
 )
-text("number_in_times", "u,time\n1,2020-01-01\n2,20200102\n3,7\n", line=3, column="time")
+text("number_in_times", "u,time\n1,2020-01-01\n2,20200102\n3,7\n", column="time")
 text("month_13", "u,time\n1,2020-12-01\n2,2020-13-01\n", line=3, column="time")
 text("february_30", "u,time\n1,28.02.2020\n2,30.02.2020\n", line=3, column="time")
 text("hour_25", "u,time\n1,2020-01-01 23:00\n2,2020-01-01 25:00\n", line=3, column="time")

@@ -170,7 +170,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
     "names or values": ("N,1,2\nV,2,3\n", "the first line, 'N,1,2', may be names or values"),
     "no name": ("a,,b\n1,2,3\n", "expected distinct column names; mend it"),
     "an index": (",u\n0,1\n", r"an index of pandas\? to_csv\(path, index=False\)"),
-    "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, expected UTF-8 text; is it UTF-16"),
+    "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, expected text; if it is UTF-16"),
     "late not utf-8": (b"a,b\n" + b"1,2\n" * 300_000 + b"1,\xff\n", "line 300002: is no UTF-8"),
     "windows-1252": ("Größe;x\n1;2\n".encode("cp1252"), "is it WINDOWS-1252, .* iconv -f WINDOWS"),
     "late short line": (
@@ -180,7 +180,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
     "shifted commas": (b"a,b,c\n1,2\n1,2,3,4\n", "line 2 has 2 fields, the header has 3"),
     "no header": (b"1,2\n3,4\n5,6,7\n", "line 3 has 3 fields, the lines before it have 2"),
     "short quoted line": (b'a,b\n"1","2"\n"1"\n', "line 3 has 1 fields, the header has 2"),
-    "open quote": (b'a,b\n1,2\n1,"2\n3,4\n', "line 4: unexpected end of data; is a quote open"),
+    "open quote": (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: unexpected end of data; is a quote open"),
     "text after a quote": (b'a,b\n"1"2,3\n', "line 2: "),
     "two decimal marks": ("a;b\n1,5;2.5\n", "'1,5' and '2.5' have two decimal marks; write --deci"),
     "thousands?": ("a;b\n1,234;2\n1,500;3\n", "'1,234' may have decimals, or thousands; write"),

@@ -262,5 +262,12 @@ def _values(path: Path, name: str, column: Any, *, nullable: bool) -> Array:
             f"{path}: column '{name}' has the type {column.type}, expected numbers or text; leave"
             " it out of the inputs"
         )
-    values = column.to_numpy(zero_copy_only=False)
-    return values.astype(np.float64) if nullable and values.dtype.kind in "iu" else values
+    if not nullable or not kinds.is_integer(column.type):
+        return column.to_numpy(zero_copy_only=False)
+    whole = column.fill_null(0).to_numpy()
+    if (whole != whole.astype(np.float64).astype(whole.dtype)).any():
+        raise DataError(
+            f"{path}: column '{name}' has missing values, and whole numbers of so many digits that"
+            " float64 would merge them; leave it out, or fill the missing ones"
+        )
+    return column.cast(pa.float64()).to_numpy(zero_copy_only=False)

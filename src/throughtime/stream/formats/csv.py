@@ -23,7 +23,7 @@ from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats.arrow import Blocks, RestartError
 from throughtime.stream.formats.converted import converted
 from throughtime.stream.formats.table import Array, TableFile
-from throughtime.stream.formats.times import CLOCK, is_time, parse_times, time_form, wrong_times
+from throughtime.stream.formats.times import CLOCK, is_time, parse_times, time_forms, wrong_times
 
 BLOCK = 2**20  # bytes of a block, and the rest of its last record
 LONGEST = 2**24  # characters without the end of a record: more are an error
@@ -31,7 +31,7 @@ WIDEST = 10_000  # columns
 LABEL = 256  # characters: a longer label would make every label of a block as long in memory
 DELIMITERS = ",;\t|"
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
-NUMBER, TEXT = "number", "text"  # kinds of columns; any other is a form of times
+NUMBER, BOOLEAN, TEXT = "number", "boolean", "text"  # columns; any other is a form of times
 _RECORDS = 200  # of the first block, which show the delimiter
 _NUMBERS = {
     mark: rf"[+-]?(\d+({re.escape(mark)}\d*)?|{re.escape(mark)}\d+)([eE][+-]?\d+)?"
@@ -42,6 +42,7 @@ _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}([.,'\u2019 \u00a0\u202f])\d{3}(\1\d{3})*([.,]\d+)?")
 _EXACT = 2**53  # up to which float64 holds every whole number
 _DIGITS = r"[+-]?\d{16,}"
+_BOOLEANS = ("true", "false")
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 _PANDAS = "or read it with pandas or polars and pass the frame: tt.recording(frame, ...)"
 
@@ -66,9 +67,10 @@ class Dialect(NamedTuple):
 def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = None) -> TableFile:
     r"""A CSV file, converted once, see `converted`; every line is checked.
 
-    A column whose first filled field is a number is float64; an empty field is NaN, and so is `NA`
-    or `NULL`. One whose fields in the first megabyte are time stamps, or times of day, is times.
-    All else is text. A later field of another kind is an error when the column is read. A first
+    A column whose first filled field is a number is float64; an empty field is missing, and so is
+    `NA` or `NULL`. One whose first field is a time stamp, or a time of day, is times; whether 3/9
+    is March or September is decided by all of its first megabyte. One of `true` and `false` is 0
+    and 1. All else is text. A field of another kind is an error when its column is read. A first
     line of values like those of the second is no header: the columns are then called `0`, `1`, ...
 
     Args:
@@ -128,6 +130,7 @@ class _Source:
         mark = re.escape(mark)
         self._quoted = re.compile(rf'(?<![^{mark}\n])"[^"\r\n]*"(?=[{mark}\r\n]|\Z)')
         texts = next((self._texts(*block)[0] for block in self._bodies()), {})
+        self._doubts: dict[str, str] = {}  # columns whose dates may be several
         self._seen = {name: [texts[name]] if texts else [] for name in self.names}
         self.kinds = {name: self._kind(name) for name in self.names}
         self._open = {*self.names}  # columns of which no filled field was seen
@@ -136,12 +139,14 @@ class _Source:
         """Its batches, from the first on."""
         import pyarrow as pa
 
-        types = {NUMBER: pa.float64(), TEXT: pa.string(), CLOCK: pa.time64("ns")}
+        types = {NUMBER: pa.float64(), BOOLEAN: pa.bool_(), TEXT: pa.string()}
+        types[CLOCK] = pa.time64("ns")
         dates = {True: pa.date32(), False: pa.timestamp("ns")}
         self.schema = pa.schema(
             {n: types.get(kind, dates[kind.endswith("+date")]) for n, kind in self.kinds.items()}
         )
         self.faults.clear()
+        self.faults.update(self._doubts)
         return Blocks(self.schema, self._batches, self.faults)
 
     def _batches(self) -> Iterator[Any]:
@@ -230,15 +235,15 @@ class _Source:
 
     def _records(self, block: str, line: int) -> Iterator[tuple[int, list[str]]]:
         """The records of a block, each with the number of its last line, by the csv module."""
-        lines = io.StringIO(block, newline="")
+        lines, first = io.StringIO(block, newline=""), line + 1
         reader = csv.reader(lines, delimiter=self.dialect.delimiter, strict=True)
         try:
             for record in reader:
                 yield line + reader.line_num, record
+                first = line + reader.line_num + 1
         except csv.Error as error:
             raise DataError(
-                f"{self.path}: line {line + reader.line_num}: {error}; is a quote open? Mend it,"
-                f" {_PANDAS}"
+                f"{self.path}: line {first}: {error}; is a quote open? Mend it, {_PANDAS}"
             ) from error
 
     def _batch(self, columns: Mapping[str, Any], lines: Sequence[int] | None) -> Any:
@@ -279,6 +284,11 @@ class _Source:
         plain = compute.utf8_trim_whitespace(texts)
         missing = compute.is_in(plain, import_module("pyarrow").array(MISSING))
         plain = compute.if_else(missing, None, plain)
+        if kind == BOOLEAN:
+            lower = compute.utf8_lower(plain)
+            good = compute.is_in(lower, import_module("pyarrow").array(_BOOLEANS))
+            wrong = compute.and_not(compute.is_valid(plain), good)
+            return compute.if_else(good, compute.equal(lower, "true"), None), _flags(wrong)
         if kind != NUMBER:
             values = parse_times(plain, kind)
             return values, wrong_times(plain, values)
@@ -297,21 +307,21 @@ class _Source:
             RestartError: it can, as a column of another kind.
         """
         field, kind, is_open = texts[row].as_py(), self.kinds[name], name in self._open
-        if is_open or kind not in (NUMBER, TEXT):
+        if is_open or "+" in kind:
             self._seen[name].append(texts)
             other = self._kind(name)
             if other != kind and (is_open or other != TEXT):
                 self.kinds[name] = other
                 raise RestartError
         if kind == TEXT:
-            fault = f"holds a text of {len(field)} characters, expected labels"
+            fault = f"holds a text of {len(field)} characters, expected labels; leave it out"
         elif kind == NUMBER and re.fullmatch(_DIGITS, field.strip()):
             fault = (
                 f"holds {field.strip()}, a whole number of so many digits that float64 would merge"
                 f" it with others; leave the column out, {_PANDAS}"
             )
         else:
-            expected = "a number" if kind == NUMBER else "a time stamp"
+            expected = {NUMBER: "a number", BOOLEAN: "true or false"}.get(kind, "a time stamp")
             reason = self._reason(field.strip()) if kind == NUMBER else ""
             fault = (
                 f"holds {field[:40]!r}, expected {expected} as in the lines before it;"
@@ -337,7 +347,15 @@ class _Source:
         filled = [text for text in texts if text.strip() not in MISSING]
         if not filled or self.dialect.is_number(filled[0]) or self._reason(filled[0].strip()):
             return NUMBER
-        return time_form(pa.array(filled)) or TEXT
+        if {text.strip().lower() for text in filled} <= {*_BOOLEANS}:
+            return BOOLEAN
+        forms = time_forms(pa.array(filled))
+        if len(forms) > 1:
+            self._doubts[name] = (
+                f"column '{name}' holds {filled[0]!r}, whose day and month cannot be told apart;"
+                f" write it as 2020-03-09, leave the column out, {_PANDAS}"
+            )
+        return [*forms, TEXT][0]
 
 
 def _flags(values: Any) -> Array:
@@ -369,8 +387,8 @@ def _read_blocks(path: Path) -> Iterator[tuple[str, int]]:
             if "\0" in rest:
                 at = line + rest.count("\n", 0, rest.index("\0")) + 1
                 raise DataError(
-                    f"{path}: line {at} holds a NUL byte, expected UTF-8 text; is it UTF-16"
-                    " without a byte order mark, or damaged?"
+                    f"{path}: line {at} holds a NUL byte, expected text; if it is UTF-16 without a"
+                    " byte order mark, save it as UTF-8"
                 )
             end = _record_end(rest) if data else len(rest)
             if end:
@@ -445,12 +463,13 @@ def _detect_dialect(
     if not rows:
         raise DataError(f"{path}: the file is empty, expected a header line with column names")
     if not fit(best)[0]:
-        for mark in [m for m in samples if m != decimal]:
-            _check_first_line(path, samples[mark], mark)
         best = delimiter or (";" if decimal == "," else ",")  # of a single column
+        for mark in [m for m in samples if m != decimal]:
+            if mark != best or len(samples[mark][0]) == 1:
+                _check_first_line(path, samples[mark], mark)
         rows = _records(text, best)
     if decimal is None:
-        decimal = "." if best == "," else _decimal(path, [f for row in rows for f in row])
+        decimal = "." if best == "," else _decimal(path, rows, text, best)
     return Dialect(best, decimal), rows
 
 
@@ -465,12 +484,13 @@ def _check_first_line(path: Path, rows: list[list[str]], mark: str) -> None:
         )
 
 
-def _decimal(path: Path, fields: Sequence[str]) -> str:
-    """The decimal mark of fields.
+def _decimal(path: Path, rows: list[list[str]], text: str, delimiter: str) -> str:
+    """The decimal mark of the fields of records.
 
     Raises:
         DataError: both are used, or the numbers leave it open.
     """
+    fields = [field for row in rows for field in row]
     marked = {
         mark: [f.strip() for f in fields if mark in f and Dialect(decimal=mark).is_number(f)]
         for mark in ",."
@@ -488,8 +508,12 @@ def _decimal(path: Path, fields: Sequence[str]) -> str:
         if sure[","]
         else f"{marked[','][0]!r} may have decimals, or thousands"
     )
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    comma = sure[","] or marked[","][0]
+    column = next(i for row in reader for i, field in enumerate(row) if field.strip() == comma)
     raise DataError(
-        f"{path}: {what}; write --decimal , or --decimal . (in Python decimal=',' or '.')"
+        f"{path}: line {reader.line_num}, column '{rows[0][column]}': {what}; write --decimal , or"
+        " --decimal . (in Python decimal=',' or '.')"
     )
 
 

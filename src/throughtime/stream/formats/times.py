@@ -53,33 +53,48 @@ def _pattern(form: str) -> str:
 _PATTERNS = {form: re.compile(_pattern(form)) for form in (*_FORMS, CLOCK)}
 
 
+_ANY = re.sub(r"\?P<\w+>", "?:", "|".join(p.pattern for p in _PATTERNS.values()))
+
+
 def is_time(text: str) -> bool:
     """Whether a text is written like a time stamp or a time of day; `2020-02-31` is, too."""
     return any(pattern.fullmatch(text) for pattern in _PATTERNS.values())
 
 
-def time_form(texts: Any) -> str:
-    """The form of an Arrow array of texts that are all times; empty if they are not.
+def time_forms(texts: Any) -> list[str]:
+    """The forms of an Arrow array of texts that are times; none if the first is no time.
 
-    Of several, a date without a time of day; then the one whose times ascend, in the shorter time.
+    Those that most of them have; of several, one whose times ascend, in the shorter time, then with
+    the day before the month. There are several if the choice would change the spacing of dates
+    without a time of day, or the year. More than half of the texts are written like times, or all.
 
     Example:
         >>> import pyarrow as pa
-        >>> [time_form(pa.array([t])) for t in ("2020-03-09 10:14:33", "13/9/2020", "1:14 PM", "x")]
-        ['ymd+time', 'dmy+date', '+clock', '']
+        >>> [time_forms(pa.array([text])) for text in ("2020-03-09 10:14:33", "1:14 PM", "x")]
+        [['ymd+time'], ['+clock'], []]
+        >>> time_forms(pa.array(["1/2/2020", "1/3/2020"]))
+        ['dmy+date', 'mdy+date']
     """
-    first, spans = texts[0].as_py(), dict[str, tuple[bool, int]]()
+    compute: Any = importlib.import_module("pyarrow.compute")
+    first, spans = texts[0].as_py(), dict[str, tuple[int, bool, int]]()
+    like = compute.sum(compute.match_substring_regex(texts, f"^(?:{_ANY})$")).as_py()
+    years = dict[str, Any]()
     for form, pattern in _PATTERNS.items():
-        if not pattern.fullmatch(first):
+        us = first[-1] in "Mm" and form.startswith(("dmy", "yymd"))  # 1 PM: the month comes first
+        if us or not pattern.fullmatch(first) or (len(texts) > like <= len(texts) / 2):
             continue
         values = parse_times(texts, form)
-        if not np.isnat(values).any():
-            times = values.astype(np.int64)
-            descends = bool((np.diff(times) < 0).any())
-            us = first[-1] in "Mm" and not form.startswith("mdy")  # 1 PM: the month comes first
-            span = int(times.max() - times.min()) if not descends else _LONGEST
-            spans[form] = (us or not form.endswith("date"), _LONGEST if us else span)
-    return min(spans, key=lambda form: spans[form], default="")
+        times = values[~np.isnat(values)].astype(np.int64)
+        is_date, span = form.endswith("date"), _LONGEST
+        if len(times) and (np.diff(times) >= 0).all():
+            span = 0 if is_date else int(times[-1] - times[0])
+        spans[form] = (-len(times), not is_date, span)
+        years[form] = "each" if is_date else values[0].astype("M8[Y]")
+    best = min(spans.values(), default=None)
+    forms = [form for form, span in spans.items() if span == best]
+    several = len({years[form] for form in forms}) > 1 or any("date" in form for form in forms)
+    is_open = best is not None and -best[0] == len(texts) and best[2] < _LONGEST and several
+    return forms if is_open else forms[:1]
 
 
 def wrong_times(texts: Any, values: Array) -> Array:
@@ -124,7 +139,7 @@ def parse_times(texts: Any, form: str) -> Array:
         hour = np.where(half == "", hour, hour % 12 + 12 * (half == "pm"))
     valid &= (year > 1677) & (year < 2262) & (month >= 1) & (month <= 12) & (day >= 1)
     valid &= (hour < 24) | ((hour == 24) & (minute + second == 0))
-    valid &= (minute < 60) & (second < 60)
+    valid &= (minute < 60) & (second < 60) & (number("hours") < 24) & (number("minutes") < 60)
     months = (np.where(valid, year, 1970) - 1970) * 12 + np.where(valid, month, 1) - 1
     begin = months.astype("M8[M]")
     days = begin.astype("M8[D]") + np.where(valid, day, 1) - 1
