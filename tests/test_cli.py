@@ -672,11 +672,11 @@ def test_a_column_named_twice_is_refused(tmp_path: Path, flag: str) -> None:
 
 
 def test_messages_about_very_many_columns_stay_short(tmp_path: Path) -> None:
-    path = csv_file(tmp_path, ",".join(f"c{i}" for i in range(20_000)), rows=3)
+    path = csv_file(tmp_path, ",".join(f"c{i}" for i in range(9_000)), rows=3)
     for more in ((), ("--targets", "x"), ("--inputs", "x", "--targets", "c1")):
         said = train_on(path, tmp_path / "run", *more)
         assert said.startswith("error: ")
-        assert "19,992 more" in said
+        assert "8,992 more" in said
         assert len(said) < 1000
 
 
@@ -715,14 +715,6 @@ def test_no_memory_is_one_line(
     path = csv_file(tmp_path, "u,y")
     said = train_on(path, tmp_path / "run", "--inputs", "u", "--targets", "y")
     assert said.startswith("error: out of memory")
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
-def test_another_encoding_is_named_with_what_to_do(tmp_path: Path, encoding: str) -> None:
-    path = csv_file(tmp_path, "u,y", encoding=encoding)
-    said = train_on(path, tmp_path / "run", "--inputs", "u", "--targets", "y")
-    assert f"it is {encoding.upper()}, as its byte order mark says" in said
-    assert f"iconv -f {encoding.upper()} -t UTF-8 data.csv" in said
 
 
 def test_the_input_column_that_is_missing_is_named(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from throughtime.carry.single_step import SingleStep
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
+from throughtime.nn.affine import refuse_whole_recordings
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
@@ -353,6 +354,8 @@ class Predictor:
         single = self._single
         if single is not None and (y := self._step_prepared(single, inputs)) is not None:
             return y
+        if not self._prepared:
+            refuse_whole_recordings(self.net)
         before, x = self.state, self._as_tensor(inputs).unsqueeze(0)
         y = self._call(x)
         again = self._single is None and self._prepared < MOST_PREPARED and not self._ranks.shards

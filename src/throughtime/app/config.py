@@ -67,6 +67,13 @@ class Config:
         " receives them at every step.",
         (),
     )
+    standardise: str = setting(
+        "Data",
+        "Inputs are standardised by the mean and deviation of the training split, of each"
+        " recording, or of the first N steps of each recording, as they arrive (first:N); or not.",
+        "split",
+        words=("split", "recording", "first:400", "none"),
+    )
     delimiter: str | None = setting(
         "Data",
         "The character between the fields of a CSV file, or tab.",

@@ -3,12 +3,13 @@
 This module imports no torch, as `throughtime.app.config`.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from throughtime.app.user_class import is_reference
 from throughtime.app.values import weights_by_class
-from throughtime.errors import ConfigError, did_you_mean
+from throughtime.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
     from throughtime.app.config import Config
@@ -25,7 +26,7 @@ SHORT = {
 
 def contradictions(config: "Config") -> list[str]:
     """Every fault of the settings of a run beyond the range of one of them."""
-    checks = (_of_names, _of_gradient, _of_labels, _of_stream, _of_length, _of_ranks)
+    checks = (_of_names, _of_gradient, _of_inputs, _of_labels, _of_stream, _of_length, _of_ranks)
     return [fault for check in checks for fault in check(config)]
 
 
@@ -68,6 +69,18 @@ def _of_gradient(config: "Config") -> Iterator[str]:
             f"gradient={config.gradient!r} and train_on='windows' are both given: credit ends"
             " with a window, and within one the truncated gradient is exact. Leave one of them"
             " out"
+        )
+
+
+def _of_inputs(config: "Config") -> Iterator[str]:
+    """Faults of how inputs are standardised."""
+    how = f"standardise={config.standardise!r}"
+    if not re.fullmatch("split|recording|none|first:[1-9][0-9]*", config.standardise):
+        yield f"{how}: expected split, recording, none, or first:N, such as first:400"
+    if config.static and config.standardise.startswith("first:"):
+        yield (
+            f"{how} would make zeros of static={listed(config.static)}, which are the same at each"
+            " step of a recording; take split, or leave static out"
         )
 
 

@@ -9,6 +9,7 @@ Shapes: `D` input features.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from throughtime.errors import DataError, counted
 from throughtime.stream import Recording
 from throughtime.stream.classes import class_name
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import StepArrays, StepChecksum, location
+from throughtime.stream.recording import RecordingView, StepArrays, StepChecksum, location
 
 BLOCK = 65_536  # steps read at once, fewer if there are many columns
 _WIDE = 16  # up to so many columns, a block has BLOCK steps
@@ -64,6 +65,7 @@ class Statistics:
         faults: one message for each recording with such inputs.
         bad_targets: one message for each block with infinite targets.
         checksums: of the values of each recording, by its name.
+        means: of the input features of each recording.
     """
 
     inputs: Moments = field(default_factory=Moments)
@@ -76,6 +78,7 @@ class Statistics:
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
     checksums: dict[str, str] = field(default_factory=dict[str, str])
+    means: list[Array] = field(default_factory=list[Array])
 
     def add_inputs(self, inputs: Array) -> None:
         """Add a block of inputs `(n, D)`."""
@@ -103,6 +106,26 @@ class Statistics:
         self.targets.add(rows)
 
 
+@dataclass(frozen=True)
+class StandardisedRecording(RecordingView[Recording]):
+    """A recording whose inputs have the mean 0 and the deviation 1, by all of its steps."""
+
+    whole: Recording
+
+    @cached_property
+    def _moments(self) -> Moments:
+        moments = Moments()
+        for _, steps in read_blocks(self.whole):
+            moments.add(features(steps._replace(static=None)))
+        return moments
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self.whole.read(start, stop)
+        rows = features(steps._replace(static=None))
+        inputs = (rows - self._moments.mean) / self._moments.scale
+        return steps._replace(inputs=inputs.reshape(steps.inputs.shape))
+
+
 def collect_statistics(
     recordings: Sequence[Recording],
     *,
@@ -122,7 +145,7 @@ def collect_statistics(
     statistics = Statistics()
     width: tuple[str, int] | None = None
     for recording in recordings:
-        missing, first, checksum = 0, "", StepChecksum()
+        missing, first, checksum, own = 0, "", StepChecksum(), Moments()
         for start, steps in read_blocks(recording):
             inputs = features(steps)
             width = width or (recording.name, inputs.shape[1])
@@ -138,6 +161,7 @@ def collect_statistics(
             missing += int(bad.any(axis=1).sum())
             checksum.add(steps)
             statistics.add_inputs(inputs)
+            own.add(inputs)
             if steps.targets is not None and classify:
                 statistics.add_classes(steps.targets)
             elif steps.targets is not None:
@@ -145,6 +169,7 @@ def collect_statistics(
             if on_steps is not None:
                 on_steps(len(inputs))
         statistics.checksums[recording.name] = str(checksum)
+        statistics.means.append(own.mean)
         statistics.steps += len(recording)
         statistics.missing += missing
         if missing:

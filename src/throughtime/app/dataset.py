@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from throughtime.app.checked import NumericRecording
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import (
+    StandardisedRecording,
     Statistics,
     collect_statistics,
     read_blocks,
@@ -247,7 +249,10 @@ def numeric_recordings(
 ) -> list[tuple[str, Recording]]:
     """The split of each recording, and the recording with its numbers checked as they are read."""
     check = targets and not layout.classify
-    return [(source.split, NumericRecording(source.recording, check)) for source in sources]
+    numeric = [(source.split, NumericRecording(source.recording, check)) for source in sources]
+    if layout.standardise != "recording":
+        return [*numeric]
+    return [(split, StandardisedRecording(recording)) for split, recording in numeric]
 
 
 def entries_of(entries: Sequence[ManifestEntry], splits: Sequence[str]) -> list[ManifestEntry]:
@@ -425,6 +430,14 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     if clocks:
         remarks.append(
             f"input {listed(clocks)} only ever rises: a clock? --exclude {clocks[0]} leaves it out"
+        )
+    apart = np.std(statistics.means, axis=0)
+    within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
+    differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
+    if differ and spec.layout.standardise == "split":
+        remarks.append(
+            f"input {listed(differ)} differs more between recordings than within them; if its level"
+            " is of no meaning, --standardise first:400 takes that of the first steps of each"
         )
     if statistics.missing:
         remarks.append(

@@ -1,7 +1,7 @@
 """`throughtime export`: the trained model of a run as a file that runs without Python."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,11 +10,10 @@ from torch import Tensor
 from throughtime.app.data_statistics import features
 from throughtime.app.dataset import open_recording
 from throughtime.app.load import Run
-from throughtime.app.model import ModelSpec, one_thread
+from throughtime.app.model import ModelSpec, in_units, one_thread
 from throughtime.carry.carried import Carried
 from throughtime.deploy.export import Export, export, format_of
 from throughtime.errors import DataError, counted
-from throughtime.nn.affine import Affine
 from throughtime.stream import Recording, Stream
 
 _STEPS = 1_000  # of the example
@@ -67,13 +66,10 @@ def export_run(
 
 
 def _example(net: Carried, spec: ModelSpec) -> Tensor:
-    """Inputs with the means and deviations of the training split."""
+    """Inputs with the means and deviations of the training split, if the net has these."""
     random = torch.Generator().manual_seed(0)  # the same bytes each time
     x = torch.randn(_STEPS, spec.features, dtype=torch.float64, device="cpu", generator=random)
-    standardise: Any = next((m for m in net.modules() if isinstance(m, Affine)), None)
-    if standardise is None:
-        return x
-    return x * standardise.scale.double() + standardise.shift.double()
+    return in_units(net, x)
 
 
 def _unbroken(recording: Recording, run: Run) -> Stream:

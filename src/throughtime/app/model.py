@@ -41,7 +41,7 @@ from throughtime.errors import (
 )
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
-from throughtime.nn.affine import Affine
+from throughtime.nn.affine import Affine, Standardise, WholeRecording
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import class_name, sorted_classes
@@ -192,7 +192,14 @@ def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
 
 def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried:
     """The net between standardised inputs and, for a regression, outputs in units."""
-    parts = [("standardise", Affine(spec.features, inverse=False)), *inner]
+    how, _, steps = spec.layout.standardise.partition(":")
+    first = {
+        "split": lambda: Affine(spec.features, inverse=False),
+        "first": lambda: Standardise(spec.features, steps=int(steps)),
+        "recording": WholeRecording,
+        "none": nn.Identity,
+    }[how]()
+    parts = [("standardise", first), *inner]
     if not spec.classes:
         parts.append(("units", Affine(spec.outputs, inverse=True)))
     return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
@@ -209,12 +216,10 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
         ModelError: its state cannot be carried; the message has the line to change.
         ConfigError: it returns outputs of another shape.
     """
-    statistics = statistics_of(net)
-    shift, scale = statistics["standardise.shift"], statistics["standardise.scale"]
     rows = (
         torch.linspace(-1.0, 1.0, 5 * spec.features, device="cpu").view(5, 1, spec.features).sin()
     )
-    x = shift + scale * rows.to(scale)
+    x = in_units(net, rows.to(next(net.parameters())))
     try:
         net.prepare(x)
     except ModelError as error:
@@ -287,6 +292,14 @@ def statistics_of(net: Carried) -> dict[str, Tensor]:
         if isinstance(part, Affine)
         for key, value in part.named_buffers()
     }
+
+
+def in_units(net: Carried, x: Tensor) -> Tensor:
+    """Inputs of mean 0 and deviation 1 as those of the training split, if the net has these."""
+    statistics = statistics_of(net)
+    if "standardise.shift" not in statistics:
+        return x
+    return x * statistics["standardise.scale"].to(x) + statistics["standardise.shift"].to(x)
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class DataLayout:
         allow_target_as_input: whether a step may have its own target as an input.
         static: columns of the manifest.
         frame_size: rows of a file that form one step.
+        standardise: by which statistics inputs are standardised.
         delimiter: of CSV files; `None`: detected in each.
         decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets file.
@@ -100,6 +101,7 @@ class DataLayout:
     allow_target_as_input: bool = False
     static: tuple[str, ...] = ()
     frame_size: int = 1
+    standardise: str = "split"
     delimiter: str | None = None
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None

@@ -36,6 +36,7 @@ from throughtime.carry._trial import (
     trial_inputs,
 )
 from throughtime.errors import ModelError, StateError
+from throughtime.nn.affine import Standardise
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
@@ -130,6 +131,24 @@ class CellAdapter(Adapter):
             state = self.module(step, state)
             outputs.append(state if isinstance(state, Tensor) else state[0])
         return torch.stack(outputs), state
+
+
+@dataclass(frozen=True)
+class StandardiseAdapter(Adapter):
+    """Standardise: what it has counted is its state."""
+
+    module: Standardise
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        del like
+        return self.module.initial_state(lanes)
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        del resets
+        return self.module(x, state)
+
+    def explain(self) -> str:
+        return f"Standardise: by the first {self.module.steps} steps of each recording"
 
 
 @dataclass(frozen=True)
@@ -375,7 +394,14 @@ class ChainAdapter(Adapter):
         return x, after
 
 
-Link: TypeAlias = LayerAdapter | CellAdapter | StatelessAdapter | ModuleAdapter | ChainAdapter
+Link: TypeAlias = (
+    LayerAdapter
+    | CellAdapter
+    | StandardiseAdapter
+    | StatelessAdapter
+    | ModuleAdapter
+    | ChainAdapter
+)
 
 
 def _require_steps(name: str, x: Tensor, y: Tensor) -> None:
@@ -412,6 +438,8 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
             return LayerAdapter(module)
         if isinstance(module, nn.RNNCellBase) and is_known:
             return CellAdapter(module)
+        if type(module) is Standardise:
+            return StandardiseAdapter(module)
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             links: dict[str, Link] = {}
             # named_children leaves out the second position of a module

@@ -8,8 +8,9 @@ Shapes: `D` input features, `H` hidden, `P` = `H` or the size of a projection, `
 outputs, `L` layers, `V` entries of an embedding.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from throughtime import state as trees
-from throughtime.carry.carried import Carried
+from throughtime.carry.carried import Carried, carry
 from throughtime.carry.structure import (
     Structure,
     TensorCall,
@@ -29,7 +30,7 @@ from throughtime.carry.structure import (
 )
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import BY_MODE, Cell
-from throughtime.nn.affine import Affine
+from throughtime.nn.affine import Affine, Standardise
 from throughtime.nn.layers import layer_weights
 from throughtime.state import State
 
@@ -49,6 +50,16 @@ class Rescale(NamedTuple):
     shift: Array
     scale: Array
     inverse: bool
+
+
+class Standardisation(NamedTuple):
+    """Standardisation by the first steps of a recording: see `nn.affine.Standardise`.
+
+    The leaves are how many were counted, `(1,)`, the first step, the sums and the squares, `(D,)`.
+    """
+
+    steps: int
+    leaves: tuple[Leaf, ...]
 
 
 class Lookup(NamedTuple):
@@ -96,7 +107,7 @@ class Recurrence(NamedTuple):
         return self.hh.shape[1]
 
 
-Operation: TypeAlias = Rescale | Lookup | Dense | Pointwise | Recurrence
+Operation: TypeAlias = Rescale | Standardisation | Lookup | Dense | Pointwise | Recurrence
 # The functions that writers know, the values of `parameter` being a slope or an alpha
 POINTWISE = ("tanh", "relu", "sigmoid", "leaky_relu", "elu", "silu", "softmax", "log_softmax")
 _MODULES: dict[type[nn.Module], tuple[str, str]] = {
@@ -123,13 +134,13 @@ class Chain:
         width: D, or V where the inputs are indices.
         outputs: C.
         names: of the state's leaves in the net, for each leaf of the chain: the name there, and
-            the index of the layer in it.
+            the index of the layer in it, if it has layers.
     """
 
     operations: tuple[Operation, ...]
     width: int
     outputs: int
-    names: dict[str, tuple[str, int]]
+    names: dict[str, tuple[str, int | None]]
 
     @property
     def is_indexed(self) -> bool:
@@ -144,12 +155,16 @@ class Chain:
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         """All leaves of the state, in order."""
-        return tuple(leaf for layer in self.layers for leaf in layer.leaves)
+        stateful = (op for op in self.operations if isinstance(op, (Recurrence, Standardisation)))
+        return tuple(leaf for operation in stateful for leaf in operation.leaves)
 
     def state_of(self, state: State, leaf_names: Sequence[str]) -> dict[str, Tensor]:
         """A state of the net `(B, L, P)` by the leaves of the chain, `(B, P)`."""
         tensors = dict(zip(leaf_names, trees.tensors(state), strict=True))
-        return {name: tensors[own][:, k] for name, (own, k) in self.names.items()}
+        return {
+            name: tensors[own] if k is None else tensors[own][:, k]
+            for name, (own, k) in self.names.items()
+        }
 
 
 def read_chain(net: Carried, inputs: Tensor) -> Chain:
@@ -162,6 +177,16 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
     Raises:
         ModelError: the net is none; the child in the way is named where there is one.
     """
+    name, first = next(iter(net.module.named_children()), ("", None))
+    if isinstance(net.module, nn.Sequential) and isinstance(first, Standardise):
+        rest = OrderedDict([*net.module.named_children()][1:])
+        chain = read_chain(carry(nn.Sequential(rest)), inputs)
+        state = first.initial_state(1)
+        leaves = tuple(Leaf(f"{name}.{key}", _array(value[0])) for key, value in state.items())
+        own = {leaf.name: (leaf.name, None) for leaf in leaves} | chain.names
+        return replace(
+            chain, operations=(Standardisation(first.steps, leaves), *chain.operations), names=own
+        )
     with torch.no_grad():
         net.prepare(inputs)
         try:

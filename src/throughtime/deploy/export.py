@@ -40,6 +40,7 @@ from throughtime.deploy.verify import (
 from throughtime.diagnose import SettlingTime, settling_time
 from throughtime.errors import ConfigError, DataError, ModelError, counted, listed, one_line
 from throughtime.gradient.window import check_whole
+from throughtime.nn.affine import refuse_whole_recordings
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
@@ -154,6 +155,7 @@ def export(
     kind = format_of(path, to)
     check_whole("steps", steps, 0)
     _check_weights(net)
+    refuse_whole_recordings(net)
     example = like_weights(net, _example(inputs))
     _check_finite(example)
     with running(net):

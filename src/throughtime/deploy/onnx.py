@@ -15,7 +15,15 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from throughtime.deploy.chain import Chain, Dense, Lookup, Pointwise, Recurrence, Rescale
+from throughtime.deploy.chain import (
+    Chain,
+    Dense,
+    Lookup,
+    Pointwise,
+    Recurrence,
+    Rescale,
+    Standardisation,
+)
 from throughtime.deploy.metadata import KEY, field, metadata_entry, seal
 from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
 
@@ -115,6 +123,8 @@ class _Graph:
                 operators = ("Mul", "Add") if inverse else ("Sub", "Div")
                 self._node(operators[0], [x, self._constant(f"{name}.a", first)], [f"{name}.t"])
                 self._node(operators[1], [f"{name}.t", self._constant(f"{name}.b", second)], [y])
+            case Standardisation(steps, leaves):
+                self._running(steps, [leaf.name for leaf in leaves], x, name, y)
             case Lookup(table):
                 self._node("Gather", [self._constant(f"{name}.table", table), x], [y])
             case Dense(weight, bias):
@@ -133,6 +143,44 @@ class _Graph:
             case _:
                 self._recurrence(operation, x, name, y)
         return y
+
+    def _running(self, steps: int, leaves: Sequence[str], x: str, name: str, y: str) -> None:
+        """Standardise by the steps so far, as `nn.affine.Standardise` does."""
+        count, first, total, squares = (f"state.{leaf}" for leaf in leaves)
+        following = [f"next.{leaf}" for leaf in leaves]
+        one, limit, none = (
+            self._constant(f"{name}.{key}", np.array(value, np.float32))
+            for key, value in {"one": 1, "limit": steps, "none": 0}.items()
+        )
+        begin, end, last, beyond, time, column = (
+            self._constant(f"{name}.{key}", np.array([value], np.int64))
+            for key, value in zip("abcdef", (0, 1, -1, 2**31 - 1, 0, 2), strict=True)
+        )
+        axis = self._constant(f"{name}.axis", np.array(0, np.int64))
+
+        def add(operator: str, *inputs: str, **attributes: Any) -> str:
+            out = f"{name}.{len(self._nodes)}"
+            self._node(operator, inputs, [out], **attributes)
+            return out
+
+        def running(values: str, before: str) -> str:
+            return add("Add", add("CumSum", values, axis), before)
+
+        zeros = add("ConstantOfShape", add("Shape", add("Slice", x, begin, end, column)))
+        reached = running(add("Add", zeros, one), count)
+        counted = add("Cast", add("LessOrEqual", reached, limit), to=1)
+        counts = add("Min", reached, limit)
+        started = add("Greater", count, none)
+        self._node("Where", [started, first, add("Slice", x, begin, end, time)], [following[1]])
+        away = add("Sub", x, following[1])
+        moved = add("Mul", away, counted)
+        sums, powers = running(moved, total), running(add("Mul", moved, moved), squares)
+        mean = add("Div", sums, counts)
+        spread = add("Sub", add("Div", powers, counts), add("Mul", mean, mean))
+        scale = add("Sqrt", add("Where", add("Greater", spread, none), spread, one))
+        self._node("Div", [add("Sub", away, mean), scale], [y])
+        for values, out in zip((counts, sums, powers), (following[0], *following[2:]), strict=True):
+            self._node("Slice", [values, last, beyond, time], [out])
 
     def _recurrence(self, layer: Recurrence, x: str, name: str, y: str) -> None:
         rows = _BLOCKS[layer.cell]

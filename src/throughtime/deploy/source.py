@@ -23,7 +23,15 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from throughtime.deploy import metadata
-from throughtime.deploy.chain import Array, Chain, Operation, Pointwise, Recurrence, columns
+from throughtime.deploy.chain import (
+    Array,
+    Chain,
+    Operation,
+    Pointwise,
+    Recurrence,
+    Standardisation,
+    columns,
+)
 from throughtime.kernels.cells import GRU
 
 _KEYWORDS = frozenset(
@@ -222,6 +230,9 @@ def _operations(
         if isinstance(operation, Recurrence):
             leaves = [fields[leaf.name] for leaf in operation.leaves]
             own |= {"gates": len(operation.cell.gates), "h": leaves[0], "c": leaves[-1]}
+        elif isinstance(operation, Standardisation):
+            names = (fields[leaf.name] for leaf in operation.leaves)
+            own |= dict(zip(("count", "first", "sum", "squares"), names, strict=True))
         elif isinstance(operation, Pointwise):
             text = expressions.get(operation.function, "")
             own["expression"] = text.replace("{}", repr(operation.parameter))

@@ -1,7 +1,9 @@
-"""Standardisation as a module: a shift and a scale of each column, kept with the weights."""
+"""Standardisation as modules: by a shift and a scale of each column, or by what a lane has seen."""
 
 import torch
 from torch import Tensor, nn
+
+from throughtime.errors import ModelError
 
 
 class Affine(nn.Module):
@@ -35,3 +37,71 @@ class Affine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `(..., width)`."""
         return x * self.scale + self.shift if self.inverse else (x - self.shift) / self.scale
+
+
+class WholeRecording(nn.Identity):
+    """In the place of standardisation in a net whose inputs were standardised as recordings."""
+
+
+def refuse_whole_recordings(net: nn.Module) -> None:
+    """Refuse a net that runs step by step and needs inputs standardised by all steps.
+
+    Raises:
+        ModelError: it has a `WholeRecording`.
+    """
+    if any(isinstance(part, WholeRecording) for part in net.modules()):
+        raise ModelError(
+            "the net was trained on inputs that were standardised by all steps of each recording,"
+            " which a net that runs step by step does not have. Train it with --standardise"
+            " first:400, which takes the first steps, as they arrive; tt.predict takes whole ones"
+        )
+
+
+class Standardise(nn.Module):
+    """Standardises each recording by the statistics of its first steps, as they arrive.
+
+    A step is standardised by the mean and the deviation of the steps so far, itself included; after
+    `steps` steps both stay as they are. What was counted is the state of a lane: a reset begins
+    anew, and a live net computes what a net in training computed.
+
+    Args:
+        width: D, the number of columns.
+        steps: of which statistics are taken.
+
+    Example:
+        >>> import torch
+        >>> import throughtime as tt
+        >>> x = torch.tensor([10.0, 12.0, 14.0, 20.0]).view(4, 1, 1)
+        >>> y, state = tt.nn.Standardise(1, steps=3)(x)
+        >>> y.flatten(), state["count"].item()
+        (tensor([0.0000, 1.0000, 1.2247, 4.8990]), 3.0)
+    """
+
+    def __init__(self, width: int, *, steps: int) -> None:
+        super().__init__()
+        self.width, self.steps = width, steps
+        self.register_buffer("unit", torch.ones(()), persistent=False)  # its device and type
+
+    def initial_state(self, lanes: int) -> dict[str, Tensor]:
+        """Nothing counted: `count` `(B, 1)`, the rest `(B, D)`."""
+        sizes = {"count": 1, "first": self.width, "sum": self.width, "squares": self.width}
+        unit = self.get_buffer("unit")
+        return {name: unit.new_zeros(lanes, size) for name, size in sizes.items()}
+
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Map `(T, B, D)`; sums are those of the differences from the first step."""
+        state = self.initial_state(x.shape[1]) if state is None else state
+        first = torch.where(state["count"] > 0, state["first"], x[0])
+        reached = state["count"] + torch.ones_like(x[..., :1]).cumsum(0)
+        counts = reached.clamp(max=self.steps)
+        away = x - first
+        counted = away * (reached <= self.steps)
+        sums = state["sum"] + counted.cumsum(0)
+        squares = state["squares"] + counted.square().cumsum(0)
+        mean = sums / counts
+        spread = squares / counts - mean.square()
+        y = (away - mean) / torch.where(spread > 0, spread, 1).sqrt()
+        after = {"count": counts[-1], "first": first, "sum": sums[-1], "squares": squares[-1]}
+        return y, after

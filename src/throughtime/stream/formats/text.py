@@ -83,7 +83,7 @@ class Text:
     """
 
     stamp: FileStamp
-    symbols: str | bytes
+    symbols: str | bytes = field(repr=False)
     source: Array | Handle[MappedFile] = field(repr=False)
 
     @property
