@@ -8,6 +8,7 @@ import posixpath
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -164,13 +165,13 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
 
     Those that are packed, or mark missing values, are read by netCDF4, which knows the attributes.
     """
-    arrays: dict[str, FileArray] = {}
+    arrays, path = dict[str, FileArray](), Path(group.file.filename)
+    data = cache(partial(_open_netcdf, path))
 
     def add(name: str, member: Any) -> None:
         if getattr(member, "shape", None) is not None and not member.is_scale:  # and no group
             packed = member.dtype.kind in "iuf" and _PACKING & {*member.attrs}
-            path = Path(member.file.filename)
-            arrays[name] = open_variable(path, member.name) if packed else member
+            arrays[name] = data()[member.name] if packed else member
 
     group.visititems(add)
     return arrays
@@ -185,7 +186,11 @@ def open_variable(path: Path, name: str) -> FileArray:
     Raises:
         MissingExtraError: netCDF4 is not installed.
     """
-    return import_extra("netCDF4", path, "packed data", "netcdf").Dataset(path)[name]
+    return _open_netcdf(path)[name]
+
+
+def _open_netcdf(path: Path, **options: Any) -> Any:
+    return import_extra("netCDF4", path, "netCDF or packed data", "netcdf").Dataset(path, **options)
 
 
 def open_zarr(path: Path) -> ArraysFile:
@@ -216,8 +221,10 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
     Sorted: a folder lists its files in an order that may differ from one machine to another.
     """
     arrays = {name: m for name, m in sorted(group.members(max_depth=None)) if hasattr(m, "dtype")}
-    dimensions = (getattr(a.metadata, "dimension_names", ()) for a in arrays.values())
-    if any(dimensions) or any("_ARRAY_DIMENSIONS" in a.attrs for a in arrays.values()):
+    if any(
+        getattr(a.metadata, "dimension_names", None) or "_ARRAY_DIMENSIONS" in a.attrs
+        for a in arrays.values()
+    ):
         xarray = import_extra("xarray", Path(str(group.store)), "Zarr of xarray", "zarr")
         groups = xarray.open_groups(
             group.store, engine="zarr", group=group.path, chunks=None, consolidated=False
@@ -233,7 +240,7 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
 def arrays_of_xarray(data: Any) -> dict[str, FileArray]:
     """The variables of a data set, and its time stamps."""
     times = {name: array for name, array in data.coords.items() if array.dtype.kind == "M"}
-    return {str(name): array for name, array in {**data.data_vars, **times}.items()}
+    return {**data.data_vars, **times}
 
 
 def zarr_files(path: Path) -> tuple[Path, ...]:
@@ -253,7 +260,6 @@ def open_netcdf(path: Path) -> ArraysFile:
         DataError: the file is no netCDF file, cut short, of the type CDF-5, or holds no such
             variable.
     """
-    netcdf = import_extra("netCDF4", path, "netCDF", "netcdf")
     with path.open("rb") as file:
         if file.read(3) == b"CDF":  # netCDF4 reads zeros from one that is cut short
             file.seek(0)
@@ -264,7 +270,7 @@ def open_netcdf(path: Path) -> ArraysFile:
             ):
                 scipy.netcdf_file(file, mmap=True).close()
     with library_errors(f"{path}: not a readable netCDF file"):
-        data = netcdf.Dataset(path, keepweakref=True)  # no cycle would keep it open
+        data = _open_netcdf(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
     return ArraysFile(path, longest_arrays(path, arrays), data)
 

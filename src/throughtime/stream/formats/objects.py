@@ -117,9 +117,7 @@ class ArrowColumns(TableFile):
 
         name = f"the {type(value).__name__}"
         if _type_name(value, ["pandas.DataFrame", "pandas.Series"]):
-            hint = "convert it, or leave it out: frame.drop(columns=[...])"
-            with library_errors(f"{name} has a column that pyarrow does not know", hint):
-                table: Any = _from_pandas(value)
+            table: Any = _from_pandas(value)
         else:
             arrow = value.to_arrow() if has(value, "to_arrow") else value  # of polars
             column = getattr(value, "name", "") or "0"
@@ -144,15 +142,26 @@ class ArrowColumns(TableFile):
 
 
 def _from_pandas(value: Any) -> Any:
-    """A frame or series as an Arrow table; an index of time stamps is its first column."""
+    """A frame or series as an Arrow table; an index of time stamps is the first column of a frame.
+
+    A column of mixed Python objects has a type there that is refused when it is read.
+    """
     import pyarrow as pa
 
-    timed = not is_series(value) and value.index.dtype.kind == "M"
-    frame = value.to_frame("0" if value.name is None else value.name) if is_series(value) else value
-    index = value.index.name or "index"
-    frame = frame.rename_axis(index) if timed else frame
-    table = pa.Table.from_pandas(frame, preserve_index=timed, nthreads=1)
-    return table.select([index, *table.column_names[:-1]]) if timed else table
+    if is_series(value):
+        named = [("0" if value.name is None else str(value.name), value)]
+    else:
+        named = [(str(name), value.iloc[:, i]) for i, name in enumerate(value.columns)]
+        index = str(value.index.name or "index")
+        if value.index.dtype.kind == "M" and index not in dict(named):
+            named.insert(0, (index, value.index))
+    arrays: list[Any] = []
+    for _, column in named:
+        try:
+            arrays.append(pa.array(column, from_pandas=True))
+        except (pa.ArrowException, TypeError, ValueError):
+            arrays.append(pa.nulls(len(column), pa.struct({"unknown to Arrow": pa.null()})))
+    return pa.table(arrays, names=[name for name, _ in named])
 
 
 class RawColumns(TableFile):
