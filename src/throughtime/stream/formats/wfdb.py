@@ -10,6 +10,8 @@ import numpy as np
 from throughtime.stream.formats.arrays import library_errors
 from throughtime.stream.formats.table import Array, TableFile, import_extra
 
+_HINT = "is a file missing or cut short, or does a frame have several samples?"
+
 
 class WfdbFile(TableFile):
     """A record of PhysioNet: the signals of a `.hea` header, in physical units (float64).
@@ -25,21 +27,21 @@ class WfdbFile(TableFile):
 
     def __init__(self, path: Path) -> None:
         self.path, self._record = path, str(path.with_suffix(""))
-        with _quiet():
-            self._library = import_extra("wfdb", path, "WFDB", "wfdb")
-        with _quiet(), library_errors(f"{path}: not a readable WFDB header"):
-            header: Any = self._library.rdheader(self._record, rd_segments=True)
-            names = header.get_sig_name() if getattr(header, "segments", ()) else header.sig_name
-            self.columns, self.length, self.rate = tuple(names), header.sig_len, float(header.fs)
-            if not self.length or len(set(names)) < len(names):
-                raise ValueError(f"it has {self.length} samples of {names}")
-        self.read(self.length - 1, self.length, self.columns)  # lost if a file is cut short
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            self._library = import_extra("wfdb", path, "WFDB", "wfdb")  # it warns with pandas 3
+        with library_errors(f"{path}: not a readable WFDB record", _HINT):
+            header: Any = self._library.rdheader(self._record)
+            self.length, self.rate = int(header.sig_len), float(header.fs)
+            last: Any = self._library.rdrecord(self._record, self.length - 1)
+            self.columns = tuple(last.sig_name)
+            if len(set(self.columns)) < len(self.columns):
+                raise ValueError(f"it names signals twice: {self.columns}")
+        self.read(self.length - 1, self.length, self.columns)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         channels = sorted({self.columns.index(name) for name in columns})
         what = f"{self.path}: samples {start} to {stop} cannot be read"
-        hint = "is a file missing or cut short, or does a frame have several samples?"
-        with _quiet(), library_errors(what, hint):
+        with library_errors(what, _HINT):
             record: Any = self._library.rdrecord(
                 self._record, start, stop, channels, smooth_frames=False
             )
@@ -57,8 +59,3 @@ def wfdb_files(path: Path) -> tuple[Path, ...]:
             named = (path.parent / name for word in words for name in (word, f"{word}.hea"))
             files += [other for other in named if other.is_file() and other not in files]
     return tuple(files)
-
-
-def _quiet() -> Any:
-    """Without the warnings that pandas 3 gives for wfdb 4.3."""
-    return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
