@@ -72,12 +72,12 @@ def test_xarray_reads_the_times_of_its_zarr_stores(tmp_path: Path) -> None:
     data = xr.Dataset({"u": ("time", [1.0, 2, 3, 4])}, coords={"time": hours, "site": 7})
     data.to_zarr(tmp_path / "r.zarr", consolidated=False)
     table = open_table(tmp_path / "r.zarr")
-    assert (table.columns, table.times) == (("u", "time"), ("time",))
+    assert (table.columns, table.times) == (("time", "u"), ("time",))
     np.testing.assert_array_equal(table.read(0, 4, ["time"])[:, 0], hours)
     tree = xr.DataTree.from_dict({"/": data, "/in/side": data.drop_vars("time")})
     tree.to_zarr(tmp_path / "tree.zarr", consolidated=False)
     table = open_table(tmp_path / "tree.zarr")
-    assert table.columns == ("u", "time", "in/side/u")
+    assert table.columns == ("in/side/u", "time", "u")  # sorted: a folder has no order
     np.testing.assert_array_equal(table.read(1, 3, ["u", "in/side/u"]), [[2, 2], [3, 3]])
     group = zarr.open_group(tmp_path / "tree.zarr", mode="r")["in"]
     np.testing.assert_array_equal(
@@ -138,3 +138,21 @@ def test_wfdb_signals_of_several_samples_a_frame_are_refused(tmp_path: Path) -> 
         (tmp_path / "r.hea").write_text("\n".join([f"r 3 360 {count}", *signals]))
         with pytest.raises(DataError, match=r"r\.hea: .* or does a frame have several samples\?"):
             open_table(tmp_path / "r.hea")
+
+
+@pytest.mark.parametrize("workers", [2, "thread"])
+def test_workers_read_what_another_library_unpacks(workers: Any, tmp_path: Path) -> None:
+    """HDF5 by netCDF4, and Zarr by xarray."""
+    values = np.random.default_rng(0).normal(size=(STEPS, 2)).round(3)
+    with h5py.File(tmp_path / "r.h5", "w") as file:
+        file["u"], file["v"] = (values.T * 1000).round().astype("i4")
+        for dataset in file.values():
+            dataset.attrs["scale_factor"] = 0.001
+    columns = {name: ("time", values[:, i]) for i, name in enumerate("uv")}
+    xr.Dataset(columns).to_zarr(tmp_path / "r.zarr", consolidated=False)
+    for path in (tmp_path / "r.h5", tmp_path / "r.zarr"):
+        stream = tt.Stream(path, lanes=1, chunk=20, workers=workers, seed=None)
+        for _ in range(2):
+            read = np.concatenate([chunk.inputs[:, 0].numpy() for chunk in stream])
+            np.testing.assert_allclose(read, values, rtol=1e-12)
+            np.testing.assert_array_equal(read, tt.recording(path).read(0, STEPS).inputs)

@@ -220,7 +220,7 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
 
     Sorted: a folder lists its files in an order that may differ from one machine to another.
     """
-    arrays = {name: m for name, m in sorted(group.members(max_depth=None)) if hasattr(m, "dtype")}
+    arrays = {name: m for name, m in group.members(max_depth=None) if hasattr(m, "dtype")}
     if any(
         getattr(a.metadata, "dimension_names", None) or "_ARRAY_DIMENSIONS" in a.attrs
         for a in arrays.values()
@@ -229,12 +229,12 @@ def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
         groups = xarray.open_groups(
             group.store, engine="zarr", group=group.path, chunks=None, consolidated=False
         )
-        return {
+        arrays = {
             posixpath.normpath(f"{path}/{name}").lstrip("/"): array
             for path, data in groups.items()
             for name, array in arrays_of_xarray(data).items()
         }
-    return arrays
+    return dict(sorted(arrays.items()))
 
 
 def arrays_of_xarray(data: Any) -> dict[str, FileArray]:

@@ -1,4 +1,4 @@
-"""EDF and BDF: the header when opened, then the data records that are read.
+"""EDF and BDF: the header when opened, then the data records that are read, memory-mapped.
 
 A file is a header of text, then records of equal duration; a record holds the samples of each
 signal in turn, integers of 16 bits (EDF) or 24 bits (BDF, BioSemi), little-endian (Kemp et al.
@@ -47,10 +47,11 @@ class EdfFile(TableFile):
             labels, sizes = [title.decode("latin-1") for title in titles], [*map(int, counts)]
             self._calibration = _calibration(*limits)
             form, *width = ("u1", 3) if head[:1] == b"\xff" else ("<i2",)
-            self._record = np.dtype([("", form, (size, *width)) for size in sizes])
-            self._begin, each = int(head[184:192]), self._record.itemsize
-            if path.stat().st_size != self._begin + records * each:
+            record = np.dtype([("", form, (size, *width)) for size in sizes])
+            begin, each = int(head[184:192]), record.itemsize
+            if path.stat().st_size != begin + records * each:
                 raise ValueError(f"its header promises {records} data records of {each} bytes")
+            self._records: Array = np.memmap(path, record, "r", begin, (records,))
         if head[192:197] in (b"EDF+D", b"BDF+D"):
             raise DataError(
                 f"{path}: has gaps in time ({head[192:197].decode()}), split the recording there"
@@ -77,8 +78,7 @@ class EdfFile(TableFile):
                 " choose columns of one rate, or resample the file"
             )
         first, last = start // size, -(-stop // size)
-        offset = self._begin + first * self._record.itemsize
-        records = np.fromfile(self.path, self._record, last - first, offset=offset)
+        records = self._records[first:last]
         values = [self._values(records, self._signals[name]) for name in columns]
         return np.stack(values, axis=1)[start - first * size : stop - first * size]
 

@@ -42,6 +42,7 @@ from throughtime.stream.formats.table import (
 
 _GROUPS: Mapping[str, Callable[[Any], Mapping[str, FileArray]]] = {
     "xarray.Dataset": arrays_of_xarray,
+    "xarray.DataTree": arrays_of_xarray,
     "h5py.Group": arrays_of_hdf5,
     "zarr.Group": arrays_of_zarr,
     "netCDF4.Dataset": arrays_of_netcdf,
