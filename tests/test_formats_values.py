@@ -128,8 +128,9 @@ def test_rows_stay_valid_after_their_pages_are_released(
 ) -> None:
     monkeypatch.setattr("throughtime.stream.formats.table.RELEASE_AFTER", 4096)
     values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
-    np.save(tmp_path / "a.npy", values)
-    table = open_table(tmp_path / "a.npy")
+    columns = {str(i): values[:, i] for i in range(2)}
+    feather.write_feather(pa.table(columns), tmp_path / "a.feather", compression="uncompressed")
+    table = open_table(tmp_path / "a.feather")
     rows = [table.read(start, start + 1000, ("1", "0")) for start in range(0, 50_000, 1000)]
     np.testing.assert_array_equal(np.concatenate(rows), values[:, ::-1])
     first = table.read(0, 5000, table.columns)
@@ -285,7 +286,7 @@ def test_bdf_integers_of_24_bits_are_those_of_its_specification(tmp_path: Path) 
     ):
         open_table(tmp_path / "cut.bdf")
     (tmp_path / "gaps.bdf").write_bytes(content.replace(b"BDF+C", b"BDF+D"))
-    with pytest.raises(DataError, match=r"gaps\.bdf: has gaps in time \(BDF\+D\)"):
+    with pytest.raises(DataError, match=r"gaps\.bdf: has gaps in time"):
         open_table(tmp_path / "gaps.bdf")
 
 

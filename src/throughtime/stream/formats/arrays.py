@@ -66,23 +66,15 @@ class MatrixColumns(TableFile):
         return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
 
-@dataclass(frozen=True)
 class FieldArray:
     """A field of a structured array."""
 
-    array: FileArray
-    field: str
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return *self.array.shape, *self.array.dtype[self.field].shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.array.dtype[self.field].base
+    def __init__(self, array: FileArray, field: str) -> None:
+        form, self._array, self._field = array.dtype[field], array, field
+        self.shape, self.dtype = (*array.shape, *form.shape), form.base
 
     def __getitem__(self, rows: slice, /) -> Array:
-        return self.array[rows][self.field]
+        return self._array[rows][self._field]
 
 
 @dataclass(frozen=True)

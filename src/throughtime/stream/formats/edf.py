@@ -52,10 +52,8 @@ class EdfFile(TableFile):
             if path.stat().st_size != begin + records * each:
                 raise ValueError(f"its header promises {records} data records of {each} bytes")
             self._records: Array = np.memmap(path, record, "r", begin, (records,))
-        if head[192:197] in (b"EDF+D", b"BDF+D"):
-            raise DataError(
-                f"{path}: has gaps in time ({head[192:197].decode()}), split the recording there"
-            )
+        if head[193:197] == b"DF+D":  # EDF+ or BDF+
+            raise DataError(f"{path}: has gaps in time (EDF+D, BDF+D); split the recording there")
         signals = {
             f"{label} ({same + 1})" if (same := labels[:i].count(label)) else label: i
             for i, label in enumerate(labels)
