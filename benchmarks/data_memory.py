@@ -36,6 +36,11 @@ def memory_map(path: Path, rows: int) -> Any:
     return np.lib.format.open_memmap(path / "x.npy", "w+", np.float32, (rows, FEATURES))
 
 
+def npy_file(path: Path, rows: int) -> Any:
+    memory_map(path, rows)
+    return path / "x.npy"
+
+
 def hdf5(path: Path, rows: int) -> Any:
     import h5py
 
@@ -123,6 +128,11 @@ def raw(path: Path, rows: int) -> Any:
     return mne.io.read_raw_edf(path / "x.edf", verbose="error")
 
 
+def edf_file(path: Path, rows: int) -> Any:
+    raw(path, rows)
+    return path / "x.edf"
+
+
 KINDS: dict[str, tuple[str, Callable[[Path, int], Any], float]] = {
     # the line to write, the maker, and the share of the size that is made
     "memory map": ("np.load(path, mmap_mode='r')", memory_map, 1),
@@ -136,6 +146,9 @@ KINDS: dict[str, tuple[str, Callable[[Path, int], Any], float]] = {
     ),
     "Dask array": ("dask.array.from_zarr(path)", dask, 1),
     "MNE Raw (EDF)": ("mne.io.read_raw_edf(path)", raw, 1),
+    "NumPy file": ("'x.npy'", npy_file, 1),
+    "HDF5 file": ("'x.h5'", lambda path, rows: (hdf5(path, rows), path / "x.h5")[1], 1),
+    "EDF file": ("'x.edf'", edf_file, 1),
     "Arrow file": ("'x.arrow'", arrow, 0.25),
     "Parquet file": ("'x.parquet'", parquet, 0.25),
     "CSV file": ("'x.csv'", csv, 0.05),

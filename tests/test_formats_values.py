@@ -120,8 +120,9 @@ def test_rows_stay_valid_after_their_pages_are_released(
 ) -> None:
     monkeypatch.setattr("throughtime.stream.formats.table.RELEASE_AFTER", 4096)
     values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
-    np.save(tmp_path / "a.npy", values)
-    table = open_table(tmp_path / "a.npy")
+    columns = {str(i): values[:, i] for i in range(2)}
+    feather.write_feather(pa.table(columns), tmp_path / "a.feather", compression="uncompressed")
+    table = open_table(tmp_path / "a.feather")
     rows = [table.read(start, start + 1000, ("1", "0")) for start in range(0, 50_000, 1000)]
     np.testing.assert_array_equal(np.concatenate(rows), values[:, ::-1])
     first = table.read(0, 5000, table.columns)
@@ -165,7 +166,7 @@ def test_ogg_gives_the_same_samples_from_the_middle_as_from_the_start(tmp_path: 
 
 def test_sound_that_cannot_be_read_from_the_middle_is_refused(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "r.ogg", matrix(1), 48_000, format="OGG", subtype="OPUS")
-    with pytest.raises(DataError, match=r"r\.ogg: Opus gives other samples from the middle"):
+    with pytest.raises(DataError, match=r"r\.ogg: Opus cannot be read from the middle"):
         open_table(tmp_path / "r.ogg")
     soundfile.write(tmp_path / "r.wav", matrix(1), 8000, subtype="GSM610")
     with pytest.raises(
@@ -186,8 +187,8 @@ def test_edf_signals_of_another_rate_are_refused_together(tmp_path: Path) -> Non
     with pytest.raises(
         DataError,
         match=(
-            r"r\.edf: 'at50' has 50 samples per second, the first signal 'at100' 100; choose"
-            r" columns of one rate"
+            r"r\.edf: 100 samples per second have \['at100', 'at100 \(2\)'\], not all of"
+            r" \['at100', 'at50', 'at100 \(2\)'\]; choose columns of one rate"
         ),
     ):
         table.read(0, 10, table.columns)
@@ -204,7 +205,7 @@ def test_edf_steps_are_those_of_most_samples(tmp_path: Path, rates: tuple[int, .
     fast = tuple(f"s{i}" for i, rate in enumerate(rates) if rate == 100)
     assert (table.rate, len(table)) == (100, 300)
     assert table.read(10, 20, fast).shape == (10, len(fast))
-    with pytest.raises(DataError, match=r"has 1 samples per second, .* 100; choose columns"):
+    with pytest.raises(DataError, match=r"100 samples per second have .*; choose columns"):
         table.read(0, 10, table.columns)
 
 
@@ -244,10 +245,12 @@ def test_bdf_integers_of_24_bits_are_those_of_its_specification(tmp_path: Path) 
     np.testing.assert_allclose(table.read(3, 37, ["Fp1 \u00b5V"])[:, 0], expected[3:37], rtol=1e-12)
     content = (tmp_path / "r.bdf").read_bytes()
     (tmp_path / "cut.bdf").write_bytes(content[:-10])
-    with pytest.raises(DataError, match=r"cut\.bdf: holds \d+ bytes, its header promises"):
+    with pytest.raises(
+        DataError, match=r"cut\.bdf: .*its header promises 5 data records of 60 bytes"
+    ):
         open_table(tmp_path / "cut.bdf")
     (tmp_path / "gaps.bdf").write_bytes(content.replace(b"BDF+C", b"BDF+D"))
-    with pytest.raises(DataError, match=r"gaps\.bdf: has gaps in time \(BDF\+D\)"):
+    with pytest.raises(DataError, match=r"gaps\.bdf: has gaps in time"):
         open_table(tmp_path / "gaps.bdf")
 
 
@@ -300,7 +303,7 @@ def test_wfdb_signal_file_that_is_missing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.dat").unlink()
     with pytest.raises(
         DataError,
-        match=r"r\.hea: samples 102 to 103 cannot be read .*is a signal file missing or cut short",
+        match=r"r\.hea: not a readable WFDB record .*is a file missing or cut short",
     ):
         open_table(tmp_path / "r.hea")
 

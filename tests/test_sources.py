@@ -271,15 +271,17 @@ def test_what_cannot_be_played_is_refused_with_the_line_to_write(kind: str, tmp_
     ("column", "reason"),
     [
         (["x", "y"], "Column 'note' of the DataFrame holds text, such as 'x'.*inputs="),
-        ([1, "y"], "column 'note' holds Python objects"),
+        ([1, "y"], "column 'note' has the type struct<unknown to Arrow: null>.* leave it out"),
         (pd.to_timedelta(["1s", None]), "column 'note' has the type duration"),
+        (pd.arrays.SparseArray([1, 0]), "has the type struct<unknown to Arrow: null>"),
     ],
-    ids=["text", "objects", "durations"],
+    ids=["text", "objects", "durations", "sparse"],
 )
 def test_a_column_that_holds_no_numbers_is_named(column: Any, reason: str) -> None:
     data = pd.DataFrame({"u": [1.0, 2.0], "note": column})
     with pytest.raises(DataError, match=reason):
         list(tt.Stream(data, lanes=1, chunk=2))
+    assert tt.recording(data, inputs="u").read(0, 2).inputs[:, 0].tolist() == [1.0, 2.0]
     chunk = next(iter(tt.Stream(data[["u"]], lanes=1, chunk=2)))
     assert chunk.inputs.flatten().tolist() == [1.0, 2.0]
 
@@ -374,3 +376,38 @@ def test_a_loader_is_refused_for_its_dataset() -> None:
     with pytest.raises(DataError, match=r"pass its dataset, loader\.dataset"):
         tt.Stream(loader, lanes=2, chunk=10)
     assert len(tt.Stream(loader.dataset, lanes=2, chunk=10).recordings) == 4
+
+
+def test_an_error_of_an_open_dataset_is_no_reason_to_open_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        dataset = file.create_dataset("x", data=values(), chunks=(50, D), compression="gzip")
+        begin = dataset.id.get_chunk_info(1).byte_offset
+    content = bytearray((tmp_path / "x.h5").read_bytes())
+    content[begin + 20 : begin + 40] = bytes(20)
+    (tmp_path / "x.h5").write_bytes(content)
+    dataset = h5py.File(tmp_path / "x.h5")["x"]
+    monkeypatch.setattr(h5py, "File", None)
+    with pytest.raises(DataError, match=r"inputs: rows 0 to .* cannot be read \(.*filter"):
+        play(dataset)
+    monkeypatch.undo()
+    stream = tt.Stream(dataset, lanes=3, chunk=20)
+    dataset.file.close()
+    with pytest.raises(DataError, match=r"inputs: rows 0 to .* cannot be read \(.*filter"):
+        list(stream)
+
+
+@pytest.mark.parametrize("group", ["/", "/in/side"])
+def test_a_file_of_netcdf4_may_be_closed_before_it_is_played(group: str, tmp_path: Path) -> None:
+    with netCDF4.Dataset(tmp_path / "x.nc", "w") as file:
+        file.createDimension("time", T)
+        parent = file if group == "/" else file.createGroup(group)
+        parent.createVariable("x", "f8", ("time",))[:] = values()[:, 0]
+    file = netCDF4.Dataset(tmp_path / "x.nc")
+    parent = file if group == "/" else file[group]
+    streams = [tt.Stream(data, 3, 20, seed=None) for data in (parent["x"], tt.recording(parent))]
+    expected = [list(tt.Stream(x, 3, 20, seed=None)) for x in (values()[:, 0], values()[:, :1])]
+    assert all(map(all_same, map(list, streams), expected))
+    file.close()
+    assert all(map(all_same, map(list, streams), expected))

@@ -5,18 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from throughtime.errors import DataError, listed
-from throughtime.stream.formats.table import Array, TableFile, import_extra, unreadable
+import numpy as np
 
-_DAMAGED = (
-    OSError,
-    ValueError,
-    IndexError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    ZeroDivisionError,
-)  # wfdb checks little
+from throughtime.stream.formats.arrays import library_errors
+from throughtime.stream.formats.table import Array, TableFile, import_extra
+
+_HINT = "is a file missing or cut short, or does a frame have several samples?"
 
 
 class WfdbFile(TableFile):
@@ -32,62 +26,36 @@ class WfdbFile(TableFile):
     """
 
     def __init__(self, path: Path) -> None:
-        with _quiet():
-            self._library = import_extra("wfdb", path, "WFDB", "wfdb")
-            with unreadable(f"{path}: not a readable WFDB header", _DAMAGED):
-                header: Any = self._library.rdheader(str(path.with_suffix("")), rd_segments=True)
-                segments = getattr(header, "segments", None)
-                names = tuple((header.get_sig_name() if segments else header.sig_name) or ())
-                records = [segment for segment in segments or [header] if segment is not None]
-                frames = {count for one in records for count in one.samps_per_frame or [1]}
-                length, rate = header.sig_len, float(header.fs)
-        if not names or not length or len(set(names)) < len(names):
-            raise DataError(
-                f"{path}: its header has the signals {listed(names, quoted=True)} of {length}"
-                " samples, expected distinct names and a length"
-            )
-        if frames != {1}:
-            raise DataError(
-                f"{path}: its signals have {sorted(frames)} samples per frame, expected one rate;"
-                " resample the record"
-            )
-        self.path, self.columns, self.length, self.rate = path, names, int(length), rate
-        self.read(length - 1, length, names)  # a signal file cut short lacks its last sample
+        self.path, self._record = path, str(path.with_suffix(""))
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            self._library = import_extra("wfdb", path, "WFDB", "wfdb")  # it warns with pandas 3
+        with library_errors(f"{path}: not a readable WFDB record", _HINT):
+            header: Any = self._library.rdheader(self._record)
+            self.length, self.rate = int(header.sig_len), float(header.fs)
+            last: Any = self._library.rdrecord(self._record, self.length - 1)
+            self.columns = tuple(last.sig_name)
+            if len(set(self.columns)) < len(self.columns):
+                raise ValueError(f"it names signals twice: {self.columns}")
+        self.read(self.length - 1, self.length, self.columns)
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        channels = {self.columns.index(name) for name in columns}
+        channels = sorted({self.columns.index(name) for name in columns})
         what = f"{self.path}: samples {start} to {stop} cannot be read"
-        hint = "is a signal file missing or cut short?"
-        with _quiet(), unreadable(what, _DAMAGED, hint):
+        with library_errors(what, _HINT):
             record: Any = self._library.rdrecord(
-                str(self.path.with_suffix("")),
-                sampfrom=start,
-                sampto=stop,
-                channels=sorted(channels),
+                self._record, start, stop, channels, smooth_frames=False
             )
-            values: Array = record.p_signal
-        if values.shape[0] != stop - start:
-            raise DataError(
-                f"{self.path}: gave {values.shape[0]} samples of {stop - start} from {start} on; is"
-                " a signal file cut short?"
-            )
-        return values[:, [record.sig_name.index(name) for name in columns]]
+            signals = dict(zip(record.sig_name, record.e_p_signal, strict=True))
+            values = np.stack([signals[name] for name in columns], axis=1)
+            return values.reshape(stop - start, len(columns))
 
 
 def wfdb_files(path: Path) -> tuple[Path, ...]:
     """The files that must not change: the header, and the signal files and segments it names."""
-    lines = [
-        line.split()
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
-        if line[:1] not in ("", "#")
-    ]
-    names = [words[0] for words in lines[1:] if words]
-    files = [path.parent / name for name in names]
-    segments = [path.with_name(f"{name}.hea") for name in names]  # of a record that has some
-    parts = [part for one in segments if one.is_file() for part in wfdb_files(one)]
-    return (path, *dict.fromkeys(file for file in files if file.is_file()), *dict.fromkeys(parts))
-
-
-def _quiet() -> Any:
-    """Without the warnings that pandas 3 gives for wfdb 4.3."""
-    return warnings.catch_warnings(action="ignore", category=DeprecationWarning)
+    files = [path]
+    with library_errors(f"{path}: not a readable WFDB header"):
+        for file in files:  # of which more are added: a segment has a header, which names files
+            words = file.read_text("latin-1").split() if file.suffix == path.suffix else ()
+            named = (path.parent / name for word in words for name in (word, f"{word}.hea"))
+            files += [other for other in named if other.is_file() and other not in files]
+    return tuple(files)

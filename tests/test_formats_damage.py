@@ -1,0 +1,72 @@
+"""Damaged files of every format: as the format's library reads them, or refused by a DataError."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from damaged_files import LIBRARIES, verdict
+from format_files import FORMATS
+
+SCRIPT = Path(__file__).with_name("damaged_files.py")
+
+
+def run(mode: str, files: Sequence[str]) -> tuple[int, dict[str, str]]:
+    """The exit status, and what became of the files, the last one perhaps `started`."""
+    words = [sys.executable, str(SCRIPT), mode, *files]
+    process = subprocess.run(words, capture_output=True, text=True, check=False)
+    results = dict(json.loads(line) for line in process.stdout.splitlines())
+    assert results, process.stderr
+    return process.returncode, results
+
+
+def results_of(files: Sequence[str]) -> dict[str, str]:
+    """What became of each file; a crash is no fault where the library alone crashes, too."""
+    results: dict[str, str] = {}
+    while len(results) < len(files):
+        status, more = run("both", files[len(results) :])
+        results |= more
+        if status:
+            file = [*more][-1]
+            alone, _ = run("alone", [file])
+            results[file] = "crash of the library" if alone else f"FAULT exit status {status}"
+    return results
+
+
+def check(files: Sequence[str]) -> None:
+    results = results_of(files)
+    assert {file: r for file, r in results.items() if r.startswith("FAULT")} == {}
+    assert {"read", "refused"} <= set(results.values())
+
+
+def test_a_damaged_file_is_read_as_the_library_does_or_refused() -> None:
+    check([f"{name} {seed}" for name in LIBRARIES for seed in range(6)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(LIBRARIES))
+def test_300_damaged_files_are_read_as_the_library_does_or_refused(name: str) -> None:
+    check([f"{name} {seed}" for seed in range(300)])
+
+
+def test_every_format_of_a_library_is_damaged() -> None:
+    suffixes = {FORMATS[name].suffix for name in LIBRARIES}
+    others = {".csv", ".parquet", ".arrow", ".feather", ".hdf5"}
+    assert suffixes | others == {form.suffix for form in FORMATS.values()}
+
+
+def test_the_verdict_detects_other_values_and_other_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FORMATS["npy"].make(tmp_path / "r.npy")
+    assert verdict("npy", tmp_path / "r.npy") == "read"
+    read = LIBRARIES["npy"]
+    monkeypatch.setitem(LIBRARIES, "npy", lambda path: {k: v + 1 for k, v in read(path).items()})
+    assert verdict("npy", tmp_path / "r.npy").startswith("FAULT not as the library")
+    monkeypatch.setitem(LIBRARIES, "npy", lambda _: 1 / 0)
+    assert verdict("npy", tmp_path / "r.npy").startswith("FAULT not as the library")
+    (tmp_path / "r.npy").write_bytes(b"")
+    assert verdict("npy", tmp_path / "r.npy") == "refused"

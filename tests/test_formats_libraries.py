@@ -1,0 +1,158 @@
+"""What a library says of its format: missing values, bits of a sample, dates, sizes, groups."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import netCDF4
+import numpy as np
+import pytest
+import soundfile
+import xarray as xr
+import zarr
+
+import throughtime as tt
+from format_files import FORMATS, STEPS, matrix
+from throughtime.errors import DataError, MissingExtraError
+from throughtime.stream.formats import open_table
+
+
+@pytest.mark.parametrize("form", ["NETCDF4", "NETCDF3_CLASSIC"])
+def test_values_that_netcdf_masks_are_nan(form: Any, tmp_path: Path) -> None:
+    """Also those that were never written, and those outside the valid range. Mutant: xarray."""
+    with netCDF4.Dataset(tmp_path / "r.nc", "w", format=form) as file:
+        file.createDimension("time", 5)
+        for kind in ("i1", "i2", "i4", "f4", "f8"):
+            file.createVariable(kind, kind, ("time",))[:3] = [1, 2, 3]
+            ranged = file.createVariable(f"{kind}_range", kind, ("time",))
+            ranged.valid_range = np.array([0, 10], kind)
+            ranged[:] = [1, 20, 3, 4, -1]
+    table = open_table(tmp_path / "r.nc")
+    for kind in ("i1", "i2", "i4", "f4", "f8"):
+        values = table.read(0, 5, [kind, f"{kind}_range"])
+        assert values.dtype == ("f4" if kind == "f4" else "f8")
+        gap = np.nan
+        np.testing.assert_array_equal(values.T, [[1, 2, 3, gap, gap], [1, gap, 3, 4, gap]])
+        assert table.read(0, 1, [kind]).dtype == values.dtype
+
+
+def test_integers_of_netcdf_that_float64_rounds_are_refused(tmp_path: Path) -> None:
+    with netCDF4.Dataset(tmp_path / "r.nc", "w") as file:
+        file.createDimension("time", 3)
+        file.createVariable("u", "i8", ("time",))[:2] = [1, 2**53]
+        file.createVariable("v", "i8", ("time",))[:] = [1, 2, 2**53 + 1]
+    table = open_table(tmp_path / "r.nc")
+    np.testing.assert_array_equal(table.read(0, 3, ["u"])[:, 0], [1, 2**53, np.nan])
+    with pytest.raises(DataError, match=r"r\.nc: 'v': rows 0 to 3 .*float64, .* rounds"):
+        table.read(0, 3, ["v"])
+
+
+def test_packed_hdf5_is_read_by_netcdf4_in_every_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = np.array([0, 2, -1, 9], "i2")
+    with h5py.File(tmp_path / "r.h5", "w") as file:
+        file["in/u"], file["v"] = stored, np.arange(4)
+        file["in/u"].attrs.update(scale_factor=0.5, _FillValue=np.int16(-1), valid_max=np.int16(8))
+    expected = [[0, 0], [1, 1], [np.nan, 2], [np.nan, 3]]
+    np.testing.assert_array_equal(open_table(tmp_path / "r.h5").read(0, 4, ["in/u", "v"]), expected)
+    with h5py.File(tmp_path / "r.h5") as group:
+        recording = tt.recording(group["in"])
+    np.testing.assert_array_equal(recording.read(0, 4).inputs[:, 0], [0, 1, np.nan, np.nan])
+    monkeypatch.setitem(sys.modules, "netCDF4", None)
+    with pytest.raises(
+        MissingExtraError, match=r"netCDF or packed data needs netCDF4; pip .*\[netcdf\]"
+    ):
+        open_table(tmp_path / "r.h5")
+
+
+def test_xarray_reads_the_times_of_its_zarr_stores(tmp_path: Path) -> None:
+    hours = np.datetime64("2026-01-01") + np.arange(4) * np.timedelta64(3600, "s")
+    data = xr.Dataset({"u": ("time", [1.0, 2, 3, 4])}, coords={"time": hours, "site": 7})
+    data.to_zarr(tmp_path / "r.zarr", consolidated=False)
+    table = open_table(tmp_path / "r.zarr")
+    assert (table.columns, table.times) == (("time", "u"), ("time",))
+    np.testing.assert_array_equal(table.read(0, 4, ["time"])[:, 0], hours)
+    tree = xr.DataTree.from_dict({"/": data, "/in/side": data.drop_vars("time")})
+    tree.to_zarr(tmp_path / "tree.zarr", consolidated=False)
+    table = open_table(tmp_path / "tree.zarr")
+    assert table.columns == ("in/side/u", "time", "u")  # sorted: a folder has no order
+    np.testing.assert_array_equal(table.read(1, 3, ["u", "in/side/u"]), [[2, 2], [3, 3]])
+    group = zarr.open_group(tmp_path / "tree.zarr", mode="r")["in"]
+    np.testing.assert_array_equal(
+        tt.recording(group, inputs="side/u").read(0, 2).inputs, [[1], [2]]
+    )
+
+
+@pytest.mark.parametrize("subtype", ["PCM_U8", "PCM_16", "PCM_24", "FLOAT", "PCM_32", "DOUBLE"])
+def test_sound_keeps_every_bit_of_its_samples(subtype: str, tmp_path: Path) -> None:
+    samples = np.random.default_rng(0).uniform(-1, 1, size=(500, 2))
+    soundfile.write(tmp_path / "r.wav", samples, 8000, subtype=subtype)
+    values = open_table(tmp_path / "r.wav").read(0, 500, ["0", "1"])
+    assert values.dtype == ("f8" if subtype in ("PCM_32", "DOUBLE") else "f4")
+    np.testing.assert_array_equal(values, soundfile.read(tmp_path / "r.wav")[0])
+
+
+@pytest.mark.parametrize("dates", [b"xx.xx.xxxx.xx.xx", b"00.00.0000.00.00", b" " * 16])
+def test_edf_and_bdf_with_anonymised_dates_are_read(dates: bytes, tmp_path: Path) -> None:
+    for form in (FORMATS["edf"], FORMATS["bdf"]):
+        path = tmp_path / f"r{form.suffix}"
+        expected = form.make(path)
+        content = path.read_bytes()
+        path.write_bytes(content[:8] + b" " * 160 + dates + content[184:])
+        table = open_table(path)
+        np.testing.assert_array_equal(table.read(0, STEPS, table.columns), expected)
+
+
+def test_edf_with_more_records_than_it_says_is_refused(tmp_path: Path) -> None:
+    FORMATS["edf"].make(tmp_path / "r.edf")
+    content = (tmp_path / "r.edf").read_bytes()
+    for records in (b"-1", b"102", b"0"):  # -1: it was not closed
+        (tmp_path / "r.edf").write_bytes(content[:236] + records.ljust(8) + content[244:])
+        with pytest.raises(
+            DataError, match=rf"its header promises {records.decode()} data records"
+        ):
+            open_table(tmp_path / "r.edf")
+
+
+def test_a_wav_file_beyond_4_gb_is_refused_where_it_is_cut_short(tmp_path: Path) -> None:
+    """libsndfile reads what is left of it without a word; its header is RF64."""
+    with soundfile.SoundFile(tmp_path / "r.wav", "w", 8000, 1, "PCM_16", format="RF64") as file:
+        file.write(matrix(1))
+    assert len(open_table(tmp_path / "r.wav")) == STEPS
+    content = (tmp_path / "r.wav").read_bytes()
+    (tmp_path / "r.wav").write_bytes(content[:-50])
+    assert soundfile.info(tmp_path / "r.wav").frames == STEPS - 25
+    with pytest.raises(DataError, match=r"r\.wav: holds \d+ bytes, its header promises"):
+        open_table(tmp_path / "r.wav")
+
+
+def test_wfdb_signals_of_several_samples_a_frame_are_refused(tmp_path: Path) -> None:
+    """wfdb gives their means by default."""
+    FORMATS["wfdb"].make(tmp_path / "r.hea")
+    lines = (tmp_path / "r.hea").read_text().splitlines()
+    for sizes in ((2, 2, 2), (1, 2, 1)):
+        count = 3 * STEPS // sum(sizes)
+        signals = [lines[1 + i].replace(" 16 ", f" 16x{size} ") for i, size in enumerate(sizes)]
+        (tmp_path / "r.hea").write_text("\n".join([f"r 3 360 {count}", *signals]))
+        with pytest.raises(DataError, match=r"r\.hea: .* or does a frame have several samples\?"):
+            open_table(tmp_path / "r.hea")
+
+
+@pytest.mark.parametrize("workers", [2, "thread"])
+def test_workers_read_what_another_library_unpacks(workers: Any, tmp_path: Path) -> None:
+    """HDF5 by netCDF4, and Zarr by xarray."""
+    values = np.random.default_rng(0).normal(size=(STEPS, 2)).round(3)
+    with h5py.File(tmp_path / "r.h5", "w") as file:
+        file["u"], file["v"] = (values.T * 1000).round().astype("i4")
+        for dataset in file.values():
+            dataset.attrs["scale_factor"] = 0.001
+    columns = {name: ("time", values[:, i]) for i, name in enumerate("uv")}
+    xr.Dataset(columns).to_zarr(tmp_path / "r.zarr", consolidated=False)
+    for path in (tmp_path / "r.h5", tmp_path / "r.zarr"):
+        stream = tt.Stream(path, lanes=1, chunk=20, workers=workers, seed=None)
+        for _ in range(2):
+            read = np.concatenate([chunk.inputs[:, 0].numpy() for chunk in stream])
+            np.testing.assert_allclose(read, values, rtol=1e-12)
+            np.testing.assert_array_equal(read, tt.recording(path).read(0, STEPS).inputs)
