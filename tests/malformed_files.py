@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import soundfile
-import zarr
 
 import odd_arrays
 import odd_netcdf
@@ -205,13 +204,6 @@ def zarr_with_a_chunk_cut(path: Path) -> None:
     chunk.write_bytes(chunk.read_bytes()[:7])
 
 
-@malformed(".zarr")
-def zarr_unequal_lengths(path: Path) -> None:
-    group = zarr.open_group(path, mode="w")
-    group.create_array("u", data=np.arange(5.0))
-    group.create_array("v", data=np.arange(6.0))
-
-
 @malformed(".edf")
 def edf_letters_in_header(path: Path) -> None:
     odd_signals.edf_two_signals(path)
@@ -234,12 +226,6 @@ def parquet_names_twice(path: Path) -> None:
 @malformed(".parquet")
 def parquet_without_rows(path: Path) -> None:
     pyarrow.parquet.write_table(pa.table({"u": pa.array([], pa.float64())}), path)
-
-
-@malformed(".h5")
-def hdf5_unequal_lengths(path: Path) -> None:
-    with h5py.File(path, "w") as file:
-        file["u"], file["v"] = np.arange(5.0), np.arange(6.0)
 
 
 @malformed(".h5")

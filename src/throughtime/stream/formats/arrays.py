@@ -4,6 +4,7 @@ Opening reads the names and shapes; the longest arrays are the columns. Shorter 
 of channels), coordinates and arrays of more than two dimensions are no columns.
 """
 
+import importlib
 import posixpath
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,7 +102,10 @@ class ArrayRows:
             if isinstance(rows, np.ma.MaskedArray):
                 values = rows if rows.dtype.kind == "f" else rows.astype(np.float64)
                 if rows.dtype.kind in "iu" and (values.astype(rows.dtype) != rows).any():
-                    raise ValueError("float64, which has NaN, rounds its integers")
+                    raise DataError(
+                        f"{self.source}: has whole numbers of so many digits that float64, which"
+                        " has NaN for missing ones, would merge them; leave it out"
+                    )
                 rows = np.ma.filled(values, np.nan)
             return np.asarray(rows)
 
@@ -133,8 +137,8 @@ def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, Fil
     if longest is None:
         contents = listed(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
         raise DataError(
-            f"{path}: holds {contents or 'no array'}, expected arrays of numbers with one row per"
-            " step"
+            f"{path}: holds {contents or 'no array'}, expected arrays of numbers (steps,) or"
+            " (steps, features); of others pass the array, reshaped"
         )
     return {name: array for name, array in usable.items() if array.shape[0] == longest}
 
@@ -245,7 +249,7 @@ def open_netcdf(path: Path) -> ArraysFile:
     """netCDF, by netCDF4: every variable `(time,)` or `(time, features)` of numbers is a column.
 
     Packed values are unpacked; those that netCDF4 masks are NaN, so integers are float64. Time is
-    the first dimension of the longest variable; coordinates are no columns.
+    the first dimension of the longest variable; coordinates are no columns, but time stamps.
 
     Raises:
         MissingExtraError: netCDF4 is not installed, or SciPy for a classic file.
@@ -264,7 +268,26 @@ def open_netcdf(path: Path) -> ArraysFile:
     with library_errors(f"{path}: not a readable netCDF file"):
         data = _open_netcdf(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
+        for name, variable in data.variables.items():
+            if " since " in str(getattr(variable, "units", "")) and variable.ndim == 1:
+                arrays[name] = TimeVariable(variable)
     return ArraysFile(path, longest_arrays(path, arrays), data)
+
+
+class TimeVariable:
+    """A netCDF variable of times, in a unit since a date of a calendar (CF conventions, 4.4)."""
+
+    dtype = np.dtype("M8[ns]")
+
+    def __init__(self, variable: Any) -> None:
+        self.shape, self._variable = variable.shape, variable
+
+    def __getitem__(self, rows: slice, /) -> Array:
+        calendar = getattr(self._variable, "calendar", "standard")
+        cftime = importlib.import_module("cftime")  # which netCDF4 needs
+        dates = np.ma.ravel(cftime.num2date(self._variable[rows], self._variable.units, calendar))
+        texts = ["NaT" if date is np.ma.masked else date.isoformat() for date in dates]
+        return np.array(texts, self.dtype)
 
 
 def arrays_of_netcdf(group: Any) -> dict[str, FileArray]:

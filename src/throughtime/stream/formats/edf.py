@@ -50,7 +50,10 @@ class EdfFile(TableFile):
             record = np.dtype([("", form, (size, *width)) for size in sizes])
             begin, each = int(head[184:192]), record.itemsize
             if path.stat().st_size != begin + records * each:
-                raise ValueError(f"its header promises {records} data records of {each} bytes")
+                raise ValueError(
+                    f"its header promises {records} data records of {each} bytes; copy it whole, or"
+                    " write the true number into the header"
+                )
             self._records: Array = np.memmap(path, record, "r", begin, (records,))
         if head[193:197] == b"DF+D":  # EDF+ or BDF+
             raise DataError(f"{path}: has gaps in time (EDF+D, BDF+D); split the recording there")
