@@ -9,7 +9,7 @@ outputs, `L` layers, `V` entries of an embedding.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
@@ -140,7 +140,7 @@ class Chain:
     operations: tuple[Operation, ...]
     width: int
     outputs: int
-    names: dict[str, tuple[str, int | None]]
+    names: Mapping[str, tuple[str, int | None]]
 
     @property
     def is_indexed(self) -> bool:
@@ -183,7 +183,7 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
         chain = read_chain(carry(nn.Sequential(rest)), inputs)
         state = first.initial_state(1)
         leaves = tuple(Leaf(f"{name}.{key}", _array(value[0])) for key, value in state.items())
-        own = {leaf.name: (leaf.name, None) for leaf in leaves} | chain.names
+        own = {**{leaf.name: (leaf.name, None) for leaf in leaves}, **chain.names}
         return replace(
             chain, operations=(Standardisation(first.steps, leaves), *chain.operations), names=own
         )
