@@ -94,12 +94,6 @@ class SideStream:
                 tensor.record_stream(current)
 
 
-def device_name(device: torch.device) -> str:
-    """The product's name; the type of the device where the backend does not say."""
-    query = _backend(device, "get_device_name")
-    return device.type if query is None else query(device)
-
-
 def device_bytes(device: torch.device) -> int | None:
     """The size of an accelerator's memory; None for the CPU, or where the backend does not say."""
     query = _backend(device, "mem_get_info")

@@ -1,4 +1,4 @@
-"""The commands: train, eval, predict, export, audit, doctor, demo, selftest.
+"""The commands: train, eval, predict, export, audit, doctor, demo.
 
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
@@ -461,36 +461,3 @@ def demo(
         out.print(line)
     out.print(f"the pictures are in {write_report(results, to)}")
     out.print(f"two of the nets run side by side in {write_live_page(results, to)}")
-
-
-@app.command()
-def selftest(
-    device: Annotated[
-        str | None,
-        _option("Which device: cuda, cuda:1, mps, cpu.", "the accelerator, if there is one"),
-    ] = None,
-    as_json: _Json = False,
-) -> None:
-    """Compare every policy, layer and measurement on a device with plain PyTorch on the CPU.
-
-    Exit code 1: something differs. A report of a fault should have the output of --json.
-    """
-    from throughtime.app.console import out, print_json
-    from throughtime.app.selftest import available_device, environment, self_test
-
-    chosen = available_device(device)
-    facts = environment(chosen)
-    if not as_json:
-        out.print(", ".join(f"{key} {value}" for key, value in facts.items() if value is not None))
-    results: list[Any] = []
-    for result in self_test(chosen):
-        results.append(result)
-        if not as_json:
-            out.print(str(result), highlight=False, markup=False)
-    failed = [result for result in results if not result.holds]
-    if as_json:
-        laws = [result.as_dict() for result in results]
-        print_json({**facts, "passed": not failed, "laws": laws})
-    else:
-        out.print(f"{len(results) - len(failed)} of {len(results)} hold on {chosen}")
-    raise typer.Exit(bool(failed))

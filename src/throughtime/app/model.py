@@ -219,7 +219,7 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     rows = (
         torch.linspace(-1.0, 1.0, 5 * spec.features, device="cpu").view(5, 1, spec.features).sin()
     )
-    x = in_units(net, rows.to(next(net.parameters())))
+    x = in_units(net, rows.to(next(net.parameters(), rows)))
     try:
         net.prepare(x)
     except ModelError as error:

@@ -1,22 +1,25 @@
-"""`throughtime selftest` on the mock device: every law equals plain PyTorch on the CPU."""
+"""Every law equals plain PyTorch on the CPU: on the mock device, and with compiled kernels."""
 
-import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import typer
 from mock_device import DEVICE, counted
+from plain_laws import LAWS, Setting, deviation_of, numbers_of
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 import throughtime as tt
-from throughtime.app import cli, selftest
-from throughtime.app.selftest import LAWS, Setting, run_law
-from throughtime.errors import ConfigError, ModelError
+from throughtime.carry import Carried
+from throughtime.errors import ModelError, ThroughtimeError
 from throughtime.testing import check_carry
 
 LARGEST = {torch.float64: 1e-12, torch.float32: 1e-5}  # deviations
+
+
+NO_NUMBERS = {"laws of carrying"}  # these raise
 
 
 @pytest.mark.covering
@@ -24,24 +27,49 @@ LARGEST = {torch.float64: 1e-12, torch.float32: 1e-5}  # deviations
 @pytest.mark.parametrize("name", list(LAWS))
 def test_every_law_holds_and_is_computed_on_the_device(name: str, dtype: torch.dtype) -> None:
     with counted() as counts:
-        result = run_law(name, Setting(DEVICE, dtype))
-    assert result.holds, result
-    assert result.deviation < LARGEST[dtype]
+        deviation = deviation_of(name, Setting(DEVICE, dtype))
+    assert deviation < LARGEST[dtype]
     assert counts.operators > 100
 
 
-def test_the_command_takes_the_accelerator_by_default(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", list(LAWS))
+def test_every_law_compares_numbers_and_holds_for_compiled_kernels(name: str) -> None:
+    setting = Setting(torch.device("cpu"), torch.float64)
+    assert deviation_of(name, setting) < 1e-12
+    values = numbers_of(name, setting)
+    assert bool(values) != (name in NO_NUMBERS)
+    assert name in NO_NUMBERS or any(bool(value.count_nonzero()) for value in values)
+
+
+def wrong_outputs(y: Any, after: Any) -> Any:
+    return y * 1.001, after
+
+
+def wrong_state(y: Any, after: Any) -> Any:
+    return y, tt.state.map_leaves(lambda leaf: leaf * 0.9, after)
+
+
+@pytest.mark.parametrize("change", [wrong_outputs, wrong_state])
+@pytest.mark.parametrize(
+    "name",
+    ["nn.LSTM, Truncated, horizon", "nn.RNN, Exact", "tt.predict", "tt.evaluate", "tt.reach"],
+)
+def test_a_device_that_computes_something_else_is_noticed(
+    name: str, change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(selftest, "LAWS", {"tt.predict": LAWS["tt.predict"]})
-    with pytest.raises(typer.Exit) as success:
-        cli.selftest(None, as_json=True)
-    facts = json.loads(capsys.readouterr().out)
-    assert success.value.exit_code == 0
-    assert (facts["device"], facts["name"], facts["devices"]) == ("mock", "mock", 2)
-    assert [law["dtype"] for law in facts["laws"]] == ["float64", "float32"]
-    with pytest.raises(ConfigError, match="device=mock:7: cannot be used on this machine"):
-        cli.selftest("mock:7")
+    forward = Carried.forward
+
+    def on_the_device(net: Any, *arguments: Any) -> Any:
+        results = forward(net, *arguments)
+        return results if _get_current_function_mode_stack() else change(*results)
+
+    monkeypatch.setattr(Carried, "forward", on_the_device)
+    noticed = False
+    try:
+        noticed = deviation_of(name, Setting(torch.device("cpu"), torch.float64)) > 1e-8
+    except ThroughtimeError:  # tt.Exact compares two passes
+        noticed = True
+    assert noticed
 
 
 def test_inputs_on_another_device_than_the_weights_are_named_as_that() -> None:
