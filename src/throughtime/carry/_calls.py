@@ -368,7 +368,9 @@ class ModuleAdapter(Adapter):
                 " tt.Stream(..., lanes=1). If it has a batch dimension, name its order:"
                 " tt.carry(module, batch_first=True) or batch_first=False"
             )
-        state = c.lanes.fill(self.start(lanes) if c.lanes.dims else None, lanes, self.weight)
+        state = c.lanes.fill(
+            self.start(lanes) if c.lanes.dims else None, lanes, weight_of(self.module)
+        )
         if not c.hints.context:
             return state
         return {PAST: self.padded(self.inputs(lanes)[:0]).transpose(0, 1), STATE: state}
@@ -378,15 +380,10 @@ class ModuleAdapter(Adapter):
         """Whether the module takes a single lane only."""
         return any(dim.dim is None for dim in self.convention.lanes.dims)
 
-    @property
-    def weight(self) -> Tensor | None:
-        """A weight of the module; None without any."""
-        return weight_of(self.module)
-
     def inputs(self, lanes: int) -> Tensor:
         """Example inputs of one step, `(1, B, ...)`, on the device of the weights."""
-        x = self.example
-        like = x if self.weight is None else self.weight
+        x, weight = self.example, weight_of(self.module)
+        like = x if weight is None else weight
         dtype = like.dtype if x.is_floating_point() else None
         return x.to(like.device, dtype).expand(1, lanes, *x.shape[2:])
 
@@ -428,7 +425,7 @@ class ModuleAdapter(Adapter):
 
         It is the author's own call. The layout of the state may be unknown yet.
         """
-        weight, lanes = self.weight, x.shape[1]
+        weight, lanes = weight_of(self.module), x.shape[1]
         start = None if self.convention.start == OWN else self.start(lanes)
 
         def fit(leaf: Tensor) -> Tensor:

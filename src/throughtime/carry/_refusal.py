@@ -27,7 +27,13 @@ GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 wh
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 NORMS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+OVER_TIME = ("causal", "lanes", "whole", "long", "last")
 CAUSES = {  # parts that usually break a law over time
+    BATCH_NORMS: (
+        "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
+        " module.{path}.eval()"
+    ),
     CONVOLUTIONS: (
         "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
         " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
@@ -39,17 +45,19 @@ CAUSES = {  # parts that usually break a law over time
     ),
     NORMS: "it normalises over time. Normalise the features of each step alone",
 }
-BATCH_NORMS = {
-    (nn.modules.batchnorm._BatchNorm,): (
-        "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
-        " module.{path}.eval()"
-    )
-}
 
 
-def refusal(search: Search) -> ModelError:
-    """The error for a module of which no way of calling obeys every law."""
+def refusal(search: Search, convention: Convention | None) -> ModelError:
+    """The error for a module of which no convention obeys every law, or several outputs do."""
     module, name = search.module, type(search.module).__name__
+    if convention is not None:
+        choices = [f"{path_name(o.path)} with features {o.features}" for o in search.choices]
+        path = search.choices[0].path
+        return ModelError(
+            f"{name} returns several tensors with one output per step: {', '.join(choices)}. Choose"
+            " the one that the loss gets: tt.carry(module,"
+            f' output={path if path[1:] else path[0]!r}), or output="all"'
+        )
     if fault := device_error(module, search.x):
         return fault
     for path, part in module.named_modules():
@@ -87,18 +95,14 @@ def _advice(module: nn.Module, law: Law, c: Convention | None) -> str:
             " dropout: dropout belongs on outputs, or into the cell that returns the state"
         )
     over_time = law.name != "lanes" and (c is None or not c.hints.context)
-    causes = (BATCH_NORMS if law.training else {}) | (CAUSES if over_time else {})
-    parts = module.named_modules() if law.name in OVER_TIME else ()
-    for path, part in parts:
-        for kinds, text in causes.items():
-            if isinstance(part, kinds):
+    for path, part in module.named_modules() if law.name in OVER_TIME else ():
+        for kinds, text in CAUSES.items():
+            is_possible = law.training if kinds == BATCH_NORMS else over_time
+            if is_possible and isinstance(part, kinds):
                 where = f"'{path}' ({type(part).__name__})" if path else "the module itself"
                 remark = text.format(path=path, past=reach_of(module))
                 return f"The likely cause is {where}: {remark}"
     return LAWS[law.name].advice
-
-
-OVER_TIME = ("causal", "lanes", "whole", "long", "last")
 
 
 def _uncallable(module: nn.Module, search: Search, error: Exception | None) -> str:
@@ -217,17 +221,6 @@ def _start(search: Search, failure: Failure) -> str:
 
 def _names_start(name: str) -> bool:
     return names_state(name) or re.search("0$|init|start", name) is not None
-
-
-def ambiguous_error(search: Search) -> ModelError:
-    """The error for a module of which several tensors may be the outputs."""
-    choices = ", ".join(f"{path_name(o.path)} with features {o.features}" for o in search.choices)
-    path = search.choices[0].path
-    return ModelError(
-        f"{type(search.module).__name__} returns several tensors with one output per step:"
-        f" {choices}. Choose the one that the loss gets: tt.carry(module,"
-        f' output={path if path[1:] else path[0]!r}), or output="all"'
-    )
 
 
 def device_error(module: nn.Module, x: Tensor) -> ModelError | None:

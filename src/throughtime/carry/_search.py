@@ -8,7 +8,6 @@ Shapes: `T` steps, `B` lanes.
 """
 
 import contextlib
-import inspect
 import logging
 import math
 import re
@@ -116,11 +115,7 @@ class Twin:
 
     def __init__(self, module: nn.Module, example: Tensor, scale: float = 0.0) -> None:
         self.module, self._example, self._scale = module, example, scale
-        self.keep()
-
-    def keep(self) -> None:
-        """Start from the attributes and buffers of now."""
-        self._snapshot = Snapshot(self.module)
+        self._snapshot = Snapshot(module)
         self.restore()
 
     def restore(self) -> None:
@@ -260,10 +255,9 @@ class Search:
         """
         one_lane = c is not None and any(dim.dim is None for dim in c.lanes.dims)
         self.failures.append(Failure(stage - 30 * one_lane, c, law, error))
-        self._check_time()
-        return False
+        return self._check_time()
 
-    def _check_time(self) -> None:
+    def _check_time(self) -> bool:
         now = time.monotonic()
         if now - self._reported > REPORT:
             self._reported = now
@@ -273,6 +267,7 @@ class Search:
             )
         if now - self.began > PATIENCE:
             raise OutOfTimeError
+        return False
 
     # ------------------------------------------------------------ ways
 
@@ -460,7 +455,8 @@ class Search:
                 if self.modes.get(""):
                     try:
                         yield from laboratory.measure(self.modes)
-                        yield from self._own(bound, twin, laboratory, long)
+                        if c.call == "last":
+                            yield from self._own(bound, twin, laboratory, long)
                     except CALL_ERRORS as error:
                         text = f"{type(error).__name__}: {error}".split("\n")[0]
                         yield Law("repeat", math.nan, 0.0, text, training=True)
@@ -540,16 +536,10 @@ RANK = {name: i for i, name in enumerate(["last", *LAWS])} | {"last": 0}
 
 def _own_methods(module: nn.Module) -> list[str]:
     """The methods of a module that make a state or put one back, by their names."""
-    names = [n for n in dir(type(module)) if not (hasattr(nn.Module, n) or n.startswith("__"))]
-    names = [n for n in names if STARTS.match(n) and not re.search("weight|param", n)]
-    names = [n for n in names if is_method(module, n)]
+    kind = type(module)
+    names = [n for n in dir(kind) if not hasattr(nn.Module, n) and STARTS.match(n)]
+    names = [n for n in names if callable(getattr(kind, n)) and not re.search("weight|param", n)]
     return sorted(names, key=lambda n: (n != "initial_state", not names_state(n), n))
-
-
-def is_method(module: nn.Module, name: str) -> bool:
-    """Whether a module has a method of a name, not a parameter or a submodule."""
-    value = inspect.getattr_static(module, name, None)  # a property may raise, as Lightning's do
-    return callable(value) and not isinstance(value, nn.Module)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -16,6 +16,9 @@ from throughtime import state as trees
 from throughtime._device import cudnn_rules
 from throughtime.carry._adapter import Adapter, LaneLayout
 from throughtime.carry._calls import (
+    LANES_FIRST,
+    ORDERS,
+    TIME_FIRST,
     Convention,
     Hints,
     ModuleAdapter,
@@ -26,7 +29,6 @@ from throughtime.carry._calls import (
 from throughtime.carry._inside import RECURRENT, parameters_of
 from throughtime.carry._laws import MISFIT_ERRORS, Laboratory, Law
 from throughtime.carry._refusal import (
-    ambiguous_error,
     bidirectional_error,
     broken,
     refusal,
@@ -54,17 +56,6 @@ InputKind: TypeAlias = tuple[bool, int, torch.Size, bool]
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
 
 
-def _hidden_names(state: State) -> list[str]:
-    return ["h"] if isinstance(state, Tensor) else ["h", "c"]
-
-
-def _layer_lines(adapter: Adapter, layer: RecurrentModule, called: str) -> str:
-    """How a layer is called; its contract is known, so nothing is tried."""
-    state = adapter.initial_state(1, None)
-    shapes = state_shapes(adapter.leaf_names(state), state)
-    return f"{type(layer).__name__}: {called}\n  state, lanes first: {shapes}\n  start: zeros"
-
-
 @dataclass(frozen=True)
 class LayerAdapter(Adapter):
     """nn.LSTM, nn.GRU, nn.RNN."""
@@ -85,12 +76,16 @@ class LayerAdapter(Adapter):
         return isinstance(self.module, Recurrent)
 
     def leaf_names(self, state: State) -> list[str]:
-        return _hidden_names(state)
+        return ["h"] if isinstance(state, Tensor) else ["h", "c"]
 
     def explain(self) -> str:
-        order = "(B, T, {})" if self.module.batch_first else "(T, B, {})"
-        called = f"called with {order.format(self.module.input_size)}: one call for each chunk"
-        return _layer_lines(self, self.module, called)
+        order = ORDERS[LANES_FIRST if self.module.batch_first else TIME_FIRST]
+        state = self.initial_state(1, None)
+        return (
+            f"{type(self.module).__name__}: called with {order.format(self.module.input_size)}: one"
+            " call for each chunk\n  state, lanes first:"
+            f" {state_shapes(self.leaf_names(state), state)}\n  start: zeros"
+        )
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         # (L, B, H) to (B, L, H) and back, without a call: every chunk passes here
@@ -192,14 +187,12 @@ class Trials:
             return
         search = Search(adapter.module, x, self.hints)
         convention = search.find()
-        if convention is None:
-            error = refusal(search)
+        if convention is None or len(search.choices) > 1:
+            error = refusal(search, convention)
             if adapter.example is not None:
                 carried = ", ".join(["T", "B", *map(str, adapter.example.shape[2:])])
                 error.add_note(f"throughtime: the module was carried with inputs ({carried})")
             raise error
-        if len(search.choices) > 1:
-            raise ambiguous_error(search)
         if adapter.example is None or adapter.convention.where != convention.where:
             adapter.bind(convention, x)
         if x.shape[1] > 1:
