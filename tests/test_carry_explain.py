@@ -10,14 +10,14 @@ import throughtime as tt
 
 
 class OneStep(nn.Module):
-    """A step that restarts lanes by an argument."""
+    """A step without a start of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
 
-    def forward(self, x: Tensor, h: Tensor, done: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.cell(x, h * (1 - done).unsqueeze(1))
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
         return self.head(h), h
 
 
@@ -48,19 +48,20 @@ class Filtered(nn.Module):
         return self.gru(self.filter(past).transpose(1, 2))[0]
 
 
-class Sized(nn.Module):
-    """Keeps the number of lanes in an attribute, and its state in another."""
+class Kept(nn.Module):
+    """Keeps its state in an attribute, and another one than its cell returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.batch_size = nn.RNNCell(3, 5), 1
+        self.cell = nn.RNNCell(3, 5)
         self.hidden = torch.zeros(1, 5)
 
     def reset_hidden(self) -> None:
-        self.hidden = torch.zeros(self.batch_size, 5)
+        self.hidden = torch.zeros(1, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.hidden * 0.5 + self.cell(x, self.hidden).view(self.batch_size, 5)
+        hidden = self.hidden.expand(len(x), 5)
+        self.hidden = hidden * 0.5 + self.cell(x, hidden)
         return self.hidden
 
 
@@ -73,7 +74,7 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
             "OneStep: called with (B, 4): one call for each step",
             "state: argument h; the next state is item [1] of the result",
             "leaves, lanes first: state (B, 8)",
-            "argument done: always 0; calls are split at resets",
+            "start: zeros",
         ],
     ),
     (
@@ -84,7 +85,7 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
             "Flat: called with (T, B): one call for each chunk",
             "leaves, lanes first: 0 (B, 2, 6), 1 (B, 2, 6)",
             "start: module.init_hidden(...)",
-            "outputs: item [0], (T*B, 9), steps first",
+            "outputs: item [0], (T, B, 9)",
         ],
     ),
     (
@@ -98,10 +99,10 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
         ],
     ),
     (
-        Sized(),
+        Kept(),
         torch.randn(5, 2, 3),
         {},
-        ["attribute batch_size set to B", "state: attribute hidden", "hidden (B, 5)"],
+        ["state: attribute hidden", "hidden (B, 5)", "start: module.reset_hidden(...)"],
     ),
 ]
 
@@ -120,10 +121,9 @@ def test_a_module_is_explained(
 
 
 def test_a_state_that_is_not_what_its_cell_returns_is_carried_as_its_author_does() -> None:
-    module, x = Sized(), torch.randn(9, 2, 3)
+    module, x = Kept(), torch.randn(9, 2, 3)
     net = tt.carry(module, x)
     y, _ = net(x, net.initial_state(2))
-    module.batch_size = 2
     module.reset_hidden()
     torch.testing.assert_close(y, torch.stack([module(step) for step in x]))
 
@@ -161,9 +161,11 @@ def test_evaluation_mode_alone_is_said() -> None:
         (
             nn.GRUCell(3, 8),
             [
-                "GRUCell: called with (B, 3): one call for each step",
-                "  state, lanes first: h (B, 8)",
+                "GRUCell: called with (B, 3): one call for each step, without a time dimension",
+                "  state: argument hx; the next state is the result",
+                "  leaves, lanes first: h (B, 8)",
                 "  start: zeros",
+                "  outputs: (B, 8)",
             ],
         ),
         (

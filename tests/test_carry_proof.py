@@ -177,7 +177,7 @@ def test_features_beside_logits_that_cannot_be_carried_are_no_outputs() -> None:
 
 
 class Stack(nn.Module):
-    """Returns the list of its layers' states: the last of them is the output."""
+    """Returns the list of its layers' states, each of which may be the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,12 +191,14 @@ class Stack(nn.Module):
         return states
 
 
-def test_of_a_list_of_states_the_one_that_all_others_flow_into_is_the_output() -> None:
+def test_of_a_list_of_states_the_output_is_asked_for() -> None:
+    with pytest.raises(ModelError, match="returns several tensors"):
+        tt.carry(Stack(), inputs())
     module, x, states, expected = Stack(), inputs(), None, list[Tensor]()
     for step in x:
         states = module(step, states)
         expected.append(states[-1])
-    y, _ = in_chunks(tt.carry(module, x), x, (3, 4))
+    y, _ = in_chunks(tt.carry(module, x, output=1), x, (3, 4))
     assert (y - torch.stack(expected)).abs().max() < EXACT
 
 

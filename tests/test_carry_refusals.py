@@ -128,7 +128,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
         r"the state is attribute hidden.*Remove .detach\(\)",
     ),
     ("packed sequence", Packs, r"layer 'gru' gets a PackedSequence; a stream needs no packing"),
-    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) for 3 lanes and \(1,\) for 2"),
+    ("shared state", SharedState, r"state leaf '1' has shape \(1,\) and \(1,\) for 3 and 2 lanes"),
 ]
 
 
@@ -282,9 +282,9 @@ def test_a_state_of_another_structure_is_refused_showing_both(state: Any) -> Non
 
 
 def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
-    net = tt.carry(Hidden(batch_first=True), batch_first=False)
-    with pytest.raises(ModelError, match=r"one lane at a time, got 2.*batch_first=True"):
-        net(torch.randn(5, 2, 3), net.initial_state(2))
+    net, x = tt.carry(Hidden(batch_first=True), batch_first=False), torch.randn(5, 2, 3)
+    with pytest.raises(ModelError, match=r"takes the other order.*batch_first=True"):
+        net.initial_state(2, like=x)
 
 
 class LearntLevel(nn.Module):

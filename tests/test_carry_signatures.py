@@ -98,39 +98,6 @@ class OnRequest(Cell):
         return y, h if use_cache else None
 
 
-class Prepared(Cell):
-    """A sequence begins with a call of a method; a submodule has a part of the state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory: Any = nn.Module()
-
-    def init_sequence(self, batch_size: int) -> None:
-        self.memory.cells = torch.full((batch_size, 2), 0.5)
-        self.previous = torch.zeros(batch_size, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, self.previous = self.play(x.unsqueeze(0), self.previous)
-        self.memory.before = self.memory.cells
-        self.memory.cells = self.memory.before * 0.5 + y[0]
-        return self.memory.cells
-
-
-class Frames(nn.Module):
-    """The last frames in a list, which is empty until a method fills it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.frames = nn.Linear(3 * FEATURES, 2), list[Tensor]()
-
-    def reset(self, batch_size: int = 1) -> None:
-        self.frames = [torch.zeros(batch_size, FEATURES) for _ in range(3)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.frames = [*self.frames[1:], x]
-        return self.head(torch.cat(self.frames, -1))
-
-
 class MaskPerRow(Cell):
     """Masks of dropout, drawn when it was made, for each row of the batch."""
 
@@ -148,21 +115,11 @@ def in_one_call(module: Any, x: Tensor) -> Tensor:
     return module(x)[0]
 
 
-def step_by_step(method: str) -> Callable[[Any, Tensor], Tensor]:
-    def play(module: Any, x: Tensor) -> Tensor:
-        getattr(module, method)(x.shape[1])
-        return torch.stack([module(step) for step in x])
-
-    return play
-
-
 SIGNATURES: list[tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = [
     (EmptyDefault, in_one_call),
     (TupleDefault, in_one_call),
     (KeywordOnly, in_one_call),
     (UnnamedStates, in_one_call),
-    (Prepared, step_by_step("init_sequence")),
-    (Frames, step_by_step("reset")),
     (MaskPerRow, in_one_call),
 ]
 

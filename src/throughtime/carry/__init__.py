@@ -1,9 +1,8 @@
 """The model contract `(x, state) -> (y, state)`, and one adapter per kind of module.
 
-LayerAdapter   nn.LSTM, nn.GRU, nn.RNN               state (B, L, H), one or two of them
-CellAdapter    nn.LSTMCell, nn.GRUCell, nn.RNNCell   a loop over time with `unbind`
-ChainAdapter   nn.Sequential                         a dict of its children's states
-ModuleAdapter  any other module, by a convention     its own state, lanes moved to the front
+LayerAdapter   nn.LSTM, nn.GRU, nn.RNN            state (B, L, H), one or two of them
+ChainAdapter   nn.Sequential                      a dict of its children's states
+ModuleAdapter  any other module, by a convention  its own state, lanes moved to the front
 
 A convention (`_calls`) says how a module is called: the layout of its inputs, where its state is
 and starts, and which of its results the outputs are. A state is one of three: arguments that come

@@ -5,9 +5,10 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import cycle
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,8 +88,7 @@ class Adapter(ABC):
         return ""
 
 
-@dataclass(frozen=True)
-class LaneDim:
+class LaneDim(NamedTuple):
     """The dimension of a state tensor that indexes the lanes.
 
     Attributes:
@@ -104,8 +104,7 @@ class LaneDim:
         """The tensor with its lanes moved to the front."""
         if self.dim is None:
             return leaf.unsqueeze(0)
-        if self.rows > 1:
-            leaf = leaf.unflatten(self.dim, (-1, self.rows))
+        leaf = leaf.unflatten(self.dim, (-1, self.rows)) if self.rows > 1 else leaf
         return leaf.movedim(self.dim, 0)
 
     def to_module(self, leaf: Tensor) -> Tensor:
@@ -129,105 +128,129 @@ class LaneLayout:
         """Find the lanes by comparing states for two numbers of lanes.
 
         Args:
-            states: by the number of lanes; only one number for a module of one lane.
+            states: by the number of lanes; one only for a module that takes no other.
             weight: of the module.
 
         Raises:
             StateError: a tensor has no such dimension, or trees of different structure.
         """
-        state = next(iter(states.values()))
-        rows = [*map(list, map(trees.leaves, states.values()))]
+        counts, rows = [*states], [*map(list, map(trees.leaves, states.values()))]
         if len({*map(len, rows)}) > 1:
             raise StateError(f"the state has {len(rows[0])} and {len(rows[1])} tensors")
-        dims = [
-            _lane_dim(leaf[0][0], {n: t.shape for n, (_, t) in zip(states, leaf, strict=True)})
+        dims = tuple(
+            _lane_dim(leaf[0][0], counts, [t.shape for _, t in leaf])
             for leaf in zip(*rows, strict=True)
-        ]
-        return cls.of(tuple(dims), state, weight)
-
-    @classmethod
-    def of(cls, dims: tuple[LaneDim, ...], state: State, weight: Tensor | None) -> "LaneLayout":
-        """The layout of a state whose dimensions are known."""
-        layout = cls(dims, (), None if weight is None else weight.dtype)
-        zeros = layout.lanes_first(trees.map_leaves(torch.zeros_like, trees.detach(state)))
-        return cls(
-            dims, trees.map_leaves(lambda leaf: leaf[:1].clone(), zeros), layout.weight_dtype
         )
+        layout = cls(dims, (), None if weight is None else weight.dtype)
+        first = layout.lanes_first(states[counts[0]])
+        zeros = trees.map_leaves(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), first)
+        return replace(layout, example=zeros)
 
     def lanes_first(self, state: State) -> State:
         """The state with its lanes moved to the front."""
-        return self._map(state, self._to_front)
+        return self._moved(state, LaneDim.to_front)
 
     def to_module(self, state: State) -> State:
         """The state with its lanes moved back to the dimensions that the module uses."""
-        return self._map(state, self._to_module)
+        return self._moved(state, LaneDim.to_module)
 
     @cached_property
-    def _to_front(self) -> list[Callable[[Tensor], Tensor]]:
-        return [dim.to_front for dim in self._moved]
+    def _is_first(self) -> bool:
+        return {*self.dims} <= {LaneDim(0)}
 
-    @cached_property
-    def _to_module(self) -> list[Callable[[Tensor], Tensor]]:
-        return [dim.to_module for dim in self._moved]
-
-    @property
-    def _moved(self) -> tuple[LaneDim, ...]:
-        """The dimension of each tensor: none if all have their lanes first, one if all agree."""
-        kinds = {*self.dims}
-        return () if kinds <= {LaneDim(0)} else self.dims[:1] if len(kinds) == 1 else self.dims
-
-    @staticmethod
-    def _map(state: State, moves: list[Callable[[Tensor], Tensor]]) -> State:
-        if not moves:
+    def _moved(self, state: State, move: Callable[[LaneDim, Tensor], Tensor]) -> State:
+        if self._is_first:
             return state
-        if len(moves) == 1:  # every chunk passes here
-            return trees.map_leaves(moves[0], state)
-        rest = iter(moves)
-        return trees.map_leaves(lambda leaf: next(rest)(leaf), state)  # noqa: PLW0108  # one for each leaf
-
-    def with_weight(self, state: State, weight: Tensor | None, lanes: int) -> State:
-        """The state on the device of the module, in its dtype if it was when this was inferred.
-
-        A number among the tensors is the value of all lanes.
-        """
-        if weight is None:
-            return state
-        pairs = zip(trees.tensors(self.example), self.dims, strict=False)
-
-        def convert(leaf: Tensor) -> Tensor:
-            example, dim = next(pairs, (leaf, None))
-            if dim is not None and leaf.numel() < 2 and leaf.dim() < example.dim():
-                rows = leaf.sum().to(leaf.dtype).expand(lanes, *example.shape[1:])
-                leaf = dim.to_module(rows)
-            follows = dim is not None and example.dtype == self.weight_dtype
-            return leaf.to(weight.device, weight.dtype if follows else leaf.dtype)
-
-        return trees.map_leaves(convert, state)
+        dims = cycle(self.dims)
+        return trees.map_leaves(lambda leaf: move(next(dims), leaf), state)
 
     def zeros(self, lanes: int, weight: Tensor | None) -> State:
-        """A zero state for `lanes` lanes, lanes first, on the device of the module."""
-        state = trees.map_leaves(lambda leaf: leaf.new_zeros(lanes, *leaf.shape[1:]), self.example)
-        return self.with_weight(state, weight, lanes)
+        """A zero state, lanes first, on the device of the module.
+
+        In its dtype, if it was when this was inferred.
+        """
+
+        def rows(leaf: Tensor) -> Tensor:
+            like = leaf if weight is None or leaf.dtype != self.weight_dtype else weight
+            device = leaf.device if weight is None else weight.device
+            return like.new_zeros(lanes, *leaf.shape[1:], device=device)
+
+        return trees.map_leaves(rows, self.example)
+
+    def fill(self, start: Any, lanes: int, weight: Tensor | None) -> State:
+        """The state of all lanes, lanes first, that a module means by its start.
+
+        Args:
+            start: in the layout of the module, of one lane, or without a dimension for lanes; None
+                is zeros, and a number that of all units, in any part of it.
+            lanes: B.
+            weight: of the module.
+
+        Raises:
+            StateError: it has another structure, or other sizes.
+        """
+        zeros, dims = self.to_module(self.zeros(lanes, weight)), iter(self.dims)
+
+        def spread(zero: Tensor, leaf: Tensor) -> Tensor:
+            dim = next(dims).dim
+            if leaf.numel() > 1 and dim is not None and leaf.shape != zero.shape:
+                leaf = widen(leaf, lanes, dim)
+            return leaf.to(zero).expand(zero.shape).contiguous()
+
+        try:
+            return self.lanes_first(trees.map_leaves(spread, zeros, _complete(start, zeros)))
+        except RuntimeError as error:
+            raise StateError(f"the start does not fit {lanes} lanes: {error}") from error
 
 
-NO_LANES = LaneLayout()  # of a state that stays as it is
+def _complete(start: Any, zeros: Any) -> Any:
+    """A start with zeros for what is None yet, and numbers as tensors."""
+    if not (start.numel() if isinstance(start, Tensor) else start):
+        return zeros
+    if isinstance(start, (int, float)):
+        return zeros + start
+    if isinstance(start, dict):
+        return {key: _complete(start.get(key), zero) for key, zero in zeros.items()}
+    if type(start) in (list, tuple) and len(start) == len(zeros):
+        return type(start)([*map(_complete, start, zeros)])
+    return start
 
 
-def _lane_dim(name: str, shapes: dict[int, torch.Size]) -> LaneDim:
-    if len(shapes) == 1:
+def widen(leaf: Tensor, lanes: int, dim: int) -> Tensor:
+    """A tensor of one lane, or without a dimension for lanes, repeated for all lanes.
+
+    Args:
+        leaf: of a state, in the layout of a module.
+        lanes: B.
+        dim: where the lanes are to be.
+    """
+    while leaf.dim() <= dim:
+        leaf = leaf.unsqueeze(0)
+    leaf = leaf if leaf.shape[dim] == 1 else leaf.unsqueeze(dim)
+    return leaf.expand(*leaf.shape[:dim], lanes, *leaf.shape[dim + 1 :])
+
+
+def _lane_dim(name: str, counts: list[int], shapes: list[torch.Size]) -> LaneDim:
+    """The dimension of a leaf that has the numbers of lanes; of a single number, that usual one."""
+    if counts == [1]:
         return LaneDim(None)
-    (first, a), (second, b) = shapes.items()
-    changed = [i for i, (p, q) in enumerate(zip(a, b, strict=False)) if p != q]
-    if len(a) == len(b) and len(changed) == 1:
-        dim = changed[0]
-        rows, rest = divmod(a[dim], first)
-        if rest == 0 and b[dim] == rows * second:
-            return LaneDim(dim, rows)
-    raise StateError(
-        f"state leaf '{name}' has shape {tuple(a)} for {first} lanes and {tuple(b)} for {second}:"
-        " expected exactly one dimension equal to the number of lanes. A value shared by all"
-        " lanes cannot be reset for one lane; give it a lane dimension, or make it a buffer."
-    )
+    dims = [
+        LaneDim(i, sizes[0] // counts[0])
+        for i, sizes in enumerate(zip(*shapes, strict=False))
+        if len({n / lanes for n, lanes in zip(sizes, counts, strict=True)}) == 1
+        and sizes[0] % counts[0] == 0
+        and (len(counts) > 1 or sizes[0] == counts[0])
+    ]
+    if len(counts) == 1:  # it was made for that number of lanes
+        dims = sorted(dims, key=lambda dim: dim.dim != 1)[:1]
+    if len(dims) != 1 or len({*map(len, shapes)}) > 1:
+        raise StateError(
+            f"state leaf '{name}' has shape {' and '.join(str(tuple(s)) for s in shapes)} for"
+            f" {' and '.join(map(str, counts))} lanes: expected exactly one dimension equal to the"
+            " number of lanes. A value shared by all lanes cannot be reset for one lane; give it a"
+            " lane dimension, or make it a buffer."
+        )
+    return dims[0]
 
 
 def is_state(value: Any) -> bool:

@@ -1,8 +1,9 @@
 """A state inside a module: in submodules, where hooks set and read it, and in attributes.
 
-A port is one recurrent submodule. While `PortHooks.run` calls the module, the first call of each
-submodule takes the state that was carried, and the state that its last call returns is carried on.
-Outside `run` the hooks do nothing. One observed call of a module shows which ports it has.
+A port is one recurrent submodule: a layer or cell of torch.nn, or a cell of the user's, whose
+arguments after the first come back as the last tensors of its result. While `PortHooks.run` calls
+the module, the first call of each port takes the state that was carried, and the state that its
+last call returns is carried on. Outside `run` the hooks do nothing.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -10,7 +11,7 @@ Shapes: `T` steps, `B` lanes.
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,11 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from throughtime.carry._adapter import is_state
 from throughtime.errors import ModelError
 from throughtime.state import State
 
-Arguments: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 Key: TypeAlias = tuple[str, str]  # of an attribute: the path of its module, its name
 RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 MISSING = object()  # the value of an attribute that a module does not have yet
@@ -60,55 +59,25 @@ def names_state(name: str) -> bool:
 
 
 class Port(NamedTuple):
-    """Where a submodule takes its state and returns it.
+    """How a recurrent submodule takes its state after its inputs, and returns it last.
 
     Attributes:
-        item: of the result that is the next state; None for all of it.
-        position: of the argument that is the state.
-        name: of that argument.
-        slots: of a cell of the user's, instead: the positions of each argument that is a result of
-            the call before, and of that result, in flattened order.
+        structure: of the state.
+        arguments: how many they are.
     """
 
-    item: int | None = None
-    position: int = 1
-    name: str = "hx"
-    slots: tuple[tuple[int, int], ...] = ()
-
-    def entering(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> State:
-        """The state among the arguments of a call; None if there is none."""
-        if self.slots:
-            leaves = pytree.tree_leaves((args, kwargs))
-            return tuple(leaves[argument] for argument, _ in self.slots)
-        return args[self.position] if len(args) > self.position else kwargs.get(self.name)
-
-    def insert(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: State) -> Arguments:
-        """The arguments with another state."""
-        if not self.slots:
-            at = self.position
-            if len(args) < at:
-                return args, kwargs | {self.name: state}
-            kwargs = {k: v for k, v in kwargs.items() if k != self.name} if kwargs else kwargs
-            return (*args[:at], state, *args[at + 1 :]), kwargs
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        for (argument, _), leaf in zip(self.slots, state, strict=True):
-            leaves[argument] = leaf
-        return pytree.tree_unflatten(leaves, spec)
+    structure: pytree.TreeSpec
+    arguments: int = 1
 
     def leaving(self, result: Any) -> State:
         """The state that a call returned."""
-        if not self.slots:
-            return result if self.item is None else result[self.item]
-        leaves = pytree.tree_leaves(result)
-        return tuple(leaves[item] for _, item in self.slots)
-
-
-LAYER, CELL = Port(1), Port()
+        last = pytree.tree_leaves(result)[-self.structure.num_leaves :]
+        return pytree.tree_unflatten(last, self.structure)
 
 
 @dataclass(eq=False)
 class PortCall:
-    """One forward call of the module: the states that its ports take and return.
+    """One forward call of a module: the states that its ports take and return.
 
     Attributes:
         before: the states to set, by port; empty to record what the module passes itself.
@@ -118,29 +87,14 @@ class PortCall:
         after: what the last call of each port returned.
     """
 
-    hooks: "PortHooks"
     before: Mapping[str, State]
     steps: int
     context: int = 0
     passed: dict[str, State] = field(default_factory=dict[str, State])
     after: dict[str, State] = field(default_factory=dict[str, State])
 
-    def run(self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """The result of `forward`, while the hooks act for this call.
 
-        Raises:
-            ModelError: no port ran, or one cannot take its state.
-        """
-        token = _active.set(self)
-        try:
-            result = forward(*args, **kwargs)
-        finally:
-            _active.reset(token)
-        self.hooks.check(self.after)
-        return result
-
-
-_active: ContextVar[PortCall | None] = ContextVar("_active", default=None)
+_active: ContextVar[tuple["PortHooks", PortCall] | None] = ContextVar("_active", default=None)
 
 
 class PortHooks:
@@ -162,22 +116,30 @@ class PortHooks:
         for handle in self._handles:
             handle.remove()
 
-    def check(self, after: Mapping[str, State]) -> None:
-        """Refuse a call in which no port ran, and one of a layer that was replaced."""
+    def run(self, call: PortCall, args: Any) -> Any:
+        """The result of the module, while the hooks act for a call.
+
+        Raises:
+            ModelError: no port ran, or one was replaced.
+        """
+        token = _active.set((self, call))
+        try:
+            result = self.module(*args)
+        finally:
+            _active.reset(token)
         get = self.module.get_submodule
-        if not after or any(get(name) is not part for name, part in self._layers.items()):
+        if not call.after or any(get(name) is not part for name, part in self._layers.items()):
             raise ModelError(
                 f"none of the recurrent layers {[*self.ports]} ran in"
                 f" {type(self.module).__name__}.forward: they were replaced after tt.carry (carry"
                 " it again), or are not used"
             )
+        return result
 
-    def _enter(
-        self, name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments | None:
+    def _enter(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before a call: its arguments with the carried state, if they change."""
-        call, port = _active.get(), self.ports[name]
-        if call is None or call.hooks is not self:
+        (hooks, call), count = _active.get() or (None, None), self.ports[name].arguments
+        if hooks is not self or call is None:
             # torch.utils.checkpoint itself notices a running backward pass so
             if torch._C._current_graph_task_id() != -1:
                 raise ModelError(
@@ -186,134 +148,84 @@ class PortHooks:
                     " return (y, state), so that the state is an argument of what is checkpointed."
                 )
             return None
+        args = _positional(args, kwargs)
         if isinstance(layer, nn.RNNBase):
-            sequence = args[0] if args else kwargs.pop("input")
+            sequence, time = args[0], int(layer.batch_first)
             if not isinstance(sequence, Tensor):
                 raise ModelError(
                     f"layer '{name}' gets a {type(sequence).__name__}; a stream needs no packing:"
                     " pass the tensor of its steps"
                 )
-            time = int(layer.batch_first)
             if call.context and sequence.shape[time] == call.steps:
                 sequence = sequence.narrow(time, call.context, call.steps - call.context)
             args = (sequence, *args[1:])
-        if name in call.after:
-            return args, kwargs
-        if name not in call.before:
-            call.passed[name] = port.entering(args, kwargs)
-            return args, kwargs
-        return port.insert(args, kwargs, call.before[name])
+        if name not in call.after:
+            if name in call.before:
+                state = call.before[name]
+                states = (state,) if count == 1 else state
+                return (args[0], *states, *args[1 + count :]), kwargs
+            call.passed[name] = args[1:] if count > 1 else (*args[1:], None)[0]
+        return args, kwargs
 
-    def _leave(self, name: str, layer: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    def _leave(self, name: str, layer: nn.Module, args: Any, result: Any) -> None:
         """After a call: the state that it returned is carried."""
         del layer, args
-        call = _active.get()
-        if call is not None and call.hooks is self:
+        hooks, call = _active.get() or (None, None)
+        if hooks is self and call is not None:
             call.after[name] = self.ports[name].leaving(result)
+
+
+def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments by position, with the inputs and the state of a layer of torch.nn."""
+    return (*args, *(kwargs.pop(name) for name in ("input", "hx") if name in kwargs))
 
 
 # ---------------------------------------------------------------- what one call shows
 
 
-class PartCall(NamedTuple):
-    """One call of a submodule."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-
-
-def observe(module: nn.Module, forward: Callable[[], Any]) -> dict[str, list[PartCall]]:
-    """All calls of submodules during one call of `forward`, by name."""
-    calls: dict[str, list[PartCall]] = {}
+def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> dict[str, Port]:
+    """The recurrent submodules that one call of `forward` shows, but for those inside another."""
+    calls: dict[str, list[tuple[tuple[Any, ...], Any]]] = {}
 
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.setdefault(name, []).append(PartCall(args, kwargs, result))
+        calls.setdefault(name, []).append((_positional(args, kwargs), result))
 
+    parts = {name: part for name, part in module.named_modules() if name}
     handles = [
         part.register_forward_hook(partial(record, name), with_kwargs=True)
-        for name, part in module.named_modules()
-        if name
+        for name, part in parts.items()
     ]
     try:
         forward()
     finally:
         for handle in handles:
             handle.remove()
-    return calls
-
-
-def is_torch(port: Port | None) -> bool:
-    """Whether a port is a layer or a cell of torch.nn."""
-    return port in (LAYER, CELL)
-
-
-def ports_of(
-    module: nn.Module, calls: dict[str, list[PartCall]], steps: int
-) -> list[dict[str, Port]]:
-    """The recurrent submodules that one call showed: those of torch.nn, then with the user's."""
-    torch_ports: dict[str, Port] = {}
-    others: dict[str, Port] = {}
+    ports: dict[str, Port] = {}
     for name, of_part in calls.items():
-        part = module.get_submodule(name)
+        part, ((x, *state), result) = parts[name], of_part[-1]
         if isinstance(part, nn.RNNBase):
-            if not part.bidirectional and _runs_over_time(part, of_part, steps):
-                torch_ports[name] = LAYER
+            # it may run over another dimension, such as frequency
+            batches = isinstance(x, Tensor) and x.dim() == 3 and len(of_part) == 1
+            over_time = not batches or x.shape[int(part.batch_first)] == steps
+            state = [result[1]] if over_time and not part.bidirectional else []
+        elif (
+            len(of_part) == 1 and isinstance(result, tuple) and {*map(type, state)} <= {type(None)}
+        ):
+            # a part with an optional state
+            names = [p.name for p in parameters_of(part.forward)[1:]]
+            state = [result[-1]] if len(names) == 1 and names_state(names[0]) else []
+        elif len(of_part) != steps or steps == 1:
+            state = []
         elif isinstance(part, nn.RNNCellBase):
-            if len(of_part) == steps:
-                torch_ports[name] = CELL
-        elif len(of_part) == steps > 1 and (slots := _slots(of_part)):
-            others[name] = Port(slots=slots)
-        elif len(of_part) == 1 and (port := _option(part, of_part[0].result)) is not None:
-            others[name] = port
-    every = _outermost(others | torch_ports)
-    return [ports for ports in (torch_ports, every) if ports][: 1 + (every != torch_ports)]
-
-
-def _runs_over_time(layer: nn.RNNBase, calls: list[PartCall], steps: int) -> bool:
-    """Whether a layer runs over steps, not over another dimension such as frequency."""
-    first, *others = calls
-    sequence = first.args[0] if first.args else first.kwargs.get("input")
-    if others or not isinstance(sequence, Tensor) or sequence.dim() != 3:
-        return True
-    return sequence.shape[int(layer.batch_first)] == steps
-
-
-def _option(part: nn.Module, result: Any) -> Port | None:
-    """That of a part of the user's with an optional state, which returns `(y, state)`."""
-    if isinstance(result, tuple) and len(result) == 2 and is_state(result[1]):
-        for position, p in enumerate(parameters_of(part.forward)):
-            if position and p.default is None and names_state(p.name):
-                # beyond what a call passes by position
-                return Port(1, position + (p.kind is p.KEYWORD_ONLY), p.name)
-    return None
-
-
-def _slots(calls: list[PartCall]) -> tuple[tuple[int, int], ...]:
-    """Positions of the arguments that are, at every call, a result of the call before."""
-    received = [pytree.tree_leaves((call.args, call.kwargs)) for call in calls]
-    returned = [pytree.tree_leaves(call.result) for call in calls]
-    if len({len(leaves) for leaves in received}) > 1:
-        return ()
-    return tuple(
-        (argument, item)
-        for argument in range(len(received[0]))
-        for item in range(len(returned[0]))
-        if isinstance(received[0][argument], Tensor)
-        and all(
-            now[argument] is last[item]
-            for now, last in zip(received[1:], returned[:-1], strict=True)
-        )
-    )
-
-
-def _outermost(ports: dict[str, Port]) -> dict[str, Port]:
-    """Without those inside another one."""
-    return {
-        name: port
-        for name, port in ports.items()
-        if not any(name.startswith(f"{other}.") for other in ports)
-    }
+            state = [result]
+        leaves, last = pytree.tree_leaves(state), pytree.tree_leaves(result)
+        shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in (leaves, last)]
+        is_cell = shapes[1][-len(leaves) :] == shapes[0] and None not in shapes[0]
+        if state and is_cell:
+            count = len(state)
+            ports[name] = Port(pytree.tree_structure(state[0] if count == 1 else (*state,)), count)
+    inner = [name for name in ports for other in ports if name.startswith(f"{other}.")]
+    return {name: port for name, port in ports.items() if name not in inner}
 
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()
@@ -335,11 +247,6 @@ def key_name(key: Key) -> str:
     return ".".join(filter(None, key))
 
 
-def attribute(module: nn.Module, key: Key) -> Any:
-    """The value of an attribute or a buffer of a submodule."""
-    return getattr(module.get_submodule(key[0]), key[1], MISSING)
-
-
 def copied(value: Any) -> Any:
     """A value whose change in place leaves the original as it is."""
     if isinstance(value, Tensor):
@@ -347,9 +254,13 @@ def copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
-def set_attributes(module: nn.Module, values: Mapping[Key, Any]) -> dict[Key, Any]:
-    """Set attributes, without the checks of `nn.Module.__setattr__`; returns those before."""
-    saved = {key: attribute(module, key) for key in values}
+def get_attributes(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Any]:
+    """The values of attributes and buffers."""
+    return {key: getattr(module.get_submodule(key[0]), key[1], MISSING) for key in keys}
+
+
+def set_attributes(module: nn.Module, values: Mapping[Key, Any]) -> None:
+    """Set attributes, without the checks of `nn.Module.__setattr__`."""
     for (path, name), value in values.items():
         owner = module.get_submodule(path)
         own = owner._buffers if name in owner._buffers else owner.__dict__
@@ -357,4 +268,3 @@ def set_attributes(module: nn.Module, values: Mapping[Key, Any]) -> dict[Key, An
             own.pop(name, None)
         else:
             own[name] = value
-    return saved

@@ -26,7 +26,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,10 @@ LAWS: dict[str, Sentences] = {
         " state) return (y, state) with all that it needs",
     ),
 }
+# Measured on any adapter; the others are of `_search`.
+MEASURED = ("repeat", "value", "inputs", "causal", "lanes", "shape", "whole", "memory", "credit")
+# The exceptions that a module raises for inputs or a state that do not fit it.
+MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,8 @@ class Laboratory:
         by_step: bool = False,
     ) -> None:
         self.adapter, self.module, self.x = adapter, module, x
-        self._by_step, self._lengths, self._cut = by_step, [*chunks], chunks[0]
+        self._by_step, self._lengths = by_step, [*chunks]
+        self._early, self._late = x[: chunks[0]], x[chunks[0] :]
         self._snapshot = Snapshot(module)
         dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
         dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
@@ -210,23 +215,19 @@ class Laboratory:
         with torch.set_grad_enabled(training is not None):  # as in use
             y, end = self.run(self.x)
             self.outputs, self.end = y.detach(), trees.detach(end)
-            self._first, self._middle = self.run(self.x[: self._cut])
+            self._first, self._middle = self.run(self._early)
             self._before = trees.map_leaves(torch.clone, trees.detach(self._middle))
-            chunks = self._lengths[1:]
-            self._later, self._after = self.run(self.x[self._cut :], *chunks, state=self._middle)
+            self._later = self.run(self._late, *self._lengths[1:], state=self._middle)
         scale = 1 + float(self.outputs.abs().max())
         self.tolerance, self._needed = self._relative * scale, self._rounding * scale
-        laws = [*LAWS]
-        if evaluated is not None and self._apart(*evaluated) <= self._needed:
-            laws = ["whole", "credit"]  # neither dropout nor batch statistics
-        for name in laws:
-            measure: Callable[[], float] | None = getattr(self, f"_{name}", None)
-            if measure is None:
-                continue
+        same = evaluated is not None and self._apart(*evaluated) <= self._needed
+        # in training, a net without dropout and batch statistics
+        for name in ("whole", "credit") if same else MEASURED:
+            measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
                 with torch.set_grad_enabled(training is not None or name == "credit"):
                     deviation, error = measure(), ""
-            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as raised:
+            except MISFIT_ERRORS as raised:
                 deviation, error = float("nan"), str(raised).split("\n")[0]
             tolerance = 0.0 if name in ("value", "inputs", "memory", "shape") else self.tolerance
             yield Law(name, deviation, tolerance, error, training is not None)
@@ -238,20 +239,6 @@ class Laboratory:
     def _value(self) -> float:
         return state_difference(self._middle, self._before)
 
-    def _shape(self) -> float:
-        states = self.adapter.initial_state(self.x.shape[1], None), self._before, self.end
-        kinds = [[(name, leaf.shape) for name, leaf in trees.leaves(state)] for state in states]
-        return 0.0 if kinds[0] == kinds[1] == kinds[2] else math.inf
-
-    def _moved(self, lane: int) -> Tensor:
-        """By how much another input of a lane in the middle changes each output `(T, B)`."""
-        y, _ = self.run(changed_inputs(self.x, len(self.x) // 2, lane))
-        return (
-            (y.detach() - self.outputs).abs().flatten(2).amax(2)
-            if y.dim() > 2
-            else (y.detach() - self.outputs).abs()
-        )
-
     def _inputs(self) -> float:
         self._change = self._moved(self.x.shape[1] - 1)
         return max(0.0, self._needed - float(self._change[len(self.x) // 2 :, -1].max()))
@@ -259,58 +246,76 @@ class Laboratory:
     def _causal(self) -> float:
         return float(self._change[: len(self.x) // 2, -1].max())
 
+    def _moved(self, lane: int) -> Tensor:
+        """By how much another input of a lane in the middle changes each output `(T, B)`."""
+        y, _ = self.run(changed_inputs(self.x, len(self.x) // 2, lane))
+        return (y.detach() - self.outputs).abs().reshape(*y.shape[:2], -1).amax(2)
+
     def _lanes(self) -> float:
         if (lanes := self.x.shape[1]) == 1:
             return 0.0
         mixed = max(float(self._change[:, :-1].max()), float(self._moved(0)[:, 1:].max()))
-        for picks in ([lanes - 1, 0], [*reversed(range(lanes))]):
-            index = torch.tensor(picks, device=self.x.device)
-            state = trees.select(self._before, index)
-            try:
-                alone, _ = self.run(self.x[self._cut :, index], state=state)
-            except (RuntimeError, ValueError):  # it is made for a number of lanes: reorder them
-                if len(picks) == lanes:
-                    raise
-            else:
-                # in training a mask may be drawn for each row of the batch
-                return (
-                    mixed if self.training else max(mixed, difference(alone, self._later[:, index]))
-                )
-        return mixed
+        index = torch.tensor([lanes - 1, 0], device=self.x.device)
+        try:
+            alone, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
+        except MISFIT_ERRORS:  # it is made for a number of lanes: reorder them
+            index = torch.arange(lanes - 1, -1, -1, device=self.x.device)
+            alone, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
+        # in training a mask may be drawn for each row of the batch
+        same = 0.0 if self.training else difference(alone, self._later[0][:, index])
+        return max(mixed, same)
+
+    def _shape(self) -> float:
+        states = self.adapter.initial_state(self.x.shape[1], None), self._before, self.end
+        kinds = [[(name, leaf.shape) for name, leaf in trees.leaves(state)] for state in states]
+        return 0.0 if kinds[0] == kinds[1] == kinds[2] else math.inf
 
     def _whole(self) -> float:
-        deviation = self._apart(torch.cat([self._first, self._later]), self._after)
+        y, end = self._later
+        deviation = self._apart(torch.cat([self._first, y]), end)
         for chunks in ([*self._lengths], [1] * len(self.x)) if self.training is None else ():
             # what a call leaves in attributes and buffers must not matter either
             deviation = max(deviation, self._apart(*self.run(self.x, *chunks)))
         return deviation
 
     def _memory(self) -> float:
-        y, _ = self.run(self.x[self._cut :])
-        return max(0.0, self._needed - difference(y, self.outputs[self._cut :]))
+        y, _ = self.run(self._late)
+        return max(0.0, self._needed - difference(y, self.outputs[-len(y) :]))
 
     def _credit(self) -> float:
-        """The difference of two gradients of the outputs: in one call and in chunks.
-
-        Where the module gets one step at a call, a tensor of the state that changes outputs and
-        gets no gradient counts as infinite: it is detached however the steps are divided.
-        """
+        """The difference of two gradients of the outputs: in one call and in chunks."""
         x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
         leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
-        grads: list[list[Tensor]] = []
-        for chunks in ((), self._lengths):
-            y, _ = self.run(x, *chunks)
-            if not leaves or not y.requires_grad:
+        try:
+            ys = [self.run(x, *chunks)[0] for chunks in ((), self._lengths)]
+            if not leaves or not all(y.requires_grad for y in ys):
                 return 0.0
-            try:
-                grads.append(gradients(y, leaves))
-            except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
-                if self.training is None:
-                    raise
-                return 0.0
-        deviation = max(map(relative_difference, *grads))
-        cuts = self._by_step and deviation <= self.tolerance and self._cuts_credit()
-        return math.inf if cuts else deviation
+            grads = [gradients(y, leaves) for y in ys]
+            cut = self._by_step and self._cuts_credit()
+        except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
+            if self.training is None:
+                raise
+            return 0.0
+        return math.inf if cut else max(map(relative_difference, *grads))
+
+    def _cuts_credit(self) -> bool:
+        """Whether a tensor of the state changes outputs and gets no gradient from them.
+
+        Where the module gets one step at a call, it is detached however the steps are divided. The
+        first step after it and the later ones are two questions: what a step returns may be cut
+        where what it computes is not.
+        """
+        state = trees.map_leaves(_fresh_leaf, self.run(self._early)[1])
+        y, _ = self.run(self._late, state=state)
+        for leaf in trees.tensors(state):
+            other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
+            with torch.no_grad():
+                changed, _ = self.run(self._late, state=other)
+            for part, moved in ((y[:1], changed[:1]), (y[1:], changed[1:])):
+                reaches = part.requires_grad and gradients(part, [leaf])[0].any()
+                if leaf.requires_grad and not reaches and difference(moved, part) > self.tolerance:
+                    return True
+        return False
 
     def run(
         self, x: Tensor, *chunks: int, state: State = (), restore: bool = True
@@ -332,13 +337,17 @@ class Laboratory:
             if self.training is not None:
                 self.restore()
                 random.seed(0)
-            with nullcontext() if self.training is None else ConstantRandomness():
+            with self.constant_randomness():
                 y, state = self.adapter.run(part, state)
             outputs.append(y)
         y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
         if not torch.isfinite(y).all():
             raise NotFiniteError("the outputs are not finite")
         return y, state
+
+    def constant_randomness(self) -> Any:
+        """The context of a call: in training, dropout and random numbers are constants."""
+        return nullcontext() if self.training is None else ConstantRandomness()
 
     def restore(self) -> None:
         """Put attributes, buffers and modes back."""
@@ -361,40 +370,6 @@ class Laboratory:
         whole, _ = self.run(x)
         chunks, _ = self.run(x, middle, len(x) - middle)
         return Law("long", difference(whole, chunks), 10 * self.tolerance)
-
-    def _cuts_credit(self) -> bool:
-        """Whether some tensor of the state changes outputs and gets no gradient from them.
-
-        The first step after it and the later ones are two questions: what a step returns may be cut
-        where what it computes is not.
-        """
-        _, state = self.run(self.x[: self._cut])
-        state = trees.map_leaves(_fresh_leaf, state)
-        y, _ = self.run(self.x[self._cut :], state=state)
-        for steps in (slice(1), slice(1, None)):
-            leaves = trees.tensors(state)
-            for leaf, reached in zip(leaves, _reached(state, y[steps]), strict=True):
-                if reached or not leaf.requires_grad:
-                    continue
-                other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
-                with torch.no_grad():
-                    changed, _ = self.run(self.x[self._cut :], state=other)
-                if difference(changed[steps], y[steps]) > self.tolerance:
-                    return True
-        return False
-
-
-def _reached(state: State, y: Tensor) -> list[bool]:
-    """Whether each tensor of a state gets a gradient of outputs."""
-    leaves = trees.tensors(state)
-    entering = [leaf for leaf in leaves if leaf.requires_grad]
-    if not entering or not y.requires_grad:
-        return [False] * len(leaves)
-    try:
-        rest = iter(gradients(y, entering))
-    except RuntimeError:  # torch's LSTM in float32 under outputs written in place: not measured
-        return [True] * len(leaves)
-    return [leaf.requires_grad and bool(next(rest).any()) for leaf in leaves]
 
 
 def _fresh_leaf(leaf: Tensor) -> Tensor:
@@ -422,23 +397,19 @@ def difference(a: Tensor, b: Tensor) -> float:
     """
     a, b = a.to_dense(), b.to_dense()
     if a.shape != b.shape:
-        return float("inf")
-    if a.dtype == b.dtype and torch.equal(a, b):  # the usual case: one operator, infinities too
+        return math.inf
+    if a.dtype == b.dtype and torch.equal(a, b):  # the usual case: one operator
         return 0.0
-    if a.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    a, b = a.detach().double(), b.detach().double()
-    distance = (a - b).abs()
-    largest = float(distance.max()) if a.numel() else 0.0
-    if math.isnan(largest):  # it would hide the other numbers; of two infinities it is a part
-        same = (a == b) | (a.isnan() & b.isnan())
-        largest = float(distance.nan_to_num(math.inf, math.inf).masked_fill(same, 0).max())
-    return largest
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.detach().to(wide), b.detach().to(wide)
+    distance = (a - b).abs().nan_to_num(math.inf, math.inf)  # one NaN would hide the others
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(distance.masked_fill(same, 0).max()) if a.numel() else 0.0
 
 
 def state_difference(a: State, b: State) -> float:
     """The largest difference of the tensors of two states; infinite if one has more of them."""
     first, second = trees.tensors(a), trees.tensors(b)
     if len(first) != len(second):
-        return float("inf")
+        return math.inf
     return max(map(difference, first, second), default=0.0)

@@ -5,69 +5,81 @@ Shapes: `T` steps, `B` lanes.
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import (
-    CALLS,
-    INPUTS,
-    OUTPUTS,
-    BoundModule,
     Convention,
     MisfitError,
+    layer_zeros,
     path_name,
 )
-from throughtime.carry._inside import is_turned, key_name, names_state, parameters_of
-from throughtime.carry._laws import LAWS, Law, NotFiniteError
-from throughtime.carry._search import FLAGS, PATIENCE, Failure, Search
+from throughtime.carry._inside import is_turned, names_state, parameters_of
+from throughtime.carry._laws import LAWS, Law
+from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
 from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
-from throughtime.state import State
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
-BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
+GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
 ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+NORMS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+OVER_TIME = ("causal", "lanes", "whole", "long", "last")
+CAUSES = {  # parts that usually break a law over time
+    BATCH_NORMS: (
+        "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
+        " module.{path}.eval()"
+    ),
+    CONVOLUTIONS: (
+        "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
+        " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
+        " of (kernel_size - 1) * dilation over the convolutions, one after another"
+    ),
+    ATTENTION: (
+        "attention over all steps. Keep past keys and values in the state: forward(x, state) -> (y,"
+        " state)"
+    ),
+    NORMS: "it normalises over time. Normalise the features of each step alone",
+}
 
 
-def refusal(search: Search) -> ModelError:
-    """The error for a module of which no way of calling obeys every law."""
+def refusal(search: Search, convention: Convention | None) -> ModelError:
+    """The error for a module of which no convention obeys every law, or several outputs do."""
     module, name = search.module, type(search.module).__name__
+    if convention is not None:
+        choices = [f"{path_name(o.path)} with features {o.features}" for o in search.choices]
+        path = search.choices[0].path
+        return ModelError(
+            f"{name} returns several tensors with one output per step: {', '.join(choices)}. Choose"
+            " the one that the loss gets: tt.carry(module,"
+            f' output={path if path[1:] else path[0]!r}), or output="all"'
+        )
     if fault := device_error(module, search.x):
         return fault
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return bidirectional_error(path or type(part).__name__)
-    nearest = max(search.failures, key=lambda failure: failure.stage, default=None)
+    nearest = max(search.failures, key=lambda failure: failure.stage, default=Failure(0, None))
     late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
-    if nearest is not None and nearest.law is not None:
+    if nearest.law is not None:
         text = broken(module, nearest.law, nearest.convention)
     else:
-        text = _uncallable(module, search, nearest)
-    return ModelError(f"{name} {text}{late}{_lines(search, nearest)}")
+        text = _uncallable(module, search, nearest.error)
+    return ModelError(f"{name} {text}{late}{_line(search, nearest)}")
 
 
 def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
     """What is wrong with a module that breaks a law, called by a convention."""
-    mode = "in training mode, " if law.training else ""
-    if "modified by an inplace operation" in law.error:
-        return (
-            "cannot be carried: a later call writes into a tensor that the gradient of an"
-            f" earlier one needs, such as a buffer that forward fills again"
-            f" ({law.error.split(':')[0]}). Make a new tensor in forward."
-        )
-    if law.error and law.training:
-        return (
-            "cannot be carried: it obeys every law in evaluation mode, and in training mode its"
-            f" forward raised {law.error}. Mend that, or carry it as tt.carry(module.eval(), x)."
-        )
+    mode = "in training mode, " * law.training
     if law.error:
         return (
-            f"cannot be carried: it computes a chunk, and fails where the {law.name!r} law is"
-            f" measured, with other lengths, lanes or states ({law.error})."
-            f" {LAWS['whole'].advice}."
+            f"cannot be carried: {mode}its forward raised {law.error}, where the {law.name!r} law"
+            " is measured with other lengths, lanes or states. Mend that"
+            + (", or carry it as tt.carry(module.eval(), x)." if law.training else ".")
         )
     details = [f"deviation {law.deviation:.2g}"] if 0 < law.deviation < float("inf") else []
     details += [f"the state is {c.where}"] if c is not None and c.where else []
@@ -82,74 +94,47 @@ def _advice(module: nn.Module, law: Law, c: Convention | None) -> str:
             "What a step gets is not what the step before returned, such as a state after"
             " dropout: dropout belongs on outputs, or into the cell that returns the state"
         )
-    if law.name not in ("causal", "lanes", "whole", "long", "last"):
-        return LAWS[law.name].advice
-    over_time = law.name != "lanes" and (c is None or not c.context)
-    for path, part in module.named_modules():
-        name = f"'{path}' ({type(part).__name__})" if path else f"this {type(part).__name__}"
-        where = f"The likely cause is {name}"
-        if isinstance(part, BATCH_NORMS) and law.training:
-            return (
-                f"{where}: batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them"
-                f" with module.{path}.eval()"
-            )
-        if over_time and isinstance(part, CONVOLUTIONS) and max(part.kernel_size) > 1:
-            past = reach_of(module)
-            pad = f"pad it on the left only, F.pad(x, ({past}, 0)), and " * (law.name == "causal")
-            return (
-                f"{where}: if it convolves over time, the steps before a chunk are lost, or it"
-                f" looks ahead: {pad}write tt.carry(module, context={past}), the sum of"
-                " (kernel_size - 1) * dilation over the convolutions, one after another"
-            )
-        if isinstance(part, ATTENTION):
-            return (
-                f"{where}: attention over all steps. Keep past keys and values in the state:"
-                " forward(x, state) -> (y, state)"
-            )
-        if isinstance(part, (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)):
-            return f"{where}: it normalises over time. Normalise the features of each step alone"
+    over_time = law.name != "lanes" and (c is None or not c.hints.context)
+    for path, part in module.named_modules() if law.name in OVER_TIME else ():
+        for kinds, text in CAUSES.items():
+            is_possible = law.training if kinds == BATCH_NORMS else over_time
+            if is_possible and isinstance(part, kinds):
+                where = f"'{path}' ({type(part).__name__})" if path else "the module itself"
+                remark = text.format(path=path, past=reach_of(module))
+                return f"The likely cause is {where}: {remark}"
     return LAWS[law.name].advice
 
 
-def _uncallable(module: nn.Module, search: Search, failure: Failure | None) -> str:
+def _uncallable(module: nn.Module, search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
-    error = None if failure is None else failure.error
-    if type(module).forward is nn.Module.forward and not callable(search.hints.call):
+    if not has_forward(module) and not callable(search.hints.call):
         return "has no forward, so the call must be written."
-    if isinstance(error, NotFiniteError):
-        return (
-            f"cannot be tried: {error}. Look at its weights, and at the first step that is not"
-            " finite."
-        )
     if search.failures:  # of the usual layout
         refuse_width(search.failures[0].error, module, search.x)
     needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
-    unknown = [n for n in needed if not names_state(n) and n not in FLAGS]
+    unknown = [name for name in needed if not names_state(name)]
     if unknown and len(unknown) < len(needed):
         return (
             f"cannot be carried: its forward requires {', '.join(map(repr, unknown))} beside its"
             " first input and its state. Inputs in several arguments are split by"
-            " tt.carry(module, inputs=lambda x: (x[..., :2], x[..., 2:]))."
+            " tt.carry(module, inputs=lambda x: (x[..., :2], x[..., 2:])); what marks a restart is"
+            " a constant in a call of yours, since a carried net is restarted by resets."
         )
     if search.is_callable and not search.has_state:
-        kinds = {
-            type(m).__name__ for m in module.modules() if isinstance(m, (*CONVOLUTIONS, *ATTENTION))
-        }
-        remark = f" ({', '.join(sorted(kinds))} over steps keeps no state)" if kinds else ""
+        first = search.hints.batch_first
+        other = f" If it takes the other order: tt.carry(module, batch_first={not first})."
         return (
             "cannot be carried: it has no recurrent layer of torch.nn inside, and no state was"
-            f" found in its arguments, attributes or submodules{remark}: there is nothing to carry,"
-            " or it is a variable of forward, where it cannot be reached. Let forward(x, state)"
-            " return (y, state)."
+            " found in its arguments, attributes or submodules: there is nothing to carry, as in"
+            " attention over steps, or it is a variable of forward, where it cannot be reached."
+            f" Let forward(x, state) return (y, state).{'' if first is None else other}"
         )
-    if reach_of(module) and isinstance(error, MisfitError):
+    past = reach_of(module)
+    if past and isinstance(error, MisfitError):
         return (
             f"cannot be carried: it {error}. If it is a convolution over time that shortens the"
-            " sequence, keep the steps before a chunk: tt.carry(module,"
-            f" context={reach_of(module)})."
+            f" sequence, keep the steps before a chunk: tt.carry(module, context={past})."
         )
-    if error is None:
-        return "cannot be carried: no way of calling it was measured to its end in the time."
     is_own = isinstance(error, ThroughtimeError)
     what = str(error) if is_own else f"{type(error).__name__}: {error}"
     return (
@@ -159,91 +144,83 @@ def _uncallable(module: nn.Module, search: Search, failure: Failure | None) -> s
     )
 
 
-def _lines(search: Search, failure: Failure | None) -> str:
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module says what it computes."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _line(search: Search, failure: Failure) -> str:
     """The line that says what was not found, with the module's own names."""
-    law = None if failure is None else failure.law
-    if law is not None and law.name not in ("random", "start", "memory"):
-        return ""
-    module = search.module
-    if failure is not None and law is not None and law.name != "memory":
+    name = "memory" if failure.law is None else failure.law.name
+    if name in ("random", "start"):
         return f"\nWrite: tt.carry(module, start={_start(search, failure)})"
-    own = [n for n in vars(type(module)) if inspect.isfunction(getattr(type(module), n))]
-    own = [n for n in own if not n.startswith("_") and n not in search.own_methods]
-    steps = sorted((n for n in own if n != "forward"), key=lambda n: "step" not in n)
-    has_forward = type(module).forward is not nn.Module.forward
-    if search.is_callable and not search.has_state and not any("step" in n for n in steps):
+    call = _call(search)
+    if name != "memory" or not call:
         return ""
-    if steps and (not has_forward or "step" in steps[0]):
-        count = len(parameters_of(getattr(module, steps[0]))) - 1
-        line = f"m.{steps[0]}(x, {'*state' if count > 1 else 'state'})"
-        line = f"(lambda y, *s: (y, s))(*{line})" if count > 1 else line
-    else:
-        names = parameters_of(module.forward) if has_forward else []
-        if len(names) < 2 and search.is_callable:
-            return ""
-        line = _forward_line(names) if len(names) > 1 else "m((x, state))"
-    start, rest = (
-        "",
-        ". If the module requires a state: start=lambda m, lanes: torch.zeros(lanes, N)",
-    )
-    if search.own_methods:
-        start, rest = f", start={_start(search, failure)}", ""
     return (
-        f"\nWrite: tt.carry(module, call=lambda m, x, state: {line}{start}), where call returns"
-        f" (outputs, next state) for a step (B, ...) or a chunk (T, B, ...){rest}"
+        f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, start="
+        f"{_start(search, failure)}), where call returns (outputs, next state) for a step (B, ...)"
+        " or a chunk (T, B, ...)"
     )
 
 
-def _forward_line(parameters: list[inspect.Parameter]) -> str:
-    """A call of forward with the state as the parameters that have its names."""
+def _call(search: Search) -> str:
+    """A call of a method that takes a state, or of forward; empty if none does."""
+    module, kind = search.module, type(search.module)
+    own = [n for n in vars(kind) if inspect.isfunction(getattr(kind, n)) and n[0] != "_"]
+    own = [n for n in own if n not in search.own_methods and n != "forward"]
+    steps = [n for n in own if "step" in n] or ([] if has_forward(module) else own)
+    name = f"m.{steps[0]}" if steps else "m"
+    parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
+    if len(parameters) < 2:
+        return "" if search.is_callable else f"{name}((x, state))"
     (first, *others), turned = parameters, is_turned(parameters)
     if turned:
         others[0], first = parameters[:2]
     states = [p.name for p in others if names_state(p.name) and p.default in (None, p.empty)]
     states = states or [others[0].name]
-    is_pair = len(states) > 1
-    passed = [f"{n}=state[{i}]" if is_pair else f"{n}=state" for i, n in enumerate(states)]
-    passed += [
-        f"{p.name}={'True' if p.default is False else '...'}"
-        for p in others
-        if p.name not in states
-        and (p.default is p.empty or (p.default is False and ASKS.search(p.name)))
-    ]
-    line = f"m({', '.join([f'{first.name}=x' if turned else 'x', *passed])})"
-    return f"(lambda y, *s: (y, s))(*{line})" if is_pair else line + "[::-1]" * turned
+    one = len(states) == 1
+    passed = [f"{first.name}=x" if turned else "x"]
+    for p in others:
+        if p.name in states:
+            passed.append(f"{p.name}=state{'' if one else [states.index(p.name)]}")
+        elif p.default is p.empty and GOES_ON.search(p.name):
+            passed.append(f"{p.name}=x.new_ones(*x.shape[:-1], 1)")
+        elif p.default is p.empty:
+            passed.append(f"{p.name}=x.new_zeros(x.shape[:-1])")
+        elif p.default is False and ASKS.search(p.name):
+            passed.append(f"{p.name}=True")
+    line = f"{name}({', '.join(passed)})"
+    return line + "[::-1]" * turned if one else f"(lambda y, *s: (y, s))(*{line})"
 
 
-def _start(search: Search, failure: Failure | None) -> str:
-    """A start from a method of the module, or from its tensors that have the sizes of the state."""
-    c = None if failure is None else failure.convention
-    tensors = dict(search.module.named_parameters()) | dict(search.module.named_buffers())
-    leaves = [] if c is None else trees.tensors(c.lanes.example)
-    fits = [[n for n, t in tensors.items() if t.numel() == leaf.numel()] for leaf in leaves]
-    named = [[n for n in own if re.search("0$|init|start", n) or names_state(n)] for own in fits]
-    if named and all(named):
-        own = [f"m.{n[min(i, len(n) - 1)]}" for i, n in enumerate(named)]
-        return f"lambda m, lanes: {own[0] if len(own) == 1 else '(' + ', '.join(own) + ')'}"
-    if search.own_methods and (failure is None or failure.law is None):
+def _start(search: Search, failure: Failure) -> str:
+    """A start from tensors of the module that have the sizes of the state, a method, or zeros."""
+    c, state = failure.convention, layer_zeros(search.module, MARK)
+    if c is not None and c.lanes.dims:
+        tensors = [*search.module.named_parameters(), *search.module.named_buffers()]
+        fits = [
+            [n for n, t in tensors if t.numel() == leaf.numel() and _names_start(n)]
+            for leaf in trees.tensors(c.lanes.example)
+        ]
+        if all(fits):
+            own = [f"m.{names[min(i, len(names) - 1)]}" for i, names in enumerate(fits)]
+            return f"lambda m, lanes: {own[0] if len(own) == 1 else '(' + ', '.join(own) + ')'}"
+        state = c.lanes.to_module(c.lanes.zeros(MARK, None)) if c.arguments else state
+    if search.own_methods and failure.law is None:
         return f"lambda m, lanes: m.{search.own_methods[0]}(lanes)"
-    zeros = [
-        f"torch.zeros({', '.join([*sizes[: dim.dim], 'lanes', *sizes[dim.dim :]])})"
-        for leaf, dim in zip(leaves, () if c is None else c.lanes.dims, strict=True)
-        for sizes in [[*map(str, leaf.shape[1:])]]
-    ]
-    known = zeros[0] if len(zeros) == 1 else f"({', '.join(zeros)})"
-    is_known = c is not None and zeros and c.arguments
-    return f"lambda m, lanes: {known if is_known else 'torch.zeros(lanes, N)'}"
-
-
-def ambiguous_error(search: Search) -> ModelError:
-    """The error for a module of which several tensors may be the outputs."""
-    choices = ", ".join(f"{path_name(o.path)} with features {o.features}" for o in search.choices)
-    path = search.choices[0].path
-    return ModelError(
-        f"{type(search.module).__name__} returns several tensors with one output per step:"
-        f" {choices}. Choose the one that the loss gets: tt.carry(module,"
-        f' output={path if path[1:] else path[0]!r}), or output="all"'
+    leaves = [] if state is None else trees.tensors(state)
+    if any(GOES_ON.search(p.name) for p in parameters_of(search.module.forward)):
+        leaves = [leaf.reshape(MARK, -1) for leaf in leaves]  # such a mask is multiplied with it
+    shapes = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves]
+    text = shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
+    return f"lambda m, lanes: {text}".replace(str(MARK), "lanes").replace(
+        "()", "torch.zeros(lanes, N)"
     )
+
+
+def _names_start(name: str) -> bool:
+    return names_state(name) or re.search("0$|init|start", name) is not None
 
 
 def device_error(module: nn.Module, x: Tensor) -> ModelError | None:
@@ -265,38 +242,6 @@ def bidirectional_error(name: str) -> ModelError:
         " bidirectional=False if it runs over time; over another dimension, such as frequency,"
         " write the call: tt.carry(module, call=lambda m, x, state: ...)."
     )
-
-
-# ---------------------------------------------------------------- how a module is called
-
-
-def state_shapes(names: Iterable[str], state: State) -> str:
-    """The name and the shape of each tensor of a state, lanes first: `lstm.h (B, 2, 8)`."""
-    return ", ".join(
-        f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
-        for name, leaf in zip(names, trees.tensors(state), strict=True)
-    )
-
-
-def convention_lines(bound: BoundModule) -> Iterator[str]:
-    """How a module is called, what its state is, where it starts, and what the outputs are."""
-    c, state = bound.convention, bound.convention.lanes.example
-    features = ", ".join(map(str, bound.example.shape[2:]))
-    layout = "what inputs= returns" if c.transform is not None else INPUTS[c.order][0]
-    layout = layout.replace("D, T", f"{features}, T").replace("...", features)
-    options = "".join(f", attribute {key_name(key)} set to B" for key in c.sizes)
-    options += f", after {c.context} steps of the past" if c.context else ""
-    yield f"called with {layout.replace(', )', ')')}: {CALLS[c.call]}{options}"
-    yield f"state: {c.where}"
-    leaves = [f"past (B, {c.context}, {features})"] if c.context else []
-    leaves += filter(None, [state_shapes(bound.leaf_names(state), state)])
-    yield f"leaves, lanes first: {', '.join(leaves)}"
-    yield f"start: {c.start.name}"
-    sizes = ", ".join(map(str, c.outputs.features or ()))
-    outputs = OUTPUTS[c.outputs.order].replace("C", sizes).replace(", )", ")").replace(", ,", ",")
-    yield f"outputs: {f'item {path_name(c.outputs.path)}, ' if c.outputs.path else ''}{outputs}"
-    for name, value, _ in c.constants:
-        yield f"argument {name}: always {value.item():g}; calls are split at resets"
 
 
 def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:

@@ -117,16 +117,13 @@ class Snapshot:
         for values, before in self._containers:
             if isinstance(values, list):
                 values[:] = before
-                continue
-            for name in values.keys() - before.keys():
-                del values[name]
-            values.update(before)
-        with torch.no_grad():
-            for buffer, value in self._buffers:
-                if buffer.shape != value.shape:
-                    buffer.data = value
-                elif not torch.equal(buffer, value):  # a graph may hold what is unchanged
-                    buffer.copy_(value)
+            else:
+                for name in values.keys() - before.keys():
+                    del values[name]
+                values.update(before)
+        for buffer, value in self._buffers:
+            if buffer.shape != value.shape or not torch.equal(buffer, value):
+                buffer.data = value.clone()  # a graph may hold what is unchanged
 
 
 def modes_of(module: nn.Module) -> dict[str, bool]:
@@ -145,9 +142,8 @@ def set_modes(module: nn.Module, training: dict[str, bool] | None) -> None:
 def is_sharded(module: nn.Module) -> bool:
     """Whether weights are spread over ranks: such a module cannot be called part by part."""
     # by name: importing DTensor takes longer than all of throughtime
-    objects: list[object] = [*module.parameters(), *module.modules()]
-    bases = {base.__name__ for value in objects for base in type(value).__mro__}
-    return not bases.isdisjoint({"DTensor", "FSDPModule"})
+    kinds = {*map(type, module.parameters()), *map(type, module.modules())}
+    return any(b.__name__ in ("DTensor", "FSDPModule") for kind in kinds for b in kind.__mro__)
 
 
 def random_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -161,20 +157,18 @@ def sample_inputs(x: Tensor, steps: int, lanes: int, scale: float = 0.0) -> Tens
     Rows are drawn from those of `x` `(T, B, ...)`; numbers get noise, tokens stay what they are.
     With a `scale` they are normal numbers of that deviation instead.
     """
-    generator = torch.Generator("cpu").manual_seed(0)
-    rows = x.detach().flatten(0, 1)
+    generator, rows = torch.Generator("cpu").manual_seed(0), x.detach().flatten(0, 1)
     if not x.is_floating_point():
-        rows = rows.unique(dim=0) if rows.dtype != torch.bool else rows
-        picks = torch.arange(steps * lanes, device="cpu") % len(rows)
-        order = torch.randperm(steps * lanes, generator=generator, device="cpu")
-        return rows[picks[order].to(rows.device)].unflatten(0, (steps, lanes))
-    rows = rows.nan_to_num(0.0, 0.0, 0.0)
-    picks = torch.randint(len(rows), (steps * lanes,), generator=generator, device="cpu")
-    sample = rows[picks.to(rows.device)].unflatten(0, (steps, lanes))
+        rows = rows.unique(dim=0)
+    order = torch.randperm(steps * lanes, generator=generator, device="cpu") % len(rows)
+    sample = rows[order.to(rows.device)].unflatten(0, (steps, lanes))
+    if not x.is_floating_point():
+        return sample
+    sample = sample.nan_to_num(0.0, 0.0, 0.0)
     noise = random_normal(sample.shape, generator).to(sample)
     if scale:
         return noise * scale
-    spread = rows.std() if rows.numel() > 1 else rows.new_zeros(())
+    spread = sample.std()
     return sample + noise * torch.where(spread > 0, spread * 0.5, torch.ones_like(spread))
 
 
@@ -220,33 +214,30 @@ def reach_of(module: nn.Module) -> int:
 
 def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
     """The inputs with another row at one step of one lane."""
-    other = x.clone()
+    other, row = x.clone(), x[step, lane]
     if x.is_floating_point():
-        other[step, lane] = x[step, lane] * -1.5 + 0.7
+        other[step, lane] = row * -1.5 + 0.7
         return other
-    different = (x != x[step, lane]).flatten(2).any(2) if x.dim() > 2 else x != x[step, lane]
-    choices = different.nonzero()
-    if len(choices):
-        other[step, lane] = x[*choices[0].tolist()]
-    elif x.dtype == torch.bool:
-        other[step, lane] = ~x[step, lane]
-    else:  # a single token: its neighbour towards zero is valid, if it is not zero itself
-        other[step, lane] = torch.where(x[step, lane] > 0, x[step, lane] - 1, x[step, lane] + 1)
+    rows = x.flatten(0, 1)
+    different = rows[(rows != row).reshape(len(rows), -1).any(1)]
+    other[step, lane] = different[0] if len(different) else (row == 0).to(x.dtype)
     return other
 
 
-def perturb(module: nn.Module, size: float, scale: float = 1.0) -> None:
+def perturb(module: nn.Module) -> None:
     """Add noise to all weights and buffers: a layer that starts at zero hides what is below it.
 
-    Weights are scaled, and get noise of their own size, at least .1; buffers keep their zeros and
-    signs.
+    Weights get noise of their own size, at least .1, and stay positive where all of them were, as
+    under a root; buffers keep their zeros and signs.
     """
     generator = torch.Generator("cpu").manual_seed(1)
     with torch.no_grad():
         for p in module.parameters():
             if p.is_floating_point() and p.numel():
-                spread = max(0.1, float(p.detach().square().mean().sqrt())) * size
-                p.mul_(scale).add_(random_normal(p.shape, generator).to(p) * spread)
+                spread = max(0.1, float(p.detach().square().mean().sqrt()))
+                is_positive = bool((p > 0).all())
+                p.add_(random_normal(p.shape, generator).to(p) * spread)
+                p.copy_(p.abs() if is_positive else p)
         for b in module.buffers():
             if b.is_floating_point():
-                b.mul_(1 + 0.1 * size * random_normal(b.shape, generator).to(b).clamp(-3, 3))
+                b.mul_(1 + 0.1 * random_normal(b.shape, generator).to(b).clamp(-3, 3))

@@ -22,11 +22,10 @@ from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
 from throughtime.carry._adapter import Adapter
-from throughtime.carry._calls import CALLS
+from throughtime.carry._calls import CALLS, Hints, ModuleAdapter
 from throughtime.carry._refusal import device_error, refuse_width
-from throughtime.carry._search import Hints
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
-from throughtime.carry.layers import MISFIT_ERRORS, ChainAdapter, ModuleAdapter, adapter_for
+from throughtime.carry.layers import MISFIT_ERRORS, ChainAdapter, Trials, adapter_for
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -134,12 +133,12 @@ class Carried(nn.Module):
 
     def _as_written(self, x: Tensor) -> ModuleAdapter | None:
         """An adapter that calls an nn.Sequential as its author does; None if that is refused."""
-        adapter = ModuleAdapter(self.module, Hints())
+        adapter = ModuleAdapter(self.module, Trials(Hints()))
         try:
             adapter.prepare(x)
         except ModelError:
             return None
-        return None if adapter.bound is None or adapter.bound.is_one_lane else adapter
+        return None if adapter.is_one_lane else adapter
 
     def explain(self) -> str:
         """How the module is called, what its state is and where that starts."""

@@ -4,9 +4,10 @@ Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
 """
 
 import contextlib
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,23 +15,34 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime._device import cudnn_rules
 from throughtime.carry._adapter import Adapter, LaneLayout
-from throughtime.carry._calls import BoundModule, Convention
-from throughtime.carry._inside import RECURRENT, parameters_of
-from throughtime.carry._refusal import (
-    ambiguous_error,
-    bidirectional_error,
-    broken,
-    convention_lines,
-    refusal,
+from throughtime.carry._calls import (
+    LANES_FIRST,
+    ORDERS,
+    TIME_FIRST,
+    Convention,
+    Hints,
+    ModuleAdapter,
+    OutputLayout,
+    layer_zeros,
     state_shapes,
 )
-from throughtime.carry._search import Hints, Search, is_method, stepwise_law
+from throughtime.carry._inside import RECURRENT, parameters_of
+from throughtime.carry._laws import MISFIT_ERRORS, Laboratory, Law
+from throughtime.carry._refusal import (
+    bidirectional_error,
+    broken,
+    refusal,
+)
+from throughtime.carry._search import CALL_ERRORS, Search, remembered, twins_of
 from throughtime.carry._trial import (
     LANES,
+    LONG_STEPS,
     STEPS,
     Snapshot,
     guessed_inputs,
     is_sharded,
+    long_steps,
+    modes_of,
     quiet,
     set_modes,
     trial_inputs,
@@ -42,20 +54,7 @@ from throughtime.state import State
 
 RecurrentModule: TypeAlias = nn.RNNBase | nn.RNNCellBase
 InputKind: TypeAlias = tuple[bool, int, torch.Size, bool]
-# The exceptions that a module raises for inputs or a state that do not fit it.
-MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
-
-
-def _hidden_names(state: State) -> list[str]:
-    return ["h"] if isinstance(state, Tensor) else ["h", "c"]
-
-
-def _layer_lines(adapter: Adapter, layer: RecurrentModule, called: str) -> str:
-    """How a layer is called; its contract is known, so nothing is tried."""
-    state = adapter.initial_state(1, None)
-    shapes = state_shapes(adapter.leaf_names(state), state)
-    return f"{type(layer).__name__}: {called}\n  state, lanes first: {shapes}\n  start: zeros"
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,16 @@ class LayerAdapter(Adapter):
         return isinstance(self.module, Recurrent)
 
     def leaf_names(self, state: State) -> list[str]:
-        return _hidden_names(state)
+        return ["h"] if isinstance(state, Tensor) else ["h", "c"]
 
     def explain(self) -> str:
-        order = "(B, T, {})" if self.module.batch_first else "(T, B, {})"
-        called = f"called with {order.format(self.module.input_size)}: one call for each chunk"
-        return _layer_lines(self, self.module, called)
+        order = ORDERS[LANES_FIRST if self.module.batch_first else TIME_FIRST]
+        state = self.initial_state(1, None)
+        return (
+            f"{type(self.module).__name__}: called with {order.format(self.module.input_size)}: one"
+            " call for each chunk\n  state, lanes first:"
+            f" {state_shapes(self.leaf_names(state), state)}\n  start: zeros"
+        )
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         # (L, B, H) to (B, L, H) and back, without a call: every chunk passes here
@@ -106,31 +109,14 @@ class LayerAdapter(Adapter):
         return y.transpose(0, 1) if batch_first else y, after
 
 
-@dataclass(frozen=True)
-class CellAdapter(Adapter):
-    """nn.LSTMCell, nn.GRUCell, nn.RNNCell, looped over time."""
-
-    module: nn.RNNCellBase
-
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        del like
-        h = self.module.weight_hh.new_zeros(lanes, self.module.hidden_size)
-        return (h, torch.zeros_like(h)) if isinstance(self.module, nn.LSTMCell) else h
-
-    def leaf_names(self, state: State) -> list[str]:
-        return _hidden_names(state)
-
-    def explain(self) -> str:
-        called = f"called with (B, {self.module.input_size}): one call for each step"
-        return _layer_lines(self, self.module, called)
-
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        del resets
-        outputs: list[Tensor] = []
-        for step in x.unbind(0):
-            state = self.module(step, state)
-            outputs.append(state if isinstance(state, Tensor) else state[0])
-        return torch.stack(outputs), state
+def cell_adapter(cell: nn.RNNCellBase) -> ModuleAdapter:
+    """An adapter of nn.LSTMCell, nn.GRUCell or nn.RNNCell, which is called for each step."""
+    adapter, is_pair = ModuleAdapter(cell), isinstance(cell, nn.LSTMCell)
+    lanes = LaneLayout.infer({n: layer_zeros(cell, n) for n in (3, 2)}, cell.weight_hh)
+    outputs = OutputLayout((0,) if is_pair else (), features=(cell.hidden_size,))
+    x = cell.weight_hh.new_zeros(1, 1, cell.input_size)
+    adapter.bind(Convention(Hints(), "step", arguments=("hx",), outputs=outputs, lanes=lanes), x)
+    return adapter
 
 
 @dataclass(frozen=True)
@@ -169,136 +155,115 @@ class StatelessAdapter(Adapter):
         return self.module(x), state
 
 
-class ModuleAdapter(Adapter):
-    """Calls a module by the convention that obeys the laws of carrying a state.
+def stepwise_law(module: nn.Module, x: Tensor, steps: int) -> Law | None:
+    """The law broken by a module that is to compute each step of each lane alone; None if none is.
 
     Args:
-        module: shared, not copied.
-        hints: what the user says about it.
+        module: a child of a chain; it is copied.
+        x: its inputs `(T, B, ...)`.
+        steps: of the chunks of the stream.
+    """
+    modes = modes_of(module)
+    for twin in twins_of(module, x):
+        x = twin.inputs(LANES)
+        try:
+            if remembered([twin], Convention(), x.split((2, 2, 3)))[1]:
+                return Law("repeat", math.inf, 0.0)
+            laboratory = Laboratory(StatelessAdapter(twin.module), twin.module, x)
+            laws = [*laboratory.measure()]
+            long = twin.inputs(LANES, max(LONG_STEPS, long_steps(steps, module)))
+            laws += [laboratory.measure_long(long)]
+            laws += laboratory.measure(modes) if modes.get("") else ()
+        except CALL_ERRORS as error:
+            return Law("whole", math.nan, 0.0, str(error).split("\n")[0])
+        for law in laws:
+            if not law.holds and law.name not in ("inputs", "memory", "credit"):
+                return law
+    return None
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Binds an adapter to the convention that obeys the laws of carrying a state.
+
+    Args:
+        hints: what the user says.
     """
 
-    def __init__(self, module: nn.Module, hints: Hints) -> None:
-        self.module, self.hints = module, hints
-        self.bound: BoundModule | None = None
-        self._tried: set[InputKind] = set()
+    hints: Hints
 
-    def prepare(self, x: Tensor) -> None:
-        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
-        if kind in self._tried or not x.numel():
-            return
-        if not self._can_be_measured(x):
-            return
-        search = Search(self.module, x, self.hints)
-        convention = search.find()
-        if convention is not None and len(search.choices) > 1:
-            raise ambiguous_error(search)
-        if convention is None:
-            error = refusal(search)
-            if self.bound is not None:
-                carried = ", ".join(["T", "B", *map(str, self.bound.example.shape[2:])])
-                error.add_note(f"throughtime: the module was carried with inputs ({carried})")
-            raise error
-        self._bind(convention, x)
-        if convention.lanes.dims and x.shape[1] > 1:
-            self.initial_state(x.shape[1], None)  # refused where it takes one lane
-        self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
-
-    def _can_be_measured(self, x: Tensor) -> bool:
-        """Whether trials are possible now; they were made before where they are not.
+    def __call__(self, adapter: ModuleAdapter, x: Tensor | None) -> None:
+        """As `Find`.
 
         Raises:
-            ModelError, StateError: they are impossible.
+            ModelError: no way of calling the module obeys the laws.
+            StateError: trials are impossible.
         """
-        if torch.compiler.is_compiling():
-            if self.bound is None:
-                raise StateError(
-                    "how the module is called is not known yet, and cannot be found while torch"
-                    " compiles or exports: call net = tt.carry(module, x) with example inputs first"
-                )
-            return False
-        if x.is_meta or any(p.is_meta for p in self.module.parameters()):
-            raise ModelError(
-                f"{type(self.module).__name__} or its inputs are on the meta device, where nothing"
-                " can be measured: module.to_empty(device=...), load its weights, then carry it"
-            )
-        if isinstance(self.module, torch.jit.ScriptModule):
-            raise ModelError(
-                "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
-                " be set. Carry the module that was scripted: net = tt.carry(module)"
-            )
-        if is_sharded(self.module):
-            if self.bound is None:
-                raise StateError(
-                    f"how {type(self.module).__name__} is called is found by trials on a copy, and"
-                    " weights that are spread over ranks cannot be copied: call net ="
-                    " tt.carry(module, x) before fully_shard(net)"
-                )
-            return False
-        return True
+        if x is None:
+            _guess(adapter)
+            return
+        if not _can_be_measured(adapter, x):
+            return
+        search = Search(adapter.module, x, self.hints)
+        convention = search.find()
+        if convention is None or len(search.choices) > 1:
+            error = refusal(search, convention)
+            if adapter.example is not None:
+                carried = ", ".join(["T", "B", *map(str, adapter.example.shape[2:])])
+                error.add_note(f"throughtime: the module was carried with inputs ({carried})")
+            raise error
+        if adapter.example is None or adapter.convention.where != convention.where:
+            adapter.bind(convention, x)
+        if x.shape[1] > 1:
+            adapter.initial_state(x.shape[1], None)  # refused where it takes one lane
 
-    def _bind(self, convention: Convention, x: Tensor) -> None:
-        if self.bound is not None:
-            if self.bound.convention.where == convention.where:
-                return
-            self.bound.release()
-        self.bound = BoundModule(self.module, convention, torch.zeros_like(x[:1, :1]))
-        self.unpack = convention.outputs.unpack if convention.outputs.several else None
 
-    def _ready(self, like: Tensor | None) -> BoundModule:
-        if like is not None:
-            self.prepare(like)
-        refused = self._guess() if self.bound is None else None
-        if self.bound is None:
+def _guess(adapter: ModuleAdapter) -> None:
+    """Prepare an adapter for inputs that the first layer of its module declares.
+
+    Raises:
+        StateError: none does, or they are not those that the module takes.
+    """
+    refused, x = None, guessed_inputs(adapter.module)
+    try:
+        if x is not None:
+            adapter.prepare(x)
+    except ModelError as error:  # it may take other inputs
+        refused = error
+    if adapter.example is None:
+        raise StateError(
+            f"the layout of the state of {type(adapter.module).__name__} is not known yet: call"
+            " net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)"
+        ) from refused
+
+
+def _can_be_measured(adapter: ModuleAdapter, x: Tensor) -> bool:
+    """Whether trials are possible now; they were made before where they are not.
+
+    Raises:
+        ModelError, StateError: they are impossible.
+    """
+    module, name = adapter.module, type(adapter.module).__name__
+    if torch.compiler.is_compiling() or is_sharded(module):
+        if adapter.example is None:
             raise StateError(
-                f"the layout of the state of {type(self.module).__name__} is not known yet: call"
-                " net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)"
-            ) from refused
-        return self.bound
-
-    def _guess(self) -> ModelError | None:
-        """Prepare for inputs that the first layer declares; why not, if that is impossible."""
-        inputs = guessed_inputs(self.module)
-        if inputs is None:
-            return None
-        try:
-            self.prepare(inputs)
-        except ModelError as refused:  # it may take other inputs
-            return refused
-        return None
-
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        method: Any = getattr(self.module, "initial_state", None)
-        is_own = is_method(self.module, "initial_state") and self.hints == Hints()
-        if like is None and self.bound is None and is_own:
-            states: dict[int, State] = {n: method(n) for n in (3, 2)}
-            return LaneLayout.infer(states, None).lanes_first(method(lanes))
-        return self._ready(like).initial_state(lanes, like)
-
-    def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
-        return None if self.bound is None else self.bound.forward_arguments(x, state)
-
-    def read_outputs(self, result: Any, x: Tensor) -> Tensor:
-        return self._ready(None).read_outputs(result, x)
-
-    def starts_from_zeros(self) -> bool:
-        return self.bound is not None and self.bound.starts_from_zeros()
-
-    def leaf_names(self, state: State) -> list[str]:
-        return self._ready(None).leaf_names(state)
-
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        bound = self._ready(x) if self.bound is None else self.bound  # every chunk passes here
-        return bound.run(x, state, resets)
-
-    def explain(self) -> str:
-        name = type(self.module).__name__
-        if self.bound is None:
-            return (
-                f"{name}: how it is called is found by trials at the first inputs;"
-                " tt.carry(module, x) finds it at once"
+                f"how {name} is called is not known yet. It is found by trials on a copy, which is"
+                " impossible while torch compiles or exports, and for weights that are spread over"
+                " ranks: call net = tt.carry(module, x) with example inputs first, before"
+                " fully_shard(net)"
             )
-        called, *others = convention_lines(self.bound)
-        return "\n  ".join([f"{name}: {called}", *others])
+        return False
+    if x.is_meta or any(p.is_meta for p in module.parameters()):
+        raise ModelError(
+            f"{name} or its inputs are on the meta device, where nothing can be measured:"
+            " module.to_empty(device=...), load its weights, then carry it"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
+            " be set. Carry the module that was scripted: net = tt.carry(module)"
+        )
+    return True
 
 
 @dataclass(frozen=True)
@@ -330,7 +295,9 @@ class ChainAdapter(Adapter):
     def _outputs(self, name: str, link: "Link", x: Tensor, steps: int) -> Tensor:
         """What a child makes of inputs, once it is known whether and how it carries a state."""
         module, law = link.module, None
-        is_open = isinstance(link, ModuleAdapter) and link.bound is None and not has_layers(module)
+        is_open = (
+            isinstance(link, ModuleAdapter) and link.example is None and not has_layers(module)
+        )
         if is_open or (isinstance(link, StatelessAdapter) and type(module) not in STEPWISE):
             law = stepwise_law(module, x, steps)
             if law is None:
@@ -395,12 +362,7 @@ class ChainAdapter(Adapter):
 
 
 Link: TypeAlias = (
-    LayerAdapter
-    | CellAdapter
-    | StandardiseAdapter
-    | StatelessAdapter
-    | ModuleAdapter
-    | ChainAdapter
+    LayerAdapter | StandardiseAdapter | StatelessAdapter | ModuleAdapter | ChainAdapter
 )
 
 
@@ -437,7 +399,7 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
                 raise bidirectional_error(name or type(module).__name__)
             return LayerAdapter(module)
         if isinstance(module, nn.RNNCellBase) and is_known:
-            return CellAdapter(module)
+            return cell_adapter(module)
         if type(module) is Standardise:
             return StandardiseAdapter(module)
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
@@ -449,4 +411,4 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
                 links[key] = plain or adapter_for(child, hints, key)
             _require_state(links)
             return ChainAdapter(module, tuple(module), links)
-    return ModuleAdapter(module, hints)
+    return ModuleAdapter(module, Trials(hints))
