@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow,
-# unless a feature displaces more elsewhere: standardisation by first steps, +1,300 in deploy and nn.
+# unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn
 PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(39_252, 25_000),
