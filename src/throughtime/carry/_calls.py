@@ -98,7 +98,7 @@ def path_name(path: Path) -> str:
     return "".join(f"[{k.start}:]" if isinstance(k, slice) else f"[{k!r}]" for k in path)
 
 
-Find: TypeAlias = Callable[["ModuleAdapter", Tensor | None], None]
+Find: TypeAlias = Callable[["ModuleAdapter", Tensor | None], bool]
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,8 @@ class ModuleAdapter(Adapter):
 
     Args:
         module: shared, not copied. Hooks are registered on its recurrent submodules.
-        find: binds this to a convention for example inputs, by trials; for None, to one for the
-            inputs that the module declares.
+        find: binds this to a convention for example inputs, by trials, if these are possible now;
+            for None, to one for the inputs that the module declares.
 
     Attributes:
         convention: how the module is called; `Convention()` until that is known.
@@ -279,9 +279,9 @@ class ModuleAdapter(Adapter):
 
     def prepare(self, x: Tensor) -> None:
         kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
-        if kind not in self._tried and x.numel() and self._find is not None:
-            self._find(self, x)
-            self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
+        if kind in self._tried or not x.numel() or self._find is None or not self._find(self, x):
+            return
+        self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c = self.convention

@@ -173,7 +173,7 @@ class Trials:
 
     hints: Hints
 
-    def __call__(self, adapter: ModuleAdapter, x: Tensor | None) -> None:
+    def __call__(self, adapter: ModuleAdapter, x: Tensor | None) -> bool:
         """As `Find`.
 
         Raises:
@@ -182,9 +182,9 @@ class Trials:
         """
         if x is None:
             _guess(adapter)
-            return
+            return False
         if not _can_be_measured(adapter, x):
-            return
+            return False
         search = Search(adapter.module, x, self.hints)
         convention = search.find()
         if convention is None or len(search.choices) > 1:
@@ -197,6 +197,7 @@ class Trials:
             adapter.bind(convention, x)
         if x.shape[1] > 1:
             adapter.initial_state(x.shape[1], None)  # refused where it takes one lane
+        return True
 
 
 def _guess(adapter: ModuleAdapter) -> None:
