@@ -191,7 +191,8 @@ def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> list[
     calls: dict[str, list[tuple[tuple[Any, ...], Any]]] = {}
 
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.setdefault(name, []).append((_positional(args, kwargs), result))
+        if args := _positional(args, kwargs):  # a parametrization may get none
+            calls.setdefault(name, []).append((args, result))
 
     parts = {name: part for name, part in module.named_modules() if name}
     handles = [

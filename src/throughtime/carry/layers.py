@@ -389,4 +389,4 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
                 links[key] = plain or adapter_for(child, hints, key)
             _require_state(links)
             return ChainAdapter(module, tuple(module), links)
-    return ModuleAdapter(module, Trials(hints))
+    return ModuleAdapter(module, Trials(hints), hints)
