@@ -104,6 +104,36 @@ def test_a_module_without_forward_is_told_to_name_a_method() -> None:
         tt.carry(OneLanePolicy(), torch.randn(STEPS, 1, FEATURES))
 
 
+class Modulates(nn.Module):
+    """Maps `(x, h)` to the shape of `h` at each step, as a cell does, and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(FEATURES, HIDDEN)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(h) * self.gate(x)
+
+
+class Modulated(nn.Module):
+    """A layer, and a part of its own that is called at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.part = nn.GRU(FEATURES, HIDDEN), Modulates()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.gru(x)
+        return torch.stack([self.part(a, b) for a, b in zip(x, y, strict=True)])
+
+
+def test_a_part_that_is_called_as_a_cell_is_none_if_the_layers_alone_are_right() -> None:
+    module, x = Modulated(), torch.randn(STEPS, LANES, FEATURES)
+    net = tt.carry(module, x)
+    assert "'part'" not in net.explain()
+    assert_author(net, x, module(x))
+
+
 class Frequencies(nn.Module):
     """Outputs `(B, C, T, F)` of inputs `(B, C, T, F)`; each layer runs over another axis."""
 

@@ -461,17 +461,6 @@ class Widens(Restless):
         return y, {"h": h, "sum": state["sum"].double() + x[:, :, :1].sum(0)}
 
 
-class Multiplies(Restless):
-    """It keeps every state that it ever had."""
-
-    def initial_state(self, lanes: int) -> Any:
-        return [super().initial_state(lanes)]
-
-    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        y, h = self.play(x, state[-1])
-        return y, [*state, h]
-
-
 def loss_of(net: Carried, chunk: Chunk, *, roll: bool) -> None:
     """The gradient of the net's own outputs, or of those of a rollout, in the same calls."""
     state, outputs = net.initial_state(chunk.lanes, like=chunk.inputs), list[Tensor]()
@@ -485,12 +474,12 @@ def loss_of(net: Carried, chunk: Chunk, *, roll: bool) -> None:
     nn.functional.mse_loss(torch.cat(outputs), chunk.targets).backward()
 
 
-@pytest.mark.parametrize("make", [Grows, Widens, Multiplies])
+@pytest.mark.parametrize("make", [Grows, Widens])
 def test_states_that_change_their_form_are_carried_between_segments(
     make: Callable[[], nn.Module],
 ) -> None:
     data, results = PolicyData.draw(23, 2, 0), list[Weights]()
-    for kind in ("plain", "exact", "rollout")[: 2 if make is Multiplies else 3]:
+    for kind in ("plain", "exact", "rollout"):
         torch.manual_seed(5)
         net = lawless(tt.carry(make().double()), data.x)
         if kind == "exact":

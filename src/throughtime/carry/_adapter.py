@@ -237,7 +237,8 @@ def _lane_dim(name: str, counts: list[int], shapes: list[torch.Size]) -> LaneDim
     dims = [
         LaneDim(i, sizes[0] // counts[0])
         for i, sizes in enumerate(zip(*shapes, strict=False))
-        if len({n / lanes for n, lanes in zip(sizes, counts, strict=True)}) == 1
+        if sizes[0]
+        and len({n / lanes for n, lanes in zip(sizes, counts, strict=True)}) == 1
         and sizes[0] % counts[0] == 0
         and (len(counts) > 1 or sizes[0] == counts[0])
     ]

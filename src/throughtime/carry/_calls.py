@@ -8,7 +8,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -98,7 +98,7 @@ def path_name(path: Path) -> str:
     return "".join(f"[{k.start}:]" if isinstance(k, slice) else f"[{k!r}]" for k in path)
 
 
-Find: TypeAlias = Callable[["ModuleAdapter", Tensor | None], None]
+Find: TypeAlias = Callable[["ModuleAdapter", Tensor | None], bool]
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,9 @@ class ModuleAdapter(Adapter):
 
     Args:
         module: shared, not copied. Hooks are registered on its recurrent submodules.
-        find: binds this to a convention for example inputs, by trials; for None, to one for the
-            inputs that the module declares.
+        hints: what the user says.
+        find: binds this to a convention for example inputs, by trials, if these are possible now;
+            for None, to one for the inputs that the module declares.
 
     Attributes:
         convention: how the module is called; `Convention()` until that is known.
@@ -257,9 +258,12 @@ class ModuleAdapter(Adapter):
 
     example: Any = None
     _hooks: PortHooks | None = None
+    _touched: Collection[Key] = ()
 
-    def __init__(self, module: nn.Module, find: Find | None = None) -> None:
-        self.module, self._find, self.convention = module, find, Convention()
+    def __init__(
+        self, module: nn.Module, find: Find | None = None, hints: Hints | None = None
+    ) -> None:
+        self.module, self._find, self.convention = module, find, Convention(hints or Hints())
         self._tried: set[tuple[Any, ...]] = set()
 
     def bind(self, convention: Convention, x: Tensor) -> None:
@@ -279,14 +283,15 @@ class ModuleAdapter(Adapter):
 
     def prepare(self, x: Tensor) -> None:
         kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
-        if kind not in self._tried and x.numel() and self._find is not None:
-            self._find(self, x)
-            self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
+        if kind in self._tried or not x.numel() or self._find is None or not self._find(self, x):
+            return
+        self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c = self.convention
         hints = c.hints
         changes = c.drop or hints.context or hints.inputs or c.written or self._touched
+        changes = changes or self.example is None
         if c.call != "chunk" or changes or c.outputs.several or c.order != c.outputs.order:
             return None
         if not c.arguments:
@@ -359,9 +364,12 @@ class ModuleAdapter(Adapter):
     def initial_state(self, lanes: int, like: Tensor | None) -> State:
         if like is not None:
             self.prepare(like)
-        if self.example is None and self._find is not None:
-            self._find(self, None)
         c = self.convention
+        if self.example is None and self._find is not None:
+            if c.hints == Hints() and callable(getattr(type(self.module), "initial_state", None)):
+                return self._declared(lanes)
+            self._find(self, None)
+            c = self.convention
         if lanes != 1 and self.is_one_lane:
             raise ModelError(
                 f"{type(self.module).__name__} computes one lane at a time, got {lanes}. Use"
@@ -374,6 +382,12 @@ class ModuleAdapter(Adapter):
         if not c.hints.context:
             return state
         return {PAST: self.padded(self.inputs(lanes)[:0]).transpose(0, 1), STATE: state}
+
+    def _declared(self, lanes: int) -> State:
+        """The initial state that a method of the module returns, before trials."""
+        method: Any = self.module.initial_state
+        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
+        return layout.lanes_first(method(lanes))
 
     @property
     def is_one_lane(self) -> bool:

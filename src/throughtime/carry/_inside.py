@@ -183,12 +183,16 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...
 # ---------------------------------------------------------------- what one call shows
 
 
-def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> dict[str, Port]:
-    """The recurrent submodules that one call of `forward` shows, but for those inside another."""
+def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> list[dict[str, Port]]:
+    """The recurrent submodules that one call of `forward` shows.
+
+    Those of torch.nn; then with cells of the user's, but for those inside another.
+    """
     calls: dict[str, list[tuple[tuple[Any, ...], Any]]] = {}
 
     def record(name: str, _: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        calls.setdefault(name, []).append((_positional(args, kwargs), result))
+        if args := _positional(args, kwargs):  # a parametrization may get none
+            calls.setdefault(name, []).append((args, result))
 
     parts = {name: part for name, part in module.named_modules() if name}
     handles = [
@@ -225,7 +229,9 @@ def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> dict[
             count = len(state)
             ports[name] = Port(pytree.tree_structure(state[0] if count == 1 else (*state,)), count)
     inner = [name for name in ports for other in ports if name.startswith(f"{other}.")]
-    return {name: port for name, port in ports.items() if name not in inner}
+    layers = {name: port for name, port in ports.items() if isinstance(parts[name], RECURRENT)}
+    every = {name: port for name, port in ports.items() if name not in inner}
+    return [layers, every] if layers and layers != every else [every]
 
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()

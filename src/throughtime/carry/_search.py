@@ -312,9 +312,9 @@ class Search:
         twin, steps = self.twins[0], len(x) + base.hints.context
         with contextlib.suppress(*CALL_ERRORS):
             whole = replace(base, call="chunk")
-            ports = ports_of(twin.module, lambda: twin.first_call(whole, x), steps)
-            if ports and base.call != "step":
-                yield replace(base, ports=ports)
+            for ports in ports_of(twin.module, lambda: twin.first_call(whole, x), steps):
+                if ports and base.call != "step":
+                    yield replace(base, ports=ports)
         for names in _together(others):
             yield replace(base, arguments=names)
 

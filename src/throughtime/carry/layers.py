@@ -192,7 +192,7 @@ class Trials:
 
     hints: Hints
 
-    def __call__(self, adapter: ModuleAdapter, x: Tensor | None) -> None:
+    def __call__(self, adapter: ModuleAdapter, x: Tensor | None) -> bool:
         """As `Find`.
 
         Raises:
@@ -201,9 +201,9 @@ class Trials:
         """
         if x is None:
             _guess(adapter)
-            return
+            return False
         if not _can_be_measured(adapter, x):
-            return
+            return False
         search = Search(adapter.module, x, self.hints)
         convention = search.find()
         if convention is None or len(search.choices) > 1:
@@ -216,6 +216,7 @@ class Trials:
             adapter.bind(convention, x)
         if x.shape[1] > 1:
             adapter.initial_state(x.shape[1], None)  # refused where it takes one lane
+        return True
 
 
 def _guess(adapter: ModuleAdapter) -> None:
@@ -411,4 +412,4 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
                 links[key] = plain or adapter_for(child, hints, key)
             _require_state(links)
             return ChainAdapter(module, tuple(module), links)
-    return ModuleAdapter(module, Trials(hints))
+    return ModuleAdapter(module, Trials(hints), hints)
