@@ -52,6 +52,7 @@ _OWNER = "the training split has"  # the classes
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
 _MAX_COPIES = 3  # named in the remarks
+_COMPARED = 4  # recordings: fewer may differ by chance
 
 
 @dataclass(frozen=True)
@@ -434,7 +435,8 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     apart = np.std(statistics.means, axis=0)
     within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
     differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
-    if differ and spec.layout.standardise == "split":
+    few = len(statistics.means) < _COMPARED
+    if differ and not few and spec.layout.standardise == "split":
         remarks.append(
             f"input {listed(differ)} differs more between recordings than within them; if its level"
             " is of no meaning, --standardise first:400 takes that of the first steps of each"

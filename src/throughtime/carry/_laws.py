@@ -369,7 +369,8 @@ class Laboratory:
         middle = len(x) // 2
         whole, _ = self.run(x)
         chunks, _ = self.run(x, middle, len(x) - middle)
-        return Law("long", difference(whole, chunks), 10 * self.tolerance)
+        scale = 1 + float(whole.abs().max())
+        return Law("long", difference(whole, chunks), 10 * self._relative * scale)
 
 
 def _fresh_leaf(leaf: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ from throughtime.carry._laws import (
     LAWS,
     Laboratory,
     Law,
+    NotFiniteError,
     difference,
     gradients,
     relative_difference,
@@ -446,12 +447,13 @@ class Search:
             yield Law("random", state_difference(*states), 0.0)
             yield from laboratory.measure()
             yield Law("kept", math.inf if self._beside else 0.0, 0.0)
-            if twin is self.twins[:2][-1]:
-                steps = long_steps(len(self.x), twin.module)
-                long = twin.inputs(x.shape[1], steps)
-                yield from self._own(bound, twin, laboratory, long)
-                if c.call == "chunk" and steps > STEPS:
+            steps = long_steps(len(self.x), twin.module)
+            long = twin.inputs(x.shape[1], steps)
+            if c.call == "chunk" and steps > STEPS and twin in self.twins[:2]:
+                with contextlib.suppress(NotFiniteError):  # noise may let a recurrence grow
                     yield laboratory.measure_long(long)
+            if twin is self.twins[:2][-1]:
+                yield from self._own(bound, twin, laboratory, long)
                 if self.modes.get(""):
                     try:
                         yield from laboratory.measure(self.modes)
@@ -539,6 +541,7 @@ def _own_methods(module: nn.Module) -> list[str]:
     kind = type(module)
     names = [n for n in dir(kind) if not hasattr(nn.Module, n) and STARTS.match(n)]
     names = [n for n in names if callable(getattr(kind, n)) and not re.search("weight|param", n)]
+    names = [n for n in names if names_state(n) or re.search("init|reset", n)]  # not `zeros(x)`
     return sorted(names, key=lambda n: (n != "initial_state", not names_state(n), n))
 
 
