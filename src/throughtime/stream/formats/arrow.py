@@ -200,7 +200,8 @@ def side_by_side(batch: Any, columns: Sequence[str]) -> tuple[Any, dict[str, tup
             flat = pa.array(np.stack(values, axis=1).reshape(-1))
             arrays[kind] = pa.FixedSizeListArray.from_arrays(flat, len(names))
     arrays |= {name: batch.column(name) for name in columns if name not in slots}
-    return pa.record_batch(arrays), slots
+    batch = pa.RecordBatch.from_arrays([*arrays.values()], names=[*arrays])
+    return batch, slots
 
 
 def named_columns(path: Path, schema: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
