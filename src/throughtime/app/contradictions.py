@@ -77,11 +77,13 @@ def _of_inputs(config: "Config") -> Iterator[str]:
     how = f"standardise={config.standardise!r}"
     if not re.fullmatch("split|recording|none|first:[1-9][0-9]*", config.standardise):
         yield f"{how}: expected split, recording, none, or first:N, such as first:400"
-    if config.static and config.standardise.startswith("first:"):
+    if config.static and config.standardise not in ("split", "none"):
         yield (
-            f"{how} would make zeros of static={listed(config.static)}, which are the same at each"
+            f"{how} has no statistics of static={listed(config.static)}, which are the same at each"
             " step of a recording; take split, or leave static out"
         )
+    if config.missing == "mask" and config.standardise.startswith("first:"):
+        yield f"{how} would count steps of missing='mask' as zeros; fill them, or take split"
 
 
 def _of_labels(config: "Config") -> Iterator[str]:

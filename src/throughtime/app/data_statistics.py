@@ -169,7 +169,7 @@ def collect_statistics(
             if on_steps is not None:
                 on_steps(len(inputs))
         statistics.checksums[recording.name] = str(checksum)
-        statistics.means.append(own.mean)
+        statistics.means.append(np.where(own.count > 0, own.mean, np.nan))
         statistics.steps += len(recording)
         statistics.missing += missing
         if missing:

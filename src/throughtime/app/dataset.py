@@ -432,7 +432,8 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
         remarks.append(
             f"input {listed(clocks)} only ever rises: a clock? --exclude {clocks[0]} leaves it out"
         )
-    apart = np.std(statistics.means, axis=0)
+    means = np.array(statistics.means)
+    apart = np.where(np.isnan(means), statistics.inputs.mean, means).std(axis=0)
     within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
     differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
     few = len(statistics.means) < _COMPARED

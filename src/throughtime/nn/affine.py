@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from throughtime.errors import ModelError
+from throughtime.errors import ConfigError, ModelError
 
 
 class Affine(nn.Module):
@@ -53,7 +53,8 @@ def refuse_whole_recordings(net: nn.Module) -> None:
         raise ModelError(
             "the net was trained on inputs that were standardised by all steps of each recording,"
             " which a net that runs step by step does not have. Train it with --standardise"
-            " first:400, which takes the first steps, as they arrive; tt.predict takes whole ones"
+            " first:400, which takes the first steps, as they arrive. Whole recordings are"
+            " predicted as tt.predict(run.net, run.recording(path))"
         )
 
 
@@ -66,7 +67,8 @@ class Standardise(nn.Module):
 
     Args:
         width: D, the number of columns.
-        steps: of which statistics are taken.
+        steps: of which statistics are taken; some thousands, since sums are those of the dtype. A
+            step that the stream masks counts as the zeros that it holds.
 
     Example:
         >>> import torch
@@ -79,6 +81,8 @@ class Standardise(nn.Module):
 
     def __init__(self, width: int, *, steps: int) -> None:
         super().__init__()
+        if steps < 1:
+            raise ConfigError(f"steps={steps}: expected how many first steps count, at least 1")
         self.width, self.steps = width, steps
         self.register_buffer("unit", torch.ones(()), persistent=False)  # its device and type
 

@@ -78,6 +78,8 @@ def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> Ta
     with unreadable(f"{path}: cannot be read", (OSError,), "is it damaged, or on a lost disk?"):
         key = f"{path.resolve()}|{options}"
         file = cache_folder() / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
+        with path.open("rb"):
+            pass
         if path.stat().st_size <= SMALL:
             return in_memory()
     try:
@@ -112,18 +114,20 @@ class CachedFile(TableFile):
         self.columns, self.times, self.length = content.columns, content.times, content.starts[-1]
 
     def read(self, start: int, stop: int, columns: Any) -> Any:
-        for _ in range(2):
-            try:
-                return self._file.read(start, stop, columns)
-            except DamagedError:
-                self._cached.unlink(missing_ok=True)
-                self._file = self._convert()
+        try:
+            return self._file.read(start, stop, columns)
+        except DamagedError:
+            what, hint = f"{self._cached}: is damaged", "make room, or set THROUGHTIME_CACHE"
+            with unreadable(what, (OSError,), hint):
+                self._file = self._convert(damaged=True)
         return self._file.read(start, stop, columns)
 
-    def _convert(self) -> ArrowFile:
+    def _convert(self, *, damaged: bool = False) -> ArrowFile:
         self._cached.parent.mkdir(parents=True, exist_ok=True)
         temporary = self._cached.with_suffix(".tmp")
         with exclusive(self._cached.with_suffix(".lock"), wait=True):
+            if damaged:
+                self._cached.unlink(missing_ok=True)
             try:
                 return _open(self.path, self._cached)  # another process has written it meanwhile
             except (DamagedError, FileNotFoundError):
@@ -137,7 +141,7 @@ class CachedFile(TableFile):
                 temporary.replace(self._cached)
             finally:
                 temporary.unlink(missing_ok=True)
-        return _open(self.path, self._cached)
+            return _open(self.path, self._cached)
 
 
 def identity(path: Path) -> list[Any]:

@@ -86,7 +86,10 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
     """
     delimiter = "\t" if delimiter in ("tab", "\\t") else delimiter
     if delimiter is not None and (
-        len(delimiter) != 1 or delimiter in "\"'\n\r\0.-+_ " or delimiter.isalnum()
+        len(delimiter) != 1
+        or delimiter in "\"'\n\r\0.-+_ "
+        or delimiter.isalnum()
+        or delimiter > "~"
     ):
         raise ConfigError(
             f"delimiter={delimiter!r}: expected one character between fields, such as ',' ';' '|'"
