@@ -125,8 +125,8 @@ def test_a_file_that_was_replaced_by_one_of_equal_size_and_time_is_converted_aga
     assert path.stat()[6:9] == before[6:9]
     assert open_table(path).read(0, 1, "a")[0, 0] == 5.5
     assert len(cached(cache)) == 1
-    real = converted.identity
-    monkeypatch.setattr(converted, "identity", lambda path: real(path)[:2])
+    real = converted.fingerprint
+    monkeypatch.setattr(converted, "fingerprint", lambda path: real(path)[:2])
     open_table(path)
     path.write_bytes(changed.replace(b"5.5", b"6.5"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))

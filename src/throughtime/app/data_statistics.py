@@ -116,13 +116,12 @@ class StandardisedRecording(RecordingView[Recording]):
     def _moments(self) -> Moments:
         moments = Moments()
         for _, steps in read_blocks(self.whole):
-            moments.add(features(steps._replace(static=None)))
+            moments.add(_inputs(steps))
         return moments
 
     def read(self, start: int, stop: int) -> StepArrays:
         steps = self.whole.read(start, stop)
-        rows = features(steps._replace(static=None))
-        inputs = (rows - self._moments.mean) / self._moments.scale
+        inputs = (_inputs(steps) - self._moments.mean) / self._moments.scale
         return steps._replace(inputs=inputs.reshape(steps.inputs.shape))
 
 
@@ -190,8 +189,12 @@ def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
 
 def features(steps: StepArrays) -> Array:
     """Inputs and static features side by side, `(n, D)`."""
-    inputs = steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
+    inputs = _inputs(steps)
     if steps.static is None:
         return inputs
     static = np.broadcast_to(steps.static, (len(inputs), len(steps.static)))
     return np.concatenate([inputs, static], axis=1)
+
+
+def _inputs(steps: StepArrays) -> Array:
+    return steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)

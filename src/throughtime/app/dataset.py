@@ -436,8 +436,7 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     apart = np.where(np.isnan(means), statistics.inputs.mean, means).std(axis=0)
     within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
     differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
-    few = len(statistics.means) < _COMPARED
-    if differ and not few and spec.layout.standardise == "split":
+    if differ and len(means) >= _COMPARED and spec.layout.standardise == "split":
         remarks.append(
             f"input {listed(differ)} differs more between recordings than within them; if its level"
             " is of no meaning, --standardise first:400 takes that of the first steps of each"

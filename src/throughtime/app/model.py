@@ -192,13 +192,13 @@ def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
 
 def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried:
     """The net between standardised inputs and, for a regression, outputs in units."""
-    how, _, steps = spec.layout.standardise.partition(":")
-    first = {
-        "split": lambda: Affine(spec.features, inverse=False),
-        "first": lambda: Standardise(spec.features, steps=int(steps)),
-        "recording": WholeRecording,
-        "none": nn.Identity,
-    }[how]()
+    match spec.layout.standardise.split(":"):
+        case ["split"]:
+            first = Affine(spec.features, inverse=False)
+        case ["first", steps]:
+            first = Standardise(spec.features, steps=int(steps))
+        case how:
+            first = WholeRecording() if how == ["recording"] else nn.Identity()
     parts = [("standardise", first), *inner]
     if not spec.classes:
         parts.append(("units", Affine(spec.outputs, inverse=True)))

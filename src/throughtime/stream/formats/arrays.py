@@ -6,8 +6,7 @@ of channels), coordinates and arrays of more than two dimensions are no columns.
 
 import importlib
 import posixpath
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -15,26 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError, ThroughtimeError, listed
+from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
     TableFile,
     import_extra,
+    unreadable,
 )
 
 ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
-
-
-@contextmanager
-def library_errors(what: str, hint: str = "is it cut short?") -> Generator[None, None, None]:
-    """Raise what a library raises on a damaged file, which is anything, as a DataError."""
-    try:
-        yield
-    except ThroughtimeError:
-        raise
-    except Exception as error:
-        raise DataError(f"{what} ({error}); {hint}") from error
 
 
 class ArraysFile(TableFile):
@@ -94,7 +83,7 @@ class ArrayRows:
 
     def read(self, start: int, stop: int) -> Array:
         what = f"{self.source}: rows {start} to {stop} cannot be read"
-        with library_errors(what, "is the file damaged?"):
+        with unreadable(what, "is the file damaged?"):
             rows: Any = self.array[start:stop]
             graph = getattr(rows, "__dask_graph__", None)
             if graph is not None and graph() is not None:
@@ -151,7 +140,7 @@ def open_hdf5(path: Path) -> ArraysFile:
         DataError: the file is no HDF5 file, cut short, or holds no such dataset.
     """
     h5py = import_extra("h5py", path, "HDF5", "hdf5")
-    with library_errors(f"{path}: not a readable HDF5 file"):
+    with unreadable(f"{path}: not a readable HDF5 file"):
         arrays = arrays_of_hdf5(h5py.File(path, "r"))  # the datasets keep the file open
     return ArraysFile(path, longest_arrays(path, arrays))
 
@@ -203,7 +192,7 @@ def open_zarr(path: Path) -> ArraysFile:
     numbers.
     """
     zarr = import_extra("zarr", path, "Zarr", "zarr")
-    with library_errors(f"{path}: not a readable Zarr folder"):
+    with unreadable(f"{path}: not a readable Zarr folder"):
         root: Any = zarr.open(path, mode="r")
         arrays = {"0": root} if isinstance(root, zarr.Array) else arrays_of_zarr(root)
     return ArraysFile(path, longest_arrays(path, arrays))
@@ -260,12 +249,12 @@ def open_netcdf(path: Path) -> ArraysFile:
         if file.read(3) == b"CDF":  # netCDF4 reads zeros from one that is cut short
             file.seek(0)
             scipy = import_extra("scipy.io", path, "classic netCDF", "netcdf")
-            with library_errors(
+            with unreadable(
                 f"{path}: SciPy cannot read this classic netCDF file",
                 "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY",
             ):
                 scipy.netcdf_file(file, mmap=True).close()
-    with library_errors(f"{path}: not a readable netCDF file"):
+    with unreadable(f"{path}: not a readable netCDF file"):
         data = _open_netcdf(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
         for name, variable in data.variables.items():

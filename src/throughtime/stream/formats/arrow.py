@@ -73,10 +73,15 @@ class Content:
         lengths, nullable = list[int](), set[str]()
         for batch in batches:
             lengths.append(batch.num_rows)
-            pairs = zip(schema.names, batch.columns, strict=True)
-            nullable.update(name for name, column in pairs if column.null_count)
+            nullable |= with_missing(batch)
         starts = (0, *accumulate(lengths))
         return cls(*named_columns(path, schema), nullable=frozenset(nullable), starts=starts)
+
+
+def with_missing(batch: Any) -> set[str]:
+    """The columns of a record batch that have a missing value."""
+    named = zip(batch.schema.names, batch.columns, strict=True)
+    return {name for name, column in named if column.null_count}
 
 
 class ArrowFile(TableFile):
@@ -138,7 +143,7 @@ def open_arrow(path: Path) -> TableFile:
 
     from throughtime.stream.formats.converted import converted
 
-    with unreadable(f"{path}: not a readable Arrow file", (OSError, ValueError, pa.ArrowException)):
+    with unreadable(f"{path}: not a readable Arrow file"):
         mapped = MappedFile(path)
         buffer = pa.py_buffer(mapped.mapping)
         if mapped.mapping[:6] != b"ARROW1":
@@ -150,7 +155,7 @@ def open_arrow(path: Path) -> TableFile:
 
     def batch(index: int) -> Any:
         what = f"{path}: record batch {index} cannot be read"
-        with unreadable(what, (OSError, pa.ArrowException), "is the file cut short?"):
+        with unreadable(what, "is the file cut short?"):
             return reader.get_batch(index)
 
     def batches() -> Iterator[Any]:
@@ -169,13 +174,12 @@ def open_parquet(path: Path) -> TableFile:
     Raises:
         DataError: the file is no Parquet file, or cut short.
     """
-    import pyarrow as pa
     from pyarrow import parquet
 
     from throughtime.stream.formats.converted import converted
 
     def blocks() -> Blocks:
-        with unreadable(f"{path}: not a readable Parquet file", (OSError, pa.ArrowException)):
+        with unreadable(f"{path}: not a readable Parquet file"):
             # without a buffer size a column of a row group is read whole
             file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
         return Blocks(file.schema_arrow, lambda: file.iter_batches(ROWS, use_threads=False))
@@ -214,11 +218,7 @@ def named_columns(path: Path, schema: Any) -> tuple[tuple[str, ...], tuple[str, 
     """
     import pyarrow as pa
 
-    kinds = (
-        pa.types.is_timestamp,
-        pa.types.is_date,
-        pa.types.is_time,
-    )
+    kinds = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_time)
     times = tuple(f.name for f in schema if any(holds(f.type) for holds in kinds))
     columns = tuple(n for n in schema.names if n in times or not _INDEX.fullmatch(n))
     if len(set(columns)) < len(columns):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrays import library_errors
 from throughtime.stream.formats.table import (
     Array,
     TableFile,
     import_extra,
     refuse_shorter,
+    unreadable,
 )
 
 # The longest block of Vorbis, in samples. After a seek libsndfile 1.2.2 decodes up to one wrongly.
@@ -34,7 +34,7 @@ class AudioFile(TableFile):
     def __init__(self, path: Path) -> None:
         soundfile = import_extra("soundfile", path, path.suffix[1:].upper(), "audio")
         _refuse_cut_short(path)
-        with library_errors(f"{path}: not a readable sound file"):
+        with unreadable(f"{path}: not a readable sound file"):
             self._file = file = soundfile.SoundFile(path)
         if file.subtype == "OPUS" or not file.seekable() or file.frames >= 2**62:
             raise DataError(
@@ -46,7 +46,7 @@ class AudioFile(TableFile):
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         what, begin = f"{self.path}: samples {start} to {stop} cannot be read", start
-        with library_errors(what, "is the file cut short?"):
+        with unreadable(what, "is the file cut short?"):
             if self._file.tell() != start:
                 begin = max(0, start - WARM_UP) if self._file.format == "OGG" else start
                 self._file.seek(begin)

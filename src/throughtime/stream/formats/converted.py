@@ -14,7 +14,7 @@ import os
 import sys
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +28,9 @@ from throughtime.stream.formats.arrow import (
     RestartError,
     named_columns,
     side_by_side,
+    with_missing,
 )
-from throughtime.stream.formats.table import FileStamp, MappedFile, TableFile, unreadable
+from throughtime.stream.formats.table import Array, FileStamp, MappedFile, TableFile, unreadable
 
 VERSION = 5  # of what is stored: older files are converted again
 SMALL = 2**18  # bytes of a file that is converted in memory, wherever it is opened
@@ -75,11 +76,12 @@ def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> Ta
         reader: Any = pa.ipc.open_file(pa.py_buffer(sink.getvalue()))
         return ArrowFile(path, content, reader.get_batch)
 
-    with unreadable(f"{path}: cannot be read", (OSError,), "is it damaged, or on a lost disk?"):
+    with unreadable(
+        f"{path}: cannot be read", "is it damaged, or may you not read it?", (OSError,)
+    ):
         key = f"{path.resolve()}|{options}"
         file = cache_folder() / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
-        with path.open("rb"):
-            pass
+        path.open("rb").close()
         if path.stat().st_size <= SMALL:
             return in_memory()
     try:
@@ -113,12 +115,12 @@ class CachedFile(TableFile):
         content = self._file.content
         self.columns, self.times, self.length = content.columns, content.times, content.starts[-1]
 
-    def read(self, start: int, stop: int, columns: Any) -> Any:
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         try:
             return self._file.read(start, stop, columns)
         except DamagedError:
             what, hint = f"{self._cached}: is damaged", "make room, or set THROUGHTIME_CACHE"
-            with unreadable(what, (OSError,), hint):
+            with unreadable(what, hint, (OSError,)):
                 self._file = self._convert(damaged=True)
         return self._file.read(start, stop, columns)
 
@@ -131,7 +133,7 @@ class CachedFile(TableFile):
             try:
                 return _open(self.path, self._cached)  # another process has written it meanwhile
             except (DamagedError, FileNotFoundError):
-                stamp, source = FileStamp.of(self.path), identity(self.path)
+                stamp, source = FileStamp.of(self.path), fingerprint(self.path)
             _log.info("converting %s, %.0f MB, once", self.path, stamp.size / 1e6)
             try:
                 with temporary.open("wb") as file:
@@ -144,7 +146,7 @@ class CachedFile(TableFile):
             return _open(self.path, self._cached)
 
 
-def identity(path: Path) -> list[Any]:
+def fingerprint(path: Path) -> list[Any]:
     """What shows whether a file is what it was: size, times, a hash of sampled blocks.
 
     Cost: a tenth of a millisecond, if the blocks are in the page cache.
@@ -162,7 +164,11 @@ def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Co
     """Write the blocks of a source as an Arrow file; what they hold, and where each block ends."""
     import pyarrow as pa
 
-    what = f"{path}: cannot be read"
+    def batches(blocks: Blocks) -> Iterator[Any]:
+        errors = (OSError, pa.ArrowException)  # of the source, which are no errors of the sink
+        with unreadable(f"{path}: cannot be read", "is it damaged?", errors):
+            yield from blocks.batches()
+
     while True:
         blocks, starts, ends, nullable = source(), [0], list[int](), set[str]()
         columns, times = named_columns(path, blocks.schema)
@@ -171,14 +177,10 @@ def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Co
         sink.seek(0)
         sink.truncate()
         try:
-            with (
-                unreadable(what, (pa.ArrowException,), "is it damaged?"),
-                pa.ipc.new_file(sink, first.schema) as writer,
-            ):
+            with pa.ipc.new_file(sink, first.schema) as writer:
                 ends.append(sink.tell())
-                for batch in blocks.batches():
-                    named = zip(batch.schema.names, batch.columns, strict=True)
-                    nullable |= {name for name, column in named if column.null_count}
+                for batch in batches(blocks):
+                    nullable |= with_missing(batch)
                     writer.write_batch(side_by_side(batch, columns)[0])
                     starts.append(starts[-1] + batch.num_rows)
                     ends.append(sink.tell())
@@ -219,7 +221,7 @@ def _open(path: Path, cached: Path) -> ArrowFile:
         if zlib.crc32(trailer) != int(sizes[:8], 16):
             raise DamagedError
         stored = json.loads(bytes(trailer))
-        if stored["version"] != VERSION or stored["source"] != identity(path):
+        if stored["version"] != VERSION or stored["source"] != fingerprint(path):
             raise DamagedError
         ends, sums, content = stored["ends"], stored["sums"], Content(**stored["content"])
     except (ValueError, KeyError, TypeError) as error:

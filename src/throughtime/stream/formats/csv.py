@@ -11,7 +11,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats.arrow import Blocks, RestartError
 from throughtime.stream.formats.converted import converted
-from throughtime.stream.formats.table import Array, TableFile
+from throughtime.stream.formats.table import Array, TableFile, is_number, number_pattern
 from throughtime.stream.formats.times import CLOCK, is_time, parse_times, time_forms, wrong_times
 
 BLOCK = 2**20  # bytes of a block, and the rest of its last record
@@ -33,11 +33,6 @@ DELIMITERS = ",;\t|"
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 NUMBER, BOOLEAN, TEXT = "number", "boolean", "text"  # columns; any other is a form of times
 _RECORDS = 200  # of the first block, which show the delimiter
-_NUMBERS = {
-    mark: rf"[+-]?(\d+({re.escape(mark)}\d*)?|{re.escape(mark)}\d+)([eE][+-]?\d+)?"
-    rf"|[+-]?(?i:nan|inf|infinity)"
-    for mark in ".,"
-}
 _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}([.,'\u2019 \u00a0\u202f])\d{3}(\1\d{3})*([.,]\d+)?")
 _EXACT = 2**53  # up to which float64 holds every whole number
@@ -55,9 +50,9 @@ class Dialect(NamedTuple):
 
     def is_number(self, field: str) -> bool:
         """Whether a field holds a number."""
-        return re.fullmatch(_NUMBERS[self.decimal], field.strip(), re.ASCII) is not None
+        return is_number(field, self.decimal)
 
-    def sort(self, field: str) -> str:
+    def kind_of(self, field: str) -> str:
         """What a field holds, roughly: "number", "time", "text", or "" if it is missing."""
         if field.strip() in MISSING:
             return ""
@@ -97,15 +92,8 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
         )
     if decimal not in (None, ".", ","):
         raise ConfigError(f"decimal={decimal!r}: expected '.' or ','")
-    source = partial(_Source, path, delimiter, decimal)
-    opened: list[_Source] = []
-
-    def blocks() -> Blocks:
-        if not opened:
-            opened.append(source())
-        return opened[0].blocks()
-
-    return converted(path, blocks, f"{delimiter}{decimal}")
+    source = cache(partial(_Source, path, delimiter, decimal))  # it learns from block to block
+    return converted(path, lambda: source().blocks(), f"{delimiter}{decimal}")
 
 
 class _Source:
@@ -132,11 +120,11 @@ class _Source:
         self.faults: dict[str, str] = {}
         mark = re.escape(mark)
         self._quoted = re.compile(rf'(?<![^{mark}\n])"[^"\r\n]*"(?=[{mark}\r\n]|\Z)')
-        texts = next((self._texts(*block)[0] for block in self._bodies()), {})
-        self._doubts: dict[str, str] = {}  # columns whose dates may be several
+        texts = next((self._texts(*block)[0] for block in self._data_blocks()), {})
+        self._ambiguous: dict[str, str] = {}  # columns whose dates may be several
         self._seen = {name: [texts[name]] if texts else [] for name in self.names}
         self.kinds = {name: self._kind(name) for name in self.names}
-        self._open = {*self.names}  # columns of which no filled field was seen
+        self._undecided = {*self.names}  # columns of which no filled field was seen
 
     def blocks(self) -> Blocks:
         """Its batches, from the first on."""
@@ -149,11 +137,11 @@ class _Source:
             {n: types.get(kind, dates[kind.endswith("+date")]) for n, kind in self.kinds.items()}
         )
         self.faults.clear()
-        self.faults.update(self._doubts)
+        self.faults.update(self._ambiguous)
         return Blocks(self.schema, self._batches, self.faults)
 
     def _batches(self) -> Iterator[Any]:
-        for block, line in self._bodies():
+        for block, line in self._data_blocks():
             texts, lines = self._parsed(block), None
             batch = None if texts is None else self._batch(texts, None)
             if batch is None:
@@ -161,7 +149,7 @@ class _Source:
                 batch = self._batch(texts, lines)
             yield batch
 
-    def _bodies(self) -> Iterator[tuple[str, int]]:
+    def _data_blocks(self) -> Iterator[tuple[str, int]]:
         """The blocks without the header; without blank lines at the end if these may be values."""
         pending, start = "", 0
         for i, (block, line) in enumerate(_read_blocks(self.path)):
@@ -265,7 +253,7 @@ class _Source:
                 if not wrong.any():
                     values = pa.array(values)
                     if values.null_count < len(values):
-                        self._open.discard(name)
+                        self._undecided.discard(name)
                     is_clock = self.kinds[name] == CLOCK
                     arrays.append((values.cast("int64") if is_clock else values).cast(kind))
                     continue
@@ -295,8 +283,7 @@ class _Source:
         if kind != NUMBER:
             values = parse_times(plain, kind)
             return values, wrong_times(plain, values)
-        pattern = f"^({_NUMBERS[self.dialect.decimal]})$"
-        good = compute.match_substring_regex(plain, pattern)
+        good = compute.match_substring_regex(plain, f"^({number_pattern(self.dialect.decimal)})$")
         good = compute.and_not(good, compute.match_substring_regex(plain, f"^{_DIGITS}$"))
         point = compute.replace_substring(plain, self.dialect.decimal, ".")
         point = compute.replace_substring_regex(point, r"^\+", "")
@@ -309,7 +296,7 @@ class _Source:
         Raises:
             RestartError: it can, as a column of another kind.
         """
-        field, kind, is_open = texts[row].as_py(), self.kinds[name], name in self._open
+        field, kind, is_open = texts[row].as_py(), self.kinds[name], name in self._undecided
         if is_open or "+" in kind:
             self._seen[name].append(texts)
             other = self._kind(name)
@@ -354,7 +341,7 @@ class _Source:
             return BOOLEAN
         forms = time_forms(pa.array(filled))
         if len(forms) > 1:
-            self._doubts[name] = (
+            self._ambiguous[name] = (
                 f"column '{name}' holds {filled[0]!r}, whose day and month cannot be told apart;"
                 f" write it as 2020-03-09, leave the column out, {_PANDAS}"
             )
@@ -427,7 +414,7 @@ def encoding_hint(error: UnicodeDecodeError, path: Path) -> str:
     )
 
 
-def _records(text: str, delimiter: str) -> list[list[str]]:
+def _first_records(text: str, delimiter: str) -> list[list[str]]:
     """The first records of a text; fewer where one is none, which the conversion reports."""
     rows = list[list[str]]()
     try:
@@ -451,14 +438,14 @@ def _detect_dialect(
         DataError: the file is empty, begins with a title or a comment, or has numbers with both
             decimal marks, or only such as `1,234`.
     """
-    samples = {mark: _records(text, mark) for mark in delimiter or DELIMITERS}
+    samples = {mark: _first_records(text, mark) for mark in delimiter or DELIMITERS}
 
     def fit(mark: str) -> tuple[float, float, int]:
         rows, either = samples[mark], [Dialect(mark, "."), Dialect(mark, ",")]
         width = len(rows[0]) if rows else 0
         share = sum(len(row) == width for row in rows) / max(1, len(rows)) * (width > 1)
         fields = [f for row in rows[1:] or rows for f in row if f.strip()]
-        good = sum(any(d.sort(f) in (NUMBER, "time") for d in either) for f in fields)
+        good = sum(any(d.kind_of(f) in (NUMBER, "time") for d in either) for f in fields)
         return share > 0.5, good / max(1, len(fields)) * (share > 0.5), width
 
     best = max(samples, key=fit)
@@ -470,7 +457,7 @@ def _detect_dialect(
         for mark in [m for m in samples if m != decimal]:
             if mark != best or len(samples[mark][0]) == 1:
                 _check_first_line(path, samples[mark], mark)
-        rows = _records(text, best)
+        rows = _first_records(text, best)
     if decimal is None:
         decimal = "." if best == "," else _decimal(path, rows, text, best)
     return Dialect(best, decimal), rows
@@ -526,7 +513,7 @@ def _names(path: Path, rows: list[list[str]], dialect: Dialect) -> list[str]:
     Raises:
         DataError: names are missing or double, or the record may be either.
     """
-    first, second = ([*map(dialect.sort, row)] for row in (rows * 2)[:2])
+    first, second = ([*map(dialect.kind_of, row)] for row in (rows * 2)[:2])
     like = all(a == b or "" in (a, b) for a, b in zip(first, second, strict=False))
     if TEXT not in first and any(first) and (like or {*first} == {NUMBER}):
         return []
@@ -552,6 +539,6 @@ def header_of(path: Path) -> tuple[list[str], str]:
         return [], ","
     with path.open("rb") as file:  # which may be one long line
         first = file.readline(65_536).decode("utf-8-sig", errors="replace")
-    rows = {mark: (*_records(first, mark), [])[0] for mark in DELIMITERS}
+    rows = {mark: (*_first_records(first, mark), [])[0] for mark in DELIMITERS}
     mark = max(rows, key=lambda mark: len(rows[mark]))
     return [field.strip() for field in rows[mark]], mark

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from throughtime.errors import DataError, listed
-from throughtime.stream.formats.arrays import library_errors
-from throughtime.stream.formats.table import Array, TableFile
+from throughtime.stream.formats.table import Array, TableFile, unreadable
 
 _SIGNAL = (16, 80, 8, 8, 8, 8, 8, 80, 8, 32)  # widths of the fields, each of all signals in turn
 
@@ -36,7 +35,7 @@ class EdfFile(TableFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         with (
-            library_errors(f"{path}: not a readable EDF or BDF file"),
+            unreadable(f"{path}: not a readable EDF or BDF file"),
             path.open("rb") as file,
         ):
             head = file.read(256)

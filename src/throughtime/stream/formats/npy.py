@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, library_errors, with_fields
-from throughtime.stream.formats.table import FileArray, TableFile
+from throughtime.stream.formats.arrays import ArraysFile, MatrixColumns, with_fields
+from throughtime.stream.formats.table import FileArray, TableFile, unreadable
 
 
 def open_npy(path: Path) -> TableFile:
@@ -16,7 +16,7 @@ def open_npy(path: Path) -> TableFile:
 
     The fields of a structured vector are columns by their names.
     """
-    with library_errors(f"{path}: not a readable .npy file"):
+    with unreadable(f"{path}: not a readable .npy file"):
         array: Any = np.lib.format.open_memmap(path, mode="r")
     columns = _columns(path, {"0": array})
     if array.dtype.names or array.dtype.kind == "M":
@@ -31,7 +31,7 @@ def open_npz(path: Path) -> ArraysFile:
 
     All arrays need the same number of rows. They are loaded: save large ones as `.npy`.
     """
-    with library_errors(f"{path}: not a readable .npz file"), path.open("rb") as file:
+    with unreadable(f"{path}: not a readable .npz file"), path.open("rb") as file:
         members: Any = np.load(file)  # of a path, it leaves a damaged file open
         columns = _columns(path, dict(members))
     lengths = {name: array.shape[0] for name, array in columns.items()}

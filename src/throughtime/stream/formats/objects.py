@@ -25,7 +25,6 @@ from throughtime.stream.formats.arrays import (
     arrays_of_netcdf,
     arrays_of_xarray,
     arrays_of_zarr,
-    library_errors,
     longest_arrays,
     open_variable,
 )
@@ -38,6 +37,7 @@ from throughtime.stream.formats.table import (
     OpenObject,
     TableFile,
     import_extra,
+    unreadable,
 )
 
 _GROUPS: Mapping[str, Callable[[Any], Mapping[str, FileArray]]] = {
@@ -197,7 +197,7 @@ class ReopenedArray:
         if self._process == os.getpid() and _is_open(self._array):
             return self._array[rows]
         hint = "close a file that is open for writing, and keep it at its path"
-        with library_errors(f"{self._what} cannot be opened again", hint):
+        with unreadable(f"{self._what} cannot be opened again", hint):
             array = self._handle.get()
         return array[rows]
 

@@ -1,25 +1,25 @@
-"""Tables of named columns read by rows, and what they are read from: open files, decoded blocks.
+"""Tables of named columns read by rows, and the open files that they are read from.
 
-Open files and decoded blocks are bounded in number and size. Both are safe after a fork and after
-pickling.
+Open files are bounded in number, and safe after a fork and after pickling.
 """
 
 import contextlib
 import importlib
 import mmap
 import os
+import re
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError, MissingExtraError, ThroughtimeError
 
 T = TypeVar("T")
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -275,22 +275,33 @@ def open_table(
     return FileTable.open(path, opener, files)
 
 
-def is_number(text: str) -> bool:
-    """Whether a field holds a number; `1_000` is a label, though Python reads it as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return "_" not in text
+@cache
+def number_pattern(decimal: str = ".") -> str:
+    """A regular expression of a number with this decimal mark; `1_000` is a label."""
+    mark = re.escape(decimal)
+    digits = rf"[+-]?(\d+({mark}\d*)?|{mark}\d+)([eE][+-]?\d+)?"
+    return rf"{digits}|[+-]?(?i:nan|inf|infinity)"
+
+
+def is_number(text: str, decimal: str = ".") -> bool:
+    """Whether a field holds a number."""
+    return re.fullmatch(number_pattern(decimal), text.strip(), re.ASCII) is not None
 
 
 @contextlib.contextmanager
 def unreadable(
-    what: str, errors: tuple[type[Exception], ...], hint: str = "is it cut short?"
+    what: str,
+    hint: str = "is it cut short?",
+    errors: tuple[type[Exception], ...] = (Exception,),
 ) -> Generator[None, None, None]:
-    """Raise the errors of a library on a damaged file as a DataError: `what (error); hint`."""
+    """Raise what a library raises on a damaged file, which is anything, as a DataError.
+
+    Its message is `what (error); hint`. An error of ours is left as it is.
+    """
     try:
         yield
+    except ThroughtimeError:
+        raise
     except errors as error:
         raise DataError(f"{what} ({error}); {hint}") from error
 

@@ -17,6 +17,7 @@ from throughtime.stream.formats.table import (
     Handle,
     MappedFile,
     rows_between,
+    unreadable,
 )
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import StepArrays
@@ -60,13 +61,16 @@ def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "T
     stamp = FileStamp.of(path)
     if stamp.size == 0:
         raise DataError(f"{path}: the file is empty, expected text")
+    handle, what = Handle(path, MappedFile), f"{path}: cannot be read"
+    with unreadable(what, "may you read it?", (OSError,)):
+        content = bytes(handle.get().mapping) if unit == "characters" else b""
     if unit == "bytes":
-        return Text(stamp, bytes(range(256)), Handle(path, MappedFile))
+        return Text(stamp, bytes(range(256)), handle)
     try:
-        content = path.read_bytes().decode()
+        characters = content.decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: {encoding_hint(error, path)}; or take unit='bytes'") from error
-    points = np.frombuffer(content.encode("utf-32-le"), np.uint32)
+    points = np.frombuffer(characters.encode("utf-32-le"), np.uint32)
     distinct, codes = np.unique(points, return_inverse=True)
     kind = np.min_scalar_type(len(distinct) - 1)
     return Text(stamp, "".join(map(chr, distinct.tolist())), codes.astype(kind))

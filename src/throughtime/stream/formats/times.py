@@ -3,8 +3,8 @@
 A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/20`, `3/9/2020` or
 `9-Mar-2020`, with or without a time of day, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`,
 `UTC` or `+01:00`. Times with a zone are converted to UTC. Whether 3/9 is March or September is
-decided by all stamps together: by a number above 12, or else by the order that ascends, in the
-shorter time. Two digits of a year are one of 1969 to 2068.
+decided by all stamps of the first megabyte together: by a number above 12, or else by the order
+that ascends, in the shorter time. Two digits of a year are one of 1969 to 2068.
 """
 
 import importlib

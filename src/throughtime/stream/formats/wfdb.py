@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.stream.formats.arrays import library_errors
-from throughtime.stream.formats.table import Array, TableFile, import_extra
+from throughtime.stream.formats.table import Array, TableFile, import_extra, unreadable
 
 _HINT = "is a file missing or cut short, or does a frame have several samples?"
 
@@ -29,7 +28,7 @@ class WfdbFile(TableFile):
         self.path, self._record = path, str(path.with_suffix(""))
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             self._library = import_extra("wfdb", path, "WFDB", "wfdb")  # it warns with pandas 3
-        with library_errors(f"{path}: not a readable WFDB record", _HINT):
+        with unreadable(f"{path}: not a readable WFDB record", _HINT):
             header: Any = self._library.rdheader(self._record)
             self.length, self.rate = int(header.sig_len), float(header.fs)
             last: Any = self._library.rdrecord(self._record, self.length - 1)
@@ -41,7 +40,7 @@ class WfdbFile(TableFile):
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         channels = sorted({self.columns.index(name) for name in columns})
         what = f"{self.path}: samples {start} to {stop} cannot be read"
-        with library_errors(what, _HINT):
+        with unreadable(what, _HINT):
             record: Any = self._library.rdrecord(
                 self._record, start, stop, channels, smooth_frames=False
             )
@@ -53,7 +52,7 @@ class WfdbFile(TableFile):
 def wfdb_files(path: Path) -> tuple[Path, ...]:
     """The files that must not change: the header, and the signal files and segments it names."""
     files = [path]
-    with library_errors(f"{path}: not a readable WFDB header"):
+    with unreadable(f"{path}: not a readable WFDB header"):
         for file in files:  # of which more are added: a segment has a header, which names files
             words = file.read_text("latin-1").split() if file.suffix == path.suffix else ()
             named = (path.parent / name for word in words for name in (word, f"{word}.hea"))
