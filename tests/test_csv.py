@@ -182,6 +182,10 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
     "short quoted line": (b'a,b\n"1","2"\n"1"\n', "line 3 has 1 fields, the header has 2"),
     "open quote": (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: unexpected end of data; is a quote open"),
     "text after a quote": (b'a,b\n"1"2,3\n', "line 2: "),
+    "late text after a quote": (
+        "a,b\n" + '"1",2\n' * 200_000 + '"1"2,3\n',
+        "line 200002: ",
+    ),
     "two decimal marks": ("a;b\n1,5;2.5\n", "'1,5' and '2.5' have two decimal marks; write --deci"),
     "thousands?": ("a;b\n1,234;2\n1,500;3\n", "'1,234' may have decimals, or thousands; write"),
     "a line sep=": ("sep=;\na;b\n1;2\n3;4\n", "expected distinct column names; mend it"),
