@@ -101,7 +101,7 @@ odd(
     "decimal_commas_quoted",
     'u,v\n"1,5","2,25"\n"-3,75","4,5"\n',
     decimal=",",
-    options={"sep": ",", "decimal": ","},
+    options={"delimiter": ",", "decimal": ","},
 )
 odd(
     "decimal_commas_late",

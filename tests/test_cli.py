@@ -316,11 +316,11 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
         ),
         (
             ["train", "{data}", "--task", "classify", "--targets", "x", "--inputs", "label"],
-            "the inputs hold text, such as 'low'",
+            "the inputs holds text, such as 'low'",
         ),
         (
             ["train", "{data}", "--task", "regress", "--targets", "label", "--inputs", "x"],
-            "the targets hold text, such as 'low'",
+            "the targets holds text, such as 'low'",
         ),
         (
             [

@@ -167,7 +167,8 @@ def test_columns_of_text_are_named_with_what_to_do(tmp_path: Path) -> None:
     rows = [";".join([row[0], "open", *row[2:]]) for row in rest]
     path.write_text("\n".join([lines[0], *rows]))
     with pytest.raises(
-        DataError, match=r"\['Current'\] of the inputs hold text, such as 'open'.*--exclude Current"
+        DataError,
+        match=r"column 'Current' of the inputs holds text, such as 'open'.*exclude=\['Current'\]",
     ):
         dataset(path)
     path.write_text("\n".join([lines[0], ";A;l/min;;", *lines[1:]]))

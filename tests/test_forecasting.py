@@ -123,7 +123,7 @@ def test_targets_do_not_cross_the_end_of_a_split() -> None:
 
 @pytest.mark.parametrize("shift", [-1, 1.0, True, "24", None])
 def test_other_shifts_are_refused(shift: Any) -> None:
-    with pytest.raises(DataError, match=r"target_shift=.*, expected how many steps later"):
+    with pytest.raises(DataError, match=r"ahead=.*, expected how many steps later"):
         shift_targets(series(np.arange(9.0)), shift)
 
 
@@ -166,9 +166,9 @@ def test_a_mapping_shifts_its_targets(form: str, tmp_path: Path) -> None:
     y = np.arange(9.0)
     np.savetxt(tmp_path / "y.csv", y, "%.1f", header="y", comments="")
     data: Any = {"array": y, "file": tmp_path / "y.csv"}.get(form, pd.DataFrame({"y": y}))
-    recording: Any = {"inputs": data, "targets": data, "target_shift": 2}
+    recording: Any = {"inputs": data, "targets": data, "ahead": 2}
     if form == "part of a frame":
-        recording = tt.recording(data, targets="y", start=1, stop=9, target_shift=2)
+        recording = tt.recording(data, targets="y", start=1, stop=9, ahead=2)
     (chunk,) = tt.Stream(recording, lanes=1, chunk=9, rank=0, ranks=1)
     assert chunk.targets is not None
     first = int(form == "part of a frame")
@@ -176,12 +176,12 @@ def test_a_mapping_shifts_its_targets(form: str, tmp_path: Path) -> None:
     assert chunk.inputs.flatten().tolist() == [*range(first, 9)]
     if form in {"file", "frame"}:
         with pytest.raises(DataError, match="target"):
-            tt.Stream(recording | {"target_shift": 0}, lanes=1, chunk=9)
+            tt.Stream(recording | {"ahead": 0}, lanes=1, chunk=9)
     if isinstance(recording, dict):
         with pytest.raises(DataError, match="a target of the past is no forecast"):
-            tt.Stream(recording | {"target_shift": -2}, lanes=1, chunk=9)
-        with pytest.raises(DataError, match="'target_shift' and no targets"):
-            tt.Stream({"inputs": data, "target_shift": 2}, lanes=1, chunk=9)
+            tt.Stream(recording | {"ahead": -2}, lanes=1, chunk=9)
+        with pytest.raises(DataError, match="'ahead' and no targets"):
+            tt.Stream({"inputs": data, "ahead": 2}, lanes=1, chunk=9)
 
 
 def test_shifted_intervals_of_several_recordings_are_of_one_kind() -> None:
@@ -189,7 +189,7 @@ def test_shifted_intervals_of_several_recordings_are_of_one_kind() -> None:
     spans = (np.array([3]), np.array([6]), np.array([0.5]))
     none = (np.array([], int), np.array([], int), np.array([]))
     recordings = [
-        {"inputs": np.zeros(9), "intervals": labels, "target_shift": 1} for labels in (none, spans)
+        {"inputs": np.zeros(9), "intervals": labels, "ahead": 1} for labels in (none, spans)
     ]
     recordings[0]["intervals"] = (*none[:2], np.array([], int))
     (chunk,) = tt.Stream(recordings, lanes=2, chunk=9, seed=None, rank=0, ranks=1)

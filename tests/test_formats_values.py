@@ -21,7 +21,7 @@ from throughtime.chunk import join
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.table import Array
-from throughtime.stream.recording import columns
+from throughtime.stream.layout import Layout, lay_out, targets_of
 
 
 def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
         pa.table({"state": np.arange(STEPS), "x": np.zeros(STEPS)}), tmp_path / "r.parquet"
     )
     audio, labels = open_table(tmp_path / "r.wav"), open_table(tmp_path / "r.parquet")
-    recording = columns("r", audio, audio.columns, labels, ("state",))
+    layout = Layout(targets=("state",))
+    inputs = layout.input_rows(audio)
+    recording = lay_out("r", inputs, layout, targets_of(labels, layout))
     epoch = join(list(tt.Stream([recording], lanes=3, chunk=10)))
     assert epoch.targets is not None
     assert epoch.inputs.shape[2] == 3
@@ -99,11 +101,11 @@ def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]"
     ):
-        columns("r", audio, audio.columns, labels, ("gone",))
+        targets_of(labels, Layout(targets=("gone",)))
     np.save(tmp_path / "short.npy", np.zeros(5))
     short = open_table(tmp_path / "short.npy")
-    with pytest.raises(DataError, match=rf"r\.wav has {STEPS} steps and .*short\.npy has 5"):
-        columns("r", audio, audio.columns, short, short.columns)
+    with pytest.raises(DataError, match=rf"{STEPS} steps of .*r\.wav and 5 of .*short\.npy"):
+        lay_out("r", inputs, Layout(), targets_of(short, Layout()))
 
 
 def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_the_repr_of_a_recording_fits_a_screen(tmp_path: Any) -> None:
     recordings = [
         tt.recording(wide, columns=names, targets=names[:300]),
         tt.recording(wide, columns=names, targets=names[0], classes=range(5000)),
-        tt.recording(wide, columns=names, targets=names[0], target_shift=1),
+        tt.recording(wide, columns=names, targets=names[0], ahead=1),
         tt.recording(wide, start=1),
         text(book, unit="characters"),
         *tt.Stream({"inputs": np.zeros((5, 3000)), "static": np.zeros(3000)}, 1, 5).recordings,

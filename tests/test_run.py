@@ -152,14 +152,17 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
         ),
         ("id,split,inputs,labels\na,train,0_x.npy,0_y.npy", "a manifest has the columns"),
         ("id,split,inputs,targets\n", "lists no recording"),
-        ("id,split,inputs,targets\na,train,0_x.npy,1_y.npy", "has 400 steps and .*1_y.npy has 250"),
+        (
+            "id,split,inputs,targets\na,train,0_x.npy,1_y.npy",
+            "has 400 steps of .*0_x.npy and 250 of .*1_y.npy",
+        ),
         ("id,split,inputs,targets\na,train,0_x.npy,", "which columns are the targets"),
         (
             "id,split,inputs,targets\na,test,0_x.npy,0_y.npy",
             "no recordings in split 'train'; there are test",
         ),
         (
-            "id,split,inputs,targets\na,train,0_x.npy,0_y.npy\nb,train,0_y.npy,0_y.npy",
+            "id,split,inputs,targets\na,train,0_x.npy,0_y.npy\nb,train,0_y.npy,0_x.npy",
             "inputs .*asked for, the file has|input columns",
         ),
     ],

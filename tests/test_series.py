@@ -291,7 +291,7 @@ def test_windows_have_the_series_of_their_steps_and_ends_of_their_own() -> None:
 
 def test_a_shift_of_targets_moves_no_series() -> None:
     (recording,) = numbered([10])
-    stream = tt.Stream({**recording, "target_shift": 3}, 1, 4)
+    stream = tt.Stream({**recording, "ahead": 3}, 1, 4)
     chunks = list(stream)
     assert all_faults(chunks, [10]) == []
     targets = [c.targets[c.mask] for c in chunks if c.targets is not None]
@@ -659,7 +659,7 @@ MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 
 def shifted_chunks() -> list[Chunk]:
     lengths = [9, 5, 6]
-    recordings = [{**recording, "target_shift": 2} for recording in numbered(lengths)]
+    recordings = [{**recording, "ahead": 2} for recording in numbered(lengths)]
     return list(tt.Stream(recordings, 2, 4))
 
 

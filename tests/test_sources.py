@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "lengths": (lambda _: (np.ones(3), np.ones(4)), "3 steps of inputs and 4 of targets"),
     "a series of the frame": (
         lambda _: (frame(), frame()["b"]),
-        r"column 'b' of the inputs is the target.*tt.recording\(frame, inputs=.*targets='b'\)",
+        r"\['b'\] are inputs and targets.*tt.recording\(..., inputs=\['a', 'c'\], targets='b'\)",
     ),
     "splits": (lambda _: {"train": [np.ones(3)]}, r"data\['train'\]"),
     "recordings by name": (lambda _: {"a": frame(), "b": frame()}, r"list\(data.values\(\)\)"),
@@ -270,7 +270,7 @@ def test_what_cannot_be_played_is_refused_with_the_line_to_write(kind: str, tmp_
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (["x", "y"], "Column 'note' of the DataFrame holds text, such as 'x'.*inputs="),
+        (["x", "y"], "column 'note' of the inputs holds text, such as 'x'.*exclude="),
         ([1, "y"], "column 'note' has the type struct<unknown to Arrow: null>.* leave it out"),
         (pd.to_timedelta(["1s", None]), "column 'note' has the type duration"),
         (pd.arrays.SparseArray([1, 0]), "has the type struct<unknown to Arrow: null>"),

@@ -26,7 +26,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
         r"recording 'x' has the keys \['inputs', 'label', 'name'\]",
     ),
     ({"inputs": np.ones(4), "targets": np.ones(5)}, {}, "4 steps of inputs and 5 of targets"),
-    ({"inputs": np.ones((0, 2)), "name": "x"}, {}, "recording 'x' is empty"),
+    ({"inputs": np.ones((0, 2)), "name": "x"}, {}, "recording 'x' .*is empty"),
     ([], {}, "no recordings"),
     (
         {"inputs": [1, 2, 3]},
@@ -227,7 +227,7 @@ def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Pa
     for inputs, targets in ((path, path), (str(path), link), ([path, link], path)):
         with pytest.raises(
             DataError,
-            match=r"u, label; choose: tt\.recording\('.*', inputs=\['u'\], targets='label'\)",
+            match=r"tt\.recording\(\.\.\., inputs=\['u'\], targets='label'\)",
         ):
             tt.Stream({"inputs": inputs, "targets": targets}, lanes=1, chunk=2)
 

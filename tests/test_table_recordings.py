@@ -82,10 +82,10 @@ def test_arrays_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
 
 def test_settings_of_a_csv_file(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("u|y\n1,5|2\n2,5|3\n", encoding="utf-8")
-    recording = tt.recording(tmp_path / "x.csv", targets="y", sep="|", decimal=",")
+    recording = tt.recording(tmp_path / "x.csv", targets="y", delimiter="|", decimal=",")
     assert recording.read(0, 2).inputs.tolist() == [[1.5], [2.5]]
-    with pytest.raises(DataError, match="sep=';', decimal=None belong to a CSV file"):
-        tt.recording(frame(), sep=";")
+    with pytest.raises(DataError, match="delimiter=';', decimal=None belong to a CSV file"):
+        tt.recording(frame(), delimiter=";")
 
 
 def test_targets_of_their_own_and_static_features() -> None:
@@ -103,7 +103,7 @@ def test_targets_of_their_own_and_static_features() -> None:
 
 
 def test_targets_of_later_steps_stay_within_the_part() -> None:
-    recording = tt.recording(frame(), targets="b", target_shift=2, start=5, stop=9)
+    recording = tt.recording(frame(), targets="b", ahead=2, start=5, stop=9)
     steps = recording.read(0, 4)
     assert np.array_equal(steps.inputs, values()[5:9])  # the value of now is an input
     assert steps.targets is not None
@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no step": ({"start": 5, "stop": 5}, "start=5, stop=5 of 307 steps"),
     "too late": ({"stop": 999}, "start=0, stop=999 of 307 steps"),
     "too few names": ({"columns": ["u"]}, r"columns=\['u'\] are 1 names, expected .* 3 columns"),
-    "too few targets": ({"targets": np.ones(5)}, "307 steps of inputs and 5 of targets"),
+    "too few targets": ({"targets": np.ones(5)}, "307 steps of the DataFrame and 5 of targets"),
 }
 
 
@@ -135,7 +135,7 @@ def test_choices_that_make_no_sense_are_refused(case: str) -> None:
 
 def test_an_input_may_be_the_target_where_it_is_meant() -> None:
     choice: dict[str, Any] = {"inputs": ["a", "b"], "targets": "b"}
-    options: list[dict[str, Any]] = [{"allow_target_as_input": True}, {"target_shift": 1}]
+    options: list[dict[str, Any]] = [{"allow_target_as_input": True}, {"ahead": 1}]
     for allowed in options:
         assert len(tt.recording(frame(), **choice, **allowed)) == T
     with pytest.raises(DataError, match=r"\['b'\] are inputs and targets of the same step"):
@@ -151,7 +151,7 @@ def test_classes_are_indices_in_the_order_of_their_names(tmp_path: Path) -> None
     options: dict[str, Any] = {"inputs": ["a"], "targets": "beat", "classes": ["S", "V", "N"]}
     for source in (data, pl.from_pandas(data), tmp_path / "x.csv"):
         assert np.array_equal(target_values(tt.recording(source, **options)), expected)
-        part = tt.recording(source, **options, start=2, stop=7, target_shift=1)
+        part = tt.recording(source, **options, start=2, stop=7, ahead=1)
         assert np.array_equal(target_values(part), [*expected[3:7], -100])
     own: dict[str, Any] = {**options, "targets": names}
     assert np.array_equal(target_values(tt.recording(frame(), **own)), expected)
@@ -231,7 +231,7 @@ def test_columns_of_text_are_named_when_the_recording_is_made(role: str, tmp_pat
     for source in (data, pl.from_pandas(data), tmp_path / "x.csv"):
         with pytest.raises(DataError, match=f"column 'city' of the {role} holds text.*'Oslo'"):
             tt.recording(source, **options)
-    with pytest.raises(DataError, match=r"leave it out: inputs=\['a', 'b', 'c'\]"):
+    with pytest.raises(DataError, match=r"leave it out: tt.recording\(..., exclude=\['city'\]\)"):
         tt.recording(data)
 
 

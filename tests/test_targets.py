@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "at without spans": (
         {"targets": np.ones(10), "target_at": "last"},
-        "has 'target_at' and a target for every step; it belongs to 'target_every'",
+        "target_at='last' belongs to labels for more than one step, but its targets",
     ),
     "at a place of its own": (
         {"targets": 3, "target_at": "first"},
@@ -253,8 +253,8 @@ REFUSED: dict[str, tuple[Source, str]] = {
     "lengths": (
         {"targets": np.ones(5)},
         (
-            "10 steps of inputs and 5 of targets; .* say how many steps each target is for:"
-            " 'target_every'"
+            "10 steps of inputs and 5 of targets; .* say by target_every=N how"
+            " many rows each target is for"
         ),
     ),
     "both": (

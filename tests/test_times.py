@@ -21,7 +21,8 @@ from throughtime.stream.formats.times import (
     time_span,
     time_texts,
 )
-from throughtime.stream.recording import Part, columns, step_times
+from throughtime.stream.layout import Layout
+from throughtime.stream.recording import Part, step_times
 from throughtime.stream.sources import as_recording
 
 FORMS = {
@@ -129,7 +130,7 @@ def test_a_column_of_times_is_no_input_in_any_format(
     assert part is not None
     assert time_texts(part) == ["2020-01-01T11:00:00", "2020-01-01T12:00:00"]
     with pytest.raises(DataError, match="column 'when' of the inputs holds time stamps"):
-        columns("r", table, ["x", "when"])
+        Layout(inputs=("x", "when")).input_rows(table)
 
 
 @given(

@@ -61,10 +61,11 @@ class Part(NamedTuple):
 
 
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow,
-# unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn
+# unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn;
+# the layout of recordings, 2,200 of app's in stream
 PARTS = {
     "root": Part(18_000, 18_000),
-    "stream": Part(39_268, 25_000),
+    "stream": Part(41_480, 25_000),
     "kernels, nn": Part(17_616, 16_000),
     "carry": Part(29_378, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),
@@ -72,7 +73,7 @@ PARTS = {
     "doctor": Part(34_718, 18_000),
     "deploy": Part(19_738, 13_000),
     "integrations": Part(9_940, 8_000),
-    "app": Part(60_130, 24_000),
+    "app": Part(57_723, 24_000),
     "testing": Part(2_714, 3_300),
 }
 # _svg.py draws for the report, and goes with its charts.

@@ -56,6 +56,12 @@ class Config:
     exclude: tuple[str, ...] = setting(
         "Data", "Columns that are neither inputs nor targets, separated by commas.", ()
     )
+    series: tuple[str, ...] = setting(
+        "Data",
+        "Further columns that chunks have by name, for a policy of your own: NAME=COLUMN, separated"
+        " by commas.",
+        (),
+    )
     allow_target_as_input: bool = setting(
         "Data",
         "Take a target column as an input of the same step, too: a net can copy it.",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from throughtime.app.user_class import is_reference
-from throughtime.app.values import weights_by_class
+from throughtime.app.values import named_series, weights_by_class
 from throughtime.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ def _of_labels(config: "Config") -> Iterator[str]:
     both = sorted({*config.exclude} & {*config.inputs, *config.targets})
     if both:
         yield f"exclude={','.join(both)} is among the inputs or targets, too: leave one out"
+    try:
+        named_series(config.series)
+    except ConfigError as error:
+        yield str(error)
     frame, weights = config.frame_size, config.class_weights
     for name in ("target_every", "ahead", "season"):
         rows = getattr(config, name)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from throughtime.app.checked import NumericRecording
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import (
     StandardisedRecording,
@@ -23,13 +22,12 @@ from throughtime.app.data_statistics import (
 )
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
-    DataLayout,
     OnPhase,
     SourceRecording,
     check_sources,
-    lay_out,
+    layout_of,
+    open_entry,
     open_recordings,
-    open_table,
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
@@ -37,6 +35,7 @@ from throughtime.stream.classes import ClassRecording, sorted_classes
 from throughtime.stream.folder import read_folder
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.times import time_span
+from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
     MANIFESTS,
     ManifestEntry,
@@ -104,10 +103,10 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         DataError: every fault of the files, or else every fault of the values.
     """
     listed = find_recordings(Path(config.data), config.static)
-    layout = DataLayout.from_config(config)
+    layout = layout_of(config)
     sources = open_recordings(entries_of(listed, ("train", "valid")), layout, on_phase)
     source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
-    splits, remark = split_recordings(numeric_recordings(sources, layout), config.holdout, source)
+    splits, remark = split_recordings(in_splits(sources, layout), config.holdout, source)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
     total, done = sum(map(len, (*train, *valid))), 0
 
@@ -180,7 +179,7 @@ def recordings_for(
         split = usual[0] if usual else "valid" if data is None else "all"
     chosen = entries if split == "all" else entries_of(entries, (split,))
     sources = open_recordings(chosen, spec.layout, on_phase, targets=targets)
-    numeric = _fitting(sources, spec, targets=targets)
+    numeric = _fitting(sources, spec)
     splits, _ = split_recordings(numeric, 0.0 if split == "all" else config.holdout)
     recordings = choose_split(splits, split)
     return split, as_played(recordings, spec.layout, spec.classes) if targets else recordings
@@ -210,18 +209,16 @@ def open_recording(
             f" {listed(features) or 'none'}; "
             + (f"write --static {flag}" if flag else "leave out --static")
         )
-    tables = [open_table(s, spec.layout) if isinstance(s, Path) else s for s in sources]
+    tables = [spec.layout.open(s) if isinstance(s, Path) else s for s in sources]
     name = ";".join(Path(table.path).name for table in tables)
     entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
-    source = lay_out(entry, tables, spec.layout, targets=False)
-    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec, targets=False)
+    source = open_entry(entry, tables, spec.layout, targets=False)
+    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec)
     return recording
 
 
-def _fitting(
-    sources: Sequence[SourceRecording], spec: ModelSpec, *, targets: bool
-) -> list[tuple[str, Recording]]:
-    """The split of each recording, and the recording with its values checked as they are read.
+def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[str, Recording]]:
+    """The split of each recording, and the recording.
 
     Raises:
         DataError: another number of input columns than that of the model.
@@ -234,26 +231,22 @@ def _fitting(
                 f"{source.recording.name}: has {width} input columns, the model was trained on"
                 f" {spec.features} ({listed(spec.layout.inputs)})"
             )
-    return numeric_recordings(sources, spec.layout, targets=targets)
+    return in_splits(sources, spec.layout)
 
 
 def as_played(
-    recordings: Sequence[Recording], layout: DataLayout, classes: tuple[str, ...]
+    recordings: Sequence[Recording], layout: Layout, classes: tuple[str, ...]
 ) -> list[Recording]:
     """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
     indexed = [ClassRecording(r, classes, _OWNER) for r in recordings] if classes else recordings
     return [shift_targets(recording, layout.steps_ahead) for recording in indexed]
 
 
-def numeric_recordings(
-    sources: Sequence[SourceRecording], layout: DataLayout, *, targets: bool = True
-) -> list[tuple[str, Recording]]:
-    """The split of each recording, and the recording with its numbers checked as they are read."""
-    check = targets and not layout.classify
-    numeric = [(source.split, NumericRecording(source.recording, check)) for source in sources]
+def in_splits(sources: Sequence[SourceRecording], layout: Layout) -> list[tuple[str, Recording]]:
+    """The split of each recording, and the recording, standardised by itself if it is to be."""
     if layout.standardise != "recording":
-        return [*numeric]
-    return [(split, StandardisedRecording(recording)) for split, recording in numeric]
+        return [(one.split, one.recording) for one in sources]
+    return [(one.split, StandardisedRecording(one.recording)) for one in sources]
 
 
 def entries_of(entries: Sequence[ManifestEntry], splits: Sequence[str]) -> list[ManifestEntry]:
@@ -399,7 +392,7 @@ def _split_counts(entries: Sequence[ManifestEntry]) -> str:
     return f" ({listed(f'{name} {count}' for name, count in sorted(counts.items()))})"
 
 
-def _ahead_remarks(layout: DataLayout) -> list[str]:
+def _ahead_remarks(layout: Layout) -> list[str]:
     if not layout.ahead:
         return []
     steps = counted(layout.steps_ahead, "step")
@@ -450,7 +443,7 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     return remarks
 
 
-def _time_remarks(sources: Sequence[SourceRecording], layout: DataLayout) -> list[str]:
+def _time_remarks(sources: Sequence[SourceRecording], layout: Layout) -> list[str]:
     """The column of time stamps, which is no input: its spacing, and where it has gaps."""
     named = [(s.recording.name, *s.times) for s in sources if s.times is not None]
     if not named:

@@ -70,12 +70,15 @@ def as_flags(message: str, arguments: Sequence[str]) -> str:
     names = "|".join(dict.fromkeys([*(setting.name for setting in settings), "on_nan"]))
 
     def flag(match: re.Match[str]) -> str:
-        name = match[1] or match[4]
+        name = match[1] or match[5]
         words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
-        return words if match[2] else f"{words} {match[3] or ''}"
+        value = match[3] or (match[4] or "").replace("', '", ",").strip("'")
+        return words if match[2] else f"{words} {value}"
 
     return re.sub(
-        rf"\b({names})=(?:(True\b)|'([\w.:-]+)')?|(?<!\()'({names})' (?=is missing)", flag, message
+        rf"\b({names})=(?:(True\b)|'([\w.:-]+)'|\[('[^]]*')\])?|(?<!\()'({names})' (?=is missing)",
+        flag,
+        message,
     )
 
 

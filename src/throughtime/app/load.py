@@ -12,19 +12,20 @@ from throughtime.app.data_statistics import read_blocks
 from throughtime.app.dataset import (
     as_played,
     entries_of,
-    numeric_recordings,
+    in_splits,
     open_recording,
     recordings_for,
     split_recordings,
 )
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.recordings import DataLayout, OnPhase, open_recordings
+from throughtime.app.recordings import OnPhase, layout_of, open_recordings
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream.classes import class_names
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.labels import At
+from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import Recording
 from throughtime.stream.tables import as_table, names_of
@@ -61,15 +62,16 @@ def recordings(
     targets: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     static: str | Sequence[str] = (),
+    series: Mapping[str, str | Sequence[str]] | None = None,
     task: Literal["classify", "regress"] | None = None,
     frame_size: int = 1,
-    sep: str | None = None,
+    delimiter: str | None = None,
     decimal: Literal[".", ","] | None = None,
     rate: float | None = None,
     target_every: int | None = None,
     target_at: At | None = None,
     background_class: str | None = None,
-    target_shift: int = 0,
+    ahead: int = 0,
     allow_target_as_input: bool = False,
     holdout: float = 0.0,
 ) -> Splits:
@@ -83,16 +85,17 @@ def recordings(
         targets: columns; default: `targets`, or the file or the label that the manifest names.
         exclude: columns that are not used.
         static: columns of the manifest that are appended to the inputs of every step.
+        series: further columns by name, see `tt.recording`.
         task: whether the targets are classes or numbers; default: text, and at most 20 different
             whole numbers, are classes.
         frame_size: rows that form one step.
-        sep: the character between the fields of CSV files; default: detected.
+        delimiter: the character between the fields of CSV files; default: detected.
         decimal: the decimal mark of CSV files; default: detected.
         rate: rows per second, whatever the files say; default: theirs, which must agree.
         target_every: rows of the inputs for each row of a targets file.
         target_at: which steps of such a span carry its label, "all" or the "last".
         background_class: the class between intervals.
-        target_shift: the target of a step is that of so many rows later.
+        ahead: the target of a step is that of so many rows later.
         allow_target_as_input: whether an input may be the target of the same step.
         holdout: without splits, the share of the recordings, or of the only one, that is `valid`.
 
@@ -123,25 +126,26 @@ def recordings(
         "targets": names_of(targets),
         "exclude": names_of(exclude),
         "static": features,
+        "series": {key: names_of(names) for key, names in (series or {}).items()},
         "frame_size": frame_size,
-        "delimiter": sep,
+        "delimiter": delimiter,
         "decimal": decimal,
         "rate": rate,
         "rate_set": rate is not None,
         "target_every": target_every,
         "target_at": target_at,
         "background_class": background_class,
-        "ahead": target_shift,
+        "ahead": ahead,
         "allow_target_as_input": allow_target_as_input,
     }
-    layout = DataLayout(task or "classify", **options)
+    layout = Layout(task or "classify", **options)
     sources = open_recordings(entries, layout)
     if task is None:
         rows = [one.recording.targets for one in sources if one.split in {"", "train"}]
         if task_of(targets for targets in rows if targets is not None) == "regress":
-            layout = DataLayout("regress", **options)
+            layout = Layout("regress", **options)
             sources = open_recordings(entries, layout)
-    splits, _ = split_recordings(numeric_recordings(sources, layout), holdout)
+    splits, _ = split_recordings(in_splits(sources, layout), holdout)
     classes = _class_names(splits.get("train", [])) if layout.classify else ()
     played = {split: as_played(several, layout, classes) for split, several in splits.items()}
     return Splits(played, classes)
@@ -168,7 +172,7 @@ def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
         return config
     settings = replace(config, task="classify")
     entries = entries_of(find_recordings(Path(config.data), config.static), ("train",))
-    layout = DataLayout.from_config(settings)
+    layout = layout_of(settings)
     opened = open_recordings(entries[:_RECORDINGS], layout, on_phase)
     targets = [one.recording.targets for one in opened]
     return replace(config, task=task_of(rows for rows in targets if rows is not None))
@@ -213,7 +217,7 @@ class Run:
         return RunFolder(self.folder)
 
     @property
-    def layout(self) -> DataLayout:
+    def layout(self) -> Layout:
         """The columns of inputs and targets, and how files are read."""
         return self.spec.layout
 

@@ -19,7 +19,7 @@ from throughtime import _safetensors
 from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import Statistics
-from throughtime.app.recordings import DataLayout, SourceRecording
+from throughtime.app.recordings import SourceRecording, layout_of
 from throughtime.app.run_folder import from_plain, load_tensors
 from throughtime.app.user_class import (
     ClassReference,
@@ -45,6 +45,7 @@ from throughtime.nn.affine import Affine, Standardise, WholeRecording
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import class_name, sorted_classes
+from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import join_faults
 
 _MODEL = "throughtime.model/1"
@@ -72,7 +73,7 @@ class ModelSpec:
         planned: updates of the whole run while it is not finished; else 0.
     """
 
-    layout: DataLayout
+    layout: Layout
     model: str
     hidden: int
     layers: int
@@ -91,7 +92,7 @@ class ModelSpec:
     ) -> "ModelSpec":
         """The model that the settings describe, in the shape of the data."""
         first = sources[0].recording
-        layout = DataLayout.from_config(config)
+        layout = layout_of(config)
         rates = [rate.value for source in sources for rate in source.rates]
         layout = replace(
             layout,

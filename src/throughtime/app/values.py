@@ -98,6 +98,25 @@ def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
     return isinstance(value, option), value, [_TYPES[option]]
 
 
+def named_series(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The columns of each series of `NAME=COLUMN`; a name may have several.
+
+    Raises:
+        ConfigError: an entry of another form.
+
+    Example:
+        >>> named_series(["weight=w", "force=x", "force=y"])
+        {'weight': ('w',), 'force': ('x', 'y')}
+    """
+    series = dict[str, tuple[str, ...]]()
+    for entry in entries:
+        name, _, column = (part.strip() for part in entry.partition("="))
+        if not name.isidentifier() or not column:
+            raise ConfigError(f"series={entry!r}: expected NAME=COLUMN, such as weight=w")
+        series[name] = (*series.get(name, ()), column)
+    return series
+
+
 def named_numbers(
     setting: str, text: str, expected: str, *, above: float = -math.inf
 ) -> dict[str, float]:

@@ -19,7 +19,8 @@ from throughtime.errors import DataError, counted
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
-from throughtime.stream.recording import Recording, StepArrays, location, text_hint
+from throughtime.stream.layout import text_hint
+from throughtime.stream.recording import Recording, StepArrays, location
 
 Reads: TypeAlias = Sequence[tuple[LaneSlice, StepArrays]]
 Counts: TypeAlias = tuple[int, ...] | None
@@ -169,8 +170,9 @@ class Collator:
         for role, array in {**arrays, "static features": steps.static}.items():
             if array is not None and array.dtype.kind not in "biuf":
                 raise DataError(
-                    f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
-                    f" to integers first{text_hint(recording, role)}"
+                    text_hint(recording, role)
+                    or f"recording '{name}': the {role} are {array.dtype}, expected numbers; map"
+                    " text to integers first"
                 )
         if taken := [key for key in steps.series if hasattr(Chunk, key)]:
             raise DataError(

@@ -60,7 +60,8 @@ class PeriodicLabels:
 class IntervalLabels:
     """A label for each interval `[start, stop)` of steps, in order, without overlap.
 
-    Steps between intervals have no label, or that of the background.
+    Steps between intervals have no label, or that of the background. `lost` is the number of
+    intervals that were shorter than a step.
     """
 
     source: str
@@ -70,6 +71,7 @@ class IntervalLabels:
     steps: int
     at: At
     background: str | None = None
+    lost: int = 0
 
     def __len__(self) -> int:
         return self.steps

@@ -13,11 +13,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkabl
 import numpy as np
 from torch.utils._pytree import tree_leaves
 
-from throughtime.errors import DataError, listed
-from throughtime.stream import formats
+from throughtime.errors import listed
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.labels import IntervalLabels
-from throughtime.stream.row_sources import ColumnRows, check_columns, time_rows
 
 _SAMPLE = 64  # steps
 
@@ -211,48 +209,6 @@ def preceding(recordings: Sequence[Recording]) -> list[int]:
     ]
 
 
-def columns(
-    name: str,
-    inputs: formats.Table,
-    input_columns: Sequence[str],
-    targets: formats.Table | None = None,
-    target_columns: Sequence[str] = (),
-) -> TableRecording:
-    """A recording from tables, checked: the columns exist, the lengths agree, and are not 0."""
-    check_columns(inputs, input_columns, "inputs")
-    if targets is not None:
-        check_columns(targets, target_columns, "targets")
-        if len(targets) != len(inputs):
-            raise DataError(
-                f"recording '{name}': {inputs.path} has {len(inputs)} steps and {targets.path} has"
-                f" {len(targets)}; targets need one row per step"
-            )
-    if len(inputs) == 0:
-        raise DataError(f"{inputs.path}: the recording is empty, expected at least one step")
-    labels = None if targets is None else ColumnRows(targets, tuple(target_columns), flat=True)
-    return TableRecording(
-        name,
-        ColumnRows(inputs, tuple(input_columns)),
-        labels,
-        None,
-        tuple(input_columns),
-        tuple(target_columns),
-        time_rows(inputs),
-    )
-
-
-INTERVAL_COLUMNS = ("start", "stop", "label")
-
-
-def interval_columns(table: formats.Table) -> tuple[Array, Array, Array]:
-    """Starts, stops and labels from a table with these columns."""
-    check_columns(table, INTERVAL_COLUMNS, "intervals")
-    starts, stops, labels = (
-        table.read(0, len(table), (column,))[:, 0] for column in INTERVAL_COLUMNS
-    )
-    return starts, stops, labels
-
-
 def step_times(recording: object, start: int, stop: int) -> Array | None:
     """The time stamps of the steps `start` to before `stop`, `datetime64[ns]` `(n,)`.
 
@@ -266,7 +222,7 @@ def step_times(recording: object, start: int, stop: int) -> Array | None:
     Returns:
         `None` if the recording has no time stamps. That of a frame is that of its last row.
     """
-    table, begin = _innermost(recording)
+    table, begin = innermost(recording)
     if table is None or table.times is None:
         return None
     return table.times.read(begin + start, begin + stop)
@@ -281,7 +237,7 @@ def location(recording: object, step: int, column: int) -> str:
         column: of its inputs. A frame of N rows has the columns of each of them in turn.
     """
     text = f"step {step}, column {column}"
-    table, start = _innermost(recording)
+    table, start = innermost(recording)
     if table is None:
         return text
     names, rows = table.input_columns, getattr(table.inputs, "frame_size", 1)
@@ -291,26 +247,7 @@ def location(recording: object, step: int, column: int) -> str:
     return f"{text} (row {row}, column '{names[column % len(names)]}')"
 
 
-def text_hint(recording: object, role: str) -> str:
-    """The columns of text among the inputs or targets, and the line that leaves them out."""
-    table, start = _innermost(recording)
-    rows = getattr(table, role, None)
-    if not isinstance(rows, ColumnRows) or not (texts := rows.text_columns()):
-        return ""
-    example = rows.table.read(start, start + 1, texts[:1])[0, 0]
-    others = [name for name in rows.columns if name not in texts]
-    hint = f": tt.recording(..., {role}={listed(others, quoted=True)})" if others else ""
-    if role == "targets":
-        hint = (
-            ", or name its classes in the order of their indices: tt.recording(..., classes=[...])"
-        )
-    return (
-        f". Column '{texts[0]}' of {rows.source} holds text, such as '{example}'; leave it out of"
-        f" the {role}{hint}"
-    )
-
-
-def _innermost(recording: object) -> tuple[TableRecording | None, int]:
+def innermost(recording: object) -> tuple[TableRecording | None, int]:
     """The recording of rows inside of wrappers, if there is one, and where they begin."""
     start = 0
     while isinstance(recording, RecordingView):

@@ -1,13 +1,13 @@
 """Rows of steps: of arrays, of columns of a table, or of several of them side by side.
 
-Shapes: `n` rows read, `D` columns.
+Shapes: `n` rows read, `D` columns, `N` rows per frame.
 """
 
 import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from throughtime.stream.formats.objects import (
     is_series,
     open_object,
 )
-from throughtime.stream.formats.table import Array, RowSource
+from throughtime.stream.formats.table import Array, FileTable, RowSource
 from throughtime.stream.formats.times import nanoseconds
 
 
@@ -46,10 +46,6 @@ class ColumnRows:
         rows = self.table.read(start, stop, self.columns)
         return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
 
-    def text_columns(self) -> list[str]:
-        """The columns of it that hold text."""
-        return [c for c in self.columns if self.table.read(0, 1, (c,)).dtype.kind not in "biuf"]
-
 
 @dataclass(frozen=True)
 class ConcatRows:
@@ -68,6 +64,95 @@ class ConcatRows:
         return np.concatenate(
             [(rows := part.read(start, stop)).reshape(len(rows), -1) for part in self.parts], axis=1
         )
+
+
+@dataclass(frozen=True)
+class FrameRows:
+    """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row.
+
+    A frame is complete or dropped.
+    """
+
+    rows: RowSource
+    frame_size: int
+    last: bool = False
+
+    @property
+    def source(self) -> str:
+        return self.rows.source
+
+    def __len__(self) -> int:
+        return len(self.rows) // self.frame_size
+
+    def read(self, start: int, stop: int) -> Array:
+        size = self.frame_size
+        rows = self.rows.read(start * size, min(stop, len(self)) * size)
+        return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
+
+
+@dataclass(frozen=True)
+class ConcatTable:
+    """Tables of equal length, their columns side by side.
+
+    `sources` maps each column to the index of its table and its name there.
+    """
+
+    tables: tuple[formats.Table, ...]
+    sources: dict[str, tuple[int, str]]
+
+    @property
+    def path(self) -> Path:
+        return Path("; ".join(str(table.path) for table in self.tables))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(self.sources)
+
+    @property
+    def times(self) -> tuple[str, ...]:
+        return tuple(n for n, (i, name) in self.sources.items() if name in self.tables[i].times)
+
+    @property
+    def rate(self) -> float | None:
+        return next((table.rate for table in self.tables if table.rate is not None), None)
+
+    def __len__(self) -> int:
+        return len(self.tables[0])
+
+    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        groups = groupby((self.sources[name] for name in columns), key=lambda source: source[0])
+        parts = [
+            self.tables[index].read(start, stop, [column for _, column in sources])
+            for index, sources in groups
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def concat_tables(name: str, tables: Sequence[formats.Table]) -> formats.Table:
+    """One table with the columns of all; a single one is returned as it is.
+
+    A column name that several tables share gets the number of its file: `1.u` and `2.u`. Unlike
+    the name of the file, the number is the same in all recordings.
+
+    Raises:
+        DataError: the lengths differ, or two columns would get one name.
+    """
+    check_lengths(name, [(str(table.path), len(table)) for table in tables])
+    if len(tables) == 1:
+        return tables[0]
+    counts = Counter(column for table in tables for column in table.columns)
+    sources = [
+        (f"{i + 1}.{column}" if counts[column] > 1 else column, (i, column))
+        for i, table in enumerate(tables)
+        for column in table.columns
+    ]
+    if len(dict(sources)) < len(sources):
+        repeated = Counter(column for column, _ in sources).most_common(1)[0][0]
+        raise DataError(
+            f"recording '{name}': its files have a column '{repeated}' and another that would get"
+            " this name; rename one"
+        )
+    return ConcatTable(tuple(tables), dict(sources))
 
 
 def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
@@ -107,6 +192,11 @@ def is_rows(value: object) -> bool:
     )
 
 
+def open_source(value: Any) -> FileTable:
+    """The table in a file, given by its path, or in an object that has columns."""
+    return formats.open_table(Path(value)) if isinstance(value, (str, Path)) else open_object(value)
+
+
 def as_rows(value: Any, name: str, role: str) -> RowSource:
     """The rows of an array, or of all columns of a file or another table.
 
@@ -118,13 +208,12 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
     Raises:
         DataError: anything else, or an array without rows of numbers.
     """
-    if isinstance(value, (str, Path)):
-        table: formats.Table = formats.open_table(Path(value))
-        return ColumnRows(table, value_columns(table), flat=role == "targets")
-    if has_columns(value) or is_series(value):
+    if is_series(value):
         table = open_object(value)
-        names = table.columns if is_series(value) else value_columns(table)
-        return ColumnRows(table, names, flat=role == "targets" or is_series(value))
+        return ColumnRows(table, table.columns, flat=True)
+    if isinstance(value, (str, Path)) or has_columns(value):
+        table = open_source(value)
+        return ColumnRows(table, value_columns(table), flat=role == "targets")
     if not is_array(value):
         hint = ""
         if has(value, "collect"):
@@ -227,10 +316,7 @@ def check_columns(table: formats.Table, names: Sequence[str], role: str) -> None
     hint = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
     hint += did_you_mean(missing[0], table.columns) if missing else ""
     if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
-        hint = (
-            f"; are its fields separated by {mark[0]!r}? --delimiter (Python: tt.recording(...,"
-            f" sep={mark[0]!r}))"
-        )
+        hint = f"; are its fields separated by {mark[0]!r}? Write delimiter={mark[0]!r}"
     raise DataError(
         f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
         f" {listed(table.columns, quoted=True)}{hint}"

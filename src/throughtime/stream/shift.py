@@ -79,13 +79,13 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
     count = steps.item() if isinstance(steps, np.integer) else steps
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise DataError(
-            f"recording '{recording.name}': target_shift={steps!r}, expected how many steps later"
+            f"recording '{recording.name}': ahead={steps!r}, expected how many steps later"
             " the target of a step is, at least 0: a target of the past is no forecast"
         )
     if 0 < len(recording) <= count:
         raise DataError(
             f"recording '{recording.name}' has {len(recording)} steps, so none has a target"
-            f" {count} steps later; leave it out, or take a smaller target_shift (--ahead)"
+            f" {count} steps later; leave it out, or take a smaller ahead=N"
         )
     return ForecastRecording(recording, count) if count else recording
 

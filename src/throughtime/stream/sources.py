@@ -9,47 +9,37 @@ Shapes: `T` steps, `D` input features, `C` target columns, `S` static features, 
 
 import difflib
 import glob
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
-from throughtime.stream.formats.table import Array, RowSource
-from throughtime.stream.labels import interval_labels, periodic_labels
+from throughtime.stream.formats.table import RowSource
+from throughtime.stream.labels import check_at
+from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
-from throughtime.stream.recording import (
-    Part,
-    Recording,
-    TableRecording,
-    columns,
-    interval_columns,
-)
+from throughtime.stream.recording import Part, Recording
 from throughtime.stream.row_sources import (
     ColumnRows,
-    ConcatRows,
     as_rows,
-    check_lengths,
     concat_rows,
+    concat_tables,
     is_array,
     is_rows,
+    open_source,
     value_columns,
 )
 from throughtime.stream.shift import shift_targets
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
-_COMPARED = 1000  # rows
-_KEYS = (
-    *("inputs", "targets", "target_every", "intervals", "target_at", "target_shift"),
-    *("static", "name"),
-)
+_SETTINGS = ("target_every", "target_at", "ahead", "allow_target_as_input")
+_KEYS = ("inputs", "targets", "intervals", *_SETTINGS, "static", "name")
 
 
 def as_recordings(data: Recordings) -> list[Recording]:
@@ -71,8 +61,9 @@ def as_recordings(data: Recordings) -> list[Recording]:
             these columns, in order and without overlap;
             `target_at`: "all" steps of such a span carry its label, or only the "last"; default:
             all of an interval, the last of others;
-            `target_shift`: the target of a step is that of so many steps later, of an input or
-            another column; the last steps have none;
+            `ahead`: the target of a step is that of so many steps later, of an input or another
+            column; the last steps have none;
+            `allow_target_as_input`: whether an input may be the target of the same step;
             `static`: `(S,)` numbers of the recording, appended to the inputs of every step;
             `name`: the name in messages and reports;
             any other name: a series `(T,)` or `(T, ...)`, such as a `weight` of each step, that
@@ -216,10 +207,11 @@ def _from_dataset(data: Any) -> list[Recording]:
 
 def _from_table(name: str, table: formats.Table) -> Recording:
     """The columns `inputs` and `targets`; without these, all columns but time stamps as inputs."""
-    targets = tuple(c for c in table.columns if c == "targets")
     if "inputs" not in table.columns:
-        return columns(name, table, value_columns(table))
-    return columns(name, table, ("inputs",), table if targets else None, targets)
+        return lay_out(name, Layout().input_rows(table), Layout())
+    targets = tuple(c for c in table.columns if c == "targets")
+    layout = Layout(inputs=("inputs",), targets=targets)
+    return lay_out(name, layout.input_rows(table), layout, layout.target_rows(table))
 
 
 def _from_path(text: str) -> list[Recording]:
@@ -270,30 +262,18 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names,"
             f" one row per step{hint}"
         )
-    if "targets" in values and "intervals" in values:
-        raise DataError(
-            f"recording '{name}' has targets and intervals, expected one of them: a step has one"
-            " target"
-        )
-    parts = _several(values["inputs"])
-    inputs = concat_rows(name, [as_rows(part, name, "inputs") for part in parts])
-    targets, shift = _targets(values, name, len(inputs)), values.get("target_shift", 0)
-    if not shift:  # an input is then the target of the same step
-        _check_separate_files(name, parts, values.get("targets"))
-        for part in inputs.parts if isinstance(inputs, ConcatRows) else (inputs,):
-            _check_separate_columns(name, part, targets)
-    rows = tuple((key, as_rows(value, name, f"series '{key}'")) for key, value in series.items())
-    lengths = [(f"series '{key}'", len(other)) for key, other in rows]
-    check_lengths(name, [("inputs", len(inputs)), *lengths])
-    recording = TableRecording(
+    layout = Layout(**{key: values[key] for key in _SETTINGS if key in values})
+    if layout.target_at is not None:
+        check_at(name, layout.target_at)
+    recording = lay_out(
         name,
-        inputs,
-        targets,
-        as_static(values["static"], name) if "static" in values else None,
-        inputs.columns if isinstance(inputs, ColumnRows) else (),
-        series=rows,
+        _input_rows(values["inputs"], name),
+        layout,
+        _targets(values, name),
+        static=as_static(values["static"], name) if "static" in values else None,
+        series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
-    return shift_targets(recording, shift)
+    return shift_targets(recording, layout.ahead)
 
 
 def _hint(source: Mapping[str, Any]) -> str:
@@ -306,101 +286,44 @@ def _hint(source: Mapping[str, Any]) -> str:
     return ""
 
 
-def _check_separate_files(name: str, inputs: Sequence[Any], targets: Any) -> None:
-    """Refuse one file as inputs and targets: each step would have its target as an input."""
-    if not isinstance(targets, (str, Path)):
-        return
-    for part in inputs:
-        if isinstance(part, (str, Path)) and Path(part).resolve() == Path(targets).resolve():
-            names = formats.open_table(Path(part)).columns
-            raise DataError(
-                f"recording '{name}': inputs and targets are all columns of {part}, so each step"
-                f" has its target as an input. Its columns are {listed(names)}; choose:"
-                f" tt.recording('{part}', inputs={[*names[:1]]}, targets='{names[-1]}')"
-            )
-
-
-def _check_separate_columns(name: str, inputs: RowSource, targets: RowSource | None) -> None:
-    """Refuse frames that share a column, by name and by its first values."""
-    if not (isinstance(inputs, ColumnRows) and isinstance(targets, ColumnRows)):
-        return
-    if isinstance(inputs.table.path, Path) or isinstance(targets.table.path, Path):
-        return
-    for column in set(inputs.columns) & set(targets.columns):
-        first, second = (rows.table.read(0, _COMPARED, (column,)) for rows in (inputs, targets))
-        if first.dtype == second.dtype and first.tobytes() == second.tobytes():
-            raise DataError(
-                f"recording '{name}': column '{column}' of the inputs is the target of the same"
-                " step, so the net would only learn to copy it; choose columns:"
-                f" tt.recording(frame, inputs=[...], targets='{column}')"
-            )
-
-
-def _several(inputs: Any) -> Sequence[Any]:
-    """The parts to put side by side: those of a list of files and arrays, or the only one."""
+def _input_rows(inputs: Any, name: str) -> RowSource:
+    """The rows of the inputs: one object, or those of a list of them side by side."""
     several = isinstance(inputs, (list, tuple)) and inputs and all(map(is_rows, inputs))
-    return inputs if several else [inputs]
+    parts = inputs if several else [inputs]
+    if all(isinstance(part, (str, Path)) or has_columns(part) for part in parts):
+        table = concat_tables(name, [open_source(part) for part in parts])
+        return ColumnRows(table, value_columns(table))
+    return concat_rows(name, [as_rows(part, name, "inputs") for part in parts])
 
 
-def _targets(values: Mapping[str, Any], name: str, steps: int) -> RowSource | None:
-    if "intervals" in values:
-        source, starts, stops, labels = _interval_columns(values["intervals"], name)
-        return interval_labels(
-            name, source, starts, stops, labels, steps, values.get("target_at", "all")
+def _targets(values: Mapping[str, Any], name: str) -> Targets | None:
+    """The targets of a mapping, in whichever form it has them."""
+    value, intervals = values.get("targets"), values.get("intervals")
+    if value is not None and intervals is not None:
+        raise DataError(
+            f"recording '{name}' has targets and intervals, expected one of them: a step has one"
+            " target"
         )
-    if "targets" not in values:
-        for key in ("target_every", "target_at", "target_shift"):
+    if intervals is not None:
+        return _intervals(intervals, name)
+    if value is None:
+        for key in _SETTINGS:
             if key in values:
                 raise DataError(
                     f"recording '{name}' has '{key}' and no targets that it could belong to"
                 )
         return None
-    value, every = values["targets"], values.get("target_every")
-    number = np.isscalar(value) and not isinstance(value, str)
-    if number or getattr(value, "shape", None) == ():
-        targets: RowSource = ArrayRows("targets", np.asarray(value).reshape(1))
-        every = steps if every is None else every
-    else:
-        targets = as_rows(value, name, "targets")
-    if every is not None:
-        return periodic_labels(name, targets, every, steps, values.get("target_at", "last"))
-    if "target_at" in values:
-        raise DataError(
-            f"recording '{name}' has 'target_at' and a target for every step; it belongs to"
-            " 'target_every', 'intervals' or a single target"
-        )
-    check_steps(name, steps, len(targets))
-    return targets
+    if (np.isscalar(value) and not isinstance(value, str)) or getattr(value, "shape", None) == ():
+        return Label("the mapping", value)
+    return as_rows(value, name, "targets")
 
 
-def check_steps(name: str, inputs: int, targets: int) -> None:
-    """Refuse another number of targets than of steps."""
-    if inputs != targets:
-        raise DataError(
-            f"recording '{name}' has {inputs} steps of inputs and {targets} of targets; both need"
-            " one row per step, or say how many steps each target is for: 'target_every'"
-        )
-
-
-def _interval_columns(source: Any, name: str) -> tuple[str, Any, Any, Any]:
-    """The name of the source, starts, stops and labels."""
+def _intervals(source: Any, name: str) -> Intervals:
     if isinstance(source, (str, Path)):
-        return str(source), *interval_columns(formats.open_table(Path(source)))
-    if not isinstance(source, (list, tuple)) or len(source) != 3:
-        raise DataError(
-            f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops,"
-            " labels), or a path"
-        )
-    starts, stops, labels = source
-    return "the mapping", starts, stops, labels
-
-
-def as_static(value: Any, name: str) -> Array:
-    """Static features `(S,)`, checked."""
-    static = np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-    if static.ndim != 1 or static.dtype.kind not in "biuf" or not np.isfinite(static).all():
-        raise DataError(
-            f"recording '{name}': static has shape {static.shape} and type {static.dtype}, expected"
-            " (S,) finite numbers"
-        )
-    return static
+        return Intervals.of(open_source(source))
+    if isinstance(source, (list, tuple)) and len(source) == 3:
+        return Intervals("the mapping", *source)
+    raise DataError(
+        f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops,"
+        " labels), or a path"
+    )

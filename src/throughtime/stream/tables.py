@@ -4,7 +4,7 @@ Shapes: `T` steps, `D` input features, `C` target columns, `S` static features.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
-from throughtime.stream.classes import class_names, with_classes
+from throughtime.stream.classes import with_classes
 from throughtime.stream.formats.arrays import (
     ArrayRows,
     ArraysFile,
@@ -27,18 +27,11 @@ from throughtime.stream.formats.objects import (
     open_object,
     opened,
 )
-from throughtime.stream.formats.table import Array, FileTable
-from throughtime.stream.recording import Part, Recording, TableRecording
-from throughtime.stream.recording import columns as of_columns
-from throughtime.stream.row_sources import (
-    ColumnRows,
-    as_rows,
-    check_columns,
-    is_array,
-    value_columns,
-)
+from throughtime.stream.formats.table import Array, FileTable, RowSource
+from throughtime.stream.layout import Layout, as_static, check_numbers, lay_out
+from throughtime.stream.recording import Part, Recording
+from throughtime.stream.row_sources import as_rows, check_columns, is_array
 from throughtime.stream.shift import shift_targets
-from throughtime.stream.sources import as_static, check_steps
 
 _BLOCK = 65_536  # rows
 
@@ -52,11 +45,13 @@ def recording(
     start: int = 0,
     stop: int | None = None,
     name: str | None = None,
-    sep: str | None = None,
+    series: Mapping[str, str | Sequence[str]] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    delimiter: str | None = None,
     decimal: str | None = None,
     columns: Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
-    target_shift: int = 0,
+    ahead: int = 0,
     allow_target_as_input: bool = False,
 ) -> Recording:
     """One recording, its columns chosen by name.
@@ -67,22 +62,25 @@ def recording(
         source: the path of a file, a pandas or polars frame, an Arrow table, an `xarray.Dataset`,
             an open group of h5py, Zarr or netCDF4, an MNE `Raw`, a mapping of arrays by name, or
             an array `(T, D)`, whose columns are called "0", "1" and so on.
-        inputs: columns, in this order; default: all that are neither targets nor static nor time
-            stamps, and with a `target_shift` the targets as well.
+        inputs: columns, in this order; default: all that have no other use and are no time stamps,
+            and of a forecast (`ahead`) the targets as well.
         targets: columns; or the targets themselves, `(T,)` or `(T, C)`, as an array or a series.
         static: columns with one value for the whole recording; or `(S,)` numbers. Appended to the
             inputs of every step.
         start: the first step.
         stop: the step after the last one; default: the end.
         name: in messages and reports; default: that of the file.
-        sep: the character between the fields of a CSV file; default: detected.
+        series: further columns by name, one or several each, such as `{"weight": "w"}`, which
+            chunks have as `chunk["weight"]`. They are no inputs by default.
+        exclude: columns that are not used.
+        delimiter: the character between the fields of a CSV file; default: detected.
         decimal: the decimal mark of a CSV file; default: detected.
         columns: names for all columns of a source, where it has none.
         classes: the names of the classes in the order of their indices, where the targets are
             names. A target without a name is -100; one that is no class is an error when it is
             read.
-        target_shift: the target of a step is that of so many steps later, within `start` and
-            `stop`; the last steps have none.
+        ahead: the target of a step is that of so many steps later, within `start` and `stop`; the
+            last steps have none.
         allow_target_as_input: whether an input may be the target of the same step.
 
     Returns:
@@ -102,31 +100,28 @@ def recording(
         >>> next(iter(stream))
         Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
     """
-    table = as_table(source, sep, decimal)
+    table = as_table(source, delimiter, decimal)
     if columns is not None:
         table = _renamed(table, columns)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
     targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
-    separate = targets is not None and not _is_names(targets)
-    numbers = static is not None and not _is_names(static)
-    choice = ColumnChoice.of(
-        table,
-        inputs,
-        None if separate else targets,
-        None if numbers else static,
-        shifted=target_shift != 0,
+    separate = None if targets is None or _is_names(targets) else targets
+    numbers = None if static is None or _is_names(static) else as_static(static, title)
+    constant = () if numbers is not None else names_of(static)
+    layout = Layout(
+        inputs=names_of(inputs),
+        targets=() if separate is not None else names_of(targets),
+        exclude=(*names_of(exclude), *constant),
+        series={key: names_of(names) for key, names in (series or {}).items()},
+        ahead=ahead,
+        allow_target_as_input=allow_target_as_input,
     )
-    copies = allow_target_as_input or target_shift != 0
-    result = choice.recording(title, table, copies=copies, named=classes is not None)
-    if numbers:
-        result = replace(result, static=as_static(static, title))
-    if separate:
-        by_name = classes is not None and is_array(targets)
-        rows = ArrayRows("targets", targets) if by_name else as_rows(targets, title, "targets")
-        check_steps(title, len(table), len(rows))
-        result = replace(result, targets=rows)
-    part = _part(with_classes(result, classes), start, stop)
-    return shift_targets(part, target_shift)
+    if separate is None:
+        return _part(_chosen(title, table, layout, constant, classes, numbers), start, stop, ahead)
+    by_name = classes is not None and is_array(separate)
+    rows = ArrayRows("targets", separate) if by_name else as_rows(separate, title, "targets")
+    result = _chosen(title, table, layout, constant, classes, numbers, rows)
+    return _part(result, start, stop, ahead)
 
 
 def from_frame(
@@ -137,8 +132,10 @@ def from_frame(
     inputs: str | Sequence[str] | None = None,
     targets: str | Sequence[str] | None = None,
     static: str | Sequence[str] | None = None,
+    series: Mapping[str, str | Sequence[str]] | None = None,
+    exclude: str | Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
-    target_shift: int = 0,
+    ahead: int = 0,
     allow_target_as_input: bool = False,
 ) -> list[Recording]:
     """One recording for each group of the rows of a frame, in order of time.
@@ -150,8 +147,10 @@ def from_frame(
         inputs: columns; default: all that are not named otherwise, nor time stamps.
         targets: columns.
         static: columns with one value for each group.
+        series: as for `tt.recording`.
+        exclude: as for `tt.recording`.
         classes: as for `tt.recording`.
-        target_shift: as for `tt.recording`.
+        ahead: as for `tt.recording`.
         allow_target_as_input: as for `tt.recording`.
 
     Returns:
@@ -180,8 +179,14 @@ def from_frame(
     groups, times = names_of(by), names_of(time)
     used = (*groups, *times)
     check_columns(replace(table, times=()), used or table.columns[:1], "by and time")
-    choice = ColumnChoice.of(
-        table, inputs, targets, static, exclude=used, shifted=target_shift != 0
+    constant = names_of(static)
+    layout = Layout(
+        inputs=names_of(inputs),
+        targets=names_of(targets),
+        exclude=(*names_of(exclude), *used, *constant),
+        series={key: names_of(names) for key, names in (series or {}).items()},
+        ahead=ahead,
+        allow_target_as_input=allow_target_as_input,
     )
     codes = _codes(whole, groups)
     order = _order(whole, codes, times)
@@ -191,76 +196,43 @@ def from_frame(
         first = whole.table.slice(int(rows[0]), 1)
         group = "/".join(str(first.column(column)[0].as_py()) for column in groups) or "0"
         part = opened(f"group '{group}'", whole.take(rows))
-        copies = allow_target_as_input or target_shift != 0
-        result = choice.recording(group, part, copies=copies, named=classes is not None)
-        recordings.append(shift_targets(with_classes(result, classes), target_shift))
+        result = _chosen(group, part, layout, constant, classes)
+        recordings.append(shift_targets(result, ahead))
     return recordings
 
 
-@dataclass(frozen=True)
-class ColumnChoice:
-    """The columns of a table that are inputs, targets and static features."""
+def _chosen(
+    name: str,
+    table: formats.Table,
+    layout: Layout,
+    constant: tuple[str, ...],
+    classes: Sequence[Any] | None,
+    static: Array | None = None,
+    targets: RowSource | None = None,
+) -> Recording:
+    """The recording of the columns of a table, its types checked.
 
-    inputs: tuple[str, ...]
-    targets: tuple[str, ...]
-    static: tuple[str, ...]
-
-    @classmethod
-    def of(
-        cls,
-        table: formats.Table,
-        inputs: Any,
-        targets: Any,
-        static: Any,
-        *,
-        shifted: bool,
-        exclude: Sequence[str] = (),
-    ) -> "ColumnChoice":
-        """The choice of the user, checked; by default the inputs are the other columns."""
-        target_names, static_names = names_of(targets), names_of(static)
-        others = {*exclude, *static_names, *(() if shifted else target_names)}
-        names = names_of(inputs) or value_columns(table, [*others])
-        for role, chosen in (
-            ("inputs", names),
-            ("targets", target_names),
-            ("static", static_names),
-        ):
-            if chosen or role == "inputs":
-                check_columns(table, chosen, role)
-        both = [name for name in names if name in {*exclude, *static_names}]
-        if both:
-            raise DataError(
-                f"{table.path}: {listed(both, quoted=True)} are inputs and named as by, time or"
-                " static as well; name each column once"
-            )
-        return cls(names, target_names, static_names)
-
-    def recording(
-        self, name: str, table: formats.Table, *, copies: bool, named: bool
-    ) -> TableRecording:
-        """The recording of these columns.
-
-        Args:
-            name: of the recording.
-            table: has the columns.
-            copies: allows an input that is the target.
-            named: allows targets of text, which are names of classes.
-        """
-        copied = [column for column in self.inputs if column in self.targets]
-        if copied and not copies:
-            raise DataError(
-                f"recording '{name}': {listed(copied, quoted=True)} are inputs and targets of the"
-                " same step, so the net would only learn to copy them; name other inputs, predict"
-                " later values, target_shift=1, or write allow_target_as_input=True if it is meant"
-            )
-        labels = table if self.targets else None
-        result = of_columns(name, table, self.inputs, labels, self.targets)
-        _check_numbers(table, result.inputs, "inputs")
-        if not named:
-            _check_numbers(table, result.targets, "targets")
-        if not self.static:
-            return result
-        return replace(result, static=_constants(table, self.static))
+    Args:
+        name: of the recording.
+        table: has the columns.
+        layout: names them.
+        constant: columns with one value for the recording.
+        classes: the names that targets of text have.
+        static: features instead of these columns.
+        targets: rows instead of columns.
+    """
+    labels = layout.target_rows(table) if targets is None else targets
+    inputs = layout.input_rows(table, layout.targets)
+    features = _constants(table, constant) if constant else static
+    series = layout.series_rows(table)
+    result = lay_out(name, inputs, layout, labels, static=features, series=series)
+    for role, rows in {
+        "inputs": inputs,
+        "targets": labels if classes is None else None,
+        **series,
+    }.items():
+        check_numbers(rows, role)
+    return with_classes(result, classes)
 
 
 def _is_names(value: Any) -> bool:
@@ -277,14 +249,14 @@ def names_of(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def as_table(source: Any, sep: str | None = None, decimal: str | None = None) -> FileTable:
+def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> FileTable:
     """The table of anything with named columns, see `tt.recording`."""
     if isinstance(source, (str, Path)):
-        return formats.open_table(Path(source), delimiter=sep, decimal=decimal)
-    if sep is not None or decimal is not None:
+        return formats.open_table(Path(source), delimiter=delimiter, decimal=decimal)
+    if delimiter is not None or decimal is not None:
         raise DataError(
-            f"sep={sep!r}, decimal={decimal!r} belong to a CSV file, and the source is a"
-            f" {type(source).__name__}; leave them out"
+            f"delimiter={delimiter!r}, decimal={decimal!r} belong to a CSV file, and the source is"
+            f" a {type(source).__name__}; leave them out"
         )
     if has_columns(source) or is_series(source):
         return open_object(source)
@@ -315,25 +287,6 @@ def _renamed(table: FileTable, names: Sequence[str]) -> FileTable:
     return replace(table, columns=tuple(named), times=times, names=named)
 
 
-def _check_numbers(table: formats.Table, rows: Any, role: str) -> None:
-    """Refuse columns of text; the others are named in the line to write."""
-    texts = rows.text_columns() if isinstance(rows, ColumnRows) else []
-    if not texts:
-        return
-    example = table.read(0, 1, texts[:1])[0, 0]
-    others = [name for name in rows.columns if name not in texts]
-    names = class_names([table.read(0, min(_BLOCK, len(table)), texts[:1])])
-    hint = (
-        f"name its classes in the order of their indices: classes={listed(names, quoted=True)}"
-        if role == "targets"
-        else f"leave it out: {role}={listed(others, quoted=True)}"
-    )
-    raise DataError(
-        f"{table.path}: column '{texts[0]}' of the {role} holds text, such as '{example}', expected"
-        f" numbers; {hint}"
-    )
-
-
 def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
     """The values of columns that do not change, `(S,)`."""
     first = table.read(0, 1, names)[0]
@@ -349,14 +302,16 @@ def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
     return as_static(first, str(table.path))
 
 
-def _part(recording: Recording, start: int, stop: int | None) -> Recording:
+def _part(recording: Recording, start: int, stop: int | None, ahead: int) -> Recording:
+    """Some steps of a recording, with targets of later steps among them."""
     end = len(recording) if stop is None else stop
     if not 0 <= start < end <= len(recording):
         raise DataError(
             f"recording '{recording.name}': start={start}, stop={stop} of {len(recording)} steps;"
             " expected 0 <= start < stop <= the number of steps"
         )
-    return recording if end - start == len(recording) else Part(recording, start, end)
+    whole = end - start == len(recording)
+    return shift_targets(recording if whole else Part(recording, start, end), ahead)
 
 
 def _codes(frame: ArrowColumns, names: tuple[str, ...]) -> Array:
