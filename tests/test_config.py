@@ -32,21 +32,6 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
     assert make_config(read_toml(path)) == config
 
 
-def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
-    config = make_config(
-        {
-            "data": "d",
-            "task": "classify",
-            "out": "o",
-            "strategy": "ddp",
-            "devices": 4,
-            "nodes": 2,
-            "lanes": 16,
-        }
-    )
-    assert (config.strategy, config.devices, config.nodes, config.lanes) == ("ddp", 4, 2, 16)
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -59,28 +44,6 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
         ({"updates": 3, "epochs": 1}, "updates=3 and epochs=1 are both given"),
         ({"inputs": 3}, "inputs=3: expected a list of column names"),
         ({"data": None}, "'data' is missing"),
-        ({"strategy": "fsdp"}, "strategy='fsdp': expected one of 'single', 'ddp'"),
-        ({"devices": 2}, "devices=2: several processes need strategy='ddp'"),
-        ({"devices": 2, "nodes": 3}, "devices=2 and nodes=3: several processes need"),
-        ({"strategy": "ddp", "devices": 0}, "devices=0: expected at least 1"),
-        (
-            {"strategy": "ddp", "devices": 2, "nodes": 2, "lanes": 6},
-            "expected a multiple of 4, such as 4 or 8",
-        ),
-        (
-            {"strategy": "ddp", "devices": 3, "lanes": 2},
-            (
-                "each of 3 ranks (devices=3 on each of nodes=1) plays the same number: expected a"
-                " multiple of 3, such as 3"
-            ),
-        ),
-        (
-            {"strategy": "ddp", "device": "cuda:1"},
-            (
-                "device='cuda:1' with strategy='ddp': expected 'cpu', or 'cuda' and each process"
-                " takes its own GPU"
-            ),
-        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from processes import torchrun
 from test_cli import run
-from test_run import _lines, command, finish, flags, settings, write_recordings
+from test_run import _lines, finish, flags, settings, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
@@ -225,10 +226,14 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
     data = write_recordings(tmp_path / "data")
     more: dict[str, Any] = {"model": f"{code}:Cell", "updates": 20, "dtype": "float64"}
     one = finish(settings(data, tmp_path / "one", **more))
-    words = flags(settings(data, tmp_path / "two", **more, strategy="ddp", devices=2))
+    words = flags(settings(data, tmp_path / "two", **more))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        command(*words), env=environment, capture_output=True, text=True, check=False
+        [*torchrun(2), "-m", "throughtime", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     for mine, theirs in zip(

@@ -271,16 +271,6 @@ class Config:
         30.0,
         positive=True,
     )
-    strategy: Literal["single", "ddp"] = setting(
-        "Training", "One process, or several that share the lanes.", "single"
-    )
-    devices: int = setting(
-        "Training",
-        "With ddp: processes on each machine, one per GPU with --device cuda.",
-        1,
-        minimum=1,
-    )
-    nodes: int = setting("Training", "With ddp: machines.", 1, minimum=1)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "gradient_args", dict(self.gradient_args or {}))

@@ -26,7 +26,7 @@ SHORT = {
 
 def contradictions(config: "Config") -> list[str]:
     """Every fault of the settings of a run beyond the range of one of them."""
-    checks = (_of_names, _of_gradient, _of_inputs, _of_labels, _of_stream, _of_length, _of_ranks)
+    checks = (_of_names, _of_gradient, _of_inputs, _of_labels, _of_stream, _of_length)
     return [fault for check in checks for fault in check(config)]
 
 
@@ -150,29 +150,4 @@ def _of_length(config: "Config") -> Iterator[str]:
         yield (
             f"patience={config.patience} counts validations, and valid_every=0 has none before"
             " the end: leave one of them out"
-        )
-
-
-def _of_ranks(config: "Config") -> Iterator[str]:
-    """Contradictions between the settings of several processes."""
-    devices, nodes = config.devices, config.nodes
-    if config.strategy == "single":
-        several = {"devices": devices, "nodes": nodes}
-        named = " and ".join(f"{name}={value}" for name, value in several.items() if value > 1)
-        if named:
-            yield f"{named}: several processes need strategy='ddp'"
-        return
-    if config.device not in {"cpu", "cuda"}:
-        yield (
-            f"device={config.device!r} with strategy='ddp': expected 'cpu', or 'cuda' and each"
-            " process takes its own GPU"
-        )
-    ranks = devices * nodes
-    if ranks > 0 and config.lanes % ranks:
-        below = config.lanes // ranks * ranks
-        near = [str(n) for n in (below, below + ranks) if n]
-        yield (
-            f"lanes={config.lanes} are those of all ranks together, and each of {ranks} ranks"
-            f" (devices={devices} on each of nodes={nodes}) plays the same number: expected a"
-            f" multiple of {ranks}, such as {' or '.join(near)}"
         )

@@ -1,4 +1,4 @@
-"""The ranks of a run: how they start, find each other, and end together with one message.
+"""The ranks of a run, which torchrun starts: what they send each other, and how they end together.
 
 Every exchange between ranks carries the error of each rank, if it has one, beside its value. So a
 rank that fails while the others send something else is noticed all the same. Communication is
@@ -6,19 +6,13 @@ rank that fails while the others send something else is noticed all the same. Co
 """
 
 import os
-import re
-import socket
-import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import connection
-from threading import Thread
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import distributed
-from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from throughtime._device import is_accelerator
 from throughtime.app.config import Config
@@ -29,8 +23,6 @@ from throughtime.errors import ConfigError, RunError, ThroughtimeError
 from throughtime.stream.manifest import join_faults
 
 T = TypeVar("T")
-_PATIENCE = 30.0  # seconds in which a rank started here must end once the process group is gone
-_NODES = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 
 
 class TeamError(RunError):
@@ -206,19 +198,19 @@ def _lost_rank_errors() -> Generator[None]:
 
 @contextmanager
 def started_team(config: Config) -> Generator[Team]:
-    """The team that the settings describe; its ranks are started or joined.
+    """The team of the processes that torchrun has started, or of this one alone.
 
     An error on one rank is printed once and ends all of them.
 
     Raises:
-        ConfigError: ranks that do not fit the way this process was started.
+        ConfigError: lanes that they cannot share, or devices that this machine lacks.
         SystemExit: with code 2, after an error.
     """
-    if config.strategy == "single":
-        _refuse_copies()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1 or not distributed.is_torchelastic_launched():
         yield Team()
         return
-    with _process_group(config) as device:
+    with _process_group(config, ranks) as device:
         team = Team.of_group(device)
         try:
             yield team
@@ -236,171 +228,30 @@ def started_team(config: Config) -> Generator[Team]:
         team.barrier()
 
 
-def _refuse_copies() -> None:
-    """Processes of torchrun that share no group would all write one folder."""
-    copies = int(os.environ.get("WORLD_SIZE", "1"))
-    if distributed.is_torchelastic_launched() and copies > 1:
-        raise ConfigError(
-            f"torchrun has started {copies} processes, and strategy='single' is one: each would"
-            " train the same run. Add --strategy ddp --devices N, the processes on a node, and"
-            " --nodes M"
-        )
-
-
 @contextmanager
-def _process_group(config: Config) -> Generator[torch.device]:
-    """A process group of `devices * nodes` ranks, and the device of this one.
-
-    Where no launcher has started the processes of this machine, this process is the first of them
-    and starts the others with its own command line.
-    """
-    try:
-        variables = _launched(config)
-        children = None
-        if variables is None:
-            variables = _own_variables(config)
-            children = _start_others(config, variables)
-        device = _join_group(config, variables)
-        if children is not None and is_accelerator(device):
-            Thread(target=_end_with_others, args=(children,), daemon=True).start()
-    except (RuntimeError, ValueError) as error:
-        reason = error if isinstance(error, ConfigError) else str(error).partition("\n")[0]
+def _process_group(config: Config, ranks: int) -> Generator[torch.device]:
+    """The process group of torchrun, and the device of this process."""
+    if config.lanes % ranks:
+        below = config.lanes // ranks * ranks
+        near = [str(n) for n in (below, below + ranks) if n]
         raise ConfigError(
-            f"strategy='ddp' with device={config.device}, devices={config.devices} on each of"
-            f" nodes={config.nodes} does not fit how this process was started, or the machine:"
-            f" {reason}"
-        ) from error
+            f"lanes={config.lanes} are those of all ranks together, and each of the {ranks} that"
+            f" torchrun has started plays the same number: take a multiple of {ranks}, such as"
+            f" {' or '.join(near)}"
+        )
+    device = torch.device(config.device)
+    if is_accelerator(device):
+        local, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
+        if config.device != device.type or local >= count:
+            raise ConfigError(
+                f"device={config.device} for rank {local} of this machine, which has {count} GPUs:"
+                f" each rank takes its own; write device='{device.type}', and --nproc-per-node"
+                f" {max(count, 1)} to torchrun"
+            )
+        device = torch.device(device.type, local)
+        torch.accelerator.set_device_index(local)
+    distributed.init_process_group(distributed.get_default_backend_for_device(device))
     try:
         yield device
     finally:
         distributed.destroy_process_group()  # a rank that waits for this one gets an error
-        for process in () if children is None else children.processes:
-            process.join(_PATIENCE)
-            process.kill()
-            process.join()
-
-
-def _launched(config: Config) -> dict[str, str] | None:
-    """The variables of torchrun or Slurm; `None` if neither has started this process.
-
-    Raises:
-        ConfigError: another number of processes than the settings have.
-    """
-    env = os.environ
-    if {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= env.keys():
-        launcher, variables = "torchrun", dict(env)
-    elif "SLURM_NTASKS" in env and env.get("SLURM_JOB_NAME") not in {"bash", "interactive"}:
-        launcher, variables = "Slurm", _slurm_variables()
-    else:
-        return None
-    ranks = config.devices * config.nodes
-    if int(variables["WORLD_SIZE"]) != ranks:
-        raise ConfigError(
-            f"{launcher} has started {variables['WORLD_SIZE']} processes, and the settings have"
-            f" {ranks}: write --devices N, the processes on a node, and --nodes M"
-        )
-    return variables
-
-
-def _slurm_variables() -> dict[str, str]:
-    """The variables of torchrun for a task that srun has started."""
-    env = os.environ
-    nodes = env.get("SLURM_NODELIST", "127.0.0.1")  # such as cpu[03-05,07],gpu1
-    match = re.match(r"([^\[,]*)(?:\[([^\],-]*)[^\]]*\]([^,]*))?", nodes)
-    first = "".join(part or "" for part in match.groups()) if match else nodes
-    job = env.get("SLURM_JOB_ID", "0")[-4:]
-    return {
-        "RANK": env["SLURM_PROCID"],
-        "LOCAL_RANK": env["SLURM_LOCALID"],
-        "WORLD_SIZE": env["SLURM_NTASKS"],
-        "MASTER_ADDR": env.get("MASTER_ADDR", first),
-        "MASTER_PORT": env.get("MASTER_PORT", str(15_000 + int(job))),
-    }
-
-
-def _own_variables(config: Config) -> dict[str, str]:
-    """The variables of this process as the first of its machine.
-
-    Raises:
-        ConfigError: several machines, and no variable says which is the first of them.
-    """
-    node, address, port = "0", "127.0.0.1", ""
-    if config.nodes > 1:
-        if not set(_NODES) <= os.environ.keys():
-            raise ConfigError(
-                f"nodes={config.nodes}: nothing says where the other machines are. Start it on each"
-                f" of them with torchrun --nnodes {config.nodes} --rdzv-backend c10d"
-                " --rdzv-endpoint HOST:PORT, under Slurm with srun, or set"
-                f" {', '.join(_NODES[:-1])} and {_NODES[-1]}"
-            )
-        address, port, node = (os.environ[name] for name in _NODES)
-    if not port:
-        with socket.socket() as free:
-            free.bind((address, 0))
-            port = str(free.getsockname()[1])
-    return {
-        "RANK": str(int(node) * config.devices),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(config.devices * config.nodes),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": port,
-    }
-
-
-def _start_others(config: Config, variables: dict[str, str]) -> ProcessContext | None:
-    """Start the other ranks of this machine."""
-    _check_gpus(config)
-    if config.devices == 1:
-        return None
-    return start_processes(
-        _run_rank, (variables,), config.devices - 1, join=False, start_method="spawn"
-    )
-
-
-def _run_rank(index: int, variables: dict[str, str]) -> None:
-    """The command line of this process, as another rank of its machine."""
-    from throughtime.app.cli import main
-
-    rank, local_rank = int(variables["RANK"]) + index + 1, index + 1
-    os.environ.update(variables | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)})
-    try:
-        main()
-    except Exception:
-        traceback.print_exc()
-        raise
-
-
-def _end_with_others(children: ProcessContext) -> None:
-    """End this process if another rank of its machine dies, for which NCCL would wait minutes."""
-    waiting = {process.sentinel: process for process in children.processes}
-    while waiting:
-        for sentinel in connection.wait(list(waiting)):
-            process = waiting.pop(cast("int", sentinel))
-            process.join()
-            if process.exitcode not in {0, 2, 130}:
-                print_error(f"another rank has ended (exit code {process.exitcode})")
-                os._exit(2)
-
-
-def _check_gpus(config: Config) -> None:
-    device = torch.device(config.device)
-    count = torch.get_device_module(device).device_count()
-    if is_accelerator(device) and count < config.devices:
-        raise ConfigError(f"this machine has {count} GPUs")
-
-
-def _join_group(config: Config, variables: dict[str, str]) -> torch.device:
-    _check_gpus(config)
-    device = torch.device(config.device)
-    if is_accelerator(device):
-        device = torch.device(device.type, int(variables["LOCAL_RANK"]))
-        torch.accelerator.set_device_index(device)
-    # torchrun's agent holds the store that env:// joins; elsewhere the first rank opens it.
-    store = f"tcp://{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}"
-    distributed.init_process_group(
-        distributed.get_default_backend_for_device(device),
-        "env://" if distributed.is_torchelastic_launched() else store,
-        rank=int(variables["RANK"]),
-        world_size=int(variables["WORLD_SIZE"]),
-    )
-    return device

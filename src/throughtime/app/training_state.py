@@ -101,9 +101,9 @@ def _own_position(training: "Training", saved: Mapping[str, Any]) -> dict[str, A
     count, positions, folder = training.team.count, saved["ranks"], training.folder
     if len(positions) != count:
         raise RunError(
-            f"{folder.checkpoint}: holds the positions of"
-            f" {counted(len(positions), 'rank')}, each in its own share of the"
-            f" recordings, and there {'is' if count == 1 else 'are'} {count} now: go on with as"
-            f" many as before (strategy, devices and nodes in {folder.config})"
+            f"{folder.checkpoint}: holds the positions of {counted(len(positions), 'rank')}, each"
+            f" in its own share of the recordings, and there {'is' if count == 1 else 'are'}"
+            f" {count} now: go on with as many as before, by torchrun -m throughtime train"
+            f" --resume {folder.path}"
         )
     return positions[training.team.rank]
