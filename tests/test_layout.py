@@ -199,9 +199,17 @@ def test_a_copy_is_accepted_where_it_is_meant() -> None:
         ({"series": {"weight": "w"}, "inputs": ["w"]}, r"\['w'\] are inputs and named as"),
         ({"exclude": "u", "inputs": ["u"]}, r"\['u'\] are inputs and named as"),
         ({"exclude": list(frame())}, "no column is left for the inputs"),
+        ({"exclude": ["u", "ww"]}, r"no column \['ww'\] to exclude.*did you mean 'w'"),
         ({"series": {"targets": "w"}}, "a series 'targets', a name that every chunk has"),
     ],
-    ids=["unknown", "series as input", "excluded input", "nothing left", "reserved"],
+    ids=[
+        "unknown",
+        "series as input",
+        "excluded input",
+        "nothing left",
+        "unknown exclusion",
+        "reserved",
+    ],
 )
 def test_series_and_exclusions_that_make_no_sense_are_refused(
     options: dict[str, Any], reason: str

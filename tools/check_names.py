@@ -65,7 +65,7 @@ class Part(NamedTuple):
 # the layout of recordings, 2,200 of app's in stream
 PARTS = {
     "root": Part(18_000, 18_000),
-    "stream": Part(41_480, 25_000),
+    "stream": Part(41_631, 25_000),
     "kernels, nn": Part(17_616, 16_000),
     "carry": Part(29_378, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),

@@ -308,13 +308,23 @@ def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse an input that is the target of the same step, by whatever name and table."""
+    """Refuse an input that is the target of the same step, by whatever name and table.
+
+    A column of a file is known by the file and its name there; one in memory by its name and first
+    values.
+    """
     if not isinstance(targets, ColumnRows):
         return
-    targets_of_step = {_origin(targets.table, column) for column in targets.columns}
+    names = {_origin(targets.table, column)[1] for column in targets.columns}
+    own = {_identity(targets, column) for column in targets.columns}
     parts = inputs.parts if isinstance(inputs, ConcatRows) else (inputs,)
     rows = [part for part in parts if isinstance(part, ColumnRows)]
-    copied = [c for r in rows for c in r.columns if _origin(r.table, c) in targets_of_step]
+    copied = [
+        column
+        for part in rows
+        for column in part.columns
+        if _origin(part.table, column)[1] in names and _identity(part, column) in own
+    ]
     if copied:
         others = [c for r in rows for c in r.columns if c not in copied] or targets.columns[:-1]
         choice = f"inputs={listed(others, quoted=True)}" if others else "there are none"
@@ -327,19 +337,21 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
         )
 
 
-def _origin(table: formats.Table, column: str) -> tuple[object, ...]:
-    """What a column is, whichever table shows it.
-
-    Of a file it is known by the file and its name there; of an object by its name and first values.
-    """
+def _origin(table: formats.Table, column: str) -> tuple[formats.Table, str]:
+    """The table that a column comes from, and its name there."""
     if isinstance(table, ConcatTable):
-        index, own = table.sources[column]
-        return _origin(table.tables[index], own)
-    own = getattr(table, "names", {}).get(column, column)
+        index, column = table.sources[column]
+        table = table.tables[index]
+    return table, getattr(table, "names", {}).get(column, column)
+
+
+def _identity(rows: ColumnRows, column: str) -> tuple[object, ...]:
+    """What a column has in common with itself in another table."""
+    table, name = _origin(rows.table, column)
     if isinstance(table.path, Path):
-        return table.path.resolve(), own
-    values = table.read(0, _COMPARED, (column,))
-    return own, values.dtype.str, values.tobytes()
+        return table.path.resolve(), name
+    values = rows.table.read(0, _COMPARED, (column,))
+    return name, values.dtype.str, values.tobytes()
 
 
 def check_numbers(rows: object, role: str, task: str | None = None) -> None:

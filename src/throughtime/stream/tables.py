@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.classes import with_classes
 from throughtime.stream.formats.arrays import (
@@ -108,13 +108,15 @@ def recording(
     separate = None if targets is None or _is_names(targets) else targets
     numbers = None if static is None or _is_names(static) else as_static(static, title)
     constant = () if numbers is not None else names_of(static)
-    layout = Layout(
-        inputs=names_of(inputs),
-        targets=() if separate is not None else names_of(targets),
-        exclude=(*names_of(exclude), *constant),
-        series={key: names_of(names) for key, names in (series or {}).items()},
+    layout = _layout(
+        table,
+        inputs=inputs,
+        targets=None if separate is not None else targets,
+        exclude=exclude,
+        others=constant,
+        series=series,
         ahead=ahead,
-        allow_target_as_input=allow_target_as_input,
+        copies=allow_target_as_input,
     )
     if separate is None:
         return _part(_chosen(title, table, layout, constant, classes, numbers), start, stop, ahead)
@@ -180,13 +182,15 @@ def from_frame(
     used = (*groups, *times)
     check_columns(replace(table, times=()), used or table.columns[:1], "by and time")
     constant = names_of(static)
-    layout = Layout(
-        inputs=names_of(inputs),
-        targets=names_of(targets),
-        exclude=(*names_of(exclude), *used, *constant),
-        series={key: names_of(names) for key, names in (series or {}).items()},
+    layout = _layout(
+        table,
+        inputs=inputs,
+        targets=targets,
+        exclude=exclude,
+        others=(*used, *constant),
+        series=series,
         ahead=ahead,
-        allow_target_as_input=allow_target_as_input,
+        copies=allow_target_as_input,
     )
     codes = _codes(whole, groups)
     order = _order(whole, codes, times)
@@ -199,6 +203,34 @@ def from_frame(
         result = _chosen(group, part, layout, constant, classes)
         recordings.append(shift_targets(result, ahead))
     return recordings
+
+
+def _layout(
+    table: formats.Table,
+    *,
+    inputs: Any,
+    targets: Any,
+    exclude: Any,
+    others: tuple[str, ...],
+    series: Mapping[str, Any] | None,
+    ahead: int,
+    copies: bool,
+) -> Layout:
+    """The layout of a table; `others` are columns with another use."""
+    left_out = names_of(exclude)
+    if absent := [name for name in left_out if name not in table.columns]:
+        raise DataError(
+            f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
+            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
+        )
+    return Layout(
+        inputs=names_of(inputs),
+        targets=names_of(targets),
+        exclude=(*left_out, *others),
+        series={key: names_of(names) for key, names in (series or {}).items()},
+        ahead=ahead,
+        allow_target_as_input=copies,
+    )
 
 
 def _chosen(
@@ -226,12 +258,11 @@ def _chosen(
     features = _constants(table, constant) if constant else static
     series = layout.series_rows(table)
     result = lay_out(name, inputs, layout, labels, static=features, series=series)
-    for role, rows in {
-        "inputs": inputs,
-        "targets": labels if classes is None else None,
-        **series,
-    }.items():
-        check_numbers(rows, role)
+    check_numbers(inputs, "inputs")
+    if classes is None:
+        check_numbers(labels, "targets")
+    for key, rows in series.items():
+        check_numbers(rows, f"series '{key}'")
     return with_classes(result, classes)
 
 
