@@ -78,7 +78,7 @@ def test_types_that_cannot_be_read_are_refused() -> None:
 
 def test_text_targets_are_refused_saying_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("inputs,targets\n1,high\n2,low\n", encoding="utf-8")
-    with pytest.raises(DataError, match=r"the targets are .* map text to integers first"):
+    with pytest.raises(DataError, match=r"column 'targets' of the targets holds text, .*classes="):
         list(tt.Stream(tmp_path / "a.csv", lanes=1, chunk=4))
 
 
