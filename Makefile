@@ -1,6 +1,7 @@
-# Everything is installed into .venv. Needed: Python 3.11 or later, pip and make.
+# Everything is installed into .venv, and into .venv-demo what the demo needs. Needed: Python 3.11 or later, pip and make.
 PYTHON ?= python3
 VENV ?= .venv
+DEMO_VENV ?= $(VENV)-demo
 DIST ?= dist
 BUILD ?= build
 BIN := $(VENV)/bin
@@ -18,13 +19,21 @@ help:
 
 # If only C++ has changed, the dependencies are not installed again.
 $(INSTALLED): $(NAMED) $(COMPILED)
+	@echo "installing throughtime with its extras, the docs' and the tests' tools into $(VENV): some 3 GB, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		$(if $(filter $(NAMED),$?),--editable '.[dev]',--no-deps --editable .)
 	@touch $@
 
-demo: $(INSTALLED)
-	$(BIN)/throughtime demo $(DEMO)
+# The core dependencies alone; what pip does is printed as it does it.
+demo: $(DEMO_VENV)/.installed
+	$(DEMO_VENV)/bin/python examples/demo.py $(DEMO)
+
+$(DEMO_VENV)/.installed: $(NAMED) $(COMPILED)
+	@echo "installing throughtime, torch and the other core dependencies into $(DEMO_VENV), once; torch takes most of the time"
+	$(PYTHON) -m venv $(DEMO_VENV)
+	$(DEMO_VENV)/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt --editable .
+	@touch $@
 
 test: $(INSTALLED)
 	$(PYTEST)
@@ -111,4 +120,4 @@ wheel: $(INSTALLED)
 	else mv $(BUILD)/wheel/*.whl $(DIST); fi
 
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(DEMO_VENV) build dist

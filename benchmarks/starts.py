@@ -1,11 +1,11 @@
-"""Windows that start from other states: the task of `throughtime demo`, and two example policies.
+"""Windows that start from other states: the task of `examples/demo.py`, and two example policies.
 
     python benchmarks/starts.py [--seeds 3] [--updates 1000] [--out benchmarks/results/starts.json]
 
 The LSTM of the demo is trained on shuffled windows from a zero state, from the states in which the
 windows before them ended, and from noise like these (`examples/policies/starts.py`), and on the
 unbroken stream. Then it labels one unbroken recording that it has not been trained on. The best
-accuracy is 0.95, chance is 0.5. The first and the last row are those of `throughtime demo`.
+accuracy is 0.95, chance is 0.5. The first and the last row are those of `examples/demo.py`.
 """
 
 import statistics
@@ -19,19 +19,18 @@ from torch import nn
 
 import throughtime as tt
 from record import parser_of, write
-from throughtime.app.demo import HIDDEN, LANES, MODES, RATE, STRIDE, generate
+
+sys.path.append(str(Path(__file__).parent.parent))
+from examples.demo import HIDDEN, LANES, RATE, STRIDE, TEST_SEED, TESTED, TRAINED, generate
+from examples.policies.starts import CarriedStart, NoiseStart
+
 from throughtime.carry import Carried
 from throughtime.gradient import Policy, Update
 from throughtime.stream import Recording
 
-FRAMES, TEST = 60_000, 999  # length and seed of the test recording of the demo
-
 
 def policies() -> dict[str, Policy]:
     """How windows start."""
-    sys.path.append(str(Path(__file__).parent.parent))
-    from examples.policies.starts import CarriedStart, NoiseStart
-
     return {
         "windows from a zero state": tt.Truncated(STRIDE),
         "windows from noise": NoiseStart(STRIDE),
@@ -52,15 +51,15 @@ def epochs(net: Carried, stream: tt.Stream, policy: Policy) -> Iterator[Update]:
 def accuracy(recordings: Sequence[Recording], policy: Policy, seed: int, updates: int) -> float:
     """The share of correct labels on the unbroken test recording, after training."""
     torch.manual_seed(seed)
-    net = tt.carry(nn.Sequential(nn.LSTM(1, HIDDEN), nn.Linear(HIDDEN, len(MODES))))
+    net = tt.carry(nn.Sequential(nn.LSTM(1, HIDDEN), nn.Linear(HIDDEN, 2)))
     optimizer = torch.optim.Adam(net.parameters(), lr=RATE)
     stream = tt.Stream(recordings, LANES, STRIDE, seed=seed)
     for _ in islice(epochs(net, stream, policy), updates):
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    test = generate("test", FRAMES, TEST)
-    outputs, _ = tt.predict(net, test.recording)
+    test = generate(TESTED, TEST_SEED)
+    outputs, _ = tt.predict(net, test.inputs)
     return float((outputs.argmax(dim=1).numpy() == test.labels).mean())
 
 
@@ -70,7 +69,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1_000)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    train: list[Recording] = [generate(f"train {i}", 20_000, i).recording for i in range(LANES)]
+    train = [tt.recording(generate(TRAINED, i).recording) for i in range(LANES)]
     rows: dict[str, list[float]] = {}
     for name, policy in policies().items():
         data = tt.windows(train, STRIDE) if name.startswith("windows") else train

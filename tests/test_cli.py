@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pytest
 import soundfile
 import torch
+from examples.demo import BEST, CHANCE, PULSES, generate
 from pyarrow import parquet
 
 import throughtime as tt
@@ -461,39 +461,30 @@ def test_a_saved_config_starts_the_same_run_again(tmp_path: Path) -> None:
     ).read_bytes()
 
 
-@pytest.mark.parametrize("updates", [1_000])  # on some processors 800 are too few
-def test_demo_reaches_the_best_on_the_stream_and_draws_it(updates: int, tmp_path: Path) -> None:
+def test_the_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) -> None:
     """What windows reach is luck, and another processor's rounding is enough to change it.
 
     What the stream reaches is not.
     """
-    said = run("demo", "--short", "--updates", str(updates), "--out", tmp_path)
-    found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
-    windows, stream = (network["accuracy"] for network in found["networks"])
-    assert found["best"] - 0.03 < stream <= found["best"] + 0.01
-    assert found["chance"] - 0.1 < windows <= found["best"] + 0.01
+    demo = Path(__file__).parent.parent / "examples" / "demo.py"
+    words = [sys.executable, str(demo), "--short", "--out", str(tmp_path)]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    content = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
+    windows, stream = (network["accuracy"] for network in content["networks"])
+    assert BEST - 0.03 < stream <= BEST + 0.01
+    assert CHANCE - 0.1 < windows <= BEST + 0.01
     assert f"{windows:.3f}" in said
     assert f"{stream:.3f}" in said
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 8
-    HTMLParser().feed(page)
-    audit = found["audit"]
-    assert [row["horizon"] for row in audit["audit"]["rows"]] == [10, 25, 50, 100, 400]
-    # Only a carried state knows the mode. How far 1,000 updates take it differs by processor: its
-    # loss ends below half of the best context's on some and at three quarters of it on others.
-    assert audit["reach"]["loss"] < 0.8 * min(audit["reach"]["contexts"].values())
-    assert f"99% of it goes back {audit['reach']['shares']['0.99']} frames or fewer" in said
+    assert "<svg" in (tmp_path / "demo.svg").read_text(encoding="utf-8")
 
 
 def test_nobody_beats_the_best_of_the_demo_and_remembering_the_pulse_reaches_it() -> None:
-    from throughtime.app.demo import BEST, PULSES, generate
-
-    made = generate("r", 200_000, 5)
-    starts = np.flatnonzero(made.since == 0)
-    sums = np.array([made.recording.read(s, s + 10).inputs.sum() for s in starts.tolist()])
+    task = generate(200_000, 5)
+    starts = np.flatnonzero(task.since == 0)
+    sums = np.array([task.inputs[s : s + 10].sum() for s in starts.tolist()])
     assert np.array_equal(np.sign(sums), np.sign(PULSES)[(sums > 0).astype(int)])
-    remembered = np.repeat(sums > 0, np.diff(np.append(starts, len(made.since))))
-    assert (remembered == made.labels).mean() == pytest.approx(BEST, abs=0.003)
+    remembered = np.repeat(sums > 0, np.diff(np.append(starts, len(task.since))))
+    assert (remembered == task.labels).mean() == pytest.approx(BEST, abs=0.003)
 
 
 @pytest.mark.slow

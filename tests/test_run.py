@@ -641,7 +641,7 @@ def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
 
 
 def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    from throughtime.app.report.run_page import write_report
+    from throughtime.app.report.page import write_report
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     write_report(load_run(folder.path))

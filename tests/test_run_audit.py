@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -58,7 +59,7 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     content = json.loads(folder.audit.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert content["update"] == 60
     page = folder.report.read_text(encoding="utf-8")
-    assert page.count("Where the gradient goes") == 2  # in the contents and above the section
+    assert page.count("Where the gradient goes") == 1
     for words in (
         "How far back the gradient goes",
         "What truncating the gradient costs",
@@ -69,8 +70,8 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     ):
         assert words in page
     for words in (
-        "The gradient, step by step",
-        "Gradient over time and layer",
+        "Where the gradient goes",
+        "Gradient of the training losses",
         "recurrent.layer0.f",
     ):
         assert words in page
@@ -229,7 +230,7 @@ def test_class_weights_need_the_recordings_they_were_counted_on(tmp_path: Path) 
 
 
 def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    from throughtime.app.report.run_page import write_report
+    from throughtime.app.report.page import write_report
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3))
     for content in ("{", "[]", '{"split": "train"}'):
@@ -398,11 +399,13 @@ def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
 def test_whatever_was_found_can_be_drawn(found: AuditReport) -> None:
     from xml.etree import ElementTree as ET
 
-    from throughtime.app.report.audit_section import audit_figures, audit_table
+    from throughtime.app.report.page import audit_charts
+    from throughtime.app.report.tables import audit_table
 
-    for figure in audit_figures(found, found.audit.rows[0]):
-        assert ET.fromstring(figure.svg)[0].text
-        assert "nan" not in figure.svg
+    for chart in audit_charts(found, Config(data="data", task="classify", out="out")):
+        svg = chart.draw()
+        assert ET.fromstring(svg).attrib["aria-label"].startswith(chart.title)
+        assert not re.search(r"\bnan\b", svg)
     assert len(audit_table(found.audit).rows) == len(found.audit.rows) + 1
 
 

@@ -13,7 +13,7 @@ from test_run import finish, settings, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.dataset import training_stream
 from throughtime.app.load import load_run
-from throughtime.app.report.run_page import write_report
+from throughtime.app.report.page import write_report
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError
 from throughtime.gradient import Exact, executor

@@ -160,8 +160,8 @@ def test_the_report_marks_the_best_update_beside_the_last(tmp_path: Path) -> Non
     assert f"by the model of update {update};" in output
     page = folder.report.read_text(encoding="utf-8")
     assert f"update {update}: the best" in page
-    assert f"the best, which is the model, update {update}" in page
-    assert "the last, update 60" in page
+    assert f"of update {update}, the best" in page
+    assert "60 updates" in page
     predicted = run("predict", folder.path, tmp_path / "data/0_x.npy", "--out", tmp_path / "p.csv")
     assert f"by the model of update {update}" in predicted
 

@@ -13,7 +13,7 @@ from test_run import flags, settings, write_recordings
 from throughtime import _safetensors
 from throughtime.app import console
 from throughtime.app.config import Config
-from throughtime.app.report.page import DataTable
+from throughtime.app.report.tables import DataTable
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 
@@ -138,12 +138,3 @@ def test_a_table_in_a_narrow_terminal_shows_whole_names(monkeypatch: pytest.Monk
     letters = "".join(c for c in text if c.isalnum() or c in "._")
     assert "weight_ih" in letters.replace("1", "")
     assert "weight_hh" in letters.replace("1", "")
-
-
-def test_a_report_counts_a_single_input_in_the_singular(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("u,y\n" + "0.1,0\n0.7,1\n" * 200)
-    options = ("--targets", "y", "--hidden", "4", "--lanes", "2", "--updates", "2")
-    run("train", path, "--out", tmp_path / "run", *options)
-    report = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "The input is standardised with" in report

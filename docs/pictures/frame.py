@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from docs.pictures.svg import clean, rect, short
+
 import throughtime
-from throughtime._svg import clean, rect, short
 
 FOLDER = Path(__file__).parent
 WIDTH = 560
 MARGIN = 20
-_CSS = Path(throughtime.__file__).parent / "app" / "report" / "templates" / "page.css"
+_CSS = Path(throughtime.__file__).parent / "app" / "report" / "page.css"
 _FONT = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" font-size="16"'
 
 Theme = Literal["light", "dark", "auto"]

@@ -2,9 +2,9 @@
 
 from docs.pictures.frame import ARROW_HEAD, MARGIN, WIDTH, arrow, label, picture
 from docs.pictures.paths import reached
+from docs.pictures.svg import colour, rule, short, vertical
 
 from throughtime import Truncated
-from throughtime._svg import colour, rule, short, vertical
 
 STEPS, STRIDE = 9, 3
 PITCH = (WIDTH - 2 * MARGIN) / STEPS

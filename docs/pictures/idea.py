@@ -8,12 +8,20 @@ from typing import Any
 
 import numpy as np
 from docs.pictures.frame import FOLDER, MARGIN, WIDTH, Theme, label, picture
-
-from throughtime._svg import Scale, colour, horizontal, rule, short, vertical
-from throughtime.app.demo import BEST, CHANCE, STREAM, STRIDE, WINDOWS, generate, run_demo
+from docs.pictures.svg import Scale, colour, horizontal, rule, short, vertical
+from examples.demo import (
+    BEST,
+    CHANCE,
+    STREAM,
+    STRIDE,
+    TEST_SEED,
+    TESTED,
+    WINDOWS,
+    generate,
+    run,
+)
 
 MEASURED = FOLDER / "demo.json"
-FRAMES, TEST = 60_000, 999  # length and seed of the test recording of the demo
 SHOWN = range(20_000, 37_800)
 ROWS = (
     (STREAM, "Trained on the unbroken stream"),
@@ -22,15 +30,15 @@ ROWS = (
 
 
 def train(updates: int = 1_000, seeds: Sequence[int] = range(3)) -> dict[str, Any]:
-    """Train the networks of `throughtime demo`; what they answer on the test recording."""
+    """Train the networks of `examples/demo.py`; what they answer on the test recording."""
     networks = [
         {
-            "trained_on": network.name,
+            "trained_on": network.trained_on,
             "seed": network.seed,
             "accuracy": round(network.accuracy, 4),
             "changes": _changes(network.predicted),
         }
-        for network in run_demo(updates, seeds, lambda *_: None).networks
+        for network in run(updates, seeds, report=False)
     ]
     return {"updates": updates, "networks": networks}
 
@@ -51,12 +59,12 @@ def draw() -> dict[str, str]:
 
 
 def _draw(networks: list[dict[str, Any]], theme: Theme) -> str:
-    test = generate("test", FRAMES, TEST)
+    test = generate(TESTED, TEST_SEED)
     x = Scale(SHOWN.start, SHOWN.stop, MARGIN, WIDTH - MARGIN)
     pulses = [int(frame) for frame in np.flatnonzero(test.since == 0)]
-    modes = [round(float(test.labels[a:b].mean())) for a, b in pairwise((*pulses, FRAMES))]
+    modes = [round(float(test.labels[a:b].mean())) for a, b in pairwise((*pulses, TESTED))]
     truth = list(zip(pulses, modes, strict=True))
-    signal = test.recording.read(SHOWN.start, SHOWN.stop).inputs
+    signal = test.inputs[SHOWN.start : SHOWN.stop, 0]
     body = [
         label(
             MARGIN,

@@ -2,9 +2,9 @@
 
 import torch
 from docs.pictures.frame import MARGIN, WIDTH, label, picture
+from docs.pictures.svg import colour, short
 
 import throughtime as tt
-from throughtime._svg import colour, short
 from throughtime.gradient import Policy
 
 STEPS, CELL, TOP = 12, 13, 98

@@ -2,9 +2,9 @@
 
 import torch
 from docs.pictures.frame import ARROW_HEAD, MARGIN, WIDTH, arrow, beats, label, picture
+from docs.pictures.svg import colour, rect, short
 
 import throughtime as tt
-from throughtime._svg import colour, rect, short
 from throughtime.stream import Stream
 
 CHUNK, LENGTHS = 4, (16, 8)

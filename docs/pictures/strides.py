@@ -3,8 +3,8 @@
 from typing import Any
 
 from docs.pictures.frame import ARROW_HEAD, MARGIN, WIDTH, arrow, beats, label, picture
+from docs.pictures.svg import colour, rect, rule, short, vertical
 
-from throughtime._svg import colour, rect, rule, short, vertical
 from throughtime.gradient import Progress, Truncated, Window
 
 STEPS, STRIDE, HORIZON, CHUNK, BEATS = 24, 4, 10, 8, 5

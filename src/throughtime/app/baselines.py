@@ -20,7 +20,7 @@ from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.model import ModelSpec
-from throughtime.app.report.page import DataTable
+from throughtime.app.report.tables import DataTable
 from throughtime.chunk import Chunk
 from throughtime.errors import RunError
 from throughtime.metrics import Metrics

@@ -1,4 +1,4 @@
-"""The commands: train, eval, predict, export, audit, doctor, demo.
+"""The commands: train, eval, predict, export, audit, doctor.
 
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
@@ -171,7 +171,7 @@ def evaluate(
     """Score a trained model on whole recordings, state carried, and update its report."""
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
     from throughtime.app.evaluate import evaluate_run
-    from throughtime.app.report.run_page import write_report
+    from throughtime.app.report.page import write_report
 
     trained = _open_run(run)
     with ProgressDisplay(enabled=not as_json) as display:
@@ -360,7 +360,7 @@ def audit(
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
     from throughtime.app.audit import AuditJob
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
-    from throughtime.app.report.run_page import write_report
+    from throughtime.app.report.page import write_report
 
     if options["horizons"] is not None:
         try:
@@ -410,10 +410,6 @@ def doctor(
     strict: Annotated[
         bool, _option("Stop at the first finding.", flag="--strict", panel="Findings")
     ] = False,
-    report: Annotated[
-        Path | None,
-        _option("Write the findings to a page, too: a file that ends in .html.", panel="Output"),
-    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Run a training script unchanged and name what is wrong with its loop.
@@ -424,40 +420,5 @@ def doctor(
     from throughtime.app.script import watch_script
 
     codes = ignore.split(",") if ignore else ()
-    code = watch_script(
-        script, context.args, codes, module=module, strict=strict, report=report, as_json=as_json
-    )
+    code = watch_script(script, context.args, codes, module=module, strict=strict, as_json=as_json)
     raise typer.Exit(code)
-
-
-@app.command()
-def demo(
-    short: Annotated[
-        bool, _option("One seed only: to see that everything works.", flag="--short")
-    ] = False,
-    updates: Annotated[int, _option("Updates of each network.")] = 1_000,
-    to: Annotated[Path, _option("The folder of the report.", flag="--out")] = Path("runs/demo"),
-) -> None:
-    """Train on windows and on the unbroken stream, on generated data whose best score is known."""
-    from throughtime.app.console import out, print_table
-    from throughtime.app.demo import credit, exact, results_table, run_demo, write_live_page
-    from throughtime.app.report.demo_page import write_report
-
-    if updates < 1:
-        raise ConfigError(f"updates={updates}: expected at least 1")
-    to.mkdir(parents=True, exist_ok=True)
-    out.print(
-        "Rare pulses switch a machine off and on; every frame is labelled off or on. The same LSTM,"
-        " trained on windows and on the stream:"
-    )
-
-    def on_loss(name: str, update: int, loss: float) -> None:
-        if update % 500 == 0 or update == updates:
-            out.print(f"  {name}: update {update}/{updates}  loss {loss:.4f}")
-
-    results = run_demo(updates, range(1 if short else 3), on_loss)
-    print_table(f"after {updates} updates", results_table(results))
-    for line in (credit(results), exact(results)):
-        out.print(line)
-    out.print(f"the pictures are in {write_report(results, to)}")
-    out.print(f"two of the nets run side by side in {write_live_page(results, to)}")

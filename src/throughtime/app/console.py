@@ -21,8 +21,7 @@ from throughtime.app.distributed import LostRankError
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.page import DataTable
-from throughtime.app.report.run_page import scores_table, write_report
+from throughtime.app.report.tables import DataTable, audit_table, lifetime_table, scores_table
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
@@ -241,6 +240,8 @@ def _stopped_by_signals(training: Training) -> Generator[None]:
 
 def _print_end(training: Training, *, was_finished: bool) -> None:
     """Print the scores and where the results are; write the report."""
+    from throughtime.app.report.page import write_report  # imports matplotlib
+
     folder, count = training.folder, training.count
     if was_finished:
         again = f"throughtime train --resume {folder.path} --updates {2 * count}"
@@ -286,8 +287,6 @@ def print_scores(
 
 def print_audit(report: "AuditReport", config: Config) -> None:
     """Print the tables of an audit, the losses by context, and which window to take."""
-    from throughtime.app.report.audit_section import audit_table, lifetime_table
-
     print_table("what cutting the gradient costs, against the exact one", audit_table(report.audit))
     print_table(
         f"steps back within which the credit of a loss lies, mean of {report.reach.anchors} losses",

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from throughtime.app.report.doctor_page import write_report
 from throughtime.doctor import Doctor
 from throughtime.doctor import doctor as open_doctor
 from throughtime.doctor._frames import error_chain
@@ -28,7 +27,6 @@ def watch_script(
     *,
     module: bool = False,
     strict: bool,
-    report: Path | None,
     as_json: bool = False,
 ) -> int:
     """Run a script as Python would, and print the findings, then the traceback if it failed.
@@ -39,7 +37,6 @@ def watch_script(
         ignore: codes that are not reported.
         module: run it as `python -m` does.
         strict: stop at the first finding.
-        report: the page to write, if any.
         as_json: print the result as an object; what the script prints goes to standard error.
 
     Returns:
@@ -47,7 +44,7 @@ def watch_script(
         is no verdict, since the doctor failed or no recurrent state was watched; or else 0.
 
     Raises:
-        ConfigError: there is no script, or the name of the page does not end in .html.
+        ConfigError: there is no script.
     """
     if not module and not Path(script).is_file():
         kind = "a folder, no script" if Path(script).is_dir() else "no such file"
@@ -55,22 +52,12 @@ def watch_script(
             f"{script}: {kind}. Write throughtime doctor train.py, with the arguments of train.py"
             " after it, or throughtime doctor -m package.train"
         )
-    if report is not None and report.suffix.lower() not in {".html", ".htm"}:
-        raise ConfigError(
-            f"--report {str(report)!r}: the page is HTML. Write --report"
-            f" {report.with_suffix('.html')}, before the script"
-        )
-    # resolved before the script changes folders
-    page, base = None if report is None else report.resolve(), Path.cwd()
     doctor = open_doctor(ignore=ignore, strict=strict)
     with _output_to_stderr() if as_json else nullcontext():
         error = _run(doctor, script, arguments, module)
         sys.stdout.flush()
     print(json.dumps(_facts(doctor), indent=1) if as_json else doctor, flush=True)
     messages = sys.stderr if as_json else sys.stdout
-    if page is not None:
-        write_report(doctor, page, of=script if module else Path(script).name, base=base)
-        print(f"{report} written", file=messages, flush=True)
     stopped = strict and isinstance(error, DiagnosisError) and doctor.findings
     if stopped and str(error) == str(doctor.findings[-1]):
         print("Stopped at the first finding, as --strict says.", file=messages)

@@ -1,196 +1,476 @@
-"""One self-contained HTML page of text, facts, tables, figures and code.
+"""The report of a run: one HTML page without scripts, in the order in which people ask.
 
-The page holds no script and sends no request; its content security policy forbids both. It follows
-the reader's choice of light or dark, fits a phone (wide content scrolls in its own frame), prints,
-and is well-formed XML. The templates are in `templates/`; jinja2 escapes every value.
+What the run was trained on; the longest recording of the test split, played with the state carried,
+and its worst stretch; scores; learning curves; the audit, once `throughtime audit` has made one;
+the settings. The page sends no request, follows the reader's choice of light or dark and fits a
+phone. Importing this imports matplotlib.
 """
 
-import re
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
-from markupsafe import Markup
+import numpy as np
 
-from throughtime._svg import numbers, printable
-from throughtime.errors import ConfigError, DataError
+from throughtime._files import write_atomically
+from throughtime.app import optimizer
+from throughtime.app.audit import AuditReport
+from throughtime.app.baselines import baseline_table
+from throughtime.app.config import Config
+from throughtime.app.dataset import recordings_for
+from throughtime.app.evaluate import ClassScores
+from throughtime.app.load import Run
+from throughtime.app.model import one_thread
+from throughtime.app.policy import describe_policy, make_policy
+from throughtime.app.report.figures import (
+    Chart,
+    PlayedRecording,
+    Points,
+    clean,
+    gradient_figure,
+    recording_figure,
+)
+from throughtime.app.report.tables import (
+    METRIC_NAMES,
+    DataTable,
+    audit_table,
+    lifetime_table,
+    scores_table,
+)
+from throughtime.errors import DataError, RunError, counted, listed
+from throughtime.predict import predict
+from throughtime.stream import Recording
+from throughtime.stream.recording import Part
 
-Cell: TypeAlias = str | float
+Row: TypeAlias = Mapping[str, Any]
+_PLAYED = 300_000  # steps of the longest recording: some seconds
+_STRETCH = 1_500  # steps of the worst stretch at most
+_INPUTS = 3  # that are drawn
+_MOST = 12  # recordings in a table of scores, classes in a confusion matrix
+_HEAD = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/><meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/>
+<meta name="color-scheme" content="light dark"/>"""
 
 
-@dataclass(frozen=True)
-class Paragraphs:
-    """Plain text; empty lines separate its paragraphs."""
+def write_report(run: Run) -> Path:
+    """Write `report.html` from the files of a run and its longest recording; return its path.
 
-    text: str
+    Raises:
+        RunError: log lines are missing, or a file holds something else.
 
-
-@dataclass(frozen=True)
-class Facts:
-    """Key figures shown large: pairs of a name and a value, such as `("peak memory", "212 MB")`."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True)
-class DataTable:
-    """Rows of text and numbers; the first cell of a row is its heading.
-
-    Args:
-        columns: the column headings.
-        rows: one cell per column; the numbers of a column get the same number of decimals.
-        caption: what the table shows.
-        numeric: indices of the columns to align right; default: the columns without text.
+    Cost: a forward pass over at most 300,000 steps.
     """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    caption: str
-    numeric: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        for i, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise DataError(
-                    f"row {i} of table {self.caption!r} has {len(row)} cells, expected one for each"
-                    f" of {list(self.columns)}"
-                )
-
-    @property
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text."""
-        columns = [_formatted([row[i] for row in self.rows]) for i in range(len(self.columns))]
-        return list(zip(*columns, strict=True))
-
-    @property
-    def numeric_columns(self) -> Sequence[int]:
-        """Indices of the columns aligned right."""
-        if self.numeric is not None or not self.rows:
-            return self.numeric or ()
-        columns = range(len(self.columns))
-        return [i for i in columns if not any(isinstance(row[i], str) for row in self.rows)]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A chart of `throughtime.app.report.charts` with its caption."""
-
-    svg: str
-    caption: str
-
-    def numbered_svg(self, number: int) -> str:
-        """The chart with ids that are unique on the page, which may show it twice."""
-        ids = re.search(r'aria-labelledby="(chart-[0-9a-f]{10})-title', self.svg)
-        return self.svg.replace(ids[1], f"{ids[1]}-{number}") if ids else self.svg
-
-
-@dataclass(frozen=True)
-class Code:
-    """An excerpt of a source file with one marked line.
-
-    Args:
-        lines: the lines of the excerpt.
-        first: the line number of the first.
-        marked: the line number to mark.
-        caption: the file and line.
-    """
-
-    lines: Sequence[str]
-    first: int
-    marked: int
-    caption: str
-
-    @property
-    def numbered_lines(self) -> list[tuple[str, bool]]:
-        """Each line with its number, and whether it is marked; an arrow marks it without colour."""
-        digits = len(str(self.first + len(self.lines)))
-        return [
-            (
-                f"{'→' if i == self.marked else ' '} {i:>{digits}}  {line.expandtabs(4).rstrip()}",
-                i == self.marked,
-            )
-            for i, line in enumerate(self.lines, self.first)
-        ]
-
-
-@dataclass(frozen=True)
-class WebLink:
-    """A link to a web page, on a line of its own."""
-
-    text: str
-    address: str
-
-    def __post_init__(self) -> None:
-        if not self.address.startswith("https://"):
-            raise ConfigError(f"address={self.address!r}: expected one that begins with https://")
-
-
-Part: TypeAlias = Paragraphs | Facts | DataTable | Figure | Code | WebLink
-
-
-@dataclass(frozen=True)
-class Section:
-    """A heading and the parts below it."""
-
-    heading: str
-    parts: Sequence[Part]
-
-
-@dataclass(frozen=True)
-class Page:
-    """A title, a lead of one or two sentences, and sections."""
-
-    title: str
-    lead: str
-    sections: Sequence[Section]
-
-
-def render(page: Page) -> str:
-    """The page as one HTML document; the same page gives the same text.
-
-    Example:
-        >>> from throughtime.app.report.page import Page, Section, Paragraphs, render
-        >>> html = render(Page("Run 7", "An LSTM.", [Section("Data", [Paragraphs("R & D")])]))
-        >>> "<p>R &amp; D</p>" in html
-        True
-    """
-    counts: Counter[str] = Counter()
-
-    def numbered(part: Part) -> tuple[str, int, Part]:
-        kind = type(part).__name__
-        counts[kind] += 1
-        return kind, counts[kind], part
-
-    sections = [(section, [numbered(part) for part in section.parts]) for section in page.sections]
-    return _template().render(page=page, sections=sections)
-
-
-@cache
-def _template() -> Template:
-    folder = Path(__file__).parent / "templates"
-    environment = Environment(
-        loader=FileSystemLoader(folder),
-        autoescape=True,
-        finalize=_finalize,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
+    folder, names = run.files, list(run.spec.metrics().compute())
+    rows = folder.read_metrics(names)
+    if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
+        raise RunError(
+            f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
+            " written"
+        )
+    recording, classes = _recording_section(run)
+    sections = {
+        "The run": _facts(run, rows),
+        **recording,
+        **_score_sections(run, rows, names, classes),
+        "Learning": _learning(rows, names, run.spec.update),
+        **_audit_sections(run),
+        "Settings": _settings(run.config),
+    }
+    title = f"throughtime: {folder.path.name}"
+    css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+    body = "".join(
+        f"<section><h2>{clean(name)}</h2>\n{text}</section>\n" for name, text in sections.items()
     )
-    css = (folder / "page.css").read_text(encoding="utf-8")
-    return environment.get_template("page.html.j2", globals={"css": css})
+    page = f"{_HEAD}<title>{clean(title)}</title><style>{css}</style></head>\n"
+    page += f"<body><h1>{clean(title)}</h1>\n{body}</body></html>\n"
+    write_atomically(folder.report, page.encode())
+    return folder.report
 
 
-def _finalize(value: Any) -> Any:
-    """Text without the characters that UTF-8 or XML forbid; jinja2 escapes it afterwards."""
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+def _text(*paragraphs: str) -> str:
+    return "".join(f"<p>{clean(text)}</p>\n" for text in paragraphs)
 
 
-def _formatted(cells: Sequence[Cell]) -> list[str]:
-    """One column as text, its numbers with equally many decimals."""
-    texts = iter(numbers([cell for cell in cells if not isinstance(cell, str)]))
-    return [cell if isinstance(cell, str) else next(texts) for cell in cells]
+def _figures(*charts: str, caption: str = "", wide: bool = False) -> str:
+    """Charts beside each other on a desk, and one below the other on a phone."""
+    kind = "wide" if wide else "pair"
+    shown = "".join(f'<div class="frame">{chart}</div>' for chart in charts)
+    return f'<figure><div class="{kind}">{shown}</div>{_caption(caption)}</figure>\n'
+
+
+def _caption(text: str) -> str:
+    return f"<figcaption>{clean(text)}</figcaption>" if text else ""
+
+
+def _table(table: DataTable) -> str:
+    """A table; numbers are aligned right, and the first cell of a row is its heading."""
+
+    def line(cells: Sequence[str], heads: int) -> str:
+        text = ""
+        for i, cell in enumerate(cells):
+            tag, kind = "th" if i < heads else "td", ' class="n"' * (i in table.numeric_columns)
+            text += f"<{tag}{kind}>{clean(cell)}</{tag}>"
+        return f"<tr>{text}</tr>"
+
+    body = "".join(line(cells, 1) for cells in table.cells)
+    head = f"<thead>{line(table.columns, len(table.columns))}</thead>"
+    content = f'<div class="frame"><table>{head}<tbody>{body}</tbody></table></div>'
+    return f"<figure>{content}{_caption(table.caption)}</figure>\n"
+
+
+def _pairs(pairs: Mapping[str, str], kind: str) -> str:
+    """Names and values."""
+    items = (f"<div><dt>{clean(n)}</dt><dd>{clean(v)}</dd></div>" for n, v in pairs.items())
+    return f'<dl class="{kind}">{"".join(items)}</dl>\n'
+
+
+def _settings(config: Config) -> str:
+    values = {k: v for k, v in config.settings().items() if v != ()}
+    texts = {k: ", ".join(v) if isinstance(v, tuple) else str(v) for k, v in values.items()}
+    return _pairs(texts, "settings")
+
+
+def _facts(run: Run, rows: Sequence[Row]) -> str:
+    """Data, model, gradient and optimizer in words, and what training cost."""
+    config, spec, data, last = run.config, run.spec, rows[0], rows[-1]
+    layers = f" with {counted(config.layers, 'layer')} of {config.hidden} units"
+    model = spec.title + (f" (SHA-256 {spec.sha256})" if spec.sha256 else layers)
+    weights = f"{sum(weight.numel() for weight in run.net.parameters()):,} weights"
+    outputs = f"one of {len(spec.classes)} classes: " if spec.classes else ""
+    memory = last["peak_memory"]
+    rate = last["frames"] / max(last["training_seconds"], 1e-9)
+    facts = {
+        "data": f"{config.data}: {counted(data['train'], 'recording')} with"
+        f" {counted(data['steps'], 'step')} to train on, {data['valid']:,} held out",
+        "remarks": "; ".join(data["remarks"]),
+        "inputs": f"{listed(spec.layout.inputs)}; each is standardised with the mean and deviation"
+        " of the training split, which are stored in the model",
+        "predicts": f"{outputs}{listed(spec.classes or spec.layout.targets)}",
+        "model": f"{model}{f', dropout {config.dropout:g}' * bool(config.dropout)}; {weights},"
+        f" {config.dtype}, seed {config.seed}",
+        "played as": _order(config, data["train"]),
+        "gradient": describe_policy(make_policy(config)),
+        "loss and optimizer": f"{_class_weights(config)}{optimizer.in_words(config)}",
+        "weights": _choice(config, spec.update),
+        "training": f"{counted(last['update'], 'update')}, {last['frames']:,} frames in"
+        f" {last['training_seconds']:,.0f} s ({rate:,.0f} frames per second, waiting for data"
+        f" {last.get('waiting', 0.0):.0%})"
+        + ("" if memory is None else f"; peak memory {memory / 1e6:,.0f} MB"),
+    }
+    return _pairs({name: text for name, text in facts.items() if text}, "facts")
+
+
+def _order(config: Config, recordings: int) -> str:
+    """How the lanes play the recordings."""
+    lanes = counted(config.lanes, "lane")
+    if config.train_on == "windows":
+        return f"shuffled {config.windows_in_words()}, for comparison"
+    cut = f"{recordings} recordings cut into a part for each of {lanes}"
+    text = cut if config.lanes > recordings else f"{lanes} of whole recordings, one after another"
+    warm_up = f"; the first {config.warm_up} steps after a reset warm up the state without a loss"
+    return f"{text}; the state is carried from update to update{warm_up * bool(config.warm_up)}"
+
+
+def _class_weights(config: Config) -> str:
+    if config.class_weights == "balanced":
+        return "each class has the inverse of its frequency as weight; "
+    return f"class weights {config.class_weights}; " * (config.class_weights != "none")
+
+
+def _choice(config: Config, update: int) -> str:
+    """Which weights the model has, and when the run stops early."""
+    kept = f"of update {update:,}, the {'best' if config.keep == 'best' else 'last'}"
+    if config.patience is None:
+        return kept
+    return f"{kept}; training stops after {counted(config.patience, 'validation')} without a better"
+
+
+def _recording_section(run: Run) -> tuple[dict[str, str], tuple[str, ClassScores] | None]:
+    """The longest recording that can be read and its worst stretch; the scores of its classes."""
+    try:
+        split, recording = _longest(run)
+        with one_thread(when=run.spec.is_small(lanes=1)):
+            played, classes = _play(run, recording)
+    except DataError as error:
+        reason = f"Not shown, because the recordings of the run can no longer be read: {error}"
+        return {"A recording": _text(reason)}, None
+    count, target = len(played.errors), run.layout.targets[0]
+    steps = "all steps" if count == len(recording) else f"the first {count:,} steps"
+    where = f"{steps} of {recording.name}, the longest recording of split '{split}'"
+    stretch = _worst(played.errors)
+    parts = [
+        (range(count), where),
+        *((span, f"Its worst stretch, {_share(played, span, run)}") for span in stretch),
+    ]
+    figures: list[str] = []
+    for span, text in parts:
+        words = f"{text[0].upper()}{text[1:]}: inputs, {target} and what the net predicts."
+        alt = f"{words} {_share(played, span, run)}."
+        svg = recording_figure(played, span, target, run.classes, alt)
+        figures.append(_figures(svg, caption=f"{words} The state is carried.", wide=True))
+    scores = None if classes is None else (where, classes)
+    return {f"The longest recording of '{split}'": "".join(figures)}, scores
+
+
+def _longest(run: Run) -> tuple[str, Recording]:
+    """The longest recording of the test split, or of what was held out, or of training."""
+    try:
+        split, recordings = recordings_for(run.spec, run.config)
+    except DataError:
+        split, recordings = recordings_for(run.spec, run.config, split="train")
+    return split, max(recordings, key=len)
+
+
+def _play(run: Run, recording: Recording) -> tuple[PlayedRecording, ClassScores | None]:
+    """The outputs of a recording from its first step, and the scores of its classes."""
+    spec, part = run.spec, Part(recording, 0, min(len(recording), _PLAYED))
+    outputs, _ = predict(run.net, part, dtype=spec.torch_dtype, missing=run.config.missing)
+    names = spec.layout.inputs[: _INPUTS if spec.layout.frame_size == 1 else 1]
+    inputs, targets = np.empty((len(part), len(names))), np.full(len(part), np.nan)
+    for start in range(0, len(part), 8192):
+        steps = part.read(start, min(start + 8192, len(part)))
+        flat = steps.inputs.reshape(len(steps.inputs), -1)
+        inputs[start : start + len(flat)] = flat[:, : len(names)]
+        if steps.targets is not None:
+            targets[start : start + len(flat)] = steps.targets.reshape(len(flat), -1)[:, 0]
+    if not spec.classes:
+        first = outputs[:, :1].double().cpu().numpy()
+        errors = np.nan_to_num(np.square(first[:, 0] - targets), posinf=0.0)
+        return PlayedRecording(recording.name, names, inputs, targets, first, errors), None
+    targets[targets < 0] = np.nan
+    labelled = ~np.isnan(targets)
+    wrong = labelled & (outputs.argmax(dim=1).cpu().numpy() != targets)
+    scores = ClassScores(spec.classes)
+    rows = np.flatnonzero(labelled)
+    scores.add(outputs[rows], outputs.new_tensor(targets[rows]))
+    shares = outputs.double().softmax(dim=1).cpu().numpy()
+    return PlayedRecording(
+        recording.name, names, inputs, targets, shares, wrong.astype(float)
+    ), scores
+
+
+def _worst(errors: Any) -> list[range]:
+    """The steps with the largest sum of errors; none of a recording that shows them anyway."""
+    length = min(_STRETCH, len(errors) // 4)
+    sums = np.concatenate([[0.0], np.cumsum(errors)])
+    if length < 20 or not sums[-1] > 0:
+        return []
+    start = int(np.argmax(sums[length:] - sums[:-length]))
+    return [range(start, start + length)]
+
+
+def _share(played: PlayedRecording, span: range, run: Run) -> str:
+    """The error of these steps, in words."""
+    errors = played.errors[span.start : span.stop]
+    count = max(1, int((~np.isnan(played.targets[span.start : span.stop])).sum()))
+    mean = float(errors.sum()) / count
+    error = f"{mean:.1%} of labelled steps wrong" if run.classes else f"RMSE {mean**0.5:.4g}"
+    return f"steps {span.start:,} to {span.stop:,}, {error}"
+
+
+def _score_sections(
+    run: Run, rows: Sequence[Row], names: Sequence[str], played: tuple[str, ClassScores] | None
+) -> dict[str, str]:
+    """The last validation of the model, and every split that `eval` has scored."""
+    scores: dict[str, str] = {}
+    data, kept = Path(run.config.data).name, run.spec.update
+    valid = [row for row in rows if row["kind"] == "valid"]
+    for row in [row for row in valid if row["update"] == kept][-1:] or valid[-1:]:
+        scores["valid"] = _scores("valid", names, row, row["recordings"], data)
+    detailed = False
+    for path in sorted(run.folder.glob("scores-*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            split, source = content["split"], Path(content["data"]).name
+            text = _scores(split, names, content["metrics"], content["recordings"], source)
+            if "classes" in content:
+                where = f"all recordings of split '{split}'"
+                text += _class_tables(where, content["classes"], content["confusion"])
+                detailed = True
+            scores[split] = text
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RunError(
+                f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
+                " eval again"
+            ) from error
+    sections = {f"Scores: {split}": text for split, text in scores.items()}
+    if played is not None and not detailed:
+        where, classes = played
+        tables = _class_tables(where, classes.compute(), classes.confusion.tolist())
+        sections["Scores by class"] = tables
+    return sections
+
+
+def _scores(
+    split: str, names: Sequence[str], overall: Row, recordings: Mapping[str, Row], data: str
+) -> str:
+    """The metrics of all steps and of each recording, the worst ones if they are many."""
+    key = "macro_f1" if "macro_f1" in names else names[0]
+    worst = sorted(recordings, key=lambda name: (recordings[name][key] * _sign(key), name))[:_MOST]
+    shown = {name: recordings[name] for name in recordings if name in worst}
+    caption = f"Whole recordings of the split '{split}' of {data}, the state carried."
+    if len(shown) < len(recordings):
+        caption += f" The {_MOST} worst of {len(recordings):,} are shown."
+    columns = [name for name in names if not name.startswith("f1[")] or names
+    baselines = baseline_table(overall)
+    tables = [scores_table(columns, overall, shown, caption)] + [baselines] * bool(baselines)
+    return "".join(_table(table) for table in tables if table is not None)
+
+
+def _sign(metric: str) -> int:
+    """1 if a larger value is better."""
+    return -1 if metric in {"rmse", "esr"} else 1
+
+
+def _class_tables(
+    where: str, classes: Mapping[str, Row], confusion: Sequence[Sequence[int]]
+) -> str:
+    """Scores of each class, and the confusion matrix of a few."""
+    keys = ["precision", "recall", "f1", "auroc", "auprc"]
+    rows = [
+        [name, f"{row['steps']:,.0f}", *(row[k] for k in keys)] for name, row in classes.items()
+    ]
+    names = [METRIC_NAMES.get(key, key) for key in keys]
+    caption = f"Each class against all others: {where}."
+    text = _table(DataTable(["class", "steps", *names], rows, caption, range(1, 7)))
+    if len(classes) > _MOST:
+        return text
+    cells = [[n, *(f"{c:,}" for c in row)] for n, row in zip(classes, confusion, strict=True)]
+    caption = f"Confusion: a row for each true class, a column for each predicted one; {where}."
+    columns = ["true", *(f"as {name}" for name in classes)]
+    return text + _table(DataTable(columns, cells, caption, range(1, len(columns))))
+
+
+def _learning(rows: Sequence[Row], names: Sequence[str], kept: int) -> str:
+    """The loss, and the first score of validations, over the updates."""
+    train, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
+    smooth, width = _smoothed(train, rows[0]["steps"])
+    best = [row for row in valid[:-1] if row["update"] == kept]
+    marks = {f"update {kept:,}: the best": kept} if best else {}
+    key = "macro_f1" if "macro_f1" in names else names[0]
+    name, shown = METRIC_NAMES.get(key, key), valid or train
+    alt = f"from {train[0]['loss']:.4g} to {train[-1]['loss']:.4g}"
+    loss = Chart(
+        "Loss",
+        "update",
+        "loss",
+        {"training": smooth},
+        f"of training {alt} at the last log line",
+        {"validation": _points(valid, "loss")} if valid else {},
+        _points(train, "loss"),
+        marks,
+    )
+    score = Chart(
+        f"{name} of {'validation' if valid else 'training'}",
+        "update",
+        name,
+        {},
+        f"from {shown[0][key]:.4g} to {shown[-1][key]:.4g}",
+        {name: _points(shown, key)},
+        marks=marks,
+    )
+    mean = f", the mean of {width} log lines, over which it is drawn pale" * (width > 1)
+    text = f"Training loss{mean}. Validation plays whole recordings, the state carried."
+    return _figures(loss.draw(), score.draw(), caption=text)
+
+
+def _points(rows: Sequence[Row], key: str) -> Points:
+    return [row["update"] for row in rows], [row[key] for row in rows]
+
+
+def _smoothed(train: Sequence[Row], epoch: int) -> tuple[Points, int]:
+    """The mean loss of the log lines of an epoch, or of a tenth of the run if that is less."""
+    updates, losses = _points(train, "loss")
+    share = min(0.1, epoch / max(1, train[-1]["frames"]))
+    width = max(1, round(share * len(train)))
+    sums = np.cumsum([0.0, *losses])
+    means = (sums[width:] - sums[:-width]) / width
+    return (updates[width - 1 :], means.tolist()), width
+
+
+def _audit_sections(run: Run) -> dict[str, str]:
+    """The results of `audit`, if it has measured the run."""
+    if not run.files.audit.exists():
+        return {}
+    report, config = AuditReport.read(run.files.audit), run.config
+    source = (
+        f"Measured on {report.extent()} of the split '{report.split}' of {Path(report.data).name}"
+    )
+    if report.update is not None:
+        source += f", with the weights of update {report.update:,}"
+        if report.update != run.spec.update:
+            source += f"; the model has become that of update {run.spec.update:,} since"
+    charts = [chart.draw() for chart in audit_charts(report, config)]
+    trace, settling = report.trace, str(report.settling)
+    sections = {
+        "What truncating the gradient costs": _text(
+            report.advice(config), report.warning(), f"{source}."
+        )
+        + _figures(*charts[:2])
+        + _table(audit_table(report.audit)),
+        "After a cold start": _text(f"{settling[0].upper()}{settling[1:]}.")
+        + _figures(*charts[2:]),
+    }
+    if trace is None:
+        return sections
+    where = f"steps {trace.start:,} to {trace.start + trace.steps:,} of recording {trace.recording}"
+    alt = "The norm of the gradient of the training losses, added up, with respect to each state"
+    alt += f" and gate, {where}. Dotted lines: an update ends."
+    figure = gradient_figure(trace.norms, trace.start, trace.edges, alt)
+    heat = _figures(figure, caption=alt, wide=True)
+    return sections | {"Where the gradient goes": heat + _table(lifetime_table(trace))}
+
+
+def audit_charts(report: AuditReport, config: Config) -> list[Chart]:
+    """Gradient by lag, bias by horizon, loss by context, difference after a cold start."""
+    reach, audit, settling = report.reach, report.audit, report.settling
+    window, own = config.credit_steps(), report.own(config)
+    shares = ", ".join(f"{share:.0%} within {lag:,}" for share, lag in sorted(reach.shares.items()))
+    parts = reach.by_leaf if len(reach.by_leaf) > 1 else {}
+    norms = {"whole state": reach.norms, **dict(list(parts.items())[:3])}
+    log = {"xscale": "log"}
+    horizons = [*(row.horizon for row in audit.rows), audit.steps]
+    biases, cosines = ([getattr(row, key) for row in audit.rows] for key in ("bias", "cosine"))
+    contexts, ages = reach.contexts, settling.remembrance
+    return [
+        Chart(
+            "How far back the gradient goes",
+            "lag: steps before the loss",
+            "gradient norm",
+            {name: (reach.lags, values) for name, values in norms.items()},
+            f"{shares} steps, mean of {reach.anchors} losses",
+            marks={} if window is None else {f"window of training, {window:,}": window},
+            settings=log | {"yscale": "log"},
+        ),
+        Chart(
+            "Bias and cosine by horizon",
+            "horizon (steps)",
+            "against the exact gradient",
+            {"bias": (horizons, [*biases, 0.0]), "cosine": (horizons, [*cosines, 1.0])},
+            "; ".join(f"horizon {row.horizon}: bias {row.bias:.3f}" for row in audit.rows),
+            marks={} if own is None else {"as trained": own.horizon},
+            levels={f"tolerance {report.tolerance:g}": report.tolerance},
+            settings=log,
+        ),
+        Chart(
+            "Loss by context length",
+            "steps of context, from a zero state",
+            "loss",
+            {"from a zero state": ([*contexts], [*contexts.values()])},
+            f"with the state carried from the start of the recording: {reach.loss:.4g}",
+            levels={"state carried from the start": reach.loss},
+            settings=log,
+        ),
+        Chart(
+            "A cold start beside the carried state",
+            "steps since the cold start",
+            "relative difference",
+            {"outputs differ by": ([age + 1 for age in ages], [*ages.values()])},
+            f"mean difference of the outputs over {len(settling.starts)} cold starts",
+            levels={"counts as agreement": settling.tolerance},
+            settings=log,
+        ),
+    ]
