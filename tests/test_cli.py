@@ -273,7 +273,7 @@ def test_one_recording_is_called_a_recording(tmp_path: Path) -> None:
     printed = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
     assert printed.startswith("1 recording, 480 frames to train on, 1 held out")
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "1 recording with 480 steps for training, 1 held out" in page
+    assert "1 recording with 480 steps to train on, 1 held out" in page
 
 
 def test_help_names_the_defaults() -> None:
