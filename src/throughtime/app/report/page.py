@@ -44,7 +44,7 @@ from throughtime.stream import Recording
 from throughtime.stream.recording import Part
 
 Row: TypeAlias = Mapping[str, Any]
-_PLAYED = 300_000  # steps of the longest recording: some seconds
+_PLAYED = 100_000  # steps of the longest recording: some seconds
 _STRETCH = 1_500  # steps of the worst stretch at most
 _INPUTS = 3  # that are drawn
 _MOST = 12  # recordings in a table of scores, classes in a confusion matrix
@@ -61,7 +61,7 @@ def write_report(run: Run) -> Path:
     Raises:
         RunError: log lines are missing, or a file holds something else.
 
-    Cost: a forward pass over at most 300,000 steps.
+    Cost: a forward pass over at most 100,000 steps.
     """
     folder, names = run.files, list(run.spec.metrics().compute())
     rows = folder.read_metrics(names)
