@@ -71,9 +71,7 @@ def test_recordings_are_those_of_one_file_each(tmp_path: Path) -> None:
 
 def test_settings_reach_the_recordings(tmp_path: Path) -> None:
     folder = write(tmp_path / "data", "a", sep="|")
-    (recording,) = tt.recordings(folder, targets="level", exclude="beat", target_shift=2, sep="|")[
-        "train"
-    ]
+    (recording,) = tt.recordings(folder, targets="level", exclude="beat", ahead=2, sep="|")["train"]
     steps = recording.read(0, 300)
     assert steps.inputs.shape == (300, 3)  # u, v, and the level of now
     assert steps.targets is not None

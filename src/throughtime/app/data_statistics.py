@@ -180,6 +180,20 @@ def collect_statistics(
     return statistics
 
 
+def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> Moments:
+    """The moments of the targets; with the input columns `now`, of their changes from these.
+
+    Cost: one read of every recording.
+    """
+    moments = Moments()
+    for recording in recordings:
+        for _, steps in read_blocks(recording):
+            if steps.targets is not None:
+                targets = steps.targets.reshape(len(steps.targets), -1)
+                moments.add(targets - _inputs(steps)[:, list(now)] if now else targets)
+    return moments
+
+
 def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
     """The blocks of a recording: the first step of each, and its steps."""
     count = max(1, BLOCK * _WIDE // max(_WIDE, recording.read(0, 1).inputs.size))

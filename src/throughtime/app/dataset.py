@@ -5,7 +5,7 @@ Shapes: `T` steps, `C` target columns.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from throughtime.app.data_statistics import (
     Statistics,
     collect_statistics,
     read_blocks,
+    target_moments,
 )
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
@@ -145,6 +146,8 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         *_frame_remarks(sources, config.frame_size),
     )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
+    if spec.difference or len(layout.steps_ahead) > 1:
+        statistics = replace(statistics, targets=target_moments(train, spec.difference))
     return Dataset(train, valid, statistics, held_out, spec, remarks)
 
 
@@ -242,7 +245,8 @@ def as_played(
 ) -> list[Recording]:
     """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
     indexed = [ClassRecording(r, classes, _OWNER) for r in recordings] if classes else recordings
-    return [shift_targets(recording, layout.steps_ahead) for recording in indexed]
+    ahead = layout.steps_ahead or 0
+    return [shift_targets(recording, ahead) for recording in indexed]
 
 
 def numeric_recordings(
@@ -402,8 +406,10 @@ def _split_counts(entries: Sequence[ManifestEntry]) -> str:
 def _ahead_remarks(layout: DataLayout) -> list[str]:
     if not layout.ahead:
         return []
-    steps = counted(layout.steps_ahead, "step")
-    return [f"targets are {steps} later: the last {steps} of each recording have none"]
+    steps = layout.steps_ahead
+    which = counted(steps[0], "step") if len(steps) == 1 else f"{listed(steps)} steps"
+    last = counted(steps[-1], "step")
+    return [f"targets are {which} later: the last {last} of each recording have none"]
 
 
 def _lane_remarks(config: Config, recordings: int) -> list[str]:

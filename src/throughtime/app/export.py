@@ -47,7 +47,7 @@ def export_run(
     rate = layout.rate / layout.frame_size if layout.rate is not None else None
     details = {
         "task": layout.task,
-        "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(layout.targets)},
+        "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(spec.target_names)},
         "rows_per_step": layout.frame_size,
         "rows_ahead": layout.ahead,
     }

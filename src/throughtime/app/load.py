@@ -69,7 +69,7 @@ def recordings(
     target_every: int | None = None,
     target_at: At | None = None,
     background_class: str | None = None,
-    target_shift: int = 0,
+    ahead: int | Sequence[int] = 0,
     allow_target_as_input: bool = False,
     holdout: float = 0.0,
 ) -> Splits:
@@ -92,7 +92,8 @@ def recordings(
         target_every: rows of the inputs for each row of a targets file.
         target_at: which steps of such a span carry its label, "all" or the "last".
         background_class: the class between intervals.
-        target_shift: the target of a step is that of so many rows later.
+        ahead: the target of a step is that of so many rows later; of several, such as
+            `range(1, 25)`, side by side.
         allow_target_as_input: whether an input may be the target of the same step.
         holdout: without splits, the share of the recordings, or of the only one, that is `valid`.
 
@@ -131,7 +132,7 @@ def recordings(
         "target_every": target_every,
         "target_at": target_at,
         "background_class": background_class,
-        "ahead": target_shift,
+        "ahead": ahead if isinstance(ahead, int) else ",".join(map(str, ahead)),
         "allow_target_as_input": allow_target_as_input,
     }
     layout = DataLayout(task or "classify", **options)
@@ -166,9 +167,8 @@ def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     """
     if config.task is not None:
         return config
-    settings = replace(config, task="classify")
     entries = entries_of(find_recordings(Path(config.data), config.static), ("train",))
-    layout = DataLayout.from_config(settings)
+    layout = replace(DataLayout.from_config(config), task="classify")
     opened = open_recordings(entries[:_RECORDINGS], layout, on_phase)
     targets = [one.recording.targets for one in opened]
     return replace(config, task=task_of(rows for rows in targets if rows is not None))

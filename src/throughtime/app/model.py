@@ -4,7 +4,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 """
 
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import _safetensors
-from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import Statistics
 from throughtime.app.recordings import DataLayout, SourceRecording
@@ -28,7 +26,7 @@ from throughtime.app.user_class import (
     make_user_model,
     model_arguments,
 )
-from throughtime.app.values import weights_by_class
+from throughtime.app.values import rows_ahead, weights_by_class
 from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import (
     ConfigError,
@@ -41,7 +39,7 @@ from throughtime.errors import (
 )
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
-from throughtime.nn.affine import Affine, Standardise, WholeRecording
+from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import class_name, sorted_classes
@@ -68,6 +66,7 @@ class ModelSpec:
         dtype: of weights and inputs.
         dropout: the share of the outputs of each layer that training replaces by 0.
         sha256: of the file of a user's module.
+        difference: of each output, the input that it is a change of; empty for values.
         update: the one that the weights are of; 0 in training.
         planned: updates of the whole run while it is not finished; else 0.
     """
@@ -82,6 +81,7 @@ class ModelSpec:
     dtype: Literal["float32", "float64"]
     dropout: float = 0.0
     sha256: str = ""
+    difference: tuple[int, ...] = ()
     update: int = 0
     planned: int = 0
 
@@ -107,12 +107,23 @@ class ModelSpec:
             config.hidden,
             config.layers,
             len(statistics.inputs.mean),
-            len(classes) if layout.classify else len(statistics.targets.mean),
+            len(classes)
+            if layout.classify
+            else len(statistics.targets.mean) * max(1, len(layout.steps_ahead)),
             classes,
             config.dtype,
             config.dropout,
             "" if own is None else own.sha256(),
+            _present_columns(layout) if config.difference else (),
         )
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The target columns; of several rows ahead each with its own: `OT+1`, `OT+24`."""
+        rows = rows_ahead(self.layout.ahead)
+        if len(rows) < 2:
+            return self.layout.targets
+        return tuple(f"{name}+{n}" for n in rows for name in self.layout.targets)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -137,6 +148,24 @@ class ModelSpec:
         Those of a user's module are not known.
         """
         return not self.sha256 and 8 * lanes * self.hidden**2 < _WORTH_THREADS
+
+
+def _present_columns(layout: DataLayout) -> tuple[int, ...]:
+    """Of each output, the input that holds the present value of its target.
+
+    Raises:
+        ConfigError: a target is no input.
+    """
+    absent = [name for name in layout.targets if name not in layout.inputs]
+    if absent:
+        raise ConfigError(
+            f"difference=True adds changes to the present values of the targets, and"
+            f" {listed(absent, quoted=True)} is not among the inputs ({listed(layout.inputs)}):"
+            " name it with --inputs, too"
+        )
+    last = len(layout.inputs) * (layout.frame_size - 1)  # the row of a frame that is the present
+    columns = [last + layout.inputs.index(name) for name in layout.targets]
+    return tuple(columns * len(layout.steps_ahead))
 
 
 def own_class(config: Config) -> ClassReference | None:
@@ -202,7 +231,21 @@ def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried
     parts = [("standardise", first), *inner]
     if not spec.classes:
         parts.append(("units", Affine(spec.outputs, inverse=True)))
-    return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
+    net: nn.Module = nn.Sequential(OrderedDict(parts))
+    if spec.difference:
+        net = Difference(net, columns=spec.difference)
+    return carry(net).to(spec.torch_dtype)
+
+
+def _affine(net: Carried) -> dict[str, Affine]:
+    """The modules that hold statistics, by their names in the net's weights."""
+    difference = isinstance(net.module, Difference)
+    chain = net.module.module if isinstance(net.module, Difference) else net.module
+    return {
+        "module." * difference + name: part
+        for name, part in chain.named_children()
+        if isinstance(part, Affine)
+    }
 
 
 def prepare_own(net: Carried, spec: ModelSpec) -> None:
@@ -244,62 +287,29 @@ def without_dropout(net: nn.Module) -> None:
             part.dropout = 0.0
 
 
-def check_memory(spec: ModelSpec, device: str) -> None:
-    """Refuse a model that cannot be trained in the memory of this machine, before it is made.
-
-    Raises:
-        ConfigError: weights, gradients and the two moments of Adam take more than there is.
-    """
-    if spec.sha256:
-        return  # the sizes of a user's module are known once it is made
-    gates, hidden = {"lstm": 4, "gru": 3, "rnn": 1}[spec.model], spec.hidden
-    first = gates * hidden * (spec.features + hidden + 2)
-    rest = (spec.layers - 1) * gates * hidden * (2 * hidden + 2)
-    weights = first + rest + (hidden + 1) * spec.outputs
-    needed, available = 4 * weights * spec.torch_dtype.itemsize, _memory(device)
-    if available is not None and needed > available:
-        raise ConfigError(
-            f"hidden={hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
-            f" {needed / 1e9:,.0f} GB to train (weights, gradients and two moments of Adam), and"
-            f" there are {available / 1e9:,.0f} GB; take a smaller --hidden"
-        )
-
-
-def _memory(device: str) -> int | None:
-    """Bytes of a GPU, or of this machine; None where the system does not say."""
-    if is_accelerator(torch.device(device)):
-        return device_bytes(torch.device(device))
-    if sys.platform == "win32":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def set_statistics(net: Carried, statistics: Statistics) -> None:
     """Copy the means and deviations of the training split into the net."""
-    parts = dict(net.module.named_children())
-    for name, moments in (("standardise", statistics.inputs), ("units", statistics.targets)):
-        part = parts.get(name)
-        if isinstance(part, Affine):
-            part.shift.copy_(torch.from_numpy(moments.mean))
-            part.scale.copy_(torch.from_numpy(moments.scale))
+    for part in _affine(net).values():
+        moments = statistics.targets if part.inverse else statistics.inputs
+        part.shift.copy_(torch.from_numpy(moments.mean))
+        part.scale.copy_(torch.from_numpy(moments.scale))
 
 
 def statistics_of(net: Carried) -> dict[str, Tensor]:
     """The statistics that the net standardises with, by their names in its weights."""
     return {
         f"{name}.{key}": value
-        for name, part in net.module.named_children()
-        if isinstance(part, Affine)
+        for name, part in _affine(net).items()
         for key, value in part.named_buffers()
     }
 
 
 def in_units(net: Carried, x: Tensor) -> Tensor:
     """Inputs of mean 0 and deviation 1 as those of the training split, if the net has these."""
-    statistics = statistics_of(net)
-    if "standardise.shift" not in statistics:
-        return x
-    return x * statistics["standardise.scale"].to(x) + statistics["standardise.shift"].to(x)
+    for part in _affine(net).values():
+        if not part.inverse:
+            return x * part.scale.to(x) + part.shift.to(x)
+    return x
 
 
 @dataclass(frozen=True)
@@ -328,7 +338,8 @@ def make_loss(
     """
     device = next(net.parameters()).device
     if not spec.classes:
-        return StandardisedMSE(net.module.get_buffer("units.scale").clone())
+        (units,) = (part for part in _affine(net).values() if part.inverse)
+        return StandardisedMSE(units.scale.clone())
     weights = class_weights(config.class_weights, spec.classes, counts)
     return nn.CrossEntropyLoss(
         weight=None if weights is None else weights.to(device, spec.torch_dtype)

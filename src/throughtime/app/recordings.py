@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from throughtime.app.config import Config
+from throughtime.app.values import rows_ahead
 from throughtime.app.views import FrameRows, LabelRows, concat_tables, with_missing_value
 from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import formats
@@ -106,7 +107,7 @@ class DataLayout:
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None
     target_at: At | None = None
-    ahead: int = 0
+    ahead: int | str = 0
     background_class: str | None = None
     rate: float | None = None
     rate_set: bool = False
@@ -119,9 +120,9 @@ class DataLayout:
         return cls(**values, rate_set=config.rate is not None)
 
     @property
-    def steps_ahead(self) -> int:
-        """Steps from a step to that of its target."""
-        return self.ahead // self.frame_size
+    def steps_ahead(self) -> tuple[int, ...]:
+        """Steps from a step to that of each of its targets; none without a forecast."""
+        return tuple(rows // self.frame_size for rows in rows_ahead(self.ahead))
 
     @property
     def classify(self) -> bool:
