@@ -51,7 +51,10 @@ def test_ranks_that_share_the_lanes_evenly_are_taken() -> None:
     ("wrong", "said"),
     [
         ({"hiden": 3}, "unknown key 'hiden'; did you mean 'hidden'?"),
-        ({"task": "clasify"}, "task='clasify': expected one of 'classify', 'regress'"),
+        (
+            {"task": "clasify"},
+            "task='clasify': expected one of 'classify', 'multilabel', 'regress'",
+        ),
         ({"lanes": "four"}, "lanes='four': expected a whole number"),
         ({"lanes": True}, "lanes=True: expected a whole number"),
         ({"lanes": 0}, "lanes=0: expected at least 1"),

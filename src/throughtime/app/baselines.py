@@ -110,10 +110,10 @@ class Baselines:
     def of_forecast(
         cls, spec: ModelSpec, recordings: Sequence[Recording], config: Config
     ) -> "Baselines | None":
-        """Those of a model; None if it does not forecast."""
+        """Those of a model; None if it forecasts neither classes nor numbers."""
         layout = spec.layout
         forecasts = [r for r in recordings if isinstance(r, ForecastRecording)]
-        if not forecasts:
+        if not forecasts or spec.is_multilabel:
             return None
         season = None if config.season is None else config.season // layout.frame_size
         lags = baseline_lags(layout.steps_ahead, season)

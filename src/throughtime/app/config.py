@@ -38,11 +38,12 @@ class Config:
         " or label).",
     )
     out: str = setting("Output", "The run folder.", unset="runs/NAME-OF-DATA")
-    task: Literal["classify", "regress"] | None = setting(
+    task: Literal["classify", "multilabel", "regress"] | None = setting(
         "Data",
-        "What the targets are: classes, or numbers.",
+        "What the targets are: classes, several labels of 0 and 1, or numbers.",
         None,
-        unset="classify for text and up to 20 different whole numbers, else regress",
+        unset="classify for text and up to 20 different whole numbers in a column, multilabel for"
+        " several columns of 0 and 1, else regress",
     )
     inputs: tuple[str, ...] = setting(
         "Data", "Input columns, separated by commas.", (), unset="all that are not targets"

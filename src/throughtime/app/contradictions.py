@@ -98,8 +98,9 @@ def _of_labels(config: "Config") -> Iterator[str]:
             yield _no_frames(name, rows, frame)
     yield from _of_forecasts(config)
     for_classes = {"background_class": config.background_class}
-    for_classes["class_weights"] = None if weights == "none" else weights
-    for name, value in for_classes.items() if config.task == "regress" else ():
+    if config.task == "regress":
+        for_classes["class_weights"] = None if weights == "none" else weights
+    for name, value in for_classes.items() if config.task not in {None, "classify"} else ():
         if value is not None:
             yield f"{name}={value!r} belongs to classes: leave it out, or set task='classify'"
     if weights not in {"none", "balanced"}:

@@ -56,14 +56,14 @@ class Statistics:
 
     Attributes:
         inputs: moments of the input features.
-        targets: moments of the targets of a regression.
+        targets: moments of targets that are numbers or labels.
         classes: how often each class occurs.
         missing: steps with inputs that are NaN or infinite.
         missing_targets: steps without a target.
         steps: the number of steps.
         rising: input columns that increase strictly within every block.
         faults: one message for each recording with such inputs.
-        bad_targets: one message for each block with infinite targets.
+        bad_targets: one message for each block with infinite targets, or other labels than 0 and 1.
         checksums: of the values of each recording, by its name.
         means: of the input features of each recording.
     """
@@ -93,14 +93,15 @@ class Statistics:
             self.classes[class_name(value)] += int(count)
         self.missing_targets += self.classes.pop("", 0)
 
-    def add_targets(self, name: str, start: int, targets: Array) -> None:
-        """Add a block of the targets of a regression, which starts at step `start`."""
+    def add_targets(self, name: str, start: int, targets: Array, *, labels: bool) -> None:
+        """Add a block of numbers, or of labels, which starts at step `start`."""
         rows = targets.reshape(len(targets), -1).astype(np.float64)
-        infinite = np.isinf(rows).any(axis=1)
-        if infinite.any():
+        wrong = ~np.isin(rows, (0, 1)) & ~np.isnan(rows) if labels else np.isinf(rows)
+        wrong, what = wrong.any(axis=1), "other" if labels else "infinite"
+        if wrong.any():
             self.bad_targets.append(
-                f"recording '{name}': {counted(int(infinite.sum()), 'step has', 'steps have')}"
-                f" infinite targets, the first is step {start + int(infinite.argmax())}"
+                f"recording '{name}': {counted(int(wrong.sum()), 'step has', 'steps have')}"
+                f" {what} targets, the first is step {start + int(wrong.argmax())}"
             )
         self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
         self.targets.add(rows)
@@ -128,14 +129,14 @@ class StandardisedRecording(RecordingView[Recording]):
 def collect_statistics(
     recordings: Sequence[Recording],
     *,
-    classify: bool,
+    task: str,
     on_steps: Callable[[int], None] | None = None,
 ) -> Statistics:
     """Collect the statistics of all recordings in one pass.
 
     Args:
         recordings: those of one split.
-        classify: whether the targets are classes.
+        task: whether the targets are classes, labels or numbers.
         on_steps: called with the number of steps of each block read.
 
     Raises:
@@ -161,10 +162,11 @@ def collect_statistics(
             checksum.add(steps)
             statistics.add_inputs(inputs)
             own.add(inputs)
-            if steps.targets is not None and classify:
+            if steps.targets is not None and task == "classify":
                 statistics.add_classes(steps.targets)
             elif steps.targets is not None:
-                statistics.add_targets(recording.name, start, steps.targets)
+                labels = task == "multilabel"
+                statistics.add_targets(recording.name, start, steps.targets, labels=labels)
             if on_steps is not None:
                 on_steps(len(inputs))
         statistics.checksums[recording.name] = str(checksum)

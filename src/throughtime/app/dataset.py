@@ -120,8 +120,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
 
     # of unshifted targets: those without a later step are values of the same column
     statistics, held_out = (
-        collect_statistics(part, classify=layout.classify, on_steps=advance)
-        for part in (train, valid)
+        collect_statistics(part, task=layout.task, on_steps=advance) for part in (train, valid)
     )
     _check_values(config, statistics, held_out)
     if layout.classify:
@@ -365,8 +364,9 @@ def changed_data(
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     faults = train.faults + valid.faults if config.missing == "error" else []
+    expected = "0 or 1" if config.task == "multilabel" else "finite"
     faults += [
-        f"{fault}; targets must be finite, or NaN where there are none"
+        f"{fault}; targets must be {expected}, or NaN where there are none"
         for fault in train.bad_targets + valid.bad_targets
     ]
     if faults:

@@ -59,7 +59,7 @@ def export_run(
             to=to,
             steps=steps,
             rate=rate,
-            classes=spec.classes,
+            classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
             stream=None if recording is None else _unbroken(recording, run),
             details=details,
         )

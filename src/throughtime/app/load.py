@@ -61,7 +61,7 @@ def recordings(
     targets: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     static: str | Sequence[str] = (),
-    task: Literal["classify", "regress"] | None = None,
+    task: Literal["classify", "multilabel", "regress"] | None = None,
     frame_size: int = 1,
     sep: str | None = None,
     decimal: Literal[".", ","] | None = None,
@@ -83,8 +83,9 @@ def recordings(
         targets: columns; default: `targets`, or the file or the label that the manifest names.
         exclude: columns that are not used.
         static: columns of the manifest that are appended to the inputs of every step.
-        task: whether the targets are classes or numbers; default: text, and at most 20 different
-            whole numbers, are classes.
+        task: whether the targets are classes, several labels of 0 and 1, or numbers; default: text,
+            and at most 20 different whole numbers in a column, are classes, and several columns of
+            0 and 1 labels.
         frame_size: rows that form one step.
         sep: the character between the fields of CSV files; default: detected.
         decimal: the decimal mark of CSV files; default: detected.
@@ -139,8 +140,9 @@ def recordings(
     sources = open_recordings(entries, layout)
     if task is None:
         rows = [one.recording.targets for one in sources if one.split in {"", "train"}]
-        if task_of(targets for targets in rows if targets is not None) == "regress":
-            layout = DataLayout("regress", **options)
+        task = task_of(targets for targets in rows if targets is not None)
+        if task != "classify":
+            layout = DataLayout(task, **options)
             sources = open_recordings(entries, layout)
     splits, _ = split_recordings(numeric_recordings(sources, layout), holdout)
     classes = _class_names(splits.get("train", [])) if layout.classify else ()
@@ -157,8 +159,8 @@ def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
 def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     """The settings with a task: that of the settings, or else the one that fits the targets.
 
-    Text is classes, and so are at most 20 different whole numbers, in a single column. Other
-    numbers are numbers.
+    Text is classes, and so are at most 20 different whole numbers, in a single column. Several
+    columns of 0 and 1 are labels, each by itself. Other numbers are numbers.
 
     Raises:
         DataError: as for `open_dataset`.
@@ -174,20 +176,35 @@ def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     return replace(config, task=task_of(rows for rows in targets if rows is not None))
 
 
-def task_of(sources: Iterable[RowSource]) -> Literal["classify", "regress"]:
-    """Whether the targets of recordings are classes or numbers."""
+def task_of(sources: Iterable[RowSource]) -> Literal["classify", "multilabel", "regress"]:
+    """Whether the targets of recordings are classes, several labels of 0 and 1, or numbers."""
     names = set[str]()
+    task: Literal["classify", "multilabel"] = "classify"
     for targets in sources:
         for start in range(0, len(targets), _BLOCK)[:_BLOCKS]:
             block = targets.read(start, min(start + _BLOCK, len(targets)))
             names |= set(class_names([block]))
             if not all(map(is_number, names)):
                 return "classify"
-            several = block.ndim > 1 and block.shape[1] > 1
-            whole = all(float(name).is_integer() for name in names)
-            if several or not whole or len(names) > _MOST_CLASSES:
+            values = {*map(float, names)}
+            if block.ndim > 1 and block.shape[1] > 1:
+                task = "multilabel"
+                fits = values <= {0.0, 1.0}
+            else:
+                fits = all(map(float.is_integer, values)) and len(names) <= _MOST_CLASSES
+            if not fits:
                 return "regress"
-    return "classify"
+    return task
+
+
+def task_remark(config: Config) -> str:
+    """Why a run has its task, where no setting names it."""
+    reasons = {
+        "classify": "targets are text or few whole numbers, each a class",
+        "multilabel": "targets are several columns of 0 and 1, each a label by itself",
+        "regress": "targets are numbers",
+    }
+    return f"{reasons[config.task or 'regress']}: --task {config.task}"
 
 
 @dataclass(frozen=True)

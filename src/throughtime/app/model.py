@@ -37,7 +37,7 @@ from throughtime.errors import (
     listed,
     one_line,
 )
-from throughtime.metrics import Classification, Metric, Regression
+from throughtime.metrics import Classification, Metric, MultiLabel, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.state import differences
@@ -62,10 +62,11 @@ class ModelSpec:
         layers: their number.
         features: inputs of a step, static features included.
         outputs: classes, or target columns.
-        classes: their names; empty for a regression.
+        classes: their names; empty for labels and numbers.
         dtype: of weights and inputs.
         dropout: the share of the outputs of each layer that training replaces by 0.
         sha256: of the file of a user's module.
+        weights: of the classes or labels in the loss; empty if all are 1.
         difference: of each output, the input that it is a change of; empty for values.
         update: the one that the weights are of; 0 in training.
         planned: updates of the whole run while it is not finished; else 0.
@@ -81,6 +82,7 @@ class ModelSpec:
     dtype: Literal["float32", "float64"]
     dropout: float = 0.0
     sha256: str = ""
+    weights: tuple[float, ...] = ()
     difference: tuple[int, ...] = ()
     update: int = 0
     planned: int = 0
@@ -114,6 +116,7 @@ class ModelSpec:
             config.dtype,
             config.dropout,
             "" if own is None else own.sha256(),
+            _loss_weights(config, layout, classes, statistics),
             _present_columns(layout) if config.difference else (),
         )
 
@@ -132,7 +135,20 @@ class ModelSpec:
 
     def metrics(self) -> Metric:
         """Empty metrics of the task."""
+        if self.is_multilabel:
+            return MultiLabel(self.target_names)
         return Classification(self.classes) if self.classes else Regression()
+
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether each output is the logit of a label of its own."""
+        return self.layout.task == "multilabel"
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Those of classes or labels, for outputs `(N, C)`; numbers as they are."""
+        if self.is_multilabel:
+            return outputs.sigmoid()
+        return outputs.softmax(dim=1) if self.classes else outputs
 
     @property
     def title(self) -> str:
@@ -229,7 +245,7 @@ def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried
         case how:
             first = WholeRecording() if how == ["recording"] else nn.Identity()
     parts = [("standardise", first), *inner]
-    if not spec.classes:
+    if spec.layout.task == "regress":
         parts.append(("units", Affine(spec.outputs, inverse=True)))
     net: nn.Module = nn.Sequential(OrderedDict(parts))
     if spec.difference:
@@ -322,60 +338,53 @@ class StandardisedMSE:
         return ((outputs - targets.view_as(outputs)) / self.scale).square().mean()
 
 
-def make_loss(
-    config: Config, spec: ModelSpec, net: Carried, counts: Mapping[str, int]
-) -> nn.Module | StandardisedMSE:
-    """Cross-entropy with the class weights of the settings, or the standardised squared error.
+def make_loss(spec: ModelSpec, net: Carried) -> nn.Module | StandardisedMSE:
+    """Cross-entropy, of labels the binary one, with weights; of numbers the standardised error.
 
     Args:
-        config: says how classes are weighted.
         spec: of the net.
         net: with its statistics, on its device.
-        counts: how often each class occurs in the training split; used for balanced weights.
-
-    Raises:
-        ConfigError: a weight for a class that does not exist.
     """
-    device = next(net.parameters()).device
-    if not spec.classes:
+    if spec.layout.task == "regress":
         (units,) = (part for part in _affine(net).values() if part.inverse)
         return StandardisedMSE(units.scale.clone())
-    weights = class_weights(config.class_weights, spec.classes, counts)
-    return nn.CrossEntropyLoss(
-        weight=None if weights is None else weights.to(device, spec.torch_dtype)
-    )
+    device = next(net.parameters()).device
+    weight = None
+    if spec.weights:
+        weight = torch.tensor(spec.weights, dtype=spec.torch_dtype, device=device)
+    if spec.is_multilabel:
+        return nn.BCEWithLogitsLoss(pos_weight=weight)
+    return nn.CrossEntropyLoss(weight=weight)
 
 
-def class_weights(
-    setting: str, classes: tuple[str, ...], counts: Mapping[str, int]
-) -> Tensor | None:
-    """The weight of each class in the loss, `(C,)`; `None` if all weights are equal.
+def _loss_weights(
+    config: Config, layout: DataLayout, classes: tuple[str, ...], statistics: Statistics
+) -> tuple[float, ...]:
+    """The weight of each class, or of the ones of each label, in the loss; empty if all are 1.
 
-    Args:
-        setting: `none`; `balanced`, by the inverse frequency; or `a=5,b=2`, others 1.
-        classes: of the model, in its order.
-        counts: how often each occurs; used for `balanced`.
+    Balanced, it is the inverse frequency of a class, or the zeros for each one of a label.
 
     Raises:
-        ConfigError: a class that the model does not have.
+        ConfigError: a class or label that the data do not have.
     """
-    if setting == "none":
-        return None
-    if setting == "balanced":
-        frequencies = torch.tensor(
-            [counts[name] for name in classes], dtype=torch.float64, device="cpu"
-        )
-        return frequencies.sum() / (len(frequencies) * frequencies)
-    weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
-    unknown = [name for name in weights if name not in classes]
-    if unknown:
-        raise ConfigError(
-            f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split has"
-            f" {listed(classes)}"
-        )
-    return torch.tensor(
-        [weights.get(name, 1.0) for name in classes], dtype=torch.float64, device="cpu"
-    )
+    setting, names = config.class_weights, classes or layout.targets
+    if setting == "none" or layout.task == "regress":
+        return ()
+    if setting != "balanced":
+        weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
+        if unknown := [name for name in weights if name not in names]:
+            raise ConfigError(
+                f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split"
+                f" has {listed(names)}"
+            )
+        values = [weights.get(name, 1.0) for name in names]
+    elif classes:
+        total = statistics.classes.total()
+        values = [total / (len(classes) * statistics.classes[name]) for name in classes]
+    else:
+        shares = statistics.targets.mean.tolist()
+        values = [(1 - share) / share if 0 < share < 1 else 1.0 for share in shares]
+    return tuple(values * max(1, len(layout.steps_ahead)))
 
 
 def check_device(device: str) -> None:

@@ -50,7 +50,8 @@ class PredictedSteps:
 
     def _names(self) -> list[str]:
         names = [f"p[{name}]" for name in self.spec.classes]
-        names = names or [f"y[{name}]" for name in self.spec.target_names]
+        sign = "p" if self.spec.is_multilabel else "y"
+        names = names or [f"{sign}[{name}]" for name in self.spec.target_names]
         return names or [f"y[{i}]" for i in range(self.spec.outputs)]
 
     def _later(self, steps: slice) -> Array:

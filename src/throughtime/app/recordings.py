@@ -95,7 +95,7 @@ class DataLayout:
         rate_set: whether that is a setting; otherwise the files must agree with it.
     """
 
-    task: Literal["classify", "regress"]
+    task: Literal["classify", "multilabel", "regress"]
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
