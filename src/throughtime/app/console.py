@@ -193,7 +193,7 @@ def _print_start(training: Training) -> None:
         " held out; " + "; ".join(dataset.remarks)
     )
     layout, lanes = spec.layout, training.stream.lanes
-    inputs = listed((*layout.inputs, *layout.static))
+    inputs = ", ".join((*layout.inputs, *layout.static))  # each by name: one may be a leak
     if layout.frame_size > 1:
         inputs += f", {layout.frame_size} rows a step"
     outputs = (

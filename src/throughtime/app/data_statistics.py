@@ -17,10 +17,13 @@ from throughtime.errors import DataError, counted
 from throughtime.stream import Recording
 from throughtime.stream.classes import class_name
 from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import RecordingView, StepArrays, StepChecksum, location
 
 BLOCK = 65_536  # steps read at once, fewer if there are many columns
 _WIDE = 16  # up to so many columns, a block has BLOCK steps
+_ROUNDING = 1e-8  # of a squared correlation: files round
+_FEW = 3  # changes that may agree by chance
 
 
 @dataclass
@@ -194,6 +197,30 @@ def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> 
                 targets = steps.targets.reshape(len(steps.targets), -1)
                 moments.add(targets - _inputs(steps)[:, list(now)] if now else targets)
     return moments
+
+
+def leaks(steps: StepArrays, inputs: Sequence[str]) -> list[list[str]]:
+    """For each target column, the input columns that determine it.
+
+    Such a column equals it up to a shift and a scale, or changes at the same steps and no others.
+
+    Args:
+        steps: consecutive ones, as they are trained on.
+        inputs: the names of the columns of a row.
+    """
+    x, result = _inputs(steps), list[list[str]]()
+    for y in [] if steps.targets is None else steps.targets.reshape(len(x), -1).T:
+        known = np.isfinite(y) & (y != IGNORE_INDEX) & np.isfinite(x).all(axis=1)
+        pairs = known[1:] & known[:-1]
+        changes = (y[1:] != y[:-1])[pairs]
+        same = ((x[1:] != x[:-1])[pairs] == changes[:, None]).all(axis=0)
+        same &= _FEW < changes.sum() < len(changes) / 2
+        a, b = (v[known] - v[known].sum(axis=0) / max(1, known.sum()) for v in (x, y))
+        squares = (a**2).sum(axis=0) * (b**2).sum()
+        equal = (squares > 0) & ((b @ a) ** 2 > (1 - _ROUNDING) * squares)
+        columns = np.flatnonzero(equal | same) % len(inputs)
+        result.append([inputs[i] for i in dict.fromkeys(columns.tolist())])
+    return result
 
 
 def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:

@@ -19,6 +19,7 @@ from throughtime.app.data_statistics import (
     StandardisedRecording,
     Statistics,
     collect_statistics,
+    leaks,
     read_blocks,
     target_moments,
 )
@@ -145,6 +146,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         *_frame_remarks(sources, config.frame_size),
     )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
+    remarks += tuple(_leak_remarks(listed, train, spec))
     if spec.difference or len(layout.steps_ahead) > 1:
         statistics = replace(statistics, targets=target_moments(train, spec.difference))
     return Dataset(train, valid, statistics, held_out, spec, remarks)
@@ -410,6 +412,33 @@ def _ahead_remarks(layout: DataLayout) -> list[str]:
     which = counted(steps[0], "step") if len(steps) == 1 else f"{listed(steps)} steps"
     last = counted(steps[-1], "step")
     return [f"targets are {which} later: the last {last} of each recording have none"]
+
+
+def _leak_remarks(
+    entries: Sequence[ManifestEntry], train: Sequence[Recording], spec: ModelSpec
+) -> list[str]:
+    """Inputs that give a target away, or that a targets file has as a column, too."""
+    layout, longest = spec.layout, max(train, key=len)
+    if layout.allow_target_as_input:
+        return []
+    _, steps = next(read_blocks(longest))
+    columns = leaks(steps, layout.inputs)
+    named = {
+        f"determines {target}": n for target, n in zip(spec.target_names, columns, strict=False)
+    }
+    file = next((entry.targets for entry in entries if entry.targets is not None), None)
+    if file is not None and not layout.ahead:
+        own = open_table(file, layout).columns
+        named["is a column of the targets files"] = [
+            n
+            for n in layout.inputs
+            if n in own and not n.isdecimal()  # else it is without a name
+        ]
+    return [
+        f"input {listed(names)} {what}; if it is not known when the net runs, --exclude {names[0]}"
+        for what, names in named.items()
+        if names
+    ]
 
 
 def _lane_remarks(config: Config, recordings: int) -> list[str]:
