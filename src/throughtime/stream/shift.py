@@ -45,7 +45,7 @@ def later_rows(rows: Array, shifts: Sequence[int], count: int) -> Array:
     """The first `count` rows, each taken so many rows later; of several shifts side by side."""
     if len(shifts) == 1:
         return padded_slice(rows, shifts[0], shifts[0] + count)
-    columns = rows.reshape(len(rows), -1)
+    columns = rows[:, None] if rows.ndim == 1 else rows
     return np.concatenate([padded_slice(columns, n, n + count) for n in shifts], axis=1)
 
 
