@@ -60,8 +60,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for ahead in sorted({row["ahead"] for row in rows}):
         own = [row["metrics"] for row in rows if row["ahead"] == ahead]
-        now, season = (own[0][f"{name}/rmse[OT]"] for name in ("persistence", "season"))
-        model, skill = ([m[key] for m in own] for key in ("model/rmse[OT]", "season/skill[OT]"))
+        week = "season" if "season/rmse[OT]" in own[0] else "persistence"  # the week ends now
+        now, season = (own[0][f"{name}/rmse[OT]"] for name in ("persistence", week))
+        model, skill = ([m[key] for m in own] for key in ("model/rmse[OT]", f"{week}/skill[OT]"))
         lines.append(f"| {ahead} | {spread(model)} | {now:.2f} | {season:.2f} | {spread(skill)} |")
     return "\n".join(lines)
 

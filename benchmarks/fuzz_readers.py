@@ -23,11 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
-from throughtime.app.recordings import DataLayout, open_recordings
+from throughtime.app.recordings import open_recordings
 from throughtime.errors import ThroughtimeError
 from throughtime.stream.formats import Table, converted, open_table
 from throughtime.stream.formats import csv as csv_format
 from throughtime.stream.formats.times import is_time
+from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import find_recordings
 
 is_number = csv_format.Dialect().is_number
@@ -195,13 +196,13 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
         if manifest:
             outcome = attempt(
                 lambda: "manifest of {} read".format(
-                    len(open_recordings(find_recordings(path), DataLayout("regress")))
+                    len(open_recordings(find_recordings(path), Layout("regress")))
                 )
             )
         else:
             attempt(
                 lambda: str(
-                    open_recordings(find_recordings(path), DataLayout("regress", targets=("n0",)))
+                    open_recordings(find_recordings(path), Layout("regress", targets=("n0",)))
                 )
             )
             outcome = attempt(lambda: compare(open_table(path), data))

@@ -36,7 +36,10 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
     ("wrong", "said"),
     [
         ({"hiden": 3}, "unknown key 'hiden'; did you mean 'hidden'?"),
-        ({"task": "clasify"}, "task='clasify': expected one of 'classify', 'regress'"),
+        (
+            {"task": "clasify"},
+            "task='clasify': expected one of 'classify', 'multilabel', 'regress'",
+        ),
         ({"lanes": "four"}, "lanes='four': expected a whole number"),
         ({"lanes": True}, "lanes=True: expected a whole number"),
         ({"lanes": 0}, "lanes=0: expected at least 1"),

@@ -200,4 +200,3 @@ def test_kinds_of_devices() -> None:
     devices = [torch.device(kind) for kind in kinds]
     assert [_device.is_accelerator(device) for device in devices] == [False, False, True, True]
     assert [_device.real_type(d) for d in devices] == [torch.float64] * 3 + [torch.float32]
-    assert _device.device_bytes(devices[0]) is None

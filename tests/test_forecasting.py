@@ -62,6 +62,36 @@ def test_a_shifted_target_is_the_one_so_many_steps_later(
     check_rows(Targets(shift_targets(series(y), shift)), expected, cut)
 
 
+@given(
+    st.sampled_from(["float", "int"]),
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.integers(1, 3),
+    cuts,
+    seeds,
+)
+def test_targets_of_several_later_steps_lie_side_by_side(
+    kind: str, ahead: list[int], width: int, cut: tuple[float, float], seed: int
+) -> None:
+    """All columns of the first step come first; each lacks as many as it is ahead."""
+    n, draw = 30, np.random.default_rng(seed)
+    y = np.stack([KINDS[kind](n, draw) for _ in range(width)], axis=1)
+    recording = series(y)
+    wide = y.astype(np.int64) if y.dtype.kind in "biu" else y
+    columns = list[Any]()
+    for steps in ahead:
+        end = np.full((steps, width), missing(wide[0, 0]))
+        columns.append(np.concatenate([wide[steps:], end]))
+    start = int(cut[0] * n)
+    stop = start + 1 + int(cut[1] * (n - start - 1))
+    got = Targets(shift_targets(recording, ahead)).read(start, stop)
+    expected = np.concatenate(columns, axis=1)[start:stop]
+    assert np.array_equal(got, expected, equal_nan=got.dtype.kind == "f")
+    if len(ahead) > 1 and width > 1:  # a mutant: all steps of the first column come first
+        mutant = np.stack(columns, axis=2).reshape(n, -1)[start:stop]
+        same = np.array_equal(mutant, expected, equal_nan=got.dtype.kind == "f")
+        assert not same or len(set(ahead)) == 1 or stop - start < 3
+
+
 @given(lengths, st.integers(-70, 70), st.integers(0, 70))
 def test_padded_slices_have_the_rows_that_exist(n: int, start: int, count: int) -> None:
     y = np.arange(float(n))
@@ -121,7 +151,7 @@ def test_targets_do_not_cross_the_end_of_a_split() -> None:
     assert spy.last > 80
 
 
-@pytest.mark.parametrize("shift", [-1, 1.0, True, "24", None])
+@pytest.mark.parametrize("shift", [-1, 1.0, True, "24", None, [], [0, 1], [1, True], range(0)])
 def test_other_shifts_are_refused(shift: Any) -> None:
     with pytest.raises(DataError, match=r"ahead=.*, expected how many steps later"):
         shift_targets(series(np.arange(9.0)), shift)

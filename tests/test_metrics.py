@@ -248,3 +248,56 @@ def test_a_metric_of_outputs_with_a_graph_keeps_no_graph() -> None:
     values = (score.squared_error, score.squared_target, score.spread, score.mean)
     assert not any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
     assert copy.deepcopy(score).compute() == score.compute()
+
+
+def test_labels_are_scored_each_by_itself() -> None:
+    """The mutant takes the largest output of a step, as for classes."""
+    torch.manual_seed(0)
+    outputs, targets = torch.randn(200, 3), torch.randint(0, 2, (200, 3))
+    score = tt.metrics.MultiLabel(("a", "b", "c"))
+    other = score.new()
+    score.update(outputs[:77], targets[:77])
+    other.update(outputs[77:], targets[77:].double())
+    score.merge(other)
+    values, true = score.compute(), targets == 1
+    predicted = outputs > 0
+    expected = list[float]()
+    for i, name in enumerate("abc"):
+        hits = (predicted & true)[:, i].sum().item()
+        expected.append(2 * hits / (predicted[:, i].sum() + true[:, i].sum()).item())
+        assert values[f"f1[{name}]"] == pytest.approx(expected[-1])
+        right = (predicted == true)[:, i].double().mean().item()
+        assert values[f"accuracy[{name}]"] == pytest.approx(right)
+    assert values["macro_f1"] == pytest.approx(np.mean(expected))
+    assert values["accuracy"] == pytest.approx((predicted == true).double().mean().item())
+    mutant = torch.nn.functional.one_hot(outputs.argmax(1), 3) == 1
+    assert (mutant == true).double().mean().item() != pytest.approx(values["accuracy"])
+
+
+def test_other_labels_than_0_and_1_are_refused() -> None:
+    score = tt.metrics.MultiLabel(2)
+    for wrong in (0.5, 2.0, -100.0, float("nan")):
+        with pytest.raises(DataError, match="1 target is no class, expected 0 to 1"):
+            score.new().update(torch.zeros(1, 2), torch.tensor([[0.0, wrong]]))
+    with pytest.raises(DataError, match=r"expected one for each of the labels \['0', '1'\]"):
+        score.update(torch.zeros(1, 3), torch.zeros(1, 3))
+    with pytest.raises(DataError, match="the outputs hold NaN"):
+        score.update(torch.full((1, 2), torch.nan), torch.zeros(1, 2))
+
+
+def test_labels_of_a_stream_are_scored_and_trained() -> None:
+    """By torch's own loss, on targets of 0 and 1 in the columns of a recording."""
+    torch.manual_seed(0)
+    x = torch.randn(400, 2)
+    data = {"inputs": x, "targets": (x > 0).float()}
+    net = tt.carry(torch.nn.Sequential(tt.nn.GRU(2, 8), torch.nn.Linear(8, 2)))
+    optimizer = torch.optim.Adam(net.parameters(), 0.03)
+    loss_fn, policy = torch.nn.BCEWithLogitsLoss(), tt.Truncated(stride=20)
+    for _ in range(3):
+        for _ in tt.updates(net, tt.Stream(data, 2, 20), loss_fn, gradient=policy):
+            optimizer.step()
+            optimizer.zero_grad()
+    result = tt.evaluate(net, data, loss_fn, metrics=tt.metrics.MultiLabel(("left", "right")))
+    assert result.metrics["macro_f1"] > 0.9
+    outputs, _ = tt.predict(net, data)
+    assert result.loss == pytest.approx(loss_fn(outputs, data["targets"]).item(), rel=1e-4)

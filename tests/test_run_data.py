@@ -584,7 +584,7 @@ def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
             reads.append((stop - start) * 800)
             return StepArrays(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
 
-    found = collect_statistics([Wide()], classify=True)
+    found = collect_statistics([Wide()], task="classify")
     assert (found.steps, found.classes["1"]) == (10_000, 5_000)
     assert max(reads) <= 2**20
     assert found.inputs.count[0] == 10_000

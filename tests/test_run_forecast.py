@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
 from throughtime.app.baselines import baseline_lags
@@ -85,12 +86,11 @@ def test_an_hourly_file_forecasts_from_the_command_line(tmp_path: Path) -> None:
     errors = {name: (value - target)[same] for name, value in forecasts.items()}
     for name, error in errors.items():
         assert scores[f"{name}/rmse[OT]"] == pytest.approx(np.sqrt(np.mean(error**2)), rel=1e-4)
-        assert scores[f"{name}/mae[OT]"] == pytest.approx(np.mean(np.abs(error)), rel=1e-4)
         if name != "model":
             skill = 1 - np.mean(errors["model"] ** 2) / np.mean(error**2)
             assert scores[f"{name}/skill[OT]"] == pytest.approx(skill, rel=1e-3)
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert "Forecasts on the same" in page
+    assert "RMSE of forecasts on the same" in page
     assert "value one season before" in page
 
 
@@ -203,12 +203,125 @@ def test_predict_writes_the_time_that_each_forecast_is_for(tmp_path: Path) -> No
 
 
 def test_the_season_is_the_last_one_that_is_known() -> None:
-    assert baseline_lags(24, 24) == {"persistence": 0, "season": 0}
-    assert baseline_lags(25, 24)["season"] == 23
-    assert baseline_lags(1, 168)["season"] == 167
+    assert baseline_lags([24], 24) == {"persistence": (0,)}
+    assert baseline_lags([25, 48], 24)["season"] == (23, 0)
+    assert baseline_lags([1], 168)["season"] == (167,)
 
 
 def test_runs_without_a_forecast_have_no_baselines(tmp_path: Path) -> None:
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2)
     rows = finish(values).read_metrics()
     assert not any("/" in name for row in rows for name in row)
+
+
+def walk(folder: Path, steps: int = 4000) -> tuple[Path, Array]:
+    """A slow walk `OT` of the level 50, whose changes follow the sign of `drift`."""
+    draw = np.random.default_rng(3)
+    drift = np.repeat(draw.choice([-1, 1], size=steps // 20), 20) * 0.05
+    ot = np.round(50 + np.cumsum(drift + 0.02 * draw.normal(size=steps)), 4)
+    table = np.stack([ot, drift], axis=1)
+    np.savetxt(folder / "walk.csv", table, "%.4f", ",", header="OT,drift", comments="")
+    return folder / "walk.csv", ot
+
+
+def train(data: Path, out: Path, *words: str) -> str:
+    options = "--targets OT --hidden 8 --lanes 4 --stride 25 --updates 60 --lr 0.01"
+    return run("train", data, *options.split(), *words, "--out", out)
+
+
+def scores_of(out: Path) -> dict[str, float]:
+    run("eval", out)
+    return json.loads((out / "scores-valid.json").read_text(encoding="utf-8"))["metrics"]
+
+
+def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(tmp_path: Path) -> None:
+    """Scores and baselines are those of the values themselves, on the same steps."""
+    data, ot = walk(tmp_path)
+    said = train(data, tmp_path / "plain", "--ahead", "1-3")
+    plain = scores_of(tmp_path / "plain")
+    better = "OT+1, OT+2, OT+3: the value now is the better forecast. Try --difference"
+    assert better in " ".join(said.split())
+    said = train(data, tmp_path / "change", "--ahead", "1-3", "--difference")
+    change = scores_of(tmp_path / "change")
+    assert "better forecast" not in said
+    assert "targets OT+1, OT+2, OT+3" in said
+    held_out = ot[3200:]
+    for n in (1, 2, 3):
+        errors = held_out[n : n + 797] - held_out[:797]
+        for scores in (plain, change):
+            rmse = scores[f"persistence/rmse[OT+{n}]"]
+            assert rmse == pytest.approx(np.sqrt(np.mean(errors**2)), rel=1e-4)
+        assert plain[f"persistence/skill[OT+{n}]"] < 0 < 0.3 < change[f"persistence/skill[OT+{n}]"]
+
+
+def test_a_difference_is_learned_in_units_of_the_change(tmp_path: Path) -> None:
+    data, ot = walk(tmp_path)
+    train(data, tmp_path / "run", "--ahead", "1,24", "--difference")
+    trained = load_run(tmp_path / "run")
+    past = ot[:3200]
+    changes = [past[n:] - past[:-n] for n in (1, 24)]
+    for statistic, key in ((np.mean, "shift"), (np.std, "scale")):
+        expected = [statistic(change) for change in changes]
+        np.testing.assert_allclose(trained.statistics[f"module.units.{key}"], expected, rtol=1e-4)
+    assert trained.statistics["module.units.scale"].max() < 0.5 * past.std()
+    run("train", "--resume", tmp_path / "run", "--updates", "80")
+
+
+@pytest.mark.parametrize("frame_size", [1, 4])
+def test_without_a_change_the_forecast_is_the_present_row(frame_size: int, tmp_path: Path) -> None:
+    """The last row of a frame, of the right column, for each row ahead."""
+    data, ot = walk(tmp_path)
+    words = ("--frame-size", str(frame_size), "--difference", "--inputs", "drift,OT")
+    train(data, tmp_path / "run", "--ahead", "4,24", *words)
+    trained = load_run(tmp_path / "run")
+    for value in trained.statistics.values():
+        value.mul_(0)  # of the units: no change
+    trained.statistics["module.standardise.scale"].fill_(1)
+    outputs, _ = predict(trained.net, trained.recording(data))
+    present = ot[frame_size - 1 :: frame_size]
+    np.testing.assert_allclose(outputs, np.stack([present, present], 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "c", "js", "nam", "json"])
+def test_an_exported_run_returns_values(suffix: str, tmp_path: Path) -> None:
+    data, _ = walk(tmp_path)
+    train(data, tmp_path / "run", "--ahead", "1-3", "--difference")
+    file = tmp_path / f"net.{suffix}"
+    refused = suffix in {"nam", "json"}
+    said = run("export", tmp_path / "run", "--out", file, "--steps", "1000", ok=not refused)
+    assert ("this format has no tt.nn.Difference (--difference)" in said) == refused
+    assert ("verified on 1,000 random steps" in said) != refused
+    run("predict", tmp_path / "run", data, "--out", tmp_path / "p.csv")
+    assert list(lines(tmp_path / "p.csv")[0]) == ["step", "y[OT+1]", "y[OT+2]", "y[OT+3]"]
+
+
+def test_what_no_difference_can_be_made_of_is_refused(tmp_path: Path) -> None:
+    data, _ = walk(tmp_path)
+    values = settings(data, tmp_path / "run", targets=["OT"], task="regress", inputs=["drift"])
+    with pytest.raises(ConfigError, match="difference=True belongs to forecasts"):
+        make_config({**values, "difference": True})
+    values |= {"difference": True, "ahead": 3}
+    with pytest.raises(ConfigError, match=r"\['OT'\] is not among the inputs \(drift\): name it"):
+        open_dataset(make_config(values))
+    with pytest.raises(ConfigError, match="difference=True belongs to numbers"):
+        make_config({**values, "task": "classify"})
+    with pytest.raises(ConfigError, match="which standardise='recording' takes out of their units"):
+        make_config({**values, "standardise": "recording"})
+
+
+@pytest.mark.parametrize("ahead", ["", "1-", "-3", "24-1", "0-3", "1,1", "a", "1;2"])
+def test_other_rows_ahead_are_refused(ahead: str, tmp_path: Path) -> None:
+    values = settings(tmp_path / "a.csv", tmp_path / "run", targets=["OT"])
+    with pytest.raises(ConfigError, match=r"ahead='.*': expected rows of at least 1"):
+        make_config({**values, "ahead": ahead})
+    with pytest.raises(ConfigError, match="several forecasts, which are of numbers"):
+        make_config({**values, "ahead": "1-3", "task": "classify"})
+
+
+def test_several_rows_ahead_in_python(tmp_path: Path) -> None:
+    data, ot = walk(tmp_path)
+    (recording,) = tt.recordings(data, targets="OT", ahead=range(1, 4), task="regress")["train"]
+    targets = targets_of(recording)
+    assert targets.shape == (4000, 3)
+    np.testing.assert_allclose(targets[:-3, 2], ot[3:])
+    assert np.isnan(targets[-1]).all()

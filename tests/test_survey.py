@@ -11,7 +11,7 @@ def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
     parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
     found = collect_statistics(
         [as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)],
-        classify=True,
+        task="classify",
     )
     whole = np.concatenate(parts)
     np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
@@ -23,7 +23,9 @@ def test_survey_counts_missing_inputs_and_names_the_first() -> None:
     inputs = np.zeros((100, 3))
     inputs[40, 1] = np.nan
     inputs[70, :] = np.inf
-    found = collect_statistics([as_recording({"inputs": inputs, "name": "pump"}, 0)], classify=True)
+    found = collect_statistics(
+        [as_recording({"inputs": inputs, "name": "pump"}, 0)], task="classify"
+    )
     assert found.faults == [
         (
             "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"

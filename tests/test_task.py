@@ -43,9 +43,22 @@ def test_text_and_few_whole_numbers_are_classes(
     assert task(data, targets=["y0"], task="regress") == "regress"
 
 
-def test_several_columns_are_numbers(tmp_path: Path) -> None:
-    data = table(tmp_path / "a.csv", [0, 1] * 30, columns=2)
-    assert task(data, targets=["y0", "y1"]) == "regress"
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 1], "multilabel"),
+        ([0.0, 1.0], "multilabel"),
+        ([0, ""], "multilabel"),
+        ([0, 2], "regress"),
+    ],
+)
+def test_several_columns_are_labels_if_each_value_is_0_or_1(
+    tmp_path: Path, values: list[Any], expected: str
+) -> None:
+    data = table(tmp_path / "a.csv", values * 30, columns=2)
+    assert task(data, targets=["y0", "y1"]) == expected
+    late = table(tmp_path / "b.csv", [*values * 40_000, 0.5], columns=2)  # in a later block
+    assert task(late, targets=["y0", "y1"]) == "regress"
 
 
 def test_every_recording_counts(tmp_path: Path) -> None:

@@ -61,19 +61,20 @@ class Part(NamedTuple):
 
 
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow,
-# unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn;
-# the layout of recordings, 2,200 of app's in stream
+# unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn,
+# and forecasts of changes and of several rows ahead, 800 there, in carry and in stream; the layout
+# of recordings, 2,200 of app's in stream; tt.metrics.MultiLabel, 300 in the root
 PARTS = {
-    "root": Part(18_000, 18_000),
-    "stream": Part(41_631, 25_000),
-    "kernels, nn": Part(17_616, 16_000),
-    "carry": Part(29_378, 20_000, modules=14),
+    "root": Part(18_268, 18_000),
+    "stream": Part(41_926, 25_000),
+    "kernels, nn": Part(17_880, 16_000),
+    "carry": Part(29_619, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),
-    "deploy": Part(19_738, 13_000),
+    "deploy": Part(19_901, 13_000),
     "integrations": Part(9_940, 8_000),
-    "app": Part(48_183, 24_000),
+    "app": Part(49_811, 24_000),
     "testing": Part(2_714, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

@@ -6,7 +6,6 @@ weights. The results, with the advice that follows from them, are kept in a file
 
 import json
 import math
-from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,7 +14,6 @@ from typing import Any
 
 from throughtime._files import write_atomically
 from throughtime.app.config import AuditOptions, Config
-from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, one_thread, without_dropout
@@ -25,9 +23,7 @@ from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose.audit import Truncation
 from throughtime.errors import ConfigError, DataError, RunError, counted
-from throughtime.stream import Recording, Stream
-from throughtime.stream.classes import ClassRecording
-from throughtime.stream.shift import ForecastRecording
+from throughtime.stream import Stream
 
 HORIZONS = (50, 200, 800)
 LENGTHS = 8  # times the longest horizon: steps that are audited
@@ -228,7 +224,7 @@ class AuditJob:
         self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
         _check_shorter(self.horizons[-1], self.steps, self.stream)
         without_dropout(self.net)
-        self.loss_fn = make_loss(config, self.spec, self.net, _class_counts(run))
+        self.loss_fn = make_loss(self.spec, self.net)
         self.first = recordings[0]
 
     def describe(self) -> str:
@@ -316,24 +312,3 @@ def _check_shorter(longest: int, steps: int, stream: Stream) -> None:
             f"horizon {longest:,} is not shorter than the {counted(steps, 'step')} audited, so it"
             f" would cut nothing. {more}"
         )
-
-
-def _class_counts(run: Run) -> Counter[str]:
-    """How often each class occurs in the training split, for balanced class weights."""
-    if not run.classes or run.config.class_weights != "balanced":
-        return Counter()
-    try:
-        train = map(_by_name, run.recordings(split="train"))
-        return collect_statistics([*train], classify=True).classes
-    except DataError as error:
-        raise DataError(
-            "class_weights='balanced' counts the training recordings of the run, which cannot be"
-            f" read: {error}"
-        ) from error
-
-
-def _by_name(recording: Recording) -> Recording:
-    """The recording whose targets are the names of the classes, each at its own step."""
-    while isinstance(recording, (ForecastRecording, ClassRecording)):
-        recording = recording.whole
-    return recording

@@ -6,8 +6,8 @@ which is known (Hyndman & Athanasopoulos, Forecasting: Principles and Practice, 
 and seasonal naive). All are measured on the same steps: those that have a target and all of these
 values. `skill = 1 - MSE / MSE of the baseline` is above 0 where the model is better (Murphy 1988).
 
-Shapes: `N` steps, `C` outputs or classes, `K` target columns, `F` forecasts: the model and the
-baselines.
+Shapes: `N` steps, `C` outputs or classes, `K` target columns, each of every row ahead, `F`
+forecasts: the model and the baselines.
 """
 
 import math
@@ -22,29 +22,31 @@ from throughtime.app.config import Config
 from throughtime.app.model import ModelSpec
 from throughtime.app.report.tables import DataTable
 from throughtime.chunk import Chunk
-from throughtime.errors import RunError
+from throughtime.errors import RunError, listed
 from throughtime.metrics import Metrics
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
 from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import RecordingView, StepArrays
-from throughtime.stream.shift import ForecastRecording, padded_slice
+from throughtime.stream.shift import ForecastRecording, later_rows
 
 MODEL = "model"
 _NAMES = {MODEL: "model", "persistence": "value now", "season": "value one season before"}
 _UNKNOWN_CLASS = -1  # of a baseline; the step still has a target
 
 
-def baseline_lags(ahead: int, season: int | None) -> dict[str, int]:
-    """How many steps before the present each baseline takes its value.
+def baseline_lags(ahead: Sequence[int], season: int | None) -> dict[str, tuple[int, ...]]:
+    """How many steps before the present each baseline takes its value, for each step ahead.
+
+    A season that ends with the present is not another baseline than the value now.
 
     Example:
-        >>> baseline_lags(24, None), baseline_lags(24, 168), baseline_lags(30, 24)
-        ({'persistence': 0}, {'persistence': 0, 'season': 144}, {'persistence': 0, 'season': 18})
+        >>> baseline_lags([24], None), baseline_lags([24], 24), baseline_lags([1, 30], 24)
+        ({'persistence': (0,)}, {'persistence': (0,)}, {'persistence': (0, 0), 'season': (23, 18)})
     """
-    lags = {"persistence": 0}
-    if season is not None:
-        lags["season"] = -(-ahead // season) * season - ahead
+    lags = {"persistence": (0,) * len(ahead)}
+    if season is not None and any(n % season for n in ahead):
+        lags["season"] = tuple(-n % season for n in ahead)
     return lags
 
 
@@ -56,18 +58,18 @@ class BaselineRecording(RecordingView[ForecastRecording]):
     """
 
     whole: ForecastRecording
-    lags: tuple[int, ...]
+    lags: tuple[tuple[int, ...], ...]
 
     def read(self, start: int, stop: int) -> StepArrays:
-        shift, stop = self.whole.shift, min(stop, len(self))
-        first = max(0, start - max(self.lags))
-        steps = self.whole.whole.read(first, min(stop + shift, len(self)))
+        ahead, stop = self.whole.ahead, min(stop, len(self))
+        first = max(0, start - max(map(max, self.lags)))
+        steps = self.whole.whole.read(first, min(stop + max(ahead), len(self)))
         if steps.targets is None:
             raise RunError(f"recording '{self.name}' has no targets to compare with")
-        values = steps.targets.reshape(len(steps.targets), -1)
+        rows = steps.targets.reshape(len(steps.targets), -1)
         own, *others = (
-            padded_slice(values, start - lag - first, stop - lag - first)
-            for lag in (-shift, *self.lags)
+            later_rows(rows, [start - first + n for n in shifts], stop - start)
+            for shifts in (ahead, *([-lag for lag in lags] for lags in self.lags))
         )
         targets = np.concatenate([own, *map(_unmasked, others)], axis=1)
         return steps._replace(inputs=steps.inputs[start - first : stop - first], targets=targets)
@@ -91,32 +93,31 @@ class Baselines:
         recordings: with the values of the baselines.
         steps: that are compared.
         squared: sums of squared errors, `(F, K)`, or of wrong classes.
-        absolute: sums of absolute errors, `(F, K)`.
     """
 
     def __init__(
         self,
         recordings: Sequence[ForecastRecording],
-        lags: Mapping[str, int],
+        lags: Mapping[str, tuple[int, ...]],
         columns: tuple[str, ...],
     ) -> None:
         self._columns, self._names = columns, (MODEL, *lags)
         self.recordings = [BaselineRecording(r, tuple(lags.values())) for r in recordings]
         self.steps = 0
-        self.squared, self.absolute = np.zeros((2, len(self._names), max(1, len(columns))))
+        self.squared = np.zeros((len(self._names), max(1, len(columns))))
 
     @classmethod
     def of_forecast(
         cls, spec: ModelSpec, recordings: Sequence[Recording], config: Config
     ) -> "Baselines | None":
-        """Those of a model; None if it does not forecast."""
+        """Those of a model; None if it forecasts neither classes nor numbers."""
         layout = spec.layout
         forecasts = [r for r in recordings if isinstance(r, ForecastRecording)]
-        if not forecasts:
+        if not forecasts or spec.is_multilabel:
             return None
         season = None if config.season is None else config.season // layout.frame_size
         lags = baseline_lags(layout.steps_ahead, season)
-        return cls(forecasts, lags, () if spec.classes else layout.targets)
+        return cls(forecasts, lags, () if spec.classes else spec.target_names)
 
     def own_targets(self, chunk: Chunk) -> Chunk:
         """The chunk with the targets of the recordings alone."""
@@ -139,23 +140,21 @@ class Baselines:
             errors = (errors > 0).double()
         self.steps += kept.shape[1]
         self.squared += errors.square().sum(dim=1).cpu().numpy()
-        self.absolute += errors.sum(dim=1).cpu().numpy()
 
     def compute(self) -> Metrics:
         """The errors by name; empty if no step can be compared.
 
-        For numbers `model/rmse[column]`, `model/mae[column]`, `persistence/rmse[column]` and so on,
-        and `persistence/skill[column]`, that of the model against it. For classes `model/accuracy`
+        For numbers `model/rmse[column]`, `persistence/rmse[column]` and so on, and
+        `persistence/skill[column]`, that of the model against it. For classes `model/accuracy`
         and `persistence/accuracy`.
         """
         metrics: Metrics = {"compared/steps": float(self.steps)} if self.steps else {}
-        squared, absolute = (sums / max(1, self.steps) for sums in (self.squared, self.absolute))
+        squared = self.squared / max(1, self.steps)
         for f, name in enumerate(self._names if self.steps else ()):
             if not self._columns:
-                metrics[f"{name}/accuracy"] = 1 - float(absolute[f, 0])
+                metrics[f"{name}/accuracy"] = 1 - float(squared[f, 0])
             for k, column in enumerate(self._columns):
                 metrics[f"{name}/rmse[{column}]"] = math.sqrt(squared[f, k])
-                metrics[f"{name}/mae[{column}]"] = float(absolute[f, k])
                 if name != MODEL:
                     model, base = float(squared[0, k]), float(squared[f, k])
                     metrics[f"{name}/skill[{column}]"] = 1 - model / base if base else math.nan
@@ -171,30 +170,55 @@ def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
     """Model and baselines of the metrics of a forecast, by target; None where there are none."""
     if "compared/steps" not in metrics:
         return None
-    caption = (
-        f"Forecasts on the same {metrics['compared/steps']:,.0f} steps. A skill above 0: the model"
-        " has the smaller squared error"
-    )
-    forecasts = [name for name in _NAMES if any(key.startswith(f"{name}/") for key in metrics)]
+    steps = f"forecasts on the same {metrics['compared/steps']:,.0f} steps"
     if "model/accuracy" in metrics:
-        rows = [[_NAMES[name], metrics[f"{name}/accuracy"]] for name in forecasts]
-        return DataTable(["forecast", "accuracy"], rows, caption.partition(". ")[0])
-    prefix = "model/rmse["
-    columns = [key[len(prefix) : -1] for key in metrics if key.startswith(prefix)]
-    return DataTable(
-        ["target", "forecast", "RMSE", "MAE", "skill of the model"],
-        [_row(metrics, column, name) for column in columns for name in forecasts],
-        caption,
-        (2, 3, 4),
-    )
-
-
-def _row(metrics: Mapping[str, float], column: str, name: str) -> Sequence[str | float]:
-    skill = metrics.get(f"{name}/skill[{column}]")
-    return [
-        column,
-        _NAMES[name],
-        metrics[f"{name}/rmse[{column}]"],
-        metrics[f"{name}/mae[{column}]"],
-        "" if skill is None else f"{skill:.3f}",
+        names = [name for name in _NAMES if f"{name}/accuracy" in metrics]
+        rows = [[_NAMES[name], metrics[f"{name}/accuracy"]] for name in names]
+        return DataTable(["forecast", "accuracy"], rows, steps.capitalize())
+    skills, columns = _skills(metrics), ["target", "model"]
+    for name in skills:
+        columns += [_NAMES[name], "skill"]
+    rows = [
+        [target, metrics[f"model/rmse[{target}]"]]
+        + [v for n, of in skills.items() for v in (metrics[f"{n}/rmse[{target}]"], of[target])]
+        for target in skills["persistence"]
     ]
+    caption = f"RMSE of {steps}. A skill above 0: the model has the smaller squared error"
+    return DataTable(columns, rows, caption)
+
+
+def _skills(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """The skill of the model against each baseline, by target."""
+    prefixes = {name: f"{name}/skill[" for name in _NAMES}
+    skills = {
+        name: {key[len(prefix) : -1]: v for key, v in metrics.items() if key.startswith(prefix)}
+        for name, prefix in prefixes.items()
+    }
+    return {name: values for name, values in skills.items() if values}
+
+
+def skill_advice(metrics: Mapping[str, float], config: Config) -> str:
+    """What to try where a baseline is the better forecast; empty where none is.
+
+    Example:
+        >>> config = Config("a.csv", "run", targets=("y",), ahead=24)
+        >>> metrics = {"model/rmse[y]": 2.0, "persistence/skill[y]": -0.5}
+        >>> skill_advice(metrics, config)[:66]
+        'y: the value now is the better forecast. Try --difference, by which'
+    """
+    worse = {
+        name: [target for target, skill in skills.items() if skill < 0]
+        for name, skills in _skills(metrics).items()
+    }
+    if not any(worse.values()):
+        return ""
+    better = [f"{listed(t)}: the {_NAMES[n]} is the better forecast" for n, t in worse.items() if t]
+    advice: list[str] = []
+    if not config.difference and worse["persistence"]:
+        advice.append("--difference, by which the net learns the change from now")
+    credit = config.credit_steps()
+    season = (config.season or 0) // config.frame_size
+    if worse.get("season") and config.gradient == "truncated" and credit and credit < season:
+        advice.append(f"--horizon {season}: credit flows back {credit} steps, less than a season")
+    advice.append("more --updates, a smaller --lr, or inputs that lead the target")
+    return "; ".join(better) + ". Try " + "; or ".join(advice)

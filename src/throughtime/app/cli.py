@@ -181,7 +181,7 @@ def evaluate(
     if as_json:
         print_json(scores)
         return
-    print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
+    print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
     out.print(
         f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
         f" {path} written"

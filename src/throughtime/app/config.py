@@ -38,11 +38,12 @@ class Config:
         " or label).",
     )
     out: str = setting("Output", "The run folder.", unset="runs/NAME-OF-DATA")
-    task: Literal["classify", "regress"] | None = setting(
+    task: Literal["classify", "multilabel", "regress"] | None = setting(
         "Data",
-        "What the targets are: classes, or numbers.",
+        "What the targets are: classes, several labels of 0 and 1, or numbers.",
         None,
-        unset="classify for text and up to 20 different whole numbers, else regress",
+        unset="classify for text and up to 20 different whole numbers in a column, multilabel for"
+        " several columns of 0 and 1, else regress",
     )
     inputs: tuple[str, ...] = setting(
         "Data", "Input columns, separated by commas.", (), unset="all that are not targets"
@@ -112,12 +113,11 @@ class Config:
     background_class: str | None = setting(
         "Data", "The class of steps outside all intervals.", None, unset="they have no target"
     )
-    ahead: int = setting(
+    ahead: int | str = setting(
         "Data",
         "Forecast: the target of a row is the value so many rows later, of an input or another"
-        " column.",
+        " column; of several, such as 1-24 or 1,6,24, side by side.",
         0,
-        minimum=0,
     )
     season: int | None = setting(
         "Data",
@@ -142,6 +142,12 @@ class Config:
         " with those of inputs, outputs, hidden, layers and dropout that it takes.",
         "lstm",
         words=MODEL_NAMES,
+    )
+    difference: bool = setting(
+        "Model",
+        "With --ahead: outputs are changes of input columns from now, which the net adds to them;"
+        " the loss is in units of the change.",
+        False,
     )
     hidden: int = setting("Model", "Width of the recurrent layers.", 64, minimum=1)
     layers: int = setting("Model", "Number of recurrent layers.", 1, minimum=1)

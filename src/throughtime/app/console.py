@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from throughtime.app.baselines import baseline_table, is_comparison
+from throughtime.app.baselines import baseline_table, is_comparison, skill_advice
 from throughtime.app.config import Config
 from throughtime.app.distributed import LostRankError
 from throughtime.app.load import load_run
@@ -192,11 +192,13 @@ def _print_start(training: Training) -> None:
         " held out; " + "; ".join(dataset.remarks)
     )
     layout, lanes = spec.layout, training.stream.lanes
-    inputs = listed((*layout.inputs, *layout.static))
+    inputs = ", ".join((*layout.inputs, *layout.static))  # each by name: one may be a leak
     if layout.frame_size > 1:
         inputs += f", {layout.frame_size} rows a step"
     outputs = (
-        f"classes {listed(spec.classes)}" if spec.classes else f"targets {listed(layout.targets)}"
+        f"classes {listed(spec.classes)}"
+        if spec.classes
+        else f"targets {listed(spec.target_names)}"
     )
     model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
     ranks = f"; {training.team.count} ranks of {counted(lanes, 'lane')}"
@@ -256,7 +258,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     for row in folder.read_metrics(names):
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
-            print_scores("valid", metrics, row["recordings"], folder.metrics)
+            print_scores("valid", metrics, row["recordings"], folder.metrics, training.config)
     if kept < count:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(load_run(folder.path))
@@ -271,10 +273,11 @@ def print_scores(
     metrics: Mapping[str, float],
     recordings: Mapping[str, Mapping[str, float]],
     path: Path,
+    config: Config,
 ) -> None:
     """Print the metrics of each recording, if they are few, and of all steps together.
 
-    Those of a forecast beside the baselines.
+    Those of a forecast beside the baselines, and what to try where these are better.
     """
     many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
     shown = {} if many else recordings
@@ -283,6 +286,8 @@ def print_scores(
     print_table(title, scores_table(names, metrics, shown))
     if (baselines := baseline_table(metrics)) is not None:
         print_table(baselines.caption, baselines)
+    if advice := skill_advice(metrics, config):
+        out.print(advice)
 
 
 def print_audit(report: "AuditReport", config: Config) -> None:

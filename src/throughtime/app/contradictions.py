@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from throughtime.app.user_class import is_reference
-from throughtime.app.values import named_series, weights_by_class
+from throughtime.app.values import named_series, rows_ahead, weights_by_class
 from throughtime.errors import ConfigError, did_you_mean, listed
 
 if TYPE_CHECKING:
@@ -96,17 +96,15 @@ def _of_labels(config: "Config") -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
     frame, weights = config.frame_size, config.class_weights
-    for name in ("target_every", "ahead", "season"):
+    for name in ("target_every", "season"):
         rows = getattr(config, name)
         if rows is not None and frame > 0 and rows % frame:
-            yield (
-                f"{name}={rows} rows are no whole number of frames of {frame}: expected a multiple"
-            )
-    if config.season is not None and not config.ahead:
-        yield f"season={config.season} belongs to forecasts: leave it out, or set ahead=24 or so"
+            yield _no_frames(name, rows, frame)
+    yield from _of_forecasts(config)
     for_classes = {"background_class": config.background_class}
-    for_classes["class_weights"] = None if weights == "none" else weights
-    for name, value in for_classes.items() if config.task == "regress" else ():
+    if config.task == "regress":
+        for_classes["class_weights"] = None if weights == "none" else weights
+    for name, value in for_classes.items() if config.task not in {None, "classify"} else ():
         if value is not None:
             yield f"{name}={value!r} belongs to classes: leave it out, or set task='classify'"
     if weights not in {"none", "balanced"}:
@@ -114,6 +112,36 @@ def _of_labels(config: "Config") -> Iterator[str]:
             weights_by_class(weights)
         except ConfigError as error:
             yield str(error)
+
+
+def _no_frames(name: str, rows: object, frame: int) -> str:
+    return f"{name}={rows} rows are no whole number of frames of {frame}: expected a multiple"
+
+
+def _of_forecasts(config: "Config") -> Iterator[str]:
+    """Contradictions between the settings of a forecast."""
+    try:
+        ahead = rows_ahead(config.ahead)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if ahead and ahead[0] < 0:
+        yield f"ahead={config.ahead}: expected at least 0"
+    elif config.frame_size > 0 and any(rows % config.frame_size for rows in ahead):
+        yield _no_frames("ahead", config.ahead, config.frame_size)
+    if len(ahead) > 1 and config.task == "classify":
+        yield f"ahead={config.ahead!r} are several forecasts, which are of numbers: take one"
+    forecasts = {"season": config.season, "difference": config.difference or None}
+    for name, value in forecasts.items() if not ahead else ():
+        if value is not None:
+            yield f"{name}={value} belongs to forecasts: leave it out, or set ahead=24 or so"
+    if config.difference and config.task not in {None, "regress"}:
+        yield "difference=True belongs to numbers: leave it out, or set task='regress'"
+    if config.difference and config.standardise == "recording":
+        yield (
+            "difference=True adds to the inputs of the net, which standardise='recording' takes out"
+            " of their units: take split or first:400"
+        )
 
 
 def _of_stream(config: "Config") -> Iterator[str]:

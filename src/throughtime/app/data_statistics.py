@@ -17,10 +17,13 @@ from throughtime.errors import DataError, counted
 from throughtime.stream import Recording
 from throughtime.stream.classes import class_name
 from throughtime.stream.formats.table import Array
+from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import RecordingView, StepArrays, StepChecksum, location
 
 BLOCK = 65_536  # steps read at once, fewer if there are many columns
 _WIDE = 16  # up to so many columns, a block has BLOCK steps
+_ROUNDING = 1e-8  # of a squared correlation: files round
+_FEW = 3  # changes that may agree by chance
 
 
 @dataclass
@@ -56,14 +59,14 @@ class Statistics:
 
     Attributes:
         inputs: moments of the input features.
-        targets: moments of the targets of a regression.
+        targets: moments of targets that are numbers or labels.
         classes: how often each class occurs.
         missing: steps with inputs that are NaN or infinite.
         missing_targets: steps without a target.
         steps: the number of steps.
         rising: input columns that increase strictly within every block.
         faults: one message for each recording with such inputs.
-        bad_targets: one message for each block with infinite targets.
+        bad_targets: one message for each block with infinite targets, or other labels than 0 and 1.
         checksums: of the values of each recording, by its name.
         means: of the input features of each recording.
     """
@@ -93,14 +96,15 @@ class Statistics:
             self.classes[class_name(value)] += int(count)
         self.missing_targets += self.classes.pop("", 0)
 
-    def add_targets(self, name: str, start: int, targets: Array) -> None:
-        """Add a block of the targets of a regression, which starts at step `start`."""
+    def add_targets(self, name: str, start: int, targets: Array, *, labels: bool) -> None:
+        """Add a block of numbers, or of labels, which starts at step `start`."""
         rows = targets.reshape(len(targets), -1).astype(np.float64)
-        infinite = np.isinf(rows).any(axis=1)
-        if infinite.any():
+        wrong = ~np.isin(rows, (0, 1)) & ~np.isnan(rows) if labels else np.isinf(rows)
+        wrong, what = wrong.any(axis=1), "other" if labels else "infinite"
+        if wrong.any():
             self.bad_targets.append(
-                f"recording '{name}': {counted(int(infinite.sum()), 'step has', 'steps have')}"
-                f" infinite targets, the first is step {start + int(infinite.argmax())}"
+                f"recording '{name}': {counted(int(wrong.sum()), 'step has', 'steps have')}"
+                f" {what} targets, the first is step {start + int(wrong.argmax())}"
             )
         self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
         self.targets.add(rows)
@@ -128,14 +132,14 @@ class StandardisedRecording(RecordingView[Recording]):
 def collect_statistics(
     recordings: Sequence[Recording],
     *,
-    classify: bool,
+    task: str,
     on_steps: Callable[[int], None] | None = None,
 ) -> Statistics:
     """Collect the statistics of all recordings in one pass.
 
     Args:
         recordings: those of one split.
-        classify: whether the targets are classes.
+        task: whether the targets are classes, labels or numbers.
         on_steps: called with the number of steps of each block read.
 
     Raises:
@@ -161,10 +165,11 @@ def collect_statistics(
             checksum.add(steps)
             statistics.add_inputs(inputs)
             own.add(inputs)
-            if steps.targets is not None and classify:
+            if steps.targets is not None and task == "classify":
                 statistics.add_classes(steps.targets)
             elif steps.targets is not None:
-                statistics.add_targets(recording.name, start, steps.targets)
+                labels = task == "multilabel"
+                statistics.add_targets(recording.name, start, steps.targets, labels=labels)
             if on_steps is not None:
                 on_steps(len(inputs))
         statistics.checksums[recording.name] = str(checksum)
@@ -178,6 +183,44 @@ def collect_statistics(
                 f" the first at {first}"
             )
     return statistics
+
+
+def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> Moments:
+    """The moments of the targets; with the input columns `now`, of their changes from these.
+
+    Cost: one read of every recording.
+    """
+    moments = Moments()
+    for recording in recordings:
+        for _, steps in read_blocks(recording):
+            if steps.targets is not None:
+                targets = steps.targets.reshape(len(steps.targets), -1)
+                moments.add(targets - _inputs(steps)[:, list(now)] if now else targets)
+    return moments
+
+
+def leaks(steps: StepArrays, inputs: Sequence[str]) -> list[list[str]]:
+    """For each target column, the input columns that determine it.
+
+    Such a column equals it up to a shift and a scale, or changes at the same steps and no others.
+
+    Args:
+        steps: consecutive ones, as they are trained on.
+        inputs: the names of the columns of a row.
+    """
+    x, result = _inputs(steps), list[list[str]]()
+    for y in [] if steps.targets is None else steps.targets.reshape(len(x), -1).T:
+        known = np.isfinite(y) & (y != IGNORE_INDEX) & np.isfinite(x).all(axis=1)
+        pairs = known[1:] & known[:-1]
+        changes = (y[1:] != y[:-1])[pairs]
+        same = ((x[1:] != x[:-1])[pairs] == changes[:, None]).all(axis=0)
+        same &= _FEW < changes.sum() < len(changes) / 2
+        a, b = (v[known] - v[known].sum(axis=0) / max(1, known.sum()) for v in (x, y))
+        squares = (a**2).sum(axis=0) * (b**2).sum()
+        equal = (squares > 0) & ((b @ a) ** 2 > (1 - _ROUNDING) * squares)
+        columns = np.flatnonzero(equal | same) % len(inputs)
+        result.append([inputs[i] for i in dict.fromkeys(columns.tolist())])
+    return result
 
 
 def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:

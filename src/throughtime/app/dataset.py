@@ -5,7 +5,7 @@ Shapes: `T` steps, `C` target columns.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ from throughtime.app.data_statistics import (
     StandardisedRecording,
     Statistics,
     collect_statistics,
+    leaks,
     read_blocks,
+    target_moments,
 )
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
@@ -118,8 +120,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
 
     # of unshifted targets: those without a later step are values of the same column
     statistics, held_out = (
-        collect_statistics(part, classify=layout.classify, on_steps=advance)
-        for part in (train, valid)
+        collect_statistics(part, task=layout.task, on_steps=advance) for part in (train, valid)
     )
     _check_values(config, statistics, held_out)
     if layout.classify:
@@ -144,6 +145,9 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         *_frame_remarks(sources, config.frame_size),
     )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
+    remarks += tuple(_leak_remarks(listed, train, spec))
+    if spec.difference or len(layout.steps_ahead) > 1:
+        statistics = replace(statistics, targets=target_moments(train, spec.difference))
     return Dataset(train, valid, statistics, held_out, spec, remarks)
 
 
@@ -239,7 +243,8 @@ def as_played(
 ) -> list[Recording]:
     """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
     indexed = [ClassRecording(r, classes, _OWNER) for r in recordings] if classes else recordings
-    return [shift_targets(recording, layout.steps_ahead) for recording in indexed]
+    ahead = layout.steps_ahead or 0
+    return [shift_targets(recording, ahead) for recording in indexed]
 
 
 def in_splits(sources: Sequence[SourceRecording], layout: Layout) -> list[tuple[str, Recording]]:
@@ -354,8 +359,9 @@ def changed_data(
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     faults = train.faults + valid.faults if config.missing == "error" else []
+    expected = "0 or 1" if config.task == "multilabel" else "finite"
     faults += [
-        f"{fault}; targets must be finite, or NaN where there are none"
+        f"{fault}; targets must be {expected}, or NaN where there are none"
         for fault in train.bad_targets + valid.bad_targets
     ]
     if faults:
@@ -395,8 +401,37 @@ def _split_counts(entries: Sequence[ManifestEntry]) -> str:
 def _ahead_remarks(layout: Layout) -> list[str]:
     if not layout.ahead:
         return []
-    steps = counted(layout.steps_ahead, "step")
-    return [f"targets are {steps} later: the last {steps} of each recording have none"]
+    steps = layout.steps_ahead
+    which = counted(steps[0], "step") if len(steps) == 1 else f"{listed(steps)} steps"
+    last = counted(steps[-1], "step")
+    return [f"targets are {which} later: the last {last} of each recording have none"]
+
+
+def _leak_remarks(
+    entries: Sequence[ManifestEntry], train: Sequence[Recording], spec: ModelSpec
+) -> list[str]:
+    """Inputs that give a target away, or that a targets file has as a column, too."""
+    layout, longest = spec.layout, max(train, key=len)
+    if layout.allow_target_as_input:
+        return []
+    _, steps = next(read_blocks(longest))
+    columns = leaks(steps, layout.inputs)
+    named = {
+        f"determines {target}": n for target, n in zip(spec.target_names, columns, strict=False)
+    }
+    file = next((entry.targets for entry in entries if entry.targets is not None), None)
+    if file is not None and not layout.ahead:
+        own = layout.open(file).columns
+        named["is a column of the targets files"] = [
+            n
+            for n in layout.inputs
+            if n in own and not n.isdecimal()  # else it is without a name
+        ]
+    return [
+        f"input {listed(names)} {what}; if it is not known when the net runs, --exclude {names[0]}"
+        for what, names in named.items()
+        if names
+    ]
 
 
 def _lane_remarks(config: Config, recordings: int) -> list[str]:

@@ -47,7 +47,7 @@ def export_run(
     rate = layout.rate / layout.frame_size if layout.rate is not None else None
     details = {
         "task": layout.task,
-        "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(layout.targets)},
+        "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(spec.target_names)},
         "rows_per_step": layout.frame_size,
         "rows_ahead": layout.ahead,
     }
@@ -59,7 +59,7 @@ def export_run(
             to=to,
             steps=steps,
             rate=rate,
-            classes=spec.classes,
+            classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
             stream=None if recording is None else _unbroken(recording, run),
             details=details,
         )

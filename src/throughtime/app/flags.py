@@ -126,8 +126,9 @@ def to_settings(flags: dict[str, Any]) -> dict[str, Any]:
             settings[name] = tuple(column.strip() for column in value.split(","))
     if "logger" in settings:
         settings["logger"] = [name.lower() for name in settings["logger"]]
-    if re.fullmatch(r"-?[0-9]+", settings.get("workers", "")):
-        settings["workers"] = int(settings["workers"])
+    for name in ("workers", "ahead"):
+        if re.fullmatch(r"-?[0-9]+", str(settings.get(name, ""))):
+            settings[name] = int(settings[name])
     if arguments := settings.pop("gradient_args", None):
         settings["gradient_args"] = dict(map(parse_argument, arguments))
     return settings
@@ -169,11 +170,11 @@ def _flag(setting: Field[Any]) -> inspect.Parameter:
         annotation, names = list[str] | None, ["--gradient-arg"]
     elif name == "logger":
         annotation = list[str] | None
-    elif "tuple" in str(annotation) or name == "workers":  # text that is parsed later
+    elif "tuple" in str(annotation) or name in {"workers", "ahead"}:  # text that is parsed later
         annotation = str | None
     if default is MISSING or default == ():
         default, annotation = None, annotation | None
-    elif name == "workers":
+    elif name in {"workers", "ahead"}:
         default = str(default)
     option = typer.Option(
         *names,

@@ -28,6 +28,7 @@ from throughtime.stream.labels import At
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import Recording
+from throughtime.stream.shift import horizons
 from throughtime.stream.tables import as_table, names_of
 
 _MOST_CLASSES = 20  # that are whole numbers; text may have more
@@ -63,7 +64,7 @@ def recordings(
     exclude: str | Sequence[str] = (),
     static: str | Sequence[str] = (),
     series: Mapping[str, str | Sequence[str]] | None = None,
-    task: Literal["classify", "regress"] | None = None,
+    task: Literal["classify", "multilabel", "regress"] | None = None,
     frame_size: int = 1,
     delimiter: str | None = None,
     decimal: Literal[".", ","] | None = None,
@@ -71,7 +72,7 @@ def recordings(
     target_every: int | None = None,
     target_at: At | None = None,
     background_class: str | None = None,
-    ahead: int = 0,
+    ahead: int | Sequence[int] = 0,
     allow_target_as_input: bool = False,
     holdout: float = 0.0,
 ) -> Splits:
@@ -86,8 +87,9 @@ def recordings(
         exclude: columns that are not used.
         static: columns of the manifest that are appended to the inputs of every step.
         series: further columns by name, see `tt.recording`.
-        task: whether the targets are classes or numbers; default: text, and at most 20 different
-            whole numbers, are classes.
+        task: whether the targets are classes, several labels of 0 and 1, or numbers; default: text,
+            and at most 20 different whole numbers in a column, are classes, and several columns of
+            0 and 1 labels.
         frame_size: rows that form one step.
         delimiter: the character between the fields of CSV files; default: detected.
         decimal: the decimal mark of CSV files; default: detected.
@@ -95,7 +97,8 @@ def recordings(
         target_every: rows of the inputs for each row of a targets file.
         target_at: which steps of such a span carry its label, "all" or the "last".
         background_class: the class between intervals.
-        ahead: the target of a step is that of so many rows later.
+        ahead: the target of a step is that of so many rows later; of several, such as
+            `range(1, 25)`, side by side.
         allow_target_as_input: whether an input may be the target of the same step.
         holdout: without splits, the share of the recordings, or of the only one, that is `valid`.
 
@@ -135,15 +138,16 @@ def recordings(
         "target_every": target_every,
         "target_at": target_at,
         "background_class": background_class,
-        "ahead": ahead,
+        "ahead": horizons(ahead),
         "allow_target_as_input": allow_target_as_input,
     }
     layout = Layout(task or "classify", **options)
     sources = open_recordings(entries, layout)
     if task is None:
         rows = [one.recording.targets for one in sources if one.split in {"", "train"}]
-        if task_of(targets for targets in rows if targets is not None) == "regress":
-            layout = Layout("regress", **options)
+        task = task_of(targets for targets in rows if targets is not None)
+        if task != "classify":
+            layout = Layout(task, **options)
             sources = open_recordings(entries, layout)
     splits, _ = split_recordings(in_splits(sources, layout), holdout)
     classes = _class_names(splits.get("train", [])) if layout.classify else ()
@@ -160,8 +164,8 @@ def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
 def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     """The settings with a task: that of the settings, or else the one that fits the targets.
 
-    Text is classes, and so are at most 20 different whole numbers, in a single column. Other
-    numbers are numbers.
+    Text is classes, and so are at most 20 different whole numbers, in a single column. Several
+    columns of 0 and 1 are labels, each by itself. Other numbers are numbers.
 
     Raises:
         DataError: as for `open_dataset`.
@@ -170,28 +174,42 @@ def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     """
     if config.task is not None:
         return config
-    settings = replace(config, task="classify")
     entries = entries_of(find_recordings(Path(config.data), config.static), ("train",))
-    layout = layout_of(settings)
+    layout = replace(layout_of(config), task="classify")
     opened = open_recordings(entries[:_RECORDINGS], layout, on_phase)
     targets = [one.recording.targets for one in opened]
     return replace(config, task=task_of(rows for rows in targets if rows is not None))
 
 
-def task_of(sources: Iterable[RowSource]) -> Literal["classify", "regress"]:
-    """Whether the targets of recordings are classes or numbers."""
+def task_of(sources: Iterable[RowSource]) -> Literal["classify", "multilabel", "regress"]:
+    """Whether the targets of recordings are classes, several labels of 0 and 1, or numbers."""
     names = set[str]()
+    task: Literal["classify", "multilabel"] = "classify"
     for targets in sources:
         for start in range(0, len(targets), _BLOCK)[:_BLOCKS]:
             block = targets.read(start, min(start + _BLOCK, len(targets)))
             names |= set(class_names([block]))
             if not all(map(is_number, names)):
                 return "classify"
-            several = block.ndim > 1 and block.shape[1] > 1
-            whole = all(float(name).is_integer() for name in names)
-            if several or not whole or len(names) > _MOST_CLASSES:
+            values = {*map(float, names)}
+            if block.ndim > 1 and block.shape[1] > 1:
+                task = "multilabel"
+                fits = values <= {0.0, 1.0}
+            else:
+                fits = all(map(float.is_integer, values)) and len(names) <= _MOST_CLASSES
+            if not fits:
                 return "regress"
-    return "classify"
+    return task
+
+
+def task_remark(config: Config) -> str:
+    """Why a run has its task, where no setting names it."""
+    reasons = {
+        "classify": "targets are text or few whole numbers, each a class",
+        "multilabel": "targets are several columns of 0 and 1, each a label by itself",
+        "regress": "targets are numbers",
+    }
+    return f"{reasons[config.task or 'regress']}: --task {config.task}"
 
 
 @dataclass(frozen=True)

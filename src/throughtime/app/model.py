@@ -4,7 +4,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 """
 
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import _safetensors
-from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import Statistics
 from throughtime.app.recordings import SourceRecording, layout_of
@@ -39,9 +37,9 @@ from throughtime.errors import (
     listed,
     one_line,
 )
-from throughtime.metrics import Classification, Metric, Regression
+from throughtime.metrics import Classification, Metric, MultiLabel, Regression
 from throughtime.nn import GRU, LSTM, RNN
-from throughtime.nn.affine import Affine, Standardise, WholeRecording
+from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import class_name, sorted_classes
@@ -65,10 +63,12 @@ class ModelSpec:
         layers: their number.
         features: inputs of a step, static features included.
         outputs: classes, or target columns.
-        classes: their names; empty for a regression.
+        classes: their names; empty for labels and numbers.
         dtype: of weights and inputs.
         dropout: the share of the outputs of each layer that training replaces by 0.
         sha256: of the file of a user's module.
+        weights: of the classes or labels in the loss; empty if all are 1.
+        difference: of each output, the input that it is a change of; empty for values.
         update: the one that the weights are of; 0 in training.
         planned: updates of the whole run while it is not finished; else 0.
     """
@@ -83,6 +83,8 @@ class ModelSpec:
     dtype: Literal["float32", "float64"]
     dropout: float = 0.0
     sha256: str = ""
+    weights: tuple[float, ...] = ()
+    difference: tuple[int, ...] = ()
     update: int = 0
     planned: int = 0
 
@@ -108,12 +110,24 @@ class ModelSpec:
             config.hidden,
             config.layers,
             len(statistics.inputs.mean),
-            len(classes) if layout.classify else len(statistics.targets.mean),
+            len(classes)
+            if layout.classify
+            else len(statistics.targets.mean) * max(1, len(layout.steps_ahead)),
             classes,
             config.dtype,
             config.dropout,
             "" if own is None else own.sha256(),
+            _loss_weights(config, layout, classes, statistics),
+            _present_columns(layout) if config.difference else (),
         )
+
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The target columns; of several rows ahead each with its own: `OT+1`, `OT+24`."""
+        rows = self.layout.ahead
+        if len(rows) < 2:
+            return self.layout.targets
+        return tuple(f"{name}+{n}" for n in rows for name in self.layout.targets)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -122,7 +136,20 @@ class ModelSpec:
 
     def metrics(self) -> Metric:
         """Empty metrics of the task."""
+        if self.is_multilabel:
+            return MultiLabel(self.target_names)
         return Classification(self.classes) if self.classes else Regression()
+
+    @property
+    def is_multilabel(self) -> bool:
+        """Whether each output is the logit of a label of its own."""
+        return self.layout.task == "multilabel"
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        """Those of classes or labels, for outputs `(N, C)`; numbers as they are."""
+        if self.is_multilabel:
+            return outputs.sigmoid()
+        return outputs.softmax(dim=1) if self.classes else outputs
 
     @property
     def title(self) -> str:
@@ -138,6 +165,24 @@ class ModelSpec:
         Those of a user's module are not known.
         """
         return not self.sha256 and 8 * lanes * self.hidden**2 < _WORTH_THREADS
+
+
+def _present_columns(layout: Layout) -> tuple[int, ...]:
+    """Of each output, the input that holds the present value of its target.
+
+    Raises:
+        ConfigError: a target is no input.
+    """
+    absent = [name for name in layout.targets if name not in layout.inputs]
+    if absent:
+        raise ConfigError(
+            f"difference=True adds changes to the present values of the targets, and"
+            f" {listed(absent, quoted=True)} is not among the inputs ({listed(layout.inputs)}):"
+            " name it with --inputs, too"
+        )
+    last = len(layout.inputs) * (layout.frame_size - 1)  # the row of a frame that is the present
+    columns = [last + layout.inputs.index(name) for name in layout.targets]
+    return tuple(columns * len(layout.steps_ahead))
 
 
 def own_class(config: Config) -> ClassReference | None:
@@ -201,9 +246,23 @@ def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried
         case how:
             first = WholeRecording() if how == ["recording"] else nn.Identity()
     parts = [("standardise", first), *inner]
-    if not spec.classes:
+    if spec.layout.task == "regress":
         parts.append(("units", Affine(spec.outputs, inverse=True)))
-    return carry(nn.Sequential(OrderedDict(parts))).to(spec.torch_dtype)
+    net: nn.Module = nn.Sequential(OrderedDict(parts))
+    if spec.difference:
+        net = Difference(net, columns=spec.difference)
+    return carry(net).to(spec.torch_dtype)
+
+
+def _affine(net: Carried) -> dict[str, Affine]:
+    """The modules that hold statistics, by their names in the net's weights."""
+    difference = isinstance(net.module, Difference)
+    chain = net.module.module if isinstance(net.module, Difference) else net.module
+    return {
+        "module." * difference + name: part
+        for name, part in chain.named_children()
+        if isinstance(part, Affine)
+    }
 
 
 def prepare_own(net: Carried, spec: ModelSpec) -> None:
@@ -245,62 +304,29 @@ def without_dropout(net: nn.Module) -> None:
             part.dropout = 0.0
 
 
-def check_memory(spec: ModelSpec, device: str) -> None:
-    """Refuse a model that cannot be trained in the memory of this machine, before it is made.
-
-    Raises:
-        ConfigError: weights, gradients and the two moments of Adam take more than there is.
-    """
-    if spec.sha256:
-        return  # the sizes of a user's module are known once it is made
-    gates, hidden = {"lstm": 4, "gru": 3, "rnn": 1}[spec.model], spec.hidden
-    first = gates * hidden * (spec.features + hidden + 2)
-    rest = (spec.layers - 1) * gates * hidden * (2 * hidden + 2)
-    weights = first + rest + (hidden + 1) * spec.outputs
-    needed, available = 4 * weights * spec.torch_dtype.itemsize, _memory(device)
-    if available is not None and needed > available:
-        raise ConfigError(
-            f"hidden={hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
-            f" {needed / 1e9:,.0f} GB to train (weights, gradients and two moments of Adam), and"
-            f" there are {available / 1e9:,.0f} GB; take a smaller --hidden"
-        )
-
-
-def _memory(device: str) -> int | None:
-    """Bytes of a GPU, or of this machine; None where the system does not say."""
-    if is_accelerator(torch.device(device)):
-        return device_bytes(torch.device(device))
-    if sys.platform == "win32":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def set_statistics(net: Carried, statistics: Statistics) -> None:
     """Copy the means and deviations of the training split into the net."""
-    parts = dict(net.module.named_children())
-    for name, moments in (("standardise", statistics.inputs), ("units", statistics.targets)):
-        part = parts.get(name)
-        if isinstance(part, Affine):
-            part.shift.copy_(torch.from_numpy(moments.mean))
-            part.scale.copy_(torch.from_numpy(moments.scale))
+    for part in _affine(net).values():
+        moments = statistics.targets if part.inverse else statistics.inputs
+        part.shift.copy_(torch.from_numpy(moments.mean))
+        part.scale.copy_(torch.from_numpy(moments.scale))
 
 
 def statistics_of(net: Carried) -> dict[str, Tensor]:
     """The statistics that the net standardises with, by their names in its weights."""
     return {
         f"{name}.{key}": value
-        for name, part in net.module.named_children()
-        if isinstance(part, Affine)
+        for name, part in _affine(net).items()
         for key, value in part.named_buffers()
     }
 
 
 def in_units(net: Carried, x: Tensor) -> Tensor:
     """Inputs of mean 0 and deviation 1 as those of the training split, if the net has these."""
-    statistics = statistics_of(net)
-    if "standardise.shift" not in statistics:
-        return x
-    return x * statistics["standardise.scale"].to(x) + statistics["standardise.shift"].to(x)
+    for part in _affine(net).values():
+        if not part.inverse:
+            return x * part.scale.to(x) + part.shift.to(x)
+    return x
 
 
 @dataclass(frozen=True)
@@ -313,59 +339,53 @@ class StandardisedMSE:
         return ((outputs - targets.view_as(outputs)) / self.scale).square().mean()
 
 
-def make_loss(
-    config: Config, spec: ModelSpec, net: Carried, counts: Mapping[str, int]
-) -> nn.Module | StandardisedMSE:
-    """Cross-entropy with the class weights of the settings, or the standardised squared error.
+def make_loss(spec: ModelSpec, net: Carried) -> nn.Module | StandardisedMSE:
+    """Cross-entropy, of labels the binary one, with weights; of numbers the standardised error.
 
     Args:
-        config: says how classes are weighted.
         spec: of the net.
         net: with its statistics, on its device.
-        counts: how often each class occurs in the training split; used for balanced weights.
-
-    Raises:
-        ConfigError: a weight for a class that does not exist.
     """
+    if spec.layout.task == "regress":
+        (units,) = (part for part in _affine(net).values() if part.inverse)
+        return StandardisedMSE(units.scale.clone())
     device = next(net.parameters()).device
-    if not spec.classes:
-        return StandardisedMSE(net.module.get_buffer("units.scale").clone())
-    weights = class_weights(config.class_weights, spec.classes, counts)
-    return nn.CrossEntropyLoss(
-        weight=None if weights is None else weights.to(device, spec.torch_dtype)
-    )
+    weight = None
+    if spec.weights:
+        weight = torch.tensor(spec.weights, dtype=spec.torch_dtype, device=device)
+    if spec.is_multilabel:
+        return nn.BCEWithLogitsLoss(pos_weight=weight)
+    return nn.CrossEntropyLoss(weight=weight)
 
 
-def class_weights(
-    setting: str, classes: tuple[str, ...], counts: Mapping[str, int]
-) -> Tensor | None:
-    """The weight of each class in the loss, `(C,)`; `None` if all weights are equal.
+def _loss_weights(
+    config: Config, layout: Layout, classes: tuple[str, ...], statistics: Statistics
+) -> tuple[float, ...]:
+    """The weight of each class, or of the ones of each label, in the loss; empty if all are 1.
 
-    Args:
-        setting: `none`; `balanced`, by the inverse frequency; or `a=5,b=2`, others 1.
-        classes: of the model, in its order.
-        counts: how often each occurs; used for `balanced`.
+    Balanced, it is the inverse frequency of a class, or the zeros for each one of a label.
 
     Raises:
-        ConfigError: a class that the model does not have.
+        ConfigError: a class or label that the data do not have.
     """
-    if setting == "none":
-        return None
-    if setting == "balanced":
-        frequencies = torch.tensor(
-            [counts[name] for name in classes], dtype=torch.float64, device="cpu"
-        )
-        return frequencies.sum() / (len(frequencies) * frequencies)
-    weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
-    unknown = [name for name in weights if name not in classes]
-    if unknown:
-        raise ConfigError(
-            f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split has"
-            f" {listed(classes)}"
-        )
-    return torch.tensor(
-        [weights.get(name, 1.0) for name in classes], dtype=torch.float64, device="cpu"
-    )
+    setting, names = config.class_weights, classes or layout.targets
+    if setting == "none" or layout.task == "regress":
+        return ()
+    if setting != "balanced":
+        weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
+        if unknown := [name for name in weights if name not in names]:
+            raise ConfigError(
+                f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split"
+                f" has {listed(names)}"
+            )
+        values = [weights.get(name, 1.0) for name in names]
+    elif classes:
+        total = statistics.classes.total()
+        values = [total / (len(classes) * statistics.classes[name]) for name in classes]
+    else:
+        shares = statistics.targets.mean.tolist()
+        values = [(1 - share) / share if 0 < share < 1 else 1.0 for share in shares]
+    return tuple(values * max(1, len(layout.steps_ahead)))
 
 
 def check_device(device: str) -> None:

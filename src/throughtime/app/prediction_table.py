@@ -26,7 +26,7 @@ class PredictedSteps:
     """The table of the predictions of a recording.
 
     Its columns are the step, its time stamp if the recording has some, the time or the row that a
-    forecast is for, the class, and a probability of each class or a value of each target.
+    single forecast is for, the class, and a probability of each class or a value of each target.
     """
 
     recording: Recording
@@ -39,7 +39,7 @@ class PredictedSteps:
         times = step_times(self.recording, steps.start, steps.stop)
         if times is not None:
             table["time"] = times.astype("M8[ns]")
-        if spec.layout.ahead:
+        if len(spec.layout.steps_ahead) == 1:
             table["forecast_for"] = self._later(steps)
         if spec.classes:
             names = np.array([*spec.classes, ""])  # none where a step was left out
@@ -50,17 +50,19 @@ class PredictedSteps:
 
     def _names(self) -> list[str]:
         names = [f"p[{name}]" for name in self.spec.classes]
-        names = names or [f"y[{name}]" for name in self.spec.layout.targets]
+        sign = "p" if self.spec.is_multilabel else "y"
+        names = names or [f"{sign}[{name}]" for name in self.spec.target_names]
         return names or [f"y[{i}]" for i in range(self.spec.outputs)]
 
     def _later(self, steps: slice) -> Array:
         """The time stamps that the forecasts of some steps are for, or the rows of the file."""
         layout = self.spec.layout
-        times = later_times(self.recording, steps.start, steps.stop, layout.steps_ahead)
+        (ahead,) = layout.steps_ahead
+        times = later_times(self.recording, steps.start, steps.stop, ahead)
         if times is not None:
             return times.astype("M8[ns]")
         size = layout.frame_size  # the target of a frame is that of its last row
-        return np.arange(steps.start, steps.stop) * size + size - 1 + layout.ahead
+        return np.arange(steps.start, steps.stop) * size + size - 1 + ahead * size
 
 
 class Writer(Protocol):

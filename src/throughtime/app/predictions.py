@@ -48,8 +48,7 @@ class _Outputs:
 
     def __setitem__(self, steps: slice, values: Array) -> None:
         self.skipped += int(np.isnan(values).any(axis=1).sum())
-        if self._table.spec.classes:
-            values = torch.from_numpy(values).softmax(dim=1).numpy()
+        values = self._table.spec.probabilities(torch.from_numpy(values)).numpy()
         self._writer.write(slice(steps.start, steps.start + len(values)), values)
         if self._on_phase is not None:
             total = len(self._table.recording)

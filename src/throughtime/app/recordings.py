@@ -6,12 +6,12 @@ Shapes: `T` steps, `S` static features.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from throughtime.app.config import Config
-from throughtime.app.values import named_series
+from throughtime.app.values import named_series, rows_ahead
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import is_number
@@ -45,9 +45,13 @@ class Rate(NamedTuple):
 
 def layout_of(config: Config) -> Layout:
     """The layout that the settings of a run describe."""
-    names = [f.name for f in fields(Layout) if f.name not in ("rate_set", "series")]
-    values = {name: getattr(config, name) for name in names}
-    return Layout(**values, rate_set=config.rate is not None, series=named_series(config.series))
+    other: dict[str, Any] = {
+        "series": named_series(config.series),
+        "ahead": rows_ahead(config.ahead),
+        "rate_set": config.rate is not None,
+    }
+    names = [field.name for field in fields(Layout) if field.name not in other]
+    return Layout(**{name: getattr(config, name) for name in names}, **other)
 
 
 @dataclass(frozen=True)
@@ -182,7 +186,7 @@ def open_entry(
         series=layout.series_rows(table) if targets else None,
     )
     check_numbers(inputs, "inputs", layout.task)
-    if layout.task == "regress":
+    if not layout.classify:
         check_numbers(labels, "targets", layout.task)
     times, rates = _time_summary(table, layout), _rates_of(tables)
     if times is not None and times[1].rate is not None and not rates:

@@ -372,7 +372,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     fits = (
         value in options
         if origin is Literal
-        else type(value) in ({kind, int} if kind is float else {kind})
+        else type(value) in ({kind, int} if kind is float else {kind, *options})
     )
     if not fits:
         raise TypeError(f"{value!r} is not of the type {kind}")

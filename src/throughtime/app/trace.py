@@ -65,7 +65,7 @@ def busiest_excerpt(
     if spec.classes:
         start, predicted = _busiest(first), outputs.argmax(dim=1)
     else:
-        start, predicted = max(0, steps - _SHOWN), outputs[:, 0]
+        start, predicted = max(0, steps - _SHOWN), spec.probabilities(outputs)[:, 0]
     shown = slice(start, start + _SHOWN)
     signal = inputs.reshape(steps, -1)[:, 0]
     return SignalExcerpt(

@@ -22,12 +22,11 @@ from throughtime.app.config import Config
 from throughtime.app.dataset import Dataset, idle_remarks, open_dataset, training_stream
 from throughtime.app.distributed import Team
 from throughtime.app.evaluate import evaluate_recordings
-from throughtime.app.load import resolve_task
+from throughtime.app.load import resolve_task, task_remark
 from throughtime.app.loggers import Loggers, Status, check_installed
 from throughtime.app.model import (
     build_model,
     check_device,
-    check_memory,
     code_remarks,
     make_loss,
     model_bytes,
@@ -87,7 +86,6 @@ class Training:
     ) -> None:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         seed_generators(config.seed, torch.device(config.device))
-        check_memory(dataset.spec, config.device)
         own = own_class(config)
         self.net = build_model(dataset.spec, own)
         set_statistics(self.net, dataset.statistics)
@@ -96,7 +94,7 @@ class Training:
             prepare_own(self.net, dataset.spec)
         self.device = device_of(self.net)
         self.optimizer = make_optimizer(config, self.net)
-        self.loss_fn = make_loss(config, dataset.spec, self.net, dataset.statistics.classes)
+        self.loss_fn = make_loss(dataset.spec, self.net)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.policy = make_policy(config)
@@ -143,9 +141,14 @@ class Training:
         folder = RunFolder(Path(resolved.out))
         team.on_first(lambda: check_installed(resolved.logger))
         team.on_first(folder.check_free)
-        training = team.on_all(
-            lambda: cls(resolved, _open(resolved, on_phase), folder, team, on_phase)
-        )
+        reason = (task_remark(resolved),) if config.task is None else ()
+
+        def start() -> "Training":
+            dataset = _open(resolved, on_phase)
+            dataset = replace(dataset, remarks=(*reason, *dataset.remarks))
+            return cls(resolved, dataset, folder, team, on_phase)
+
+        training = team.on_all(start)
         team.check_equal(training.dataset.checksums())
         team.on_first(lambda: folder.create(resolved))
         return training

@@ -45,6 +45,31 @@ def range_faults(settings: Any) -> list[str]:
     return faults
 
 
+def rows_ahead(ahead: int | str) -> tuple[int, ...]:
+    """How many rows later the targets of a forecast are; none of 0.
+
+    Raises:
+        ConfigError: a text that names no rows.
+
+    Example:
+        >>> rows_ahead(0), rows_ahead(24), rows_ahead("1-3,24")
+        ((), (24,), (1, 2, 3, 24))
+    """
+    if isinstance(ahead, int):
+        return (ahead,) * bool(ahead)
+    rows = list[int]()
+    for part in ahead.split(","):
+        first, dash, last = part.partition("-")
+        ends = [int(end) for end in (first, last if dash else first) if end.isdecimal()]
+        if len(ends) < 2 or ends[0] <= max([0, *rows]) or ends[1] < ends[0]:
+            raise ConfigError(
+                f"ahead={ahead!r}: expected rows of at least 1 in rising order, such as 24, all of"
+                " 1-24, or 1,6,24"
+            )
+        rows += range(ends[0], ends[1] + 1)
+    return tuple(rows)
+
+
 def check(faults: Sequence[str], source: str = "") -> None:
     """Refuse settings with faults; all of them are listed.
 

@@ -48,7 +48,7 @@ from throughtime.carry._trial import (
     trial_inputs,
 )
 from throughtime.errors import ModelError, StateError
-from throughtime.nn.affine import Standardise
+from throughtime.nn.affine import Difference, Standardise
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
@@ -180,6 +180,39 @@ def stepwise_law(module: nn.Module, x: Tensor, steps: int) -> Law | None:
             if not law.holds and law.name not in ("inputs", "memory", "credit"):
                 return law
     return None
+
+
+@dataclass(frozen=True)
+class DifferenceAdapter(Adapter):
+    """Difference: its state is that of its module."""
+
+    module: Difference
+    link: "Link"
+
+    def prepare(self, x: Tensor) -> None:
+        self.link.prepare(x)
+
+    def initial_state(self, lanes: int, like: Tensor | None) -> State:
+        return self.link.initial_state(lanes, like)
+
+    def takes_resets(self) -> bool:
+        return self.link.takes_resets()
+
+    def starts_from_zeros(self) -> bool:
+        return self.link.starts_from_zeros()
+
+    def leaf_names(self, state: State) -> list[str]:
+        return self.link.leaf_names(state)
+
+    def explain(self) -> str:
+        columns = self.module.columns.tolist()
+        return f"Difference: outputs are added to the input columns {columns}\n" + (
+            self.link.explain()
+        )
+
+    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        changes, after = self.link.run(x, state, resets)
+        return self.module.restore(changes, x), after
 
 
 @dataclass(frozen=True)
@@ -363,7 +396,12 @@ class ChainAdapter(Adapter):
 
 
 Link: TypeAlias = (
-    LayerAdapter | StandardiseAdapter | StatelessAdapter | ModuleAdapter | ChainAdapter
+    LayerAdapter
+    | StandardiseAdapter
+    | DifferenceAdapter
+    | StatelessAdapter
+    | ModuleAdapter
+    | ChainAdapter
 )
 
 
@@ -403,6 +441,8 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
             return cell_adapter(module)
         if type(module) is Standardise:
             return StandardiseAdapter(module)
+        if type(module) is Difference:
+            return DifferenceAdapter(module, adapter_for(module.module, hints, name))
         if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             links: dict[str, Link] = {}
             # named_children leaves out the second position of a module

@@ -19,7 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from throughtime.deploy.chain import Array, Chain, Dense, Operation, Pointwise, Recurrence, Rescale
+from throughtime.deploy.chain import (
+    AddInputs,
+    Array,
+    Chain,
+    Dense,
+    Operation,
+    Pointwise,
+    Recurrence,
+    Rescale,
+)
 from throughtime.deploy.metadata import seal
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import GRU, LSTM
@@ -241,6 +250,10 @@ def _folded(chain: Chain) -> Chain:
         ModelError: it has none beside it, or the inputs are indices.
     """
     operations = list(chain.operations)
+    if isinstance(operations[-1], AddInputs):
+        raise ModelError(
+            "this format has no tt.nn.Difference (--difference); take .onnx, .c or .js"
+        )
     if isinstance(first := operations[0], Rescale):
         operations[:2] = [_behind(first, operations[1])]
     if isinstance(last := operations[-1], Rescale):

@@ -30,7 +30,7 @@ from throughtime.carry.structure import (
 )
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import BY_MODE, Cell
-from throughtime.nn.affine import Affine, Standardise
+from throughtime.nn.affine import Affine, Difference, Standardise
 from throughtime.nn.layers import layer_weights
 from throughtime.state import State
 
@@ -60,6 +60,12 @@ class Standardisation(NamedTuple):
 
     steps: int
     leaves: tuple[Leaf, ...]
+
+
+class AddInputs(NamedTuple):
+    """The values and those inputs of the net, by their columns: see `nn.affine.Difference`."""
+
+    columns: tuple[int, ...]
 
 
 class Lookup(NamedTuple):
@@ -107,7 +113,9 @@ class Recurrence(NamedTuple):
         return self.hh.shape[1]
 
 
-Operation: TypeAlias = Rescale | Standardisation | Lookup | Dense | Pointwise | Recurrence
+Operation: TypeAlias = (
+    Rescale | Standardisation | AddInputs | Lookup | Dense | Pointwise | Recurrence
+)
 # The functions that writers know, the values of `parameter` being a slope or an alpha
 POINTWISE = ("tanh", "relu", "sigmoid", "leaky_relu", "elu", "silu", "softmax", "log_softmax")
 _MODULES: dict[type[nn.Module], tuple[str, str]] = {
@@ -177,6 +185,10 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
     Raises:
         ModelError: the net is none; the child in the way is named where there is one.
     """
+    if isinstance(net.module, Difference):
+        chain = read_chain(carry(net.module.module), inputs)
+        added = AddInputs(tuple(net.module.columns.tolist()))
+        return replace(chain, operations=(*chain.operations, added))
     name, first = next(iter(net.module.named_children()), ("", None))
     if isinstance(net.module, nn.Sequential) and isinstance(first, Standardise):
         rest = OrderedDict([*net.module.named_children()][1:])

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from throughtime.deploy.chain import (
+    AddInputs,
     Chain,
     Dense,
     Lookup,
@@ -125,6 +126,10 @@ class _Graph:
                 self._node(operators[1], [f"{name}.t", self._constant(f"{name}.b", second)], [y])
             case Standardisation(steps, leaves):
                 self._running(steps, [leaf.name for leaf in leaves], x, name, y)
+            case AddInputs(columns):
+                index = self._constant(f"{name}.columns", np.array(columns, np.int64))
+                self._node("Gather", ["x", index], [f"{name}.now"], axis=2)
+                self._node("Add", [x, f"{name}.now"], [y])
             case Lookup(table):
                 self._node("Gather", [self._constant(f"{name}.table", table), x], [y])
             case Dense(weight, bias):

@@ -3,8 +3,8 @@
 `fuse` swaps them into any model.
 """
 
-from throughtime.nn.affine import Standardise
+from throughtime.nn.affine import Difference, Standardise
 from throughtime.nn.fuse import fuse
 from throughtime.nn.layers import GRU, LSTM, RNN, backend
 
-__all__ = ["GRU", "LSTM", "RNN", "Standardise", "backend", "fuse"]
+__all__ = ["GRU", "LSTM", "RNN", "Difference", "Standardise", "backend", "fuse"]

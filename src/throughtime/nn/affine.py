@@ -1,4 +1,7 @@
-"""Standardisation as modules: by a shift and a scale of each column, or by what a lane has seen."""
+"""Modules around a net: standardisation of its inputs, and outputs as changes from its inputs."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +40,65 @@ class Affine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map `(..., width)`."""
         return x * self.scale + self.shift if self.inverse else (x - self.shift) / self.scale
+
+
+class Difference(nn.Module):
+    """A net whose outputs are changes from the present: `y = net(x) + x[..., columns]`.
+
+    For forecasts of a column that is an input as well: the net learns how the value changes, and
+    what it returns is the value, in training, scores, live nets and exported files alike. Without
+    it, a net has to copy the present value through its state, and loses to that value where a
+    series moves slowly.
+
+    Args:
+        module: what `tt.carry` takes, with an output for each of the columns.
+        columns: for each output, the input column that its change is added to, as its index.
+
+    Raises:
+        ConfigError: no column, or one that is no index.
+
+    Example:
+        >>> import torch, throughtime as tt
+        >>> inner = torch.nn.Sequential(tt.nn.GRU(3, 8), torch.nn.Linear(8, 1))
+        >>> _ = torch.nn.init.zeros_(inner[1].weight), torch.nn.init.zeros_(inner[1].bias)
+        >>> net = tt.carry(tt.nn.Difference(inner, columns=[2]))
+        >>> y, _ = net(torch.tensor([[[0.0, 1.0, 7.0]]]), net.initial_state(1))
+        >>> y.flatten().tolist()
+        [7.0]
+    """
+
+    columns: Tensor
+
+    def __init__(self, module: nn.Module, *, columns: Sequence[int]) -> None:
+        super().__init__()
+        values: Sequence[Any] = columns  # checked here
+        wrong = [c for c in values if isinstance(c, bool) or not isinstance(c, int) or c < 0]
+        if wrong or not columns:
+            raise ConfigError(
+                f"columns={list(columns)}: expected for each output the index of the input column"
+                " that it is a change of, such as columns=[0]"
+            )
+        self.module, self._width = module, max(columns) + 1
+        self.register_buffer("columns", torch.tensor(columns, device="cpu"), persistent=False)
+
+    def forward(self, x: Tensor, state: object = None) -> tuple[Tensor, object]:
+        """Map `(T, B, D)`, if the module itself returns outputs and state; carried, any may."""
+        changes, after = self.module(x, state)
+        return self.restore(changes, x), after
+
+    def restore(self, changes: Tensor, x: Tensor) -> Tensor:
+        """The outputs `(T, B, C)`: the changes, added to the inputs of the same steps."""
+        if changes.shape[-1] != len(self.columns):
+            raise ModelError(
+                f"tt.nn.Difference has {len(self.columns)} columns, and its module"
+                f" {changes.shape[-1]} outputs; expected one column for each output"
+            )
+        if not x.is_floating_point() or x.shape[-1] < self._width:
+            raise ModelError(
+                f"tt.nn.Difference adds to the input column {self._width - 1}, and the inputs have"
+                f" shape {tuple(x.shape)}; expected at least {self._width} columns of numbers"
+            )
+        return changes + x.index_select(-1, self.columns)
 
 
 class WholeRecording(nn.Identity):

@@ -55,7 +55,7 @@ class Layout:
     recording as a mapping, and of the flags of `throughtime train`.
 
     Attributes:
-        task: classes or numbers; `None`: targets as they are.
+        task: classes, several labels of 0 and 1, or numbers; `None`: targets as they are.
         inputs: columns; empty: all that have no other use, and are no time stamps.
         targets: columns; empty: `targets`, or the whole targets file.
         exclude: columns that are not used.
@@ -68,13 +68,13 @@ class Layout:
         decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets.
         target_at: which steps of a span carry its label.
-        ahead: rows from a row to that of its target.
+        ahead: rows from a row to that of each of its targets; empty: the row itself.
         background_class: the class between intervals.
         rate: rows per second; `None`: not known.
         rate_set: whether that is a setting; otherwise the files must agree with it.
     """
 
-    task: Literal["classify", "regress"] | None = None
+    task: Literal["classify", "multilabel", "regress"] | None = None
     inputs: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -87,15 +87,15 @@ class Layout:
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None
     target_at: At | None = None
-    ahead: int = 0
+    ahead: tuple[int, ...] = ()
     background_class: str | None = None
     rate: float | None = None
     rate_set: bool = False
 
     @property
-    def steps_ahead(self) -> int:
-        """Steps from a step to that of its target."""
-        return self.ahead // self.frame_size
+    def steps_ahead(self) -> tuple[int, ...]:
+        """Steps from a step to that of each of its targets; none without a forecast."""
+        return tuple(rows // self.frame_size for rows in self.ahead)
 
     @property
     def classify(self) -> bool:
@@ -267,7 +267,7 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             " target_every=N how many rows each target is for"
         )
     frames = FrameRows(targets, size, last=True) if size > 1 else targets
-    return TypedLabels(frames, classify=False) if layout.task == "regress" else frames
+    return frames if layout.task in {None, "classify"} else TypedLabels(frames, classify=False)
 
 
 def _interval_rows(name: str, intervals: Intervals, rows: int, layout: Layout) -> RowSource:

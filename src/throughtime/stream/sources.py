@@ -34,7 +34,7 @@ from throughtime.stream.row_sources import (
     open_source,
     value_columns,
 )
-from throughtime.stream.shift import shift_targets
+from throughtime.stream.shift import horizons, shift_targets
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
@@ -262,7 +262,9 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names,"
             f" one row per step{hint}"
         )
-    layout = Layout(**{key: values[key] for key in _SETTINGS if key in values})
+    settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
+    settings["ahead"] = horizons(values.get("ahead", 0))
+    layout = Layout(**settings)
     if layout.target_at is not None:
         check_at(name, layout.target_at)
     recording = lay_out(
@@ -273,7 +275,7 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
-    return shift_targets(recording, layout.ahead)
+    return shift_targets(recording, values.get("ahead", 0))
 
 
 def _hint(source: Mapping[str, Any]) -> str:

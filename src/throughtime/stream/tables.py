@@ -31,7 +31,7 @@ from throughtime.stream.formats.table import Array, FileTable, RowSource
 from throughtime.stream.layout import Layout, as_static, check_numbers, lay_out
 from throughtime.stream.recording import Part, Recording
 from throughtime.stream.row_sources import as_rows, check_columns, is_array
-from throughtime.stream.shift import shift_targets
+from throughtime.stream.shift import horizons, shift_targets
 
 _BLOCK = 65_536  # rows
 
@@ -51,7 +51,7 @@ def recording(
     decimal: str | None = None,
     columns: Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
-    ahead: int = 0,
+    ahead: int | Sequence[int] = 0,
     allow_target_as_input: bool = False,
 ) -> Recording:
     """One recording, its columns chosen by name.
@@ -80,7 +80,7 @@ def recording(
             names. A target without a name is -100; one that is no class is an error when it is
             read.
         ahead: the target of a step is that of so many steps later, within `start` and `stop`; the
-            last steps have none.
+            last steps have none. Those of several, such as `range(1, 25)`, lie side by side.
         allow_target_as_input: whether an input may be the target of the same step.
 
     Returns:
@@ -137,7 +137,7 @@ def from_frame(
     series: Mapping[str, str | Sequence[str]] | None = None,
     exclude: str | Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
-    ahead: int = 0,
+    ahead: int | Sequence[int] = 0,
     allow_target_as_input: bool = False,
 ) -> list[Recording]:
     """One recording for each group of the rows of a frame, in order of time.
@@ -213,7 +213,7 @@ def _layout(
     exclude: Any,
     others: tuple[str, ...],
     series: Mapping[str, Any] | None,
-    ahead: int,
+    ahead: int | Sequence[int],
     copies: bool,
 ) -> Layout:
     """The layout of a table; `others` are columns with another use."""
@@ -228,7 +228,7 @@ def _layout(
         targets=names_of(targets),
         exclude=(*left_out, *others),
         series={key: names_of(names) for key, names in (series or {}).items()},
-        ahead=ahead,
+        ahead=horizons(ahead),
         allow_target_as_input=copies,
     )
 
@@ -333,7 +333,9 @@ def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
     return as_static(first, str(table.path))
 
 
-def _part(recording: Recording, start: int, stop: int | None, ahead: int) -> Recording:
+def _part(
+    recording: Recording, start: int, stop: int | None, ahead: int | Sequence[int]
+) -> Recording:
     """Some steps of a recording, with targets of later steps among them."""
     end = len(recording) if stop is None else stop
     if not 0 <= start < end <= len(recording):
