@@ -363,9 +363,10 @@ def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_pa
     assert "step 17, column 1" in said
     assert "--missing" not in said
     assert "--on-nan" not in said
-    said = run("export", folder.path, "--out", tmp_path / "beat.c", "--to", "onnx", ok=False)
-    assert "--to c" in " ".join(said.split())
-    assert "to='" not in said
+    said = run("export", folder.path, "--out", tmp_path / "beat.pt", ok=False)
+    assert "expected .onnx, .c, .js" in " ".join(said.split())
+    run("export", folder.path, "--out", out, "--steps", "50", "--with-session")
+    assert "class Session:" in (tmp_path / "session.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from throughtime.app.audit import AuditReport
 from throughtime.app.model import one_thread
 from throughtime.app.report.page import DataTable
 from throughtime.carry.carried import Carried, carry
-from throughtime.deploy.export import export_page
-from throughtime.deploy.page import SIGNAL
 from throughtime.diagnose import audit, reach, settling_time
 from throughtime.evaluation import evaluate
 from throughtime.gradient import Exact, Truncated, Update
@@ -238,15 +235,6 @@ def _epochs(net: Carried, stream: Stream) -> Iterator[Update]:
     """Updates without end."""
     while True:
         yield from updates(net, stream, nn.CrossEntropyLoss(), gradient=Truncated(STRIDE))
-
-
-def write_live_page(demo: Demo, folder: Path) -> Path:
-    """A page on which two nets of the first seed run on the test recording, side by side."""
-    path, test = folder / "live.html", demo.test
-    inputs = torch.from_numpy(test.recording.read(0, SIGNAL).inputs).unsqueeze(1)
-    titles = {f"trained on {name}": demo.nets[name] for name in (WINDOWS, STREAM)}
-    export_page(titles, path, inputs=inputs, classes=MODES, labels=test.labels)
-    return path
 
 
 def results_table(demo: Demo) -> DataTable:

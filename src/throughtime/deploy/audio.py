@@ -4,7 +4,7 @@ NAM: layers of LSTM and an `nn.Linear`. RTNeural: layers of LSTM and GRU, `nn.Li
 from a state of zeros. Neither has a place for standardisation, so it is folded into the weights
 next to it, which costs digits where a shift is many times its scale.
 
-Each writer has a reader, written from the plug-ins' own: files are verified by it.
+The package does not play these files: its tests read them as the plug-ins do.
 
 References: NeuralAmpModelerCore, `NAM/lstm.cpp`, file version 0.5.4; RTNeural,
 `RTNeural/model_loader.h`, and `python/model_utils.py` for the layout of Keras.
@@ -13,19 +13,19 @@ Shapes: `T` steps, `D` input features, `H` hidden, `C` outputs.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from throughtime.deploy.chain import Array, Chain, Dense, Operation, Pointwise, Recurrence, Rescale
-from throughtime.deploy.metadata import seal
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import GRU, LSTM
 
 _NAM_VERSION = "0.5.4"
 _RTNEURAL_FUNCTIONS = ("tanh", "relu", "sigmoid", "softmax", "elu")
+_COST, _MOST_COST = 6e-8, 1e-3  # of folding, by shift / scale, in standardised inputs
 _KERAS_BLOCKS = {LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}  # of our gates
 
 
@@ -64,7 +64,7 @@ def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[s
         "version": _NAM_VERSION,
         "architecture": "LSTM",
         "config": config,
-        "metadata": {"name": name, "throughtime": seal(description, b"")},
+        "metadata": {"name": name, "throughtime": description},
         "weights": [number for array in weights for number in array.ravel().tolist()],
     }
     if description["rate"] is not None:
@@ -88,110 +88,11 @@ def write_rtneural(chain: Chain, description: Mapping[str, Any], name: str) -> d
         "in_shape": [None, None, chain.width],
         "in_skip": 0,
         "layers": layers,
-        "metadata": {"throughtime": seal(description, b"")},
+        "metadata": {"throughtime": description},
     }
     if description["rate"] is not None:
         content["samplerate"] = description["rate"]
     return {".json": json.dumps(content).encode()}
-
-
-def play_nam(content: bytes, chunks: Sequence[Array], starts: Array | None = None) -> list[Array]:
-    """What a NAM plug-in computes for chunks `(T, D)`; see `_play`."""
-    file = json.loads(content)
-    config, weights = file["config"], iter(file["weights"])
-    hidden, width = config["hidden_size"], config["input_size"]
-
-    def take(*shape: int) -> Array:
-        numbers = [next(weights) for _ in range(int(np.prod(shape)))]
-        return np.array(numbers, np.float32).reshape(shape)
-
-    cells: list[list[Array]] = []
-    for k in range(config["num_layers"]):
-        columns = hidden + (hidden if k else width)
-        cells.append([take(4 * hidden, columns), take(4 * hidden), take(hidden), take(hidden)])
-    head, bias = take(config["out_channels"], hidden), take(config["out_channels"])
-    if next(weights, None) is not None:
-        raise ModelError("the .nam file has more weights than its layers need")
-
-    def step(x: Array) -> Array:
-        for matrix, offset, h, c in cells:
-            x = _lstm_step(matrix @ np.concatenate([x, h]) + offset, h, c)
-        return head @ x + bias
-
-    return _play(step, [leaf for cell in cells for leaf in cell[2:]], chunks, starts)
-
-
-def play_rtneural(
-    content: bytes, chunks: Sequence[Array], starts: Array | None = None
-) -> list[Array]:
-    """What RTNeural computes for chunks `(T, D)`; see `_play`."""
-    layers = json.loads(content)["layers"]
-    arrays = [[np.array(values, np.float32) for values in layer["weights"]] for layer in layers]
-    states = [
-        np.zeros(({"lstm": 2, "gru": 1}.get(layer["type"], 0), layer["shape"][-1]), np.float32)
-        for layer in layers
-    ]
-
-    def step(x: Array) -> Array:
-        for layer, weights, state in zip(layers, arrays, states, strict=True):
-            x = _keras_step(layer, weights, state, x)
-        return x
-
-    return _play(step, [leaf for state in states for leaf in state], chunks, starts)
-
-
-def _play(
-    step: Callable[[Array], Array],
-    leaves: Sequence[Array],
-    chunks: Sequence[Array],
-    starts: Array | None,
-) -> list[Array]:
-    """The outputs of steps, which change the leaves of the state.
-
-    Chunks are played one after another, or each from its row of `starts` `(N, P)`, the leaves one
-    after another.
-    """
-    ends = np.cumsum([len(leaf) for leaf in leaves])
-    outputs: list[Array] = []
-    for n, chunk in enumerate(chunks):
-        if starts is not None:
-            for leaf, values in zip(leaves, np.split(starts[n], ends[:-1]), strict=True):
-                leaf[:] = values
-        outputs.append(np.array([step(x) for x in chunk]))
-    return outputs
-
-
-def _lstm_step(gates: Array, h: Array, c: Array) -> Array:
-    """The outputs of a step; the state is changed."""
-    i, f, g, o = np.split(gates, 4)
-    c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-    h[:] = _sigmoid(o) * np.tanh(c)
-    return h.copy()
-
-
-def _keras_step(
-    layer: Mapping[str, Any], weights: Sequence[Array], state: Array, x: Array
-) -> Array:
-    """The outputs of one layer; its state, `h` and `c`, is changed."""
-    if layer["type"] == "lstm":
-        return _lstm_step(x @ weights[0] + state[0] @ weights[1] + weights[2], *state)
-    if layer["type"] == "gru":
-        (h,) = state
-        a = np.split(x @ weights[0] + weights[2][0], 3)
-        b = np.split(h @ weights[1] + weights[2][1], 3)
-        z, r = _sigmoid(a[0] + b[0]), _sigmoid(a[1] + b[1])
-        h[:] = z * h + (1 - z) * np.tanh(a[2] + r * b[2])
-        return h.copy()
-    y = x @ weights[0] + weights[1] if layer["type"] == "dense" else x
-    functions = {
-        "": lambda v: v,
-        "tanh": np.tanh,
-        "relu": lambda v: np.maximum(v, 0),
-        "sigmoid": _sigmoid,
-        "softmax": lambda v: np.exp(v - v.max()) / np.exp(v - v.max()).sum(),
-        "elu": lambda v: np.where(v > 0, v, np.expm1(np.minimum(v, 0))),
-    }
-    return functions[layer["activation"]](y)
 
 
 def _keras_layer(operation: Operation, width: int) -> dict[str, Any]:
@@ -242,6 +143,12 @@ def _folded(chain: Chain) -> Chain:
     """
     operations = list(chain.operations)
     if isinstance(first := operations[0], Rescale):
+        if _COST * _ratio(first) > _MOST_COST:
+            raise ModelError(
+                f"an input's shift is {_ratio(first):.2g} times its scale: folded into weights of"
+                " float32, the standardisation would lose too many digits. Take the mean off the"
+                " signal before the net, in training too, or write .c"
+            )
         operations[:2] = [_behind(first, operations[1])]
     if isinstance(last := operations[-1], Rescale):
         operations[-2:] = [_before(operations[-2], last)]
@@ -251,6 +158,19 @@ def _folded(chain: Chain) -> Chain:
             f" after an nn.Linear at the end; this net has {_names(chain)}"
         )
     return replace(chain, operations=tuple(operations))
+
+
+def folding(chain: Chain) -> list[str]:
+    """A remark on what it costs that standardisation is in the weights."""
+    first = chain.operations[0]
+    if not isinstance(first, Rescale):
+        return []
+    cost = f"{_COST * _ratio(first):.1g} of a standardised input"
+    return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]
+
+
+def _ratio(first: Rescale) -> float:
+    return float(np.abs(first.shift / first.scale).max())
 
 
 def _behind(first: Rescale, operation: Operation) -> Operation:
@@ -274,10 +194,6 @@ def _before(operation: Operation, last: Rescale) -> Operation:
     return Dense(operation.weight * last.scale[:, None], bias)
 
 
-def _sigmoid(x: Array) -> Array:
-    return 0.5 + 0.5 * np.tanh(0.5 * x)
-
-
 def _name(operation: Operation) -> str:
     match operation:
         case Recurrence():
@@ -285,9 +201,11 @@ def _name(operation: Operation) -> str:
         case Pointwise(function):
             return function
         case _:
-            return {"Dense": "nn.Linear", "Lookup": "nn.Embedding"}.get(
-                type(operation).__name__, "standardisation"
-            )
+            return {
+                "Dense": "nn.Linear",
+                "Lookup": "nn.Embedding",
+                "Normalise": "nn.LayerNorm",
+            }.get(type(operation).__name__, "standardisation")
 
 
 def _names(chain: Chain) -> str:

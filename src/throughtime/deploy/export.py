@@ -10,31 +10,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from throughtime import state as trees
 from throughtime._files import write_together
 from throughtime.carry._refusal import whole_numbers_hint
 from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
-from throughtime.deploy import metadata
-from throughtime.deploy.audio import write_nam, write_rtneural
-from throughtime.deploy.chain import Array, Chain, Pointwise, Rescale, read_chain
-from throughtime.deploy.onnx import write_onnx
-from throughtime.deploy.page import PageNet, write_page
-from throughtime.deploy.scan import scan_writer
+from throughtime.deploy import session
+from throughtime.deploy.audio import folding, write_nam, write_rtneural
+from throughtime.deploy.chain import Array, Chain, Pointwise, read_chain
+from throughtime.deploy.onnx import chain_model, step_model, write_onnx
 from throughtime.deploy.source import write_c, write_javascript
 from throughtime.deploy.verify import (
     ReadState,
     Verification,
+    in_float64,
     like_weights,
     random_steps,
-    rounded_otherwise,
     verify,
 )
 from throughtime.diagnose import SettlingTime, settling_time
@@ -45,28 +41,13 @@ from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
 
-Format: TypeAlias = Literal["onnx", "c", "js", "html", "nam", "rtneural"]
-# Writes the files of a chain by their suffixes; the description, and the name of the file
-_Writer: TypeAlias = Callable[[Chain, Mapping[str, Any], str], Mapping[str, bytes]]
-_WRITERS: dict[str, _Writer] = {
-    "onnx": write_onnx,
-    "c": write_c,
-    "js": write_javascript,
-    "nam": write_nam,
-    "rtneural": write_rtneural,
-}
-_SUFFIXES: dict[str, Format] = {
-    ".onnx": "onnx",
-    ".c": "c",
-    ".js": "js",
-    ".mjs": "js",
-    ".html": "html",
-    ".nam": "nam",
-    ".json": "rtneural",
-}
+_Write: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, bytes]]
+_WRITERS = {"c": write_c, "js": write_javascript, "nam": write_nam, "json": write_rtneural}
+_SUFFIXES = {".onnx": "onnx", ".c": "c", ".js": "js", ".mjs": "js", ".nam": "nam", ".json": "json"}
+_NEEDS = {"onnx": "onnxruntime", "c": "a C compiler", "js": "Node.js"}
 _EXPECTED = (
-    "expected an example: numbers (T, D) or (T, B, D), or indices for an nn.Embedding, whole"
-    " numbers (T,) or (T, B)"
+    "expected an example: numbers (T, D) or (T, B, D), images (T, C, H, W) or (T, B, C, H, W), or"
+    " indices for an nn.Embedding, whole numbers (T,) or (T, B)"
 )
 _LAST = {"softmax": "probabilities", "log_softmax": "log-probabilities", "sigmoid": "probabilities"}
 
@@ -77,7 +58,6 @@ class Export:
 
     Attributes:
         paths: of the files, that which was asked for first.
-        format: of them.
         verification: steps and largest error against the net, of the random steps; None for none
             of these, or if no runtime was at hand.
         recorded: the same of the longest recording of `stream`, without a reset.
@@ -86,7 +66,6 @@ class Export:
     """
 
     paths: tuple[Path, ...]
-    format: str
     verification: Verification | None
     recorded: Verification | None = None
     settling: SettlingTime | None = None
@@ -98,31 +77,29 @@ def export(
     path: str | Path,
     *,
     inputs: Any,
-    to: Format | None = None,
     rate: float | None = None,
     classes: Sequence[str] = (),
     steps: int = 100_000,
     stream: Stream | Recordings | None = None,
     details: Mapping[str, Any] | None = None,
+    with_session: bool = False,
 ) -> Export:
     """Write the net as a file that runs without Python, its state explicit.
 
     The file is verified before it is there: it plays `steps` random steps in chunks of random
     lengths, and must give the outputs of the net. That needs onnxruntime, a C compiler or Node.js;
-    without one nothing is verified, and a remark says so. Each file also holds a short vector by
-    which it is checked where it is loaded.
+    without one, and for .nam and .json, nothing is verified, and a remark says so. Other files hold
+    a short vector by which they are checked where they are loaded.
 
     Args:
         net: made by `tt.carry`. ONNX takes any; the other formats a chain, an `nn.Sequential` or a
             class: an `nn.Embedding` or standardisation, layers of LSTM, GRU or RNN (tanh or relu),
-            `nn.Linear` and functions of each value. A chain is written in float32.
-        path: of the file; its suffix names the format, unless `to` does.
+            `nn.Linear`, `nn.LayerNorm` and functions of each value. A chain is written in float32.
+        path: of the file; its suffix names the format: .onnx, .c (C99, and a header beside it), .js
+            or .mjs (an ES module), .nam (Neural Amp Modeler) or .json (RTNeural and AIDA-X).
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
             which the file will get its inputs: random steps have its means and about its
-            deviations.
-        to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "html" (a page that runs
-            the net on the longest recording of `stream`, or on the example), "nam" (Neural Amp
-            Modeler) or "rtneural" (the JSON of RTNeural and AIDA-X).
+            deviations. Steps of more dimensions are taken as by `tt.predict`, or with lanes.
         rate: steps per second, for the description.
         classes: names of the outputs.
         steps: random ones to verify; 0 for none.
@@ -130,12 +107,14 @@ def export(
             the initial state without a reset; `verified` of the description is what came of it, and
             `settling_time` that of `tt.settling_time(net, stream)`.
         details: more entries of the description, such as names of columns.
+        with_session: also write session.py beside an .onnx file: `Session`, which runs it on
+            machines that have numpy and onnxruntime only.
 
     Returns:
         An `Export`: the files, and the largest error against the net.
 
     Raises:
-        ConfigError: a suffix that names no format, or another one than `to`; negative `steps`.
+        ConfigError: a suffix that names no format; negative `steps`.
         DataError: an example of another shape, or with NaN or infinite values.
         ModelError: the net is no chain, with the child in the way, or the file that was written
             computes something else; then there is no file.
@@ -152,83 +131,71 @@ def export(
         ['beat.c', 'beat.h']
     """
     net, path = require_carried(net), Path(path)
-    kind = format_of(path, to)
+    kind = _kind(path, with_session)
     check_whole("steps", steps, 0)
     _check_weights(net)
     refuse_whole_recordings(net)
-    example = like_weights(net, _example(inputs))
-    _check_finite(example)
     with running(net):
-        _check_call(net, example)
+        example = _accepted(net, _example(inputs))
         chain, ports = _ports(net, kind, example)
         description = _describe(net, ports, example, rate, classes, details or {})
-    signal, settling = example, None
+        write = _writer(net, kind, example, chain, description, path.stem)
+    check = partial(_verify, net, kind, path, write, description, ports.read_state)
+    settling, recorded, verification = None, None, None
     if stream is not None:
         played = stream if isinstance(stream, Stream) else whole_stream(stream)
-        signal = _longest(played, example)
-        settling = settling_time(net, played)
+        signal, settling = _longest(played, example), settling_time(net, played)
         description["settling_time"] = _settling_facts(settling)
-    if chain is None:
-        write = scan_writer(net, example, description, path.stem)
-    else:
-        write = _chain_writer(chain, kind, path.stem, signal)
-    random, recorded = random_steps(description, steps), None
-    check = partial(_verify, net, kind, _named(path, write(description)), description, ports)
-    verification = check(random) if steps else None
-    if stream is not None:
-        recorded = check(signal[:, 0].numpy().astype(random.dtype))
-        if recorded is not None:
-            played_steps, error, *_ = recorded
-            description["verified"] = {
-                "steps": played_steps,
-                "error": error,
-                "longest_run": played_steps,
-            }
+        recorded = check(signal[:, 0].numpy().astype(random_steps(description, 1).dtype))
+    if steps:
+        verification = check(random_steps(description, steps))
+    if recorded is not None:
+        played_steps, error, *_ = recorded
+        description["verified"] = {
+            "steps": played_steps,
+            "error": error,
+            "longest_run": played_steps,
+        }
     files = _named(path, write(description))
+    if with_session:
+        files[path.with_name("session.py")] = Path(session.__file__).read_bytes()
     write_together(files)
-    remarks = _folding(chain, kind)
+    remarks = folding(chain) if kind in {"nam", "json"} and chain is not None else []
     if not steps and stream is None:
         remarks.append("not verified: no steps were asked for. Leave out steps, or give stream=")
     elif verification is None and recorded is None:
-        needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
-        remarks.append(f"not verified: {needs} is not at hand")
-    return Export(tuple(files), kind, verification, recorded, settling, tuple(remarks))
+        needs = f"{_NEEDS[kind]} is not at hand" if kind in _NEEDS else "play it in the plug-in"
+        remarks.append(f"not verified: {needs}")
+    return Export(tuple(files), verification, recorded, settling, tuple(remarks))
 
 
-def format_of(path: Path, to: Format | None, option: str = "to={!r}") -> Format:
-    """The format that a path or `to` names; `option` is how the user writes `to`.
-
-    Raises:
-        ConfigError: neither names one, or they name two.
-    """
-    suffix = path.suffix.lower()
-    named, formats = _SUFFIXES.get(suffix), get_args(Format)
-    kind = to or named
-    if kind is None or kind not in formats:
-        got = "its suffix names no format" if to is None else f"{option.format(to)} is no format"
+def _kind(path: Path, with_session: bool) -> str:
+    """The format that the suffix of a path names."""
+    kind = _SUFFIXES.get(path.suffix.lower())
+    if kind is None:
+        header = ", and a .c file brings its header" if path.suffix == ".h" else ""
         raise ConfigError(
-            f"{path}: {got}; expected {', '.join(_SUFFIXES)}, or"
-            f" {' or '.join(map(option.format, formats))}"
+            f"{path}: its suffix names no format; expected {', '.join(_SUFFIXES)}{header}"
         )
-    usual = next(end for end, format_ in _SUFFIXES.items() if format_ == kind)
-    if suffix == ".h" or named not in (None, kind):
-        owner = "the header of a C file" if suffix == ".h" else option.format(named)
-        raise ConfigError(
-            f"{path}: {suffix} is the suffix of {owner}, and {option.format(kind)} is asked for;"
-            f" write {path.with_suffix(usual)}"
-            + ("" if named is None else f", or {option.format(named)}")
-        )
+    if with_session and kind != "onnx":
+        raise ConfigError(f"with_session: {path} needs no session, which runs .onnx files")
     return kind
 
 
-def _chain_writer(
-    chain: Chain, kind: str, name: str, example: Tensor
-) -> Callable[[Mapping[str, Any]], Mapping[str, bytes]]:
-    """Writes the files by their suffixes, with a description; a page plays the example."""
-    if kind == "html":
-        signal = example[:, 0].cpu().numpy()
-        return lambda d: {".html": write_page(name, [PageNet("", chain, d)], signal)}
-    return lambda d: _WRITERS[kind](chain, d, name)
+def _writer(
+    net: Carried,
+    kind: str,
+    example: Tensor,
+    chain: Chain | None,
+    description: Mapping[str, Any],
+    name: str,
+) -> _Write:
+    """Writes the files of the net by their suffixes, with a description, as often as needed."""
+    if chain is None:
+        return partial(write_onnx, step_model(net, example, description, name))
+    if kind == "onnx":
+        return partial(write_onnx, chain_model(chain, description, name))
+    return partial(_WRITERS[kind], chain, name=name)
 
 
 def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
@@ -239,17 +206,20 @@ def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
 def _verify(
     net: Carried,
     kind: str,
-    files: Mapping[Path, bytes],
+    path: Path,
+    write: _Write,
     description: Mapping[str, Any],
-    ports: "_Ports",
+    read_state: ReadState,
     x: Array,
 ) -> Verification | None:
     """Verify the files in a folder of their own, before they are where the user wants them."""
+    if kind not in _NEEDS:
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        trial = [Path(folder) / path.name for path in files]
-        for temporary, content in zip(trial, files.values(), strict=True):
+        files = _named(Path(folder) / path.name, write(description))
+        for temporary, content in files.items():
             temporary.write_bytes(content)
-        return verify(net, kind, trial[0], description, ports.read_state, x)
+        return verify(net, kind, next(iter(files)), description, read_state, x)
 
 
 def _longest(stream: Stream, example: Tensor) -> Tensor:
@@ -292,49 +262,38 @@ def _check_weights(net: Carried) -> None:
             )
 
 
-def export_page(
-    nets: Mapping[str, Carried],
-    path: Path,
-    *,
-    inputs: Tensor,
-    classes: Sequence[str],
-    labels: Array,
-) -> None:
-    """Write a page that runs several nets side by side on the same inputs.
-
-    Args:
-        nets: chains, by their titles.
-        path: the file to write.
-        inputs: that the page plays, `(T, D)` or `(T,)` indices.
-        classes: names of the outputs.
-        labels: the right class of each step, `(T,)`.
-
-    Raises:
-        ModelError: a net is no chain.
-    """
-    example = _example(inputs)
-    parts: list[PageNet] = []
-    for title, net in nets.items():
-        with running(net):
-            chain = read_chain(net, example)
-            description = _describe(net, _chain_ports(chain, net), example, None, classes, {})
-        parts.append(PageNet(title, chain, description))
-    write_together({path: write_page(path.stem, parts, example[:, 0].numpy(), labels)})
-
-
 def _example(inputs: Any) -> Tensor:
-    """The example as `(T, B, D)`, or with more dimensions for D, or `(T, B)` indices."""
+    """The example as a tensor of numbers or of indices."""
     try:
         x = torch.as_tensor(inputs, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"inputs is a {type(inputs).__name__}, {_EXPECTED}") from error
     numbers = x.is_floating_point()
-    x = x.unsqueeze(1) if x.dim() == (2 if numbers else 1) else x
     known = numbers or not (x.is_complex() or x.dtype is torch.bool)
-    if not known or not x.numel() or (x.dim() < 3 if numbers else x.dim() != 2):
+    if not known or not x.numel() or (x.dim() < 2 if numbers else x.dim() not in (1, 2)):
         raise DataError(f"inputs have shape {tuple(x.shape)} and type {x.dtype}, {_EXPECTED}")
-    _check_finite(x)
     return x
+
+
+def _accepted(net: Carried, x: Tensor) -> Tensor:
+    """The example with lanes, `(T, B, ...)`: it is a recording, or has lanes, as the net takes it.
+
+    Four dimensions are a recording of images `(T, C, H, W)` first, as for `tt.predict`.
+    """
+    x = like_weights(net, x)
+    forms = [x[:, None], x] if x.dim() in (2, 4) else [x, x[:, None]]
+    if x.dim() == 1:
+        forms = forms[1:]
+    errors: list[DataError] = []
+    for form in forms:
+        try:
+            _check_call(net, form)
+        except DataError as error:
+            errors.append(error)
+        else:
+            _check_finite(form)
+            return form
+    raise errors[0] if x.dim() < 4 else errors[-1]
 
 
 def _check_call(net: Carried, example: Tensor) -> None:
@@ -345,12 +304,6 @@ def _check_call(net: Carried, example: Tensor) -> None:
         kind += f" from {int(x[0])} to {int(x[1])}"
     try:
         y, _ = net(x, net.initial_state(x.shape[1], like=example))
-        if not isinstance(y, Tensor):
-            raise ModelError(
-                "a file has one output in each step, and the net returns"
-                f" {listed(range(len(y)) if type(y) is tuple else y)}: carry it with one of them,"
-                " tt.carry(module, output=...), or let its forward join them, torch.cat([a, b], -1)"
-            )
     except ModelError:
         raise
     except CALL_ERRORS as error:
@@ -359,6 +312,12 @@ def _check_call(net: Carried, example: Tensor) -> None:
             f"{whole_numbers_hint(net.module, example)}. Give inputs like those that it was trained"
             " on"
         ) from error
+    if not isinstance(y, Tensor):
+        raise ModelError(
+            "a file has one output in each step, and the net returns"
+            f" {listed(range(len(y)) if type(y) is tuple else y)}: carry it with one of them,"
+            " tt.carry(module, output=...), or let its forward join them, torch.cat([a, b], -1)"
+        )
 
 
 def _check_finite(x: Tensor) -> None:
@@ -394,7 +353,7 @@ def _ports(net: Carried, kind: str, example: Tensor) -> tuple[Chain | None, _Por
         return None, _net_ports(net, example)
     if kind == "onnx" and any(layer.hr is not None for layer in chain.layers):
         return None, _net_ports(net, example)  # ONNX has no LSTM with a projection
-    return chain, _chain_ports(chain, net)
+    return chain, _chain_ports(chain, net, example)
 
 
 def _inputs(shape: Sequence[int], width: int, dtype: str, *, indexed: bool) -> dict[str, Any]:
@@ -402,16 +361,15 @@ def _inputs(shape: Sequence[int], width: int, dtype: str, *, indexed: bool) -> d
 
 
 def _leaf(name: str, shape: Sequence[int | str], start: Array) -> dict[str, Any]:
-    numbers = metadata.plain_numbers(start)
+    same = bool((start == start.flat[0]).all())
+    numbers = start.flat[0].item() if same else start.tolist()
     return {"name": name, "shape": [*shape], "dtype": start.dtype.name, "start": numbers}
 
 
-def _chain_ports(chain: Chain, net: Carried) -> _Ports:
+def _chain_ports(chain: Chain, net: Carried, example: Tensor) -> _Ports:
     real, last = chain.layers[0].ih.dtype.name, chain.operations[-1]
     return _Ports(
-        _inputs(
-            () if chain.is_indexed else (chain.width,), chain.width, real, indexed=chain.is_indexed
-        ),
+        _inputs(example.shape[2:], chain.width, real, indexed=chain.is_indexed),
         {
             "shape": [chain.outputs],
             "meaning": _LAST.get(last.function) if isinstance(last, Pointwise) else None,
@@ -469,7 +427,7 @@ def _describe(
         inputs["scale"] = power.exp2().tolist()
     meaning = ports.outputs["meaning"] or ("logits" if classes else "values")
     description: dict[str, Any] = {
-        "format": metadata.FORMAT,
+        "format": session.FORMAT,
         "inputs": inputs,
         "outputs": {**ports.outputs, "width": width, "meaning": meaning, "classes": [*classes]},
         "rate": rate,
@@ -477,7 +435,7 @@ def _describe(
         "settling_time": None,
         "verified": None,
     }
-    if clash := details.keys() & {*description, "conformance", "sha256"}:
+    if clash := details.keys() & {*description, "conformance"}:
         raise ConfigError(f"details: {listed(clash)} belongs to every file; take another name")
     try:
         json.dumps(details, allow_nan=False)
@@ -494,29 +452,22 @@ def _conformance(net: Carried, ports: _Ports, description: Mapping[str, Any]) ->
     A chaotic net doubles a difference in a few steps: after 64 no two runtimes agree, and after the
     first ones all that compute the same function do.
     """
-    steps, rounded = metadata.STEPS, rounded_otherwise(net)
+    steps, limit = session.STEPS, session.TOLERANCE / 100
+
+    def run(net: Carried) -> Any:
+        x = like_weights(net, torch.from_numpy(session.vector_inputs(description, steps)))
+        return net(x, net.initial_state(1, like=x))
+
     while True:
-        x = like_weights(net, torch.from_numpy(metadata.vector_inputs(description, steps)))
-        y, after = net(x, net.initial_state(1, like=x))
-        z, other = functional_call(net, rounded, (x, net.initial_state(1, like=x)))
+        (y, after), (z, other) = run(net), in_float64(net, run)
         pairs = zip([y[-1], *trees.tensors(after)], [z[-1], *trees.tensors(other)], strict=True)
-        limit = metadata.TOLERANCE / 100
-        if steps == 1 or all(torch.allclose(a, b, rtol=limit, atol=limit) for a, b in pairs):
+        close = all(torch.allclose(a.to(b), b, rtol=limit, atol=limit) for a, b in pairs)
+        if steps == 1 or close:
             break
         steps //= 2
     return {
-        "generator": metadata.GENERATOR,
+        "generator": session.GENERATOR,
         "steps": steps,
         "outputs": y[-1, 0].tolist(),
         "state": {name: leaf[0].tolist() for name, leaf in ports.read_state(after).items()},
     }
-
-
-def _folding(chain: Chain | None, kind: str) -> list[str]:
-    """Says that standardisation is in the weights, and what that costs."""
-    first = None if chain is None else chain.operations[0]
-    if kind not in {"nam", "rtneural"} or not isinstance(first, Rescale):
-        return []
-    ratio = float(np.abs(first.shift / first.scale).max())
-    cost = f"{6e-8 * ratio:.1g} of a standardised input"
-    return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]
