@@ -147,6 +147,13 @@ def words() -> nn.Module:
     )
 
 
+def audio() -> nn.Module:
+    first, last = Affine(3, inverse=False), Affine(2, inverse=True)
+    for values, number in ((first.shift, 5), (first.scale, 3), (last.shift, 5)):
+        values.fill_(number)
+    return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2), last)
+
+
 def normalised() -> nn.Module:
     layers = [nn.LayerNorm(3), nn.GRU(3, 8), nn.LayerNorm(8, elementwise_affine=False)]
     net = nn.Sequential(*layers, nn.Sequential(nn.Linear(8, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
@@ -400,7 +407,7 @@ def test_a_chaotic_net_is_exported_and_held_to_its_first_steps(
     assert written.verification.error > 0.1
     if kind == "onnx":
         vector = tt.deploy.Session(written.paths[0]).description["conformance"]
-        assert 2 <= vector["steps"] <= 16
+        assert 2 <= len(vector["inputs"]) <= 16
 
     def other(*args: Any) -> Any:
         chain = read_chain(*args)
@@ -431,7 +438,7 @@ def test_recurrent_weights_are_verified_where_no_second_step_can_be_compared(
     assert not written.remarks
     if suffix == "onnx":
         vector = tt.deploy.Session(written.paths[0]).description["conformance"]
-        assert vector["steps"] <= 4
+        assert len(vector["inputs"]) <= 4
 
     def other(*args: Any) -> Any:
         chain = read_chain(*args)
@@ -673,7 +680,7 @@ def test_an_example_that_is_not_finite_is_refused_by_step_and_column(
     x = torch.randn(10, 3, dtype=torch.float64)
     x[4, 2] = value
     for name in ("net.onnx", "net.c", "net.js"):
-        with pytest.raises(DataError, match=r"step 4, column 2.*inputs="):
+        with pytest.raises(DataError, match=r"step 4, lane 0, column 2.*inputs="):
             tt.export(net, tmp_path / name, inputs=x)
     with pytest.raises(DataError, match="step 4, lane 1, column 2"):
         tt.export(net, tmp_path / "net.c", inputs=torch.stack([torch.zeros_like(x), x], dim=1))
@@ -698,10 +705,8 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
     assert written.verification is not None
     assert written.verification.error > 1e-5 > written.recorded.error
     assert "amplifies rounding" in written.verification.summary
-    assert written.recorded.reclassified == 0
-    assert written.recorded.summary.endswith("the same classes")
     found = tt.deploy.Session(written.paths[0]).description["verified"]
-    assert found == {"steps": 700, "error": written.recorded.error, "longest_run": 700}
+    assert found == {"steps": 700, "error": written.recorded.error, "drift": None}
 
 
 @pytest.mark.parametrize(
@@ -714,7 +719,6 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
         ("lstm bare", "net.json"),
         ("gru two", "net.json"),
         ("gru bare", "net.json"),
-        ("audio", "net.nam"),
         ("audio", "net.json"),
         ("functions", "net.json"),
     ],
@@ -722,12 +726,6 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
 def test_files_of_audio_plugins_compute_what_the_net_computes(
     name: str, file: str, tmp_path: Path
 ) -> None:
-    def audio() -> nn.Module:
-        first, last = Affine(3, inverse=False), Affine(2, inverse=True)
-        for values, number in ((first.shift, 5), (first.scale, 3), (last.shift, 5)):
-            values.fill_(number)
-        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2), last)
-
     def functions() -> nn.Module:
         parts = (nn.Linear(3, 4), nn.ELU(), nn.GRU(4, 8), nn.Tanh(), nn.Linear(8, 3))
         return nn.Sequential(*parts, nn.Softmax(-1))
@@ -735,13 +733,12 @@ def test_files_of_audio_plugins_compute_what_the_net_computes(
     make = {"audio": audio, "functions": functions} | CHAINS
     net, written = exported(tmp_path, make[name], file, rate=48_000)
     assert written.verification is None
-    assert written.remarks[-1] == "not verified: play it in the plug-in"
+    assert written.remarks == ("not verified: play it in the plug-in",)
     x = torch.randn(1_000, 3) * (3 if name == "audio" else 1)
     play = play_nam if file == "net.nam" else play_rtneural
     expected, _ = tt.predict(net, x)
     error = np.abs(play(written.paths[0].read_bytes(), x.numpy()) - expected.numpy()).max()
     assert error < (1e-5 if name == "audio" else 1e-6)
-    assert ("folded" in " ".join(written.remarks)) == (name == "audio")
     content = json.loads(written.paths[0].read_text())
     assert content["sample_rate" if file == "net.nam" else "samplerate"] == 48_000
 
@@ -755,8 +752,10 @@ def test_files_of_audio_plugins_compute_what_the_net_computes(
         ("rnn", "net.json", "no rnn_tanh"),
         ("learned start", "net.json", "from a state of zeros"),
         ("words", "net.json", "no nn.Embedding"),
+        ("normalised", "net.json", "no nn.LayerNorm"),
+        ("audio", "net.nam", "has standardisation, lstm, nn.Linear"),
         ("standardised", "net.json", "no elu"),
-        ("coarse", "net.nam", r"shift is 1e\+05 times its scale: .* too many digits"),
+        ("coarse", "net.json", r"shift is 1e\+05 times its scale, .* too many digits"),
         ("cells", "net.nam", "`h, c = .*` in Cells.forward stands in the way"),
     ],
 )
@@ -770,7 +769,7 @@ def test_what_an_audio_plugin_does_not_have_is_refused(
         return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
 
     with pytest.raises(ModelError, match=message):
-        exported(tmp_path, (CHAINS | OTHERS | {"coarse": coarse})[name], file)
+        exported(tmp_path, (CHAINS | OTHERS | {"audio": audio, "coarse": coarse})[name], file)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -135,7 +135,7 @@ def test_settings_that_no_description_can_have_are_refused(
 
 def test_a_recording_of_another_width_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        DataError, match=r"stream: a step .* shape \(4,\), .* example inputs \(3,\)"
+        DataError, match=r"have 4 features in each step, the net expects 3: .* in a stream"
     ):
         export(chain(), tmp_path / "net.onnx", stream=torch.zeros(50, 4))
 
@@ -271,7 +271,6 @@ def test_two_threads_cannot_call_one_session(path: Path, x: Any) -> None:
         ({"lanes": 2.5}, "lanes=2.5"),
         ({"lanes": "2"}, "lanes='2'"),
         ({"lanes": True}, "lanes=True"),
-        ({"threads": 0}, "threads=0"),
     ],
 )
 def test_settings_of_a_session_are_whole_numbers(

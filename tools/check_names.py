@@ -70,7 +70,7 @@ PARTS = {
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),
-    "deploy": Part(14_650, 13_000),
+    "deploy": Part(13_000, 13_000),
     "integrations": Part(9_940, 8_000),
     "app": Part(60_130, 24_000),
     "testing": Part(2_714, 3_300),

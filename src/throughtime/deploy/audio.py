@@ -1,8 +1,8 @@
 """Files of audio plug-ins: NAM (`.nam`), and the JSON that RTNeural and AIDA-X read.
 
 NAM: layers of LSTM and an `nn.Linear`. RTNeural: layers of LSTM and GRU, `nn.Linear` and functions,
-from a state of zeros. Neither has a place for standardisation, so it is folded into the weights
-next to it, which costs digits where a shift is many times its scale.
+from a state of zeros; standardisation is a matrix there, which costs digits where a shift is many
+times its scale.
 
 The package does not play these files: its tests read them as the plug-ins do.
 
@@ -14,19 +14,28 @@ Shapes: `T` steps, `D` input features, `H` hidden, `C` outputs.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from throughtime.deploy.chain import Array, Chain, Dense, Operation, Pointwise, Recurrence, Rescale
+from throughtime.deploy.chain import (
+    Array,
+    Chain,
+    Dense,
+    Lookup,
+    Normalise,
+    Operation,
+    Pointwise,
+    Recurrence,
+    Rescale,
+)
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import GRU, LSTM
 
-_NAM_VERSION = "0.5.4"
 _RTNEURAL_FUNCTIONS = ("tanh", "relu", "sigmoid", "softmax", "elu")
-_COST, _MOST_COST = 6e-8, 1e-3  # of folding, by shift / scale, in standardised inputs
-_KERAS_BLOCKS = {LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}  # of our gates
+_MOST_RATIO = 2e4  # of shift to scale: a matrix loses 6e-8 of it, in standardised inputs
+_NAMES: dict[type, str] = {Dense: "nn.Linear", Lookup: "nn.Embedding", Normalise: "nn.LayerNorm"}
+_KERAS_GATES = {LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}  # of our gates
 
 
 def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
@@ -35,18 +44,15 @@ def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[s
     Raises:
         ModelError: NAM does not have this chain.
     """
-    *layers, head = _folded(chain).operations
-    if not isinstance(head, Dense) or any(
-        not isinstance(layer, Recurrence) or layer.cell is not LSTM or layer.hr is not None
-        for layer in layers
-    ):
+    *layers, head = chain.operations
+    cells = [op for op in chain.layers if op.cell is LSTM and op.hr is None]
+    widths = {cell.hidden for cell in cells}
+    if len(cells) < len(layers) or not isinstance(head, Dense) or len(widths) > 1:
         raise ModelError(
-            "a .nam file has layers of LSTM, without projection, and an nn.Linear; this net has"
-            f" {_names(chain)}"
+            "a .nam file has layers of LSTM of one width, without projection, and an nn.Linear;"
+            f" this net has {', '.join(map(_name, chain.operations))}. Write .c, or train such a"
+            " net on the signal as it is, with --standardise none"
         )
-    cells = [layer for layer in layers if isinstance(layer, Recurrence)]
-    if len({layer.hidden for layer in cells}) > 1:
-        raise ModelError("the LSTM layers of a .nam file have one width, hidden_size")
     weights: list[Array] = []
     for layer in cells:
         h, c = layer.leaves
@@ -61,7 +67,7 @@ def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[s
         "out_channels": chain.outputs,
     }
     content: dict[str, Any] = {
-        "version": _NAM_VERSION,
+        "version": "0.5.4",
         "architecture": "LSTM",
         "config": config,
         "metadata": {"name": name, "throughtime": description},
@@ -81,7 +87,7 @@ def write_rtneural(chain: Chain, description: Mapping[str, Any], name: str) -> d
     del name
     layers: list[dict[str, Any]] = []
     width = chain.width
-    for operation in _folded(chain).operations:
+    for operation in chain.operations:
         layers.append(_keras_layer(operation, width))
         width = layers[-1]["shape"][-1]
     content = {
@@ -100,11 +106,22 @@ def _keras_layer(operation: Operation, width: int) -> dict[str, Any]:
     match operation:
         case Dense(weight, bias):
             return _entry("dense", len(weight), [weight.T, bias])
+        case Rescale(shift, scale, inverse):
+            ratio = float(np.abs(shift / scale).max())
+            if inverse or ratio < _MOST_RATIO:
+                factor = scale if inverse else 1 / scale.astype(np.float64)
+                matrix, bias = np.diag(factor), shift if inverse else -shift * factor
+                return _entry("dense", width, [matrix, bias])
+            raise ModelError(
+                f"RTNeural has standardisation as a matrix only, and a shift is {ratio:.2g} times"
+                " its scale, which would lose too many digits: write .c, or take the mean off the"
+                " signal before the net, in training too"
+            )
         case Pointwise(function, parameter):
             if function in _RTNEURAL_FUNCTIONS and parameter in {0.0, 1.0}:
                 return {**_entry("activation", width, []), "activation": function}
         case Recurrence():
-            known = operation.cell in _KERAS_BLOCKS and operation.hr is None
+            known = operation.cell in _KERAS_GATES and operation.hr is None
             if known and not any(leaf.start.any() for leaf in operation.leaves):
                 return _entry(operation.cell.name, operation.hidden, _keras_weights(operation))
         case _:
@@ -125,88 +142,16 @@ def _entry(kind: str, width: int, weights: Sequence[Array]) -> dict[str, Any]:
 
 
 def _keras_weights(layer: Recurrence) -> list[Array]:
-    def arranged(values: Array) -> Array:
-        blocks = np.split(values, len(layer.cell.gates))
-        return np.concatenate([blocks[k] for k in _KERAS_BLOCKS[layer.cell]])
-
-    biases = np.stack([arranged(layer.b_ih), arranged(layer.b_hh)])
-    if layer.cell is LSTM:
-        biases = biases.sum(axis=0)
-    return [arranged(layer.ih).T, arranged(layer.hh).T, biases]
-
-
-def _folded(chain: Chain) -> Chain:
-    """The chain with its standardisation in the weights beside it.
-
-    Raises:
-        ModelError: it has none beside it, or the inputs are indices.
-    """
-    operations = list(chain.operations)
-    if isinstance(first := operations[0], Rescale):
-        if _COST * _ratio(first) > _MOST_COST:
-            raise ModelError(
-                f"an input's shift is {_ratio(first):.2g} times its scale: folded into weights of"
-                " float32, the standardisation would lose too many digits. Take the mean off the"
-                " signal before the net, in training too, or write .c"
-            )
-        operations[:2] = [_behind(first, operations[1])]
-    if isinstance(last := operations[-1], Rescale):
-        operations[-2:] = [_before(operations[-2], last)]
-    if any(isinstance(operation, Rescale) for operation in operations) or chain.is_indexed:
-        raise ModelError(
-            "this format has no nn.Embedding, and standardisation only before the first layer and"
-            f" after an nn.Linear at the end; this net has {_names(chain)}"
-        )
-    return replace(chain, operations=tuple(operations))
-
-
-def folding(chain: Chain) -> list[str]:
-    """A remark on what it costs that standardisation is in the weights."""
-    first = chain.operations[0]
-    if not isinstance(first, Rescale):
-        return []
-    cost = f"{_COST * _ratio(first):.1g} of a standardised input"
-    return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]
-
-
-def _ratio(first: Rescale) -> float:
-    return float(np.abs(first.shift / first.scale).max())
-
-
-def _behind(first: Rescale, operation: Operation) -> Operation:
-    """An operation whose inputs were standardised, for raw inputs."""
-    factor = first.scale if first.inverse else 1 / first.scale.astype(np.float64)
-    offset = first.shift if first.inverse else -first.shift * factor
-    if isinstance(operation, Dense):
-        weight, bias = operation
-        return Dense(weight * factor, weight @ offset + bias)
-    if isinstance(operation, Recurrence):
-        bias = operation.ih @ offset + operation.b_ih
-        return operation._replace(ih=operation.ih * factor, b_ih=bias)
-    raise ModelError(f"standardisation stands before {_name(operation)}, expected a layer")
-
-
-def _before(operation: Operation, last: Rescale) -> Operation:
-    """An operation whose outputs are put into units."""
-    if not isinstance(operation, Dense) or not last.inverse:
-        raise ModelError(f"standardisation stands after {_name(operation)}, expected an nn.Linear")
-    bias = operation.bias * last.scale + last.shift
-    return Dense(operation.weight * last.scale[:, None], bias)
+    own = layer.arranged(_KERAS_GATES[layer.cell])
+    biases = np.stack([own.b_ih, own.b_hh])
+    return [own.ih.T, own.hh.T, biases.sum(axis=0) if layer.cell is LSTM else biases]
 
 
 def _name(operation: Operation) -> str:
     match operation:
         case Recurrence():
-            return operation.cell.name + (" with a projection" if operation.hr is not None else "")
+            return operation.cell.name + " with a projection" * (operation.hr is not None)
         case Pointwise(function):
             return function
         case _:
-            return {
-                "Dense": "nn.Linear",
-                "Lookup": "nn.Embedding",
-                "Normalise": "nn.LayerNorm",
-            }.get(type(operation).__name__, "standardisation")
-
-
-def _names(chain: Chain) -> str:
-    return ", ".join(map(_name, chain.operations))
+            return _NAMES.get(type(operation), "standardisation")

@@ -53,7 +53,7 @@ class Leaf(NamedTuple):
     name: str
     start: Array
     source: str
-    layer: int | None = None
+    layer: Any = ...
 
 
 class Rescale(NamedTuple):
@@ -119,14 +119,20 @@ class Recurrence(NamedTuple):
     @property
     def hidden(self) -> int:
         """H."""
-        return self.ih.shape[0] // len(self.cell.gates)
+        return len(self.ih) // len(self.cell.gates)
+
+    def arranged(self, order: Sequence[int]) -> "Recurrence":
+        """The same with its gates in another order."""
+        names = ("ih", "hh", "b_ih", "b_hh")
+        blocks = (np.split(getattr(self, name), len(order)) for name in names)
+        arrays = (np.concatenate([parts[k] for k in order]) for parts in blocks)
+        return self._replace(**dict(zip(names, arrays, strict=True)))
 
 
 Operation: TypeAlias = (
     Rescale | Standardisation | Lookup | Dense | Normalise | Pointwise | Recurrence
 )
-# The functions that writers know, the values of `parameter` being a slope or an alpha
-POINTWISE = ("tanh", "relu", "sigmoid", "leaky_relu", "elu", "silu", "softmax", "log_softmax")
+# The functions that writers know, and the attribute that is their parameter
 _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     nn.Tanh: ("tanh", ""),
     nn.ReLU: ("relu", ""),
@@ -137,6 +143,7 @@ _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     nn.Softmax: ("softmax", ""),  # of each step: over lanes or time it could not be carried
     nn.LogSoftmax: ("log_softmax", ""),
 }
+POINTWISE = tuple(name for name, _ in _MODULES.values())
 _DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0}
 # methods that only arrange steps and lanes: a chain computes a step of a lane at a time
 _ARRANGING = {"contiguous", "transpose", "view", "reshape", "flatten"}
@@ -175,15 +182,11 @@ class Chain:
         stateful = (op for op in self.operations if isinstance(op, (Recurrence, Standardisation)))
         return tuple(leaf for operation in stateful for leaf in operation.leaves)
 
-    def state_of(self, state: State, leaf_names: Sequence[str]) -> dict[str, Tensor]:
-        """A state of the net `(B, L, P)` by the leaves of the chain, `(B, P)`."""
-        tensors = dict(zip(leaf_names, trees.tensors(state), strict=True))
-        return {
-            leaf.name: tensors[leaf.source]
-            if leaf.layer is None
-            else tensors[leaf.source][:, leaf.layer]
-            for leaf in self.leaves
-        }
+
+def state_of(net: Carried, leaves: Sequence[Leaf], state: State) -> dict[str, Tensor]:
+    """The leaves, `(B, P)`, in a state of the net."""
+    tensors = dict(zip(net.leaf_names(state), trees.tensors(state), strict=True))
+    return {leaf.name: tensors[leaf.source][:, leaf.layer] for leaf in leaves}
 
 
 def read_chain(net: Carried, inputs: Tensor) -> Chain:
@@ -210,11 +213,9 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
         try:
             structure = require_structure(net, inputs)
         except UnknownError as error:
-            text = str(error)
-            if error.__cause__ is not None and text.startswith("``"):  # typed in a prompt
-                frames = extract_tb(error.__cause__.__traceback__)
-                number = next(frame.lineno for frame in reversed(frames) if not frame.line)
-                text = f"line {number}{text[2:]}"
+            frames = extract_tb(getattr(error.__cause__, "__traceback__", None))
+            numbers = [frame.lineno for frame in frames if not frame.line]  # typed in a prompt
+            text = str(error).replace("``", f"line {numbers[-1]}") if numbers else str(error)
             raise _refusal(text) from error
         translator = _Translator({child: name for name, child in net.module.named_modules()})
         layers = translator.layers(net, structure, net.initial_state(1, like=inputs))

@@ -15,8 +15,6 @@ Needs `onnx`, and for nets that are no chain `onnxscript`.
 import contextlib
 import io
 import json
-import logging
-import re
 import warnings
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -32,16 +30,16 @@ from throughtime.deploy.session import KEY
 from throughtime.deploy.source import constants, identifier, operations, render
 from throughtime.errors import MissingExtraError, ModelError
 from throughtime.kernels import reference
-from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell, Weights
+from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH
 from throughtime.nn.fuse import FUSED
-from throughtime.nn.layers import States, layer_weights, run_layers
+from throughtime.nn.layers import layer_weights, run_layers
 from throughtime.state import State
 
 OPSET, IR_VERSION = 14, 8  # for chains
 _LATEST_IR = 10  # what runtimes of two years ago read
 _MOST_LANES = 4096  # that the exporter may assume
 _TYPES = {"float32": "float", "float64": "double"}
-_BLOCKS = {LSTM: (0, 3, 1, 2), GRU: (1, 0, 2), RNN_TANH: (0,), RNN_RELU: (0,)}  # of our gates
+_GATES = {LSTM: (0, 3, 1, 2), GRU: (1, 0, 2), RNN_TANH: (0,), RNN_RELU: (0,)}  # of our gates
 _EXPRESSIONS = {
     "tanh": "Tanh({x})",
     "relu": "Relu({x})",
@@ -64,16 +62,11 @@ def chain_model(chain: Chain, description: Mapping[str, Any], name: str) -> Any:
     """The ModelProto of a chain."""
     flat = "x" if len(description["inputs"]["shape"]) < 2 else "flat"
     fields = {leaf.name: str(k) for k, leaf in enumerate(chain.leaves)}
-    text = (
-        render("net.onnx.j2", {"operations": operations(chain, fields, _EXPRESSIONS, flat)})
-        + f"  y = Identity(v{len(chain.operations) - 1})\n"
-    )
-    if flat != "x":
-        text = f"  each = Constant <value_ints = [0, 0, -1]> ()\n  flat = Reshape(x, each)\n{text}"
-    model = _model(text, description, name, OPSET)
+    text = render("net.onnx.j2", {"operations": [*operations(chain, fields, _EXPRESSIONS, flat)]})
+    model = _model(text, description, name)
     for index, operation in enumerate(chain.operations):
-        is_layer = isinstance(operation, Recurrence)
-        for key, array in _layer(operation) if is_layer else constants(operation):
+        arrays = _layer(operation) if isinstance(operation, Recurrence) else constants(operation)
+        for key, array in arrays:
             tensor = _onnx().numpy_helper.from_array(
                 np.ascontiguousarray(array), f"op{index}_{key}"
             )
@@ -98,7 +91,7 @@ def step_model(net: Carried, example: Tensor, description: Mapping[str, Any], na
     leaves = range(len(description["state"]))
     before, after = ("".join(f"{kind}_{k}, " for k in leaves) for kind in ("state", "next"))
     text = f"{after}y = Scan <num_scan_inputs = 1> ({before}x)"
-    model = _model(text, description, name, OPSET)
+    model = _model(text, description, name)
     model.graph.node[0].attribute.append(_onnx().helper.make_attribute("body", step.graph))
     del model.opset_import[:]
     model.opset_import.extend(step.opset_import)
@@ -117,7 +110,7 @@ def _onnx() -> Any:
     return onnx
 
 
-def _model(nodes: str, description: Mapping[str, Any], name: str, opset: int) -> Any:
+def _model(nodes: str, description: Mapping[str, Any], name: str) -> Any:
     """The model of the text of its nodes, with the inputs and outputs of a description.
 
     Leaves are `state_0` and `next_0` in the text, whose names have no dots, and an input that is
@@ -137,7 +130,7 @@ def _model(nodes: str, description: Mapping[str, Any], name: str, opset: int) ->
             values.append(value(f"{prefix}_{k}", leaf["dtype"], *leaf["shape"]))
             names[f"{prefix}_{k}"] = f"{prefix}.{leaf['name']}"
     model = _onnx().parser.parse_model(
-        f'<ir_version: {IR_VERSION}, opset_import: ["": {opset}], producer_name: "throughtime">\n'
+        f'<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}], producer_name: "throughtime">\n'
         f"{identifier(name)} ({', '.join(entering)}) => ({', '.join(leaving)}) {{\n{nodes}\n}}"
     )
     for port in (*model.graph.input, *model.graph.output):
@@ -150,15 +143,9 @@ def _model(nodes: str, description: Mapping[str, Any], name: str, opset: int) ->
 
 def _layer(layer: Recurrence) -> Generator[tuple[str, Array]]:
     """The constants of a recurrent node, its gates in the order of ONNX."""
-    rows = _BLOCKS[layer.cell]
-
-    def arranged(values: Array) -> Array:
-        blocks = np.split(values, len(rows))
-        return np.concatenate([blocks[row] for row in rows])[None]
-
-    yield "W", arranged(layer.ih)
-    yield "R", arranged(layer.hh)
-    yield "B", np.concatenate([arranged(layer.b_ih), arranged(layer.b_hh)], axis=1)
+    own = layer.arranged(_GATES[layer.cell])
+    yield from (("W", own.ih[None]), ("R", own.hh[None]))
+    yield "B", np.concatenate([own.b_ih, own.b_hh])[None]
 
 
 class _Step(nn.Module):
@@ -183,14 +170,18 @@ def _export_step(net: Carried, example: Tensor) -> Any:
     state = trees.map_leaves(Tensor.clone, trees.detach(net.initial_state(lanes, like=x[None])))
     values = (*trees.tensors(state), x)
     batch = torch.export.Dim("B", min=1, max=_MOST_LANES)
-    with _quiet(), _plain_layers(net), running(step := _Step(net, state)):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(_plain_layers(net))
+        stack.enter_context(running(step := _Step(net, state)))
         try:
-            program = torch.onnx.export(
+            program: Any = torch.onnx.export(
                 step,
                 values,
                 dynamo=True,
                 dynamic_shapes=(tuple({0: batch} for _ in values),),
-                verbose=False,
             )
         except ImportError as error:
             raise MissingExtraError(
@@ -202,20 +193,12 @@ def _export_step(net: Carried, example: Tensor) -> Any:
                 f"torch cannot export a step of {type(net.module).__name__} to ONNX:"
                 f" {_cause(error)}"
             ) from error
-    if program is None:
-        raise ModelError(f"torch exported nothing of {type(net.module).__name__}")
     return program.model_proto
 
 
 def _forward(layer: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
     """A recurrent layer by products and functions of each value, which every exporter knows."""
-
-    def run(
-        cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor | None
-    ) -> tuple[Tensor, States]:
-        return reference.run(cell, x, states, weights, resets, None)
-
-    return run_layers(layer, run, x, hx, None, layer_weights(layer))
+    return run_layers(layer, reference.run, x, hx, None, layer_weights(layer))
 
 
 _PLAIN: dict[type, type] = {
@@ -241,23 +224,8 @@ def _plain_layers(net: nn.Module) -> Generator[None]:
             module.__class__ = kind
 
 
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Without what exporters print and log."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("ignore")
-            with contextlib.redirect_stderr(io.StringIO()):
-                yield
-    finally:
-        logging.disable(disabled)
-
-
 def _cause(error: BaseException) -> str:
-    """The first line of the error that began it, without colours."""
+    """The first line of the error that began it."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip()
-    return next(iter(text.splitlines()), type(error).__name__)[:300]
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

@@ -4,7 +4,7 @@ This file needs Python, numpy and onnxruntime alone: `tt.export(..., with_sessio
 beside the model, for machines without torch. Its errors are therefore those of Python.
 
 A file says of itself, in a metadata property of JSON, what its inputs, outputs and state are, and
-has a conformance vector: the outputs and the state after some steps of generated inputs. A runtime
+has a conformance vector: some steps of inputs, and the outputs and the state after them. A runtime
 that computes something else is found when it loads the file.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
@@ -20,12 +20,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 KEY, FORMAT = "throughtime", "throughtime.export/2"
-STEPS = 64  # of the conformance vector, at most
-TOLERANCE = 1e-4  # of it, relative to values above 1
-GENERATOR = (
-    "s = 1; for each step, for each column: s = (1664525*s + 1013904223) mod 2**32;"
-    " v = (s >> 8) / 2**23 - 1; x = shift + scale*v, or (s >> 8) mod width for indices"
-)
+TOLERANCE = 1e-4  # of the conformance vector, relative to values above 1
 Array: TypeAlias = np.ndarray[Any, Any]
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
 
@@ -44,7 +39,6 @@ class Session:
         on_nan: as for `tt.Predictor`: what to do where an input is NaN or infinite. "raise" refuses
             the call and leaves the state as it was, "hold" leaves the step out, "reset" starts the
             lane anew after it. With either, the outputs of that step are NaN.
-        threads: of the runtime. More than one rarely helps a recurrent net.
 
     Attributes:
         description: what the file says of itself: inputs, outputs, classes, rate, state.
@@ -72,28 +66,28 @@ class Session:
         lanes: int = 1,
         *,
         on_nan: OnNaN = "raise",
-        threads: int = 1,
     ) -> None:
         if on_nan not in ("raise", "hold", "reset"):
             raise ValueError(f"on_nan={on_nan!r}: expected 'raise', 'hold', 'reset'")
-        for name, value in (("lanes", lanes), ("threads", threads)):
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number, at least 1")
+        if type(lanes) is not int or lanes < 1:
+            raise ValueError(f"lanes={lanes!r}: expected a whole number, at least 1")
         self.lanes, self.on_nan, self.skipped = lanes, on_nan, 0
         self._lock = threading.Lock()
         if isinstance(path, Session):
             self.path, self.description, self._runtime = path.path, path.description, path._runtime
         else:
             self.path = Path(path)
-            self._runtime, self.description = _load(self.path, threads)
-            self._check_vector()
+            self._runtime, self.description = _load(self.path)
         inputs = self.description["inputs"]
-        self._x = np.zeros((1, lanes, *inputs["shape"]), _dtype(inputs))
+        kind = "int64" if inputs["indexed"] else inputs["dtype"]
+        self._x = np.zeros((1, lanes, *inputs["shape"]), kind)
         self._row, self._zeros = self._x[0], np.zeros_like(self._x[0])
         self._y = np.zeros((1, lanes, *self.description["outputs"]["shape"]), inputs["dtype"])
         # two states that change places: a step reads one and writes the other
         a, b = (initial_state(self.description, lanes) for _ in range(2))
         self._turns = [(self._bound(a, b), a), (self._bound(b, a), b)]
+        if not isinstance(path, Session):
+            self._check_vector()
 
     def __call__(self, inputs: Any) -> Array:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`; of a single lane also `(T, D)` to `(T, C)`.
@@ -210,20 +204,17 @@ class Session:
 
     def _run_around(self, x: Array, finite: Array) -> Array:
         """As `_run`; lanes leave out their steps that are not `finite` `(T, B)`."""
-        self.skipped += int((~finite).sum())
-        cuts = np.flatnonzero(~finite.all(axis=1))
         outputs: list[Array] = []
-        for rows in np.split(np.arange(len(x)), np.union1d(cuts, cuts + 1)):
-            if not len(rows):
-                continue
-            state, missing = self.state, ~finite[rows].all(axis=0)
-            outputs.append(self._run(np.nan_to_num(x[rows], posinf=0, neginf=0)))
-            if missing.any():
-                outputs[-1][:, missing] = math.nan
+        for row, right in zip(np.nan_to_num(x, posinf=0, neginf=0), finite, strict=True):
+            before, missing = self.state, np.flatnonzero(~right)
+            outputs.append(self._step(row))
+            if len(missing):
                 if self.on_nan == "reset":
-                    state = initial_state(self.description, self.lanes)
-                self._put(state, np.flatnonzero(missing))
-        return np.concatenate(outputs)
+                    before = initial_state(self.description, self.lanes)
+                self._put(before, missing)
+                outputs[-1][missing] = math.nan
+                self.skipped += len(missing)
+        return np.stack(outputs)
 
     def _put(self, values: Mapping[str, Array], rows: Array) -> None:
         """Copy some lanes of a state into the buffers."""
@@ -242,7 +233,7 @@ class Session:
 
     def _check_vector(self) -> None:
         vector = self.description["conformance"]
-        x = vector_inputs(self.description, vector["steps"])
+        x = np.array(vector["inputs"], self._row.dtype)[:, None]
         y, after = _run(self._runtime, x, initial_state(self.description, 1))
         pairs = [("outputs", y[-1], vector["outputs"])]
         pairs += [(f"state '{leaf}'", after[leaf], v) for leaf, v in vector["state"].items()]
@@ -252,24 +243,10 @@ class Session:
             if not (error <= TOLERANCE).all():
                 raise RuntimeError(
                     f"{self.path}: this runtime computes other {name} than the net that was"
-                    f" exported, by {float(np.nanmax(error)):.2g} after {vector['steps']} steps;"
+                    f" exported, by {float(np.nanmax(error)):.2g} after {len(x)} steps;"
                     f" expected at most {TOLERANCE:g}. Copy the file again, try another version of"
                     " the runtime, or export again"
                 )
-
-
-def vector_inputs(description: Mapping[str, Any], steps: int) -> Array:
-    """The inputs of the conformance vector, `(steps, 1, ...)` or `(steps, 1)` indices."""
-    inputs = description["inputs"]
-    values, state = np.empty(steps * (1 if inputs["indexed"] else inputs["width"]), np.int64), 1
-    for k in range(len(values)):
-        state = (1664525 * state + 1013904223) % 2**32
-        values[k] = state >> 8
-    if inputs["indexed"]:
-        return values[:, None] % inputs["width"]
-    shift, scale = (np.array(inputs[name]) for name in ("shift", "scale"))
-    x = shift + scale * (values / 2**23 - 1).reshape(steps, inputs["width"])
-    return x.reshape(steps, 1, *inputs["shape"]).astype(inputs["dtype"])
 
 
 def initial_state(description: Mapping[str, Any], lanes: int) -> dict[str, Array]:
@@ -282,10 +259,6 @@ def initial_state(description: Mapping[str, Any], lanes: int) -> dict[str, Array
     return state
 
 
-def _dtype(inputs: Mapping[str, Any]) -> str:
-    return "int64" if inputs["indexed"] else inputs["dtype"]
-
-
 def _run(runtime: Any, x: Array, state: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Outputs and the state after the last step."""
     inputs = {"x": x, **{f"state.{name}": value for name, value in state.items()}}
@@ -293,15 +266,14 @@ def _run(runtime: Any, x: Array, state: Mapping[str, Array]) -> tuple[Array, dic
     return y, dict(zip(state, after, strict=True))
 
 
-def _load(path: Path, threads: int) -> tuple[Any, dict[str, Any]]:
+def _load(path: Path) -> tuple[Any, dict[str, Any]]:
     """The runtime with a file, and what the file says of itself."""
     try:
         import onnxruntime
     except ImportError as error:
         raise ImportError("Session needs onnxruntime: pip install onnxruntime") from error
-    content = path.read_bytes()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = threads
+    content, options = path.read_bytes(), onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
     try:
         runtime = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own exceptions have no common class

@@ -15,7 +15,8 @@ Matrices are stored column by column, so that a product adds columns to the bias
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,45 +35,6 @@ from throughtime.deploy.chain import (
 from throughtime.deploy.session import TOLERANCE
 from throughtime.kernels.cells import GRU
 
-_KEYWORDS = frozenset(
-    [
-        "auto",
-        "break",
-        "case",
-        "char",
-        "const",
-        "continue",
-        "default",
-        "do",
-        "double",
-        "else",
-        "enum",
-        "extern",
-        "float",
-        "for",
-        "goto",
-        "if",
-        "inline",
-        "int",
-        "long",
-        "main",
-        "register",
-        "restrict",
-        "return",
-        "short",
-        "signed",
-        "sizeof",
-        "static",
-        "struct",
-        "switch",
-        "typedef",
-        "union",
-        "unsigned",
-        "void",
-        "volatile",
-        "while",
-    ]
-)
 # Of functions of each value v, {p} being their parameter
 _C_EXPRESSIONS = {
     "tanh": "tangent(v)",
@@ -90,24 +52,27 @@ _JS_EXPRESSIONS = {
     "leaky_relu": "v < 0 ? v * {p} : v",
     "elu": "v < 0 ? {p} * Math.expm1(v) : v",
 }
-_LINE = 8  # numbers
 
 
 def write_c(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
     """The source and the header, by suffix; `name` is that of the file."""
-    values = _values(chain, description, name, _C_EXPRESSIONS)
-    values |= {"header": f"{name}.h", "kind": "int32_t" if chain.is_indexed else "float"}
-    for array in values["arrays"]:
-        array["text"] = _numbers(array["values"])
+    values = _values(chain, description, name, _C_EXPRESSIONS, _hexadecimal)
     return {suffix: render(f"net{suffix}.j2", values).encode() for suffix in (".c", ".h")}
 
 
 def write_javascript(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
     """The module, by suffix; `name` is that of the file."""
-    values = _values(chain, description, name, _JS_EXPRESSIONS)
-    for array in values["arrays"]:
-        array["text"] = base64.b64encode(array["values"].astype("<f4").tobytes()).decode()
+    values = _values(chain, description, name, _JS_EXPRESSIONS, _encoded)
     return {".js": render("net.js.j2", values).encode()}
+
+
+def _encoded(array: Array) -> str:
+    return base64.b64encode(array.astype("<f4").tobytes()).decode()
+
+
+def _hexadecimal(array: Array) -> str:
+    numbers = ", ".join(f"{float(value).hex()}f" for value in array.ravel())
+    return textwrap.fill(numbers, 100, initial_indent="  ", subsequent_indent="  ")
 
 
 def render(template: str, values: Mapping[str, Any]) -> str:
@@ -124,14 +89,14 @@ def render(template: str, values: Mapping[str, Any]) -> str:
 
 
 def identifier(text: str) -> str:
-    """A name that C, JavaScript and ONNX allow.
+    """The beginning of a name that C and ONNX allow.
 
     Example:
-        >>> identifier("my-net.2"), identifier("2nd"), identifier("float")
-        ('my_net_2', 'net_2nd', 'net_float')
+        >>> identifier("my-net.2"), identifier("2nd")
+        ('my_net_2', 'net_2nd')
     """
     name = re.sub(r"\W", "_", text, flags=re.ASCII)
-    return f"net_{name}" if not name or name[0].isdigit() or name in _KEYWORDS else name
+    return f"net_{name}" if not name or name[0].isdigit() else name
 
 
 def operations(
@@ -148,8 +113,8 @@ def operations(
     width = chain.width
     for index, operation in enumerate(chain.operations):
         rows, out = columns(operation, width), f"v{index}"
-        own = {"id": f"op{index}", "x": x, "out": out, "columns": width, "rows": rows}
-        own |= {"kind": type(operation).__name__, "of": operation}
+        own = {"id": f"op{index}", "kind": type(operation).__name__, "of": operation}
+        own |= {"x": x, "out": out, "columns": width, "rows": rows}
         if isinstance(operation, (Recurrence, Standardisation)):
             leaves = [fields[leaf.name] for leaf in operation.leaves]
             names = ("count", "first", "sum", "squares") if len(leaves) > 2 else ("h", "c")
@@ -176,52 +141,31 @@ def constants(operation: Operation) -> Iterator[tuple[str, Array]]:
 
 
 def _values(
-    chain: Chain, description: Mapping[str, Any], name: str, expressions: Mapping[str, str]
+    chain: Chain,
+    description: Mapping[str, Any],
+    name: str,
+    expressions: Mapping[str, str],
+    text_of: Callable[[Array], str],
 ) -> dict[str, Any]:
-    """The values of a template of C or JavaScript."""
-    layers = " -> ".join(f"{layer.cell} {layer.hidden}" for layer in chain.layers)
+    """The values of a template of C or JavaScript; `text_of` gives that of an array."""
     text = json.dumps(description, separators=(",", ":"))
-    outputs = description["outputs"]
-    classes = ", ".join(re.sub(r"[^\w .-]", "_", label) for label in outputs["classes"])
-    fields = _fields(chain)
+    fields = {leaf.name: f"s{k}_{identifier(leaf.name)}" for k, leaf in enumerate(chain.leaves)}
     return {
+        "file": name,
         "name": identifier(name),
-        "NAME": identifier(name).upper(),
-        "summary": f"{chain.width} -> {layers} -> {chain.outputs}",
+        "chain": chain,
+        "description": description,
         # JSON that ends no comment and no script of a page
         "json": text.replace("*/", "\\u002a/").replace("/*", "/\\u002a").replace("</", "<\\/"),
-        "indexed": chain.is_indexed,
-        "width": chain.width,
-        "outputs": chain.outputs,
-        "outputs_are": outputs["meaning"] + (f" of {classes}" if classes else ""),
-        "leaves": [{"field": fields[leaf.name], "size": len(leaf.start)} for leaf in chain.leaves],
+        "classes": [re.sub(r"[^\w .-]", "_", c) for c in description["outputs"]["classes"]],
+        "fields": fields,
         "arrays": [
-            {"name": key, "size": np.size(array), "values": np.asarray(array, np.float32)}
+            {"name": key, "size": np.size(array), "text": text_of(np.array(array, np.float32))}
             for key, array in _arrays(chain, description, fields)
         ],
         "operations": [*operations(chain, fields, expressions)],
-        "last": f"v{len(chain.operations) - 1}",
-        "steps": description["conformance"]["steps"],
         "tolerance": TOLERANCE,
     }
-
-
-def _numbers(array: Array) -> str:
-    """Hexadecimal constants, some of them a line."""
-    texts = [f"{float(value).hex()}f" for value in array.ravel()]
-    rows = (texts[at : at + _LINE] for at in range(0, len(texts), _LINE))
-    return ",\n".join("  " + ", ".join(row) for row in rows)
-
-
-def _fields(chain: Chain) -> dict[str, str]:
-    """A field of the state for each leaf, no two alike."""
-    fields: dict[str, str] = {}
-    for leaf in chain.leaves:
-        field = identifier(leaf.name)
-        while field in fields.values():
-            field += "_"
-        fields[leaf.name] = field
-    return fields
 
 
 def _arrays(
@@ -232,8 +176,6 @@ def _arrays(
         yield from ((f"op{index}_{key}", array) for key, array in constants(operation))
     for leaf in chain.leaves:
         yield f"start_{fields[leaf.name]}", leaf.start
-    vector, inputs = description["conformance"], description["inputs"]
-    if not chain.is_indexed:
-        yield from ((f"check_{key}", inputs[key]) for key in ("shift", "scale"))
-    yield "check_outputs", vector["outputs"]
+    vector = description["conformance"]
+    yield from ((f"check_{key}", vector[key]) for key in ("inputs", "outputs"))
     yield from ((f"check_{fields[leaf]}", values) for leaf, values in vector["state"].items())

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from throughtime import state as trees
 from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, device_of, running
-from throughtime.deploy.chain import Array
-from throughtime.deploy.session import Session
+from throughtime.deploy.chain import Array, Leaf, state_of
+from throughtime.deploy.session import Session, initial_state
 from throughtime.deploy.source import identifier
 from throughtime.errors import ModelError, counted
 from throughtime.state import State
@@ -44,35 +44,29 @@ _PERTURBED = 4  # nets, at most
 _LONGEST = 2_000  # steps of a random chunk
 _SINGLE = 500  # steps that are played from states of their own, at most
 Result = TypeVar("Result")
-# The leaves of a file in a state of the net
-ReadState: TypeAlias = Callable[[State], Mapping[str, Tensor]]
-# Plays chunks `(T, D)` one after another from the initial state, or each of them from its row of
-# `(N, P)`, the leaves of a state one after another; the outputs `(T, C)`
-_Play: TypeAlias = Callable[[Sequence[Array], Array | None], list[Array]]
+# The leaves of a state of one lane, as the file has them
+_Start: TypeAlias = Mapping[str, Array]
+# Plays chunks `(T, D)` one after another from the initial state, or each from its own; outputs
+# `(T, C)`
+_Play: TypeAlias = Callable[[Sequence[Array], Sequence[_Start]], list[Array]]
 
 
 class Verification(NamedTuple):
     """Steps that the file and the net have both played, and the largest difference of outputs.
 
     `drift` is the largest difference between evaluations of the net itself and one in float64,
-    measured where the file differs from the net by more than one evaluation rounds. `reclassified`
-    is the number of steps at which the two give another class; None for outputs that are no
-    classes.
+    measured where the file differs from the net by more than one evaluation rounds.
     """
 
     steps: int
     error: float
     drift: float | None = None
-    reclassified: int | None = None
 
     @property
     def summary(self) -> str:
         """The largest difference in words, with its cause where the net amplifies rounding."""
         said = f"largest difference {self.error:.2g}"
-        if self.reclassified is not None:
-            changed = f", another class at {counted(self.reclassified, 'step')}"
-            said += changed if self.reclassified else ", the same classes"
-        if self.drift is not None:
+        if self.drift:
             said += (
                 ". The net itself amplifies rounding on these inputs: torch differs from float64"
                 f" by {self.drift:.2g}, so this is no fault of the file"
@@ -91,9 +85,9 @@ def in_float64(net: Carried, run: Callable[[Carried], Result]) -> Result:
 def verify(
     net: Carried,
     kind: str,
-    path: Path,
+    files: Mapping[Path, bytes],
     description: Mapping[str, Any],
-    read_state: ReadState,
+    leaves: Sequence[Leaf],
     x: Array,
 ) -> Verification | None:
     """Play steps on both, on the file in chunks of random lengths, and single steps.
@@ -104,9 +98,9 @@ def verify(
     Args:
         net: that was exported.
         kind: the format.
-        path: the file.
+        files: contents by path, which are written to a folder of their own.
         description: of the file.
-        read_state: the leaves of the file in a state of the net.
+        leaves: of the file.
         x: the steps, `(T, ...)` or `(T,)` indices.
 
     Returns:
@@ -115,28 +109,30 @@ def verify(
     Raises:
         ModelError: the outputs differ.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        play = _PLAYERS[kind](path, description, Path(folder))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for path, content in files.items():
+            (folder / path.name).write_bytes(content)
+        path = folder / next(iter(files)).name
+        play = _PLAYERS[kind](path, description, folder) if kind in _PLAYERS else None
         if play is None:
             return None
         cuts = np.cumsum(np.random.default_rng(0).integers(1, _LONGEST, len(x)))
-        got = _flat(play(np.split(x, cuts[cuts < len(x)]), None), len(x))
+        got = _flat(play(np.split(x, cuts[cuts < len(x)]), ()), len(x))
         blocks = np.array_split(x, min(_SINGLE, len(x)))
         own, states = _run_net(net, blocks)
         dtype = description["inputs"]["dtype"]
         compare = partial(_compare, net, dtype, ROUNDING[dtype] * max(1.0, np.abs(own).max()))
-        where = f"{path.name}: in {counted(len(x), 'step')}"
-        drift = compare(got, own, lambda net: _run_net(net, blocks)[0], where)
+        whole = partial(_run_net, chunks=blocks)
+        drift = compare(got, own, whole, f"{path.name}: in {counted(len(x), 'step')}")
         steps = [block[:1] for block in blocks]
-        starts = np.array([flat_state(read_state(state)) for state in states])
+        like = initial_state(description, 1)
+        starts = [_start(state_of(net, leaves, state), like) for state in states]
         single = _flat(play(steps, starts), len(steps))
         step = partial(_run_net, chunks=steps, starts=states)
         where = f"{path.name}: in {counted(len(steps), 'single step')}"
-        compare(single, step(net)[0], lambda net: step(net)[0], where)
-    reclassified = None
-    if description["outputs"]["classes"] and got.shape[1] > 1:
-        reclassified = int((got.argmax(axis=1) != own.argmax(axis=1)).sum())
-    return Verification(len(x), float(np.abs(got - own).max()), drift, reclassified)
+        compare(single, step(net)[0], step, where)
+    return Verification(len(x), float(np.abs(got - own).max()), drift)
 
 
 def _compare(
@@ -145,7 +141,7 @@ def _compare(
     limit: float,
     got: Array,
     own: Array,
-    run: Callable[[Carried], Array],
+    run: Callable[[Carried], tuple[Array, Any]],
     where: str,
 ) -> float | None:
     """Refuse outputs `(T, C)` that differ from the net's `own` by more than rounding.
@@ -157,10 +153,10 @@ def _compare(
         return None
     twin = copy.deepcopy(net).to(getattr(torch, dtype))
     others = (_perturbed(copy.deepcopy(twin), seed) for seed in range(_PERTURBED))
-    expected, drift = in_float64(net, run), np.zeros(2)
+    (expected, _), drift = in_float64(net, run), np.zeros(2)
     error = _sizes(got - expected)
     for other in chain((twin,), others):
-        drift = np.maximum(drift, _sizes(run(other) - expected))
+        drift = np.maximum(drift, _sizes(run(other)[0] - expected))
         if (error <= limit + MARGIN * drift).all():
             return float(drift[1])
     raise ModelError(
@@ -193,9 +189,14 @@ def like_weights(net: nn.Module, x: Tensor) -> Tensor:
     return x.to(device_of(net), next(types, None) if x.is_floating_point() else None)
 
 
-def flat_state(leaves: Mapping[str, Tensor]) -> Array:
+def _start(leaves: Mapping[str, Tensor], like: _Start) -> _Start:
+    arrays = {k: leaf.cpu().numpy().astype(like[k].dtype) for k, leaf in leaves.items()}
+    return {k: array.reshape(like[k].shape) for k, array in arrays.items()}
+
+
+def _numbers(start: _Start) -> Array:
     """The numbers of all leaves, one after another."""
-    return np.concatenate([leaf.cpu().numpy().ravel() for leaf in leaves.values()])
+    return np.concatenate([leaf.ravel() for leaf in start.values()])
 
 
 def _flat(outputs: Sequence[Array], steps: int) -> Array:
@@ -244,15 +245,12 @@ def _onnx(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | N
     except (ValueError, RuntimeError) as error:
         raise ModelError(str(error)) from error
 
-    def play(chunks: Sequence[Array], starts: Array | None) -> list[Array]:
+    def play(chunks: Sequence[Array], starts: Sequence[_Start]) -> list[Array]:
         session.reset()
         outputs: list[Array] = []
         for n, chunk in enumerate(chunks):
-            if starts is not None:
-                like = session.state
-                parts = np.split(starts[n], np.cumsum([leaf.size for leaf in like.values()])[:-1])
-                pairs = zip(like.items(), parts, strict=True)
-                session.state = {k: p.reshape(v.shape).astype(v.dtype) for (k, v), p in pairs}
+            if starts:
+                session.state = starts[n]
             outputs.append(session(chunk))
         return outputs
 
@@ -260,7 +258,7 @@ def _onnx(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | N
 
 
 def _c(path: Path, description: Mapping[str, Any], folder: Path) -> _Play | None:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = shutil.which("cc") or shutil.which("clang")
     if compiler is None or sys.platform == "win32":
         return None
     library = folder / "net.so"
@@ -274,30 +272,29 @@ def play_c(
     name: str,
     description: Mapping[str, Any],
     chunks: Sequence[Array],
-    starts: Array | None = None,
+    starts: Sequence[_Start] = (),
 ) -> list[Array]:
     """The outputs of a compiled C file for chunks, one after another, from the initial state.
 
-    With `starts`, each chunk starts from its row of it.
+    With `starts`, each chunk starts from its own state.
 
     Raises:
         ModelError: `check` fails.
     """
     compiled, name = ctypes.CDLL(str(library)), identifier(name)
-    state = np.zeros(sum(leaf["shape"][2] for leaf in description["state"]), np.float32)
     if getattr(compiled, f"{name}_check")():
         raise ModelError(f"{library}: its check fails")
-    getattr(compiled, f"{name}_reset")(ctypes.c_void_p(state.ctypes.data))
+    run, reset = (getattr(compiled, f"{name}_{function}") for function in ("run", "reset"))
+    state = _numbers(initial_state(description, 1))
+    reset(state.ctypes)
     kind = np.int32 if description["inputs"]["indexed"] else np.float32
     outputs: list[Array] = []
     for n, chunk in enumerate(chunks):
-        if starts is not None:
-            state[:] = starts[n]
+        if starts:
+            state[:] = _numbers(starts[n])
         x = np.ascontiguousarray(chunk, dtype=kind)
-        y = np.empty((len(x), description["outputs"]["width"]), np.float32)
-        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (state, x, y))
-        getattr(compiled, f"{name}_run")(*pointers, ctypes.c_size_t(len(x)))
-        outputs.append(y)
+        outputs.append(np.empty((len(x), description["outputs"]["width"]), np.float32))
+        run(state.ctypes, x.ctypes, outputs[-1].ctypes, ctypes.c_size_t(len(x)))
     return outputs
 
 
@@ -326,15 +323,15 @@ def _javascript(path: Path, description: Mapping[str, Any], folder: Path) -> _Pl
     node, inputs = shutil.which("node"), description["inputs"]
     if node is None:
         return None
-    shutil.copyfile(path, folder / "net.mjs")
+    (folder / "net.mjs").write_bytes(path.read_bytes())
     (folder / "run.mjs").write_text(_SCRIPT)
     width, kind = (1, np.int32) if inputs["indexed"] else (inputs["width"], np.float32)
 
-    def play(chunks: Sequence[Array], starts: Array | None) -> list[Array]:
+    def play(chunks: Sequence[Array], starts: Sequence[_Start]) -> list[Array]:
         """As `_Play`; with `starts`, chunks have one step each."""
         (folder / "x.bin").write_bytes(np.concatenate(chunks).astype(kind).tobytes())
-        rows = np.empty(0) if starts is None else starts
-        (folder / "starts.bin").write_bytes(rows.astype(np.float32).tobytes())
+        states = np.concatenate([np.empty(0), *map(_numbers, starts)])
+        (folder / "starts.bin").write_bytes(states.astype(np.float32).tobytes())
         _run([node, "run.mjs", str(width), str(inputs["indexed"])], path, folder)
         return [
             np.fromfile(folder / "y.bin", np.float32).reshape(-1, description["outputs"]["width"])
