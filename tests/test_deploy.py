@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from benchmarks.wasm import WASM_FLAGS, wasm_compiler, wasm_steps
 from torch import Tensor, nn
 
 import throughtime as tt
+from plugin_players import play_nam, play_rtneural
 from throughtime.carry import Carried
 from throughtime.deploy import export as exporting
 from throughtime.deploy import verify
 from throughtime.deploy.chain import Dense, read_chain
 from throughtime.deploy.export import Export
-from throughtime.errors import ConfigError, DataError, ModelError, StateError
+from throughtime.deploy.session import FORMAT
+from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.nn.affine import Affine
 
 STEPS = 3_000
@@ -144,6 +147,25 @@ def words() -> nn.Module:
     )
 
 
+def audio() -> nn.Module:
+    first, last = Affine(3, inverse=False), Affine(2, inverse=True)
+    for values, number in ((first.shift, 5), (first.scale, 3), (last.shift, 5)):
+        values.fill_(number)
+    return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2), last)
+
+
+def normalised() -> nn.Module:
+    layers = [nn.LayerNorm(3), nn.GRU(3, 8), nn.LayerNorm(8, elementwise_affine=False)]
+    net = nn.Sequential(*layers, nn.Sequential(nn.Linear(8, 5), nn.LayerNorm(5), nn.Linear(5, 2)))
+    for weight in net.parameters():
+        nn.init.uniform_(weight, -0.4, 0.6)
+    return net
+
+
+def images() -> nn.Module:
+    return nn.Sequential(nn.Flatten(2), nn.LSTM(12, 8), nn.Linear(8, 2))
+
+
 CHAINS: dict[str, Callable[[], nn.Module]] = {
     **{
         f"{kind} {name}".strip(): lambda kind=kind, extra=extra: nn.Sequential(
@@ -155,6 +177,8 @@ CHAINS: dict[str, Callable[[], nn.Module]] = {
     "standardised": standardised,
     "between": between,
     "words": words,
+    "normalised": normalised,
+    "images": images,
     "class": Sigmoids,
     "internal": Internal,
     "learned start": LearnedStart,
@@ -177,7 +201,7 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
     "cells": Cells,
     "last output": LastOutput,
     "scan": MinGRU,
-    "normalised": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.LayerNorm(8), nn.Linear(8, 2)),
+    "gelu": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.GELU(), nn.Linear(8, 2)),
     "bare cell": lambda: nn.GRUCell(3, 5),
 }
 
@@ -185,6 +209,8 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 def example_of(module: nn.Module) -> Tensor:
     if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Embedding):
         return torch.randint(0, 11, (50,))
+    if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Flatten):
+        return torch.randn(50, 3, 4)
     x = torch.randn(50, 3)
     first = module[0] if isinstance(module, nn.Sequential) else module
     return x * first.scale + first.shift if isinstance(first, Affine) else x
@@ -219,7 +245,7 @@ def close(got: Any, expected: Tensor) -> bool:
 
 QUICK = [
     *("lstm two", "gru", "relu bare", "standardised", "between", "words", "class", "internal"),
-    *("learned start", "bare layer"),
+    *("learned start", "bare layer", "normalised", "images"),
 ]
 
 
@@ -231,19 +257,6 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     assert written.verification.steps == STEPS
     assert written.verification.error < 1e-6
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
-
-
-@needs_node
-@pytest.mark.parametrize("name", ["lstm two", "words"])
-def test_a_page_computes_what_the_net_computes(name: str, tmp_path: Path) -> None:
-    classes = ["</script>", *"abcdefghij"] if name == "words" else ["</script>", "<b>"]
-    _, written = exported(tmp_path, CHAINS[name], "<b>.html", classes=classes)
-    assert written.verification is not None
-    assert written.verification.error < 1e-6
-    page = written.paths[0].read_text(encoding="utf-8")
-    assert page.count("</script>") == 1
-    assert "<title>&lt;b&gt;</title>" in page
-    assert not re.search(r"""(src|href)=|https?://|import """, page)
 
 
 @pytest.mark.slow
@@ -337,8 +350,8 @@ def test_a_net_of_doubles_is_written_in_its_own_type_unless_it_is_a_chain(tmp_pa
 
 @pytest.mark.parametrize("kind", ["c", "js"])
 def test_what_is_no_chain_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'1', a LayerNorm"):
-        exported(tmp_path, OTHERS["normalised"], f"net.{kind}")
+    with pytest.raises(ModelError, match="'1', a GELU"):
+        exported(tmp_path, OTHERS["gelu"], f"net.{kind}")
     with pytest.raises(ModelError, match=r"`h, c = .*` in Cells\.forward stands in the way"):
         exported(tmp_path, Cells, f"net.{kind}")
     assert list(tmp_path.iterdir()) == []
@@ -353,7 +366,7 @@ def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(exporting, "read_chain", other)
     for name in ("net.onnx", "net.c", "net.js"):
-        with pytest.raises(ModelError, match=r"other|check"):
+        with pytest.raises(ModelError, match=r"differs|computes other|check fails"):
             exported(tmp_path, CHAINS["lstm"], name)
     assert list(tmp_path.iterdir()) == []
 
@@ -365,16 +378,16 @@ def amplifying() -> nn.Module:
     return nn.Sequential(layer, nn.Linear(32, 2))
 
 
-def test_a_net_that_amplifies_rounding_is_held_to_its_own_rounding(
+def test_a_net_that_amplifies_rounding_is_held_to_its_own_drift(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, written = exported(tmp_path, amplifying, "net.onnx", steps=20_000)
     assert written.verification is not None
-    own = written.verification.sensitivity
-    assert own is not None
-    assert 1e-5 < written.verification.error < 20 * own
-    monkeypatch.setattr(verify, "_MARGIN", 0)
-    with pytest.raises(ModelError, match="where its weights are rounded otherwise"):
+    drift = written.verification.drift
+    assert drift is not None
+    assert 1e-5 < written.verification.error < 8 * drift
+    monkeypatch.setattr(verify, "MARGIN", 0)
+    with pytest.raises(ModelError, match=r"in the median\. Torch itself differs .*steps="):
         exported(tmp_path, amplifying, "other.onnx", steps=20_000)
 
 
@@ -394,7 +407,7 @@ def test_a_chaotic_net_is_exported_and_held_to_its_first_steps(
     assert written.verification.error > 0.1
     if kind == "onnx":
         vector = tt.deploy.Session(written.paths[0]).description["conformance"]
-        assert 2 <= vector["steps"] <= 16
+        assert 2 <= len(vector["inputs"]) <= 16
 
     def other(*args: Any) -> Any:
         chain = read_chain(*args)
@@ -403,7 +416,7 @@ def test_a_chaotic_net_is_exported_and_held_to_its_first_steps(
         return chain
 
     monkeypatch.setattr(exporting, "read_chain", other)
-    with pytest.raises(ModelError, match=r"in runs of \d+ steps, the file gives other"):
+    with pytest.raises(ModelError, match="single steps, the file differs"):
         exported(tmp_path, chaotic, f"other.{kind}", steps=20_000)
 
 
@@ -417,7 +430,7 @@ def explosive() -> nn.Module:
     return nn.Sequential(layer, nn.Linear(32, 2))
 
 
-@pytest.mark.parametrize("suffix", [*FORMATS, "nam", "json"])
+@pytest.mark.parametrize("suffix", FORMATS)
 def test_recurrent_weights_are_verified_where_no_second_step_can_be_compared(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,7 +438,7 @@ def test_recurrent_weights_are_verified_where_no_second_step_can_be_compared(
     assert not written.remarks
     if suffix == "onnx":
         vector = tt.deploy.Session(written.paths[0]).description["conformance"]
-        assert vector["steps"] == 1  # from zeros: the recurrent weights are not in it
+        assert len(vector["inputs"]) <= 4
 
     def other(*args: Any) -> Any:
         chain = read_chain(*args)
@@ -433,7 +446,9 @@ def test_recurrent_weights_are_verified_where_no_second_step_can_be_compared(
         return chain
 
     monkeypatch.setattr(exporting, "read_chain", other)
-    with pytest.raises(ModelError, match="in runs of 1 step, the file gives other outputs"):
+    with pytest.raises(
+        ModelError, match=r"single steps, the file differs|check fails|computes other"
+    ):
         exported(tmp_path, explosive, f"other.{suffix}", steps=1_000)
 
 
@@ -471,32 +486,22 @@ def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[Carried, Path], tmp_p
     x = np.random.default_rng(0).standard_normal((40, 2, 3)).astype(np.float32)
     session = tt.deploy.Session(gru[1], 2)
     session(x[:17])
-    session.save(tmp_path / "state.npz")
+    np.savez(tmp_path / "state.npz", allow_pickle=False, **session.state)
     expected = session(x[17:])
     other = tt.deploy.Session(gru[1], 2)
-    other.load(tmp_path / "state.npz")
+    other.state = np.load(tmp_path / "state.npz")
     assert np.array_equal(other(x[17:]), expected)
-    with pytest.raises(StateError, match="with 3 lanes"):
-        tt.deploy.Session(gru[1], 3).load(tmp_path / "state.npz")
-    _, written = exported(tmp_path, CHAINS["gru"], "other.onnx", steps=0)
-    with pytest.raises(StateError, match="another net"):
-        tt.deploy.Session(written.paths[0], 2).load(tmp_path / "state.npz")
-    content = (tmp_path / "state.npz").read_bytes()
-    (tmp_path / "cut.npz").write_bytes(content[:200])
-    with pytest.raises(StateError, match="not a readable state"):
-        session.load(tmp_path / "cut.npz")
-    np.savez(tmp_path / "foreign.npz", weights=x)
-    with pytest.raises(StateError, match=r"expected a file that session\.save\(path\) wrote"):
-        session.load(tmp_path / "foreign.npz")
-    with pytest.raises(StateError, match="no such file"):
-        session.load(tmp_path / "missing.npz")
+    with pytest.raises(
+        ValueError, match=r"with 3 lanes has \{'0\.h\.0': \(\(1, 3, 8\), 'float32'\)"
+    ):
+        tt.deploy.Session(gru[1], 3).state = np.load(tmp_path / "state.npz")
 
 
 def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Path]) -> None:
     x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
     first = tt.deploy.Session(gru[1])
     expected = first(x)
-    second = tt.deploy.Session(gru[1], like=first)
+    second = tt.deploy.Session(first)
     assert np.array_equal(second(x), expected)
     assert not np.array_equal(first(x), expected)
     kept = first.state
@@ -519,7 +524,7 @@ def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> 
         np.testing.assert_allclose(session(part.numpy()), expected, atol=1e-6, equal_nan=True)
     tail = torch.randn(5, 3, 3)
     assert close(session(tail.numpy()), predictor(tail))
-    with pytest.raises(DataError, match="step 0 of the call, lane 1"):
+    with pytest.raises(ValueError, match="step 0 of the call, lane 1"):
         tt.deploy.Session(path, 3)(x.numpy())
 
 
@@ -542,51 +547,84 @@ def test_one_step_at_a_time_equals_chunks(gru: tuple[Carried, Path]) -> None:
 def test_inputs_that_do_not_fit_are_refused(x: Any, message: str, gru: Any) -> None:
     session = tt.deploy.Session(gru[1], 2)
     before = session.state
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(ValueError, match=message):
         session(x)
     assert all(np.array_equal(before[name], leaf) for name, leaf in session.state.items())
 
 
-def test_a_file_cut_short_edited_or_foreign_is_refused(gru: Any, tmp_path: Path) -> None:
+def test_a_file_cut_short_or_foreign_is_refused(gru: Any, tmp_path: Path) -> None:
     content = gru[1].read_bytes()
-    at = content.index(b'"rate"')
-    version = content.replace(b"throughtime.export/1", b"throughtime.export/9")
-    weight = bytearray(content)
-    weight[len(content) // 5] ^= 1
+    bare = onnx.load_from_string(content)
+    del bare.metadata_props[:]
     cases = {
-        "cut": (content[:-7], "cut short"),
-        "empty": (b"", "cut short"),
-        "foreign": (b"not onnx at all", "no ONNX file that tt.export wrote"),
-        "edited": (content[:at] + b'"rat3"' + content[at + 6 :], "SHA-256|was changed"),
-        "version": (version, "export/9"),
-        "bit": (bytes(weight), "SHA-256"),
+        "cut": (content[: len(content) // 2], "onnxruntime cannot load it; copy it again"),
+        "empty": (b"", "onnxruntime cannot load it"),
+        "foreign": (bare.SerializeToString(), "no ONNX file that tt.export wrote"),
+        "version": (content.replace(FORMAT.encode(), b"throughtime.export/9"), "export/9"),
     }
     for name, (changed, message) in cases.items():
         path = tmp_path / f"{name}.onnx"
         path.write_bytes(changed)
-        with pytest.raises(ModelError, match=message) as caught:
+        with pytest.raises(ValueError, match=message):
             tt.deploy.Session(path)
-        assert not re.search(r"wire type|max\(|property", str(caught.value))
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(FileNotFoundError, match=r"missing\.onnx"):
         tt.deploy.Session(tmp_path / "missing.onnx")
 
 
 def test_a_runtime_that_computes_something_else_is_found(gru: Any, tmp_path: Path) -> None:
-    """As if the runtime's LSTM had another order of gates: the vector says other outputs."""
-    from throughtime.deploy import metadata
-
-    body, text = metadata.split_metadata(gru[1].read_bytes(), metadata.KEY)
-    description = json.loads(text)
-    del description["sha256"]
+    """As if the runtime's GRU had another order of gates: the vector says other outputs."""
+    model = onnx.load(gru[1])
+    description = json.loads(model.metadata_props[0].value)
     description["conformance"]["outputs"][0] += 0.01
-    sealed = json.dumps(metadata.seal(description, body), separators=(",", ":"))
-    path = tmp_path / "other.onnx"
-    path.write_bytes(body + metadata.metadata_entry(metadata.KEY, sealed))
-    with pytest.raises(ModelError, match="computes other outputs"):
-        tt.deploy.Session(path)
+    model.metadata_props[0].value = json.dumps(description)
+    onnx.save(model, tmp_path / "other.onnx")
+    with pytest.raises(RuntimeError, match="computes other outputs"):
+        tt.deploy.Session(tmp_path / "other.onnx")
 
 
-def test_a_session_imports_no_torch(gru: tuple[Carried, Path]) -> None:
+ALONE = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "throughtime", "onnx"}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+import numpy as np
+from session import Session
+session = Session("net.onnx", 2)
+x = np.load("x.npy")
+y = np.concatenate([session(x[:20]), np.stack([session.step(row) for row in x[20:]])])
+np.save("y.npy", y)
+assert {"torch", "throughtime"}.isdisjoint(sys.modules)
+"""
+
+
+def session_of_a_folder(folder: Path, python: str) -> None:
+    """The session beside a model, run by a Python, computes what the net computes."""
+    net, written = exported(folder, CHAINS["gru two"], "net.onnx", with_session=True)
+    assert written.paths == (folder / "net.onnx", folder / "session.py")
+    x = torch.randn(50, 2, 3)
+    np.save(folder / "x.npy", x.numpy())
+    subprocess.run([python, "-c", ALONE], cwd=folder, check=True)
+    assert close(np.load(folder / "y.npy"), net(x, net.initial_state(2))[0].detach())
+
+
+def test_the_session_beside_a_model_needs_neither_torch_nor_throughtime(tmp_path: Path) -> None:
+    session_of_a_folder(tmp_path, sys.executable)
+    with pytest.raises(ConfigError, match=r"net\.c needs no session, which runs \.onnx files"):
+        exported(tmp_path, CHAINS["lstm"], "net.c", with_session=True)
+
+
+@pytest.mark.slow
+def test_the_session_runs_in_an_environment_of_numpy_and_onnxruntime(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "-q", "numpy", "onnxruntime"], check=True)
+    (tmp_path / "net").mkdir()
+    session_of_a_folder(tmp_path / "net", python)
+
+
+def test_the_package_imports_no_torch_for_a_session(gru: tuple[Carried, Path]) -> None:
     code = (
         "import sys, numpy as np; from throughtime.deploy import Session;"
         f"y = Session({str(gru[1])!r})(np.zeros((4, 3), np.float32));"
@@ -642,36 +680,11 @@ def test_an_example_that_is_not_finite_is_refused_by_step_and_column(
     x = torch.randn(10, 3, dtype=torch.float64)
     x[4, 2] = value
     for name in ("net.onnx", "net.c", "net.js"):
-        with pytest.raises(DataError, match=r"step 4, column 2.*inputs="):
+        with pytest.raises(DataError, match=r"step 4, lane 0, column 2.*inputs="):
             tt.export(net, tmp_path / name, inputs=x)
     with pytest.raises(DataError, match="step 4, lane 1, column 2"):
         tt.export(net, tmp_path / "net.c", inputs=torch.stack([torch.zeros_like(x), x], dim=1))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "to", "message"),
-    [
-        ("net.c", "onnx", r"\.c is the suffix of to='c'.*write .*net\.onnx, or to='c'"),
-        ("net.json", "nam", r"write .*net\.nam, or to='rtneural'"),
-        ("net.h", "c", r"the header of a C file.*write .*net\.c$"),
-        ("net.c", "cpp", r"to='cpp' is no format"),
-    ],
-)
-def test_a_suffix_of_another_format_is_refused(
-    name: str, to: Any, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        exported(tmp_path, CHAINS["lstm"], name, to=to)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("kind", [*FORMATS, pytest.param("html", marks=needs_node)])
-def test_a_suffix_of_no_format_is_kept_where_the_format_is_named(kind: Any, tmp_path: Path) -> None:
-    for name in ("beat.xyz", "beat"):
-        _, written = exported(tmp_path, CHAINS["lstm"], name, steps=200, to=kind)
-        assert written.paths[0] == tmp_path / name
-        assert written.verification is not None
 
 
 def test_steps_are_checked_and_none_is_said_to_verify_nothing(tmp_path: Path) -> None:
@@ -692,10 +705,8 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
     assert written.verification is not None
     assert written.verification.error > 1e-5 > written.recorded.error
     assert "amplifies rounding" in written.verification.summary
-    assert written.recorded.reclassified == 0
-    assert written.recorded.summary.endswith("the same classes")
     found = tt.deploy.Session(written.paths[0]).description["verified"]
-    assert found == {"steps": 700, "error": written.recorded.error, "longest_run": 700}
+    assert found == {"steps": 700, "error": written.recorded.error, "drift": None}
 
 
 @pytest.mark.parametrize(
@@ -708,7 +719,6 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
         ("lstm bare", "net.json"),
         ("gru two", "net.json"),
         ("gru bare", "net.json"),
-        ("audio", "net.nam"),
         ("audio", "net.json"),
         ("functions", "net.json"),
     ],
@@ -716,21 +726,19 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
 def test_files_of_audio_plugins_compute_what_the_net_computes(
     name: str, file: str, tmp_path: Path
 ) -> None:
-    def audio() -> nn.Module:
-        first, last = Affine(3, inverse=False), Affine(2, inverse=True)
-        for values, number in ((first.shift, 5), (first.scale, 3), (last.shift, 5)):
-            values.fill_(number)
-        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2), last)
-
     def functions() -> nn.Module:
         parts = (nn.Linear(3, 4), nn.ELU(), nn.GRU(4, 8), nn.Tanh(), nn.Linear(8, 3))
         return nn.Sequential(*parts, nn.Softmax(-1))
 
     make = {"audio": audio, "functions": functions} | CHAINS
-    _, written = exported(tmp_path, make[name], file, rate=48_000)
-    assert written.verification is not None
-    assert written.verification.error < (1e-5 if name == "audio" else 1e-6)
-    assert ("folded" in " ".join(written.remarks)) == (name == "audio")
+    net, written = exported(tmp_path, make[name], file, rate=48_000)
+    assert written.verification is None
+    assert written.remarks == ("not verified: play it in the plug-in",)
+    x = torch.randn(1_000, 3) * (3 if name == "audio" else 1)
+    play = play_nam if file == "net.nam" else play_rtneural
+    expected, _ = tt.predict(net, x)
+    error = np.abs(play(written.paths[0].read_bytes(), x.numpy()) - expected.numpy()).max()
+    assert error < (1e-5 if name == "audio" else 1e-6)
     content = json.loads(written.paths[0].read_text())
     assert content["sample_rate" if file == "net.nam" else "samplerate"] == 48_000
 
@@ -744,8 +752,10 @@ def test_files_of_audio_plugins_compute_what_the_net_computes(
         ("rnn", "net.json", "no rnn_tanh"),
         ("learned start", "net.json", "from a state of zeros"),
         ("words", "net.json", "no nn.Embedding"),
+        ("normalised", "net.json", "no nn.LayerNorm"),
+        ("audio", "net.nam", "has standardisation, lstm, nn.Linear"),
         ("standardised", "net.json", "no elu"),
-        ("coarse", "net.nam", "other outputs"),
+        ("coarse", "net.json", r"shift is 1e\+05 times its scale, .* too many digits"),
         ("cells", "net.nam", "`h, c = .*` in Cells.forward stands in the way"),
     ],
 )
@@ -759,7 +769,7 @@ def test_what_an_audio_plugin_does_not_have_is_refused(
         return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
 
     with pytest.raises(ModelError, match=message):
-        exported(tmp_path, (CHAINS | OTHERS | {"coarse": coarse})[name], file)
+        exported(tmp_path, (CHAINS | OTHERS | {"audio": audio, "coarse": coarse})[name], file)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -305,7 +305,7 @@ def test_an_export_has_the_settling_time_and_the_verification_of_its_stream(
     assert description["verified"] == {
         "steps": 1200,
         "error": written.recorded.error,
-        "longest_run": 1200,
+        "drift": None,
     }
     stream = tt.Stream(recordings, lanes=2, chunk=50, seed=None)
     _, same = export(tmp_path, "other.onnx", stream=stream)
@@ -328,7 +328,7 @@ def test_the_description_in_c_has_them_too(tmp_path: Path) -> None:
     tt.export(net, tmp_path / "net.c", inputs=stream, stream=stream, steps=100)
     text = (tmp_path / "net.h").read_text(encoding="utf-8")
     description = json.loads(text[text.index("{") : text.rindex("}", 0, text.index("*/")) + 1])
-    assert description["verified"]["longest_run"] == 900
+    assert description["verified"]["steps"] == 900
     assert description["settling_time"]["steps"]["0.5"] is not None
 
 
@@ -354,7 +354,6 @@ def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_pa
     assert contents[0] == contents[1]
     flat = " ".join(said.split())
     assert flat.index("400 steps of the recording") < flat.index("50 random steps")
-    assert "the same classes" in flat
     x = np.load(signal)
     x[17, 1] = np.nan
     np.save(tmp_path / "gap.npy", x)
@@ -363,9 +362,10 @@ def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_pa
     assert "step 17, column 1" in said
     assert "--missing" not in said
     assert "--on-nan" not in said
-    said = run("export", folder.path, "--out", tmp_path / "beat.c", "--to", "onnx", ok=False)
-    assert "--to c" in " ".join(said.split())
-    assert "to='" not in said
+    said = run("export", folder.path, "--out", tmp_path / "beat.pt", ok=False)
+    assert "expected .onnx, .c, .js" in " ".join(said.split())
+    run("export", folder.path, "--out", out, "--steps", "50", "--with-session")
+    assert "class Session:" in (tmp_path / "session.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

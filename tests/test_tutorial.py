@@ -41,11 +41,11 @@ def test_the_blocks_of_the_tutorial_run_and_reach_its_scores(
                 commands += 1
                 code = run_line(line, monkeypatch)
                 assert code in {0, None}, f"{line}\n{capsys.readouterr().err}"
-    assert commands == 5
+    assert commands == 4
     run = tmp_path / "runs" / "heartbeats"
     scores = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))["metrics"]
     assert scores["f1[early]"] > 0.85
     assert names["result"].metrics["f1[early]"] > 0.85
     assert {label for _, label in names["beats"]} == {"normal", "early"}
     assert "Where the gradient goes" in (run / "report.html").read_text(encoding="utf-8")
-    assert (tmp_path / "heartbeats.html").is_file()
+    assert (tmp_path / "heartbeats.onnx").is_file()

@@ -72,9 +72,9 @@ PARTS = {
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),
-    "deploy": Part(19_901, 13_000),
+    "deploy": Part(13_082, 13_000),
     "integrations": Part(9_940, 8_000),
-    "app": Part(49_811, 24_000),
+    "app": Part(49_768, 24_000),
     "testing": Part(2_714, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

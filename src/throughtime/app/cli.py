@@ -313,21 +313,25 @@ def export(
     out: Annotated[
         Path,
         _option(
-            "The file to write: .onnx, .c (and .h), .js, .html, .nam, .json.",
+            "The file to write: .onnx, .c (and .h), .js, .nam, .json.",
             flag="--out",
             panel="Output",
         ),
     ],
-    to: Annotated[
-        Literal["onnx", "c", "js", "html", "nam", "rtneural"] | None,
-        _option("The format.", "by the suffix of --out", panel="Output"),
-    ] = None,
+    with_session: Annotated[
+        bool,
+        _option(
+            "Also write session.py, which runs an .onnx file with numpy and onnxruntime only.",
+            flag="--with-session",
+            panel="Output",
+        ),
+    ] = False,
 ) -> None:
     """Write a trained model, its state inside, as a file that runs without Python."""
     from throughtime.app.console import out as console
     from throughtime.app.export import export_run
 
-    written = export_run(_open_run(run), out, to, check, steps)
+    written = export_run(_open_run(run), out, check, steps, with_session)
     console.print(f"{', '.join(map(str, written.paths))} written")
     for verification, steps_of in (
         (written.recorded, ("step of the recording", "steps of the recording")),

@@ -1,7 +1,6 @@
 """`throughtime export`: the trained model of a run as a file that runs without Python."""
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -12,7 +11,7 @@ from throughtime.app.dataset import open_recording
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, in_units, one_thread
 from throughtime.carry.carried import Carried
-from throughtime.deploy.export import Export, export, format_of
+from throughtime.deploy.export import Export, export
 from throughtime.errors import DataError, counted
 from throughtime.stream import Recording, Stream
 
@@ -22,25 +21,24 @@ _STEPS = 1_000  # of the example
 def export_run(
     run: Run,
     out: Path,
-    to: Literal["onnx", "c", "js", "html", "nam", "rtneural"] | None = None,
     check: Path | None = None,
     steps: int = 100_000,
+    with_session: bool = False,
 ) -> Export:
     """Write the model of a run; see `tt.export`.
 
     Args:
         run: its model and settings.
-        out: the file to write; its suffix names the format, unless `to` does.
-        to: the format.
+        out: the file to write; its suffix names the format.
         check: a recording with the input columns of the run, on which the file is verified and the
             settling time measured.
         steps: random ones to verify on.
+        with_session: also write session.py beside an .onnx file.
 
     Raises:
         ModelError: the model cannot be written in this format, or the file differs from it.
         DataError: a recording that the model does not fit.
     """
-    to = format_of(out, to, "--to {}")
     net, spec = run.net, run.spec
     layout = spec.layout
     recording = None if check is None else open_recording([check], spec)
@@ -56,12 +54,12 @@ def export_run(
             net,
             out,
             inputs=_example(net, spec),
-            to=to,
             steps=steps,
             rate=rate,
             classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
             stream=None if recording is None else _unbroken(recording, run),
             details=details,
+            with_session=with_session,
         )
 
 

@@ -1,10 +1,10 @@
 """Files of audio plug-ins: NAM (`.nam`), and the JSON that RTNeural and AIDA-X read.
 
 NAM: layers of LSTM and an `nn.Linear`. RTNeural: layers of LSTM and GRU, `nn.Linear` and functions,
-from a state of zeros. Neither has a place for standardisation, so it is folded into the weights
-next to it, which costs digits where a shift is many times its scale.
+from a state of zeros; standardisation is a matrix there, which costs digits where a shift is many
+times its scale.
 
-Each writer has a reader, written from the plug-ins' own: files are verified by it.
+The package does not play these files: its tests read them as the plug-ins do.
 
 References: NeuralAmpModelerCore, `NAM/lstm.cpp`, file version 0.5.4; RTNeural,
 `RTNeural/model_loader.h`, and `python/model_utils.py` for the layout of Keras.
@@ -13,8 +13,7 @@ Shapes: `T` steps, `D` input features, `H` hidden, `C` outputs.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,18 +23,25 @@ from throughtime.deploy.chain import (
     Array,
     Chain,
     Dense,
+    Lookup,
+    Normalise,
     Operation,
     Pointwise,
     Recurrence,
     Rescale,
 )
-from throughtime.deploy.metadata import seal
 from throughtime.errors import ModelError
 from throughtime.kernels.cells import GRU, LSTM
 
-_NAM_VERSION = "0.5.4"
 _RTNEURAL_FUNCTIONS = ("tanh", "relu", "sigmoid", "softmax", "elu")
-_KERAS_BLOCKS = {LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}  # of our gates
+_MOST_RATIO = 2e4  # of shift to scale: a matrix loses 6e-8 of it, in standardised inputs
+_NAMES: dict[type, str] = {
+    AddInputs: "tt.nn.Difference",
+    Dense: "nn.Linear",
+    Lookup: "nn.Embedding",
+    Normalise: "nn.LayerNorm",
+}
+_KERAS_GATES = {LSTM: (0, 1, 2, 3), GRU: (1, 0, 2)}  # of our gates
 
 
 def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
@@ -44,18 +50,15 @@ def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[s
     Raises:
         ModelError: NAM does not have this chain.
     """
-    *layers, head = _folded(chain).operations
-    if not isinstance(head, Dense) or any(
-        not isinstance(layer, Recurrence) or layer.cell is not LSTM or layer.hr is not None
-        for layer in layers
-    ):
+    *layers, head = chain.operations
+    cells = [op for op in chain.layers if op.cell is LSTM and op.hr is None]
+    widths = {cell.hidden for cell in cells}
+    if len(cells) < len(layers) or not isinstance(head, Dense) or len(widths) > 1:
         raise ModelError(
-            "a .nam file has layers of LSTM, without projection, and an nn.Linear; this net has"
-            f" {_names(chain)}"
+            "a .nam file has layers of LSTM of one width, without projection, and an nn.Linear;"
+            f" this net has {', '.join(map(_name, chain.operations))}. Write .c, or train such a"
+            " net on the signal as it is, with --standardise none"
         )
-    cells = [layer for layer in layers if isinstance(layer, Recurrence)]
-    if len({layer.hidden for layer in cells}) > 1:
-        raise ModelError("the LSTM layers of a .nam file have one width, hidden_size")
     weights: list[Array] = []
     for layer in cells:
         h, c = layer.leaves
@@ -70,10 +73,10 @@ def write_nam(chain: Chain, description: Mapping[str, Any], name: str) -> dict[s
         "out_channels": chain.outputs,
     }
     content: dict[str, Any] = {
-        "version": _NAM_VERSION,
+        "version": "0.5.4",
         "architecture": "LSTM",
         "config": config,
-        "metadata": {"name": name, "throughtime": seal(description, b"")},
+        "metadata": {"name": name, "throughtime": description},
         "weights": [number for array in weights for number in array.ravel().tolist()],
     }
     if description["rate"] is not None:
@@ -90,117 +93,18 @@ def write_rtneural(chain: Chain, description: Mapping[str, Any], name: str) -> d
     del name
     layers: list[dict[str, Any]] = []
     width = chain.width
-    for operation in _folded(chain).operations:
+    for operation in chain.operations:
         layers.append(_keras_layer(operation, width))
         width = layers[-1]["shape"][-1]
     content = {
         "in_shape": [None, None, chain.width],
         "in_skip": 0,
         "layers": layers,
-        "metadata": {"throughtime": seal(description, b"")},
+        "metadata": {"throughtime": description},
     }
     if description["rate"] is not None:
         content["samplerate"] = description["rate"]
     return {".json": json.dumps(content).encode()}
-
-
-def play_nam(content: bytes, chunks: Sequence[Array], starts: Array | None = None) -> list[Array]:
-    """What a NAM plug-in computes for chunks `(T, D)`; see `_play`."""
-    file = json.loads(content)
-    config, weights = file["config"], iter(file["weights"])
-    hidden, width = config["hidden_size"], config["input_size"]
-
-    def take(*shape: int) -> Array:
-        numbers = [next(weights) for _ in range(int(np.prod(shape)))]
-        return np.array(numbers, np.float32).reshape(shape)
-
-    cells: list[list[Array]] = []
-    for k in range(config["num_layers"]):
-        columns = hidden + (hidden if k else width)
-        cells.append([take(4 * hidden, columns), take(4 * hidden), take(hidden), take(hidden)])
-    head, bias = take(config["out_channels"], hidden), take(config["out_channels"])
-    if next(weights, None) is not None:
-        raise ModelError("the .nam file has more weights than its layers need")
-
-    def step(x: Array) -> Array:
-        for matrix, offset, h, c in cells:
-            x = _lstm_step(matrix @ np.concatenate([x, h]) + offset, h, c)
-        return head @ x + bias
-
-    return _play(step, [leaf for cell in cells for leaf in cell[2:]], chunks, starts)
-
-
-def play_rtneural(
-    content: bytes, chunks: Sequence[Array], starts: Array | None = None
-) -> list[Array]:
-    """What RTNeural computes for chunks `(T, D)`; see `_play`."""
-    layers = json.loads(content)["layers"]
-    arrays = [[np.array(values, np.float32) for values in layer["weights"]] for layer in layers]
-    states = [
-        np.zeros(({"lstm": 2, "gru": 1}.get(layer["type"], 0), layer["shape"][-1]), np.float32)
-        for layer in layers
-    ]
-
-    def step(x: Array) -> Array:
-        for layer, weights, state in zip(layers, arrays, states, strict=True):
-            x = _keras_step(layer, weights, state, x)
-        return x
-
-    return _play(step, [leaf for state in states for leaf in state], chunks, starts)
-
-
-def _play(
-    step: Callable[[Array], Array],
-    leaves: Sequence[Array],
-    chunks: Sequence[Array],
-    starts: Array | None,
-) -> list[Array]:
-    """The outputs of steps, which change the leaves of the state.
-
-    Chunks are played one after another, or each from its row of `starts` `(N, P)`, the leaves one
-    after another.
-    """
-    ends = np.cumsum([len(leaf) for leaf in leaves])
-    outputs: list[Array] = []
-    for n, chunk in enumerate(chunks):
-        if starts is not None:
-            for leaf, values in zip(leaves, np.split(starts[n], ends[:-1]), strict=True):
-                leaf[:] = values
-        outputs.append(np.array([step(x) for x in chunk]))
-    return outputs
-
-
-def _lstm_step(gates: Array, h: Array, c: Array) -> Array:
-    """The outputs of a step; the state is changed."""
-    i, f, g, o = np.split(gates, 4)
-    c[:] = _sigmoid(f) * c + _sigmoid(i) * np.tanh(g)
-    h[:] = _sigmoid(o) * np.tanh(c)
-    return h.copy()
-
-
-def _keras_step(
-    layer: Mapping[str, Any], weights: Sequence[Array], state: Array, x: Array
-) -> Array:
-    """The outputs of one layer; its state, `h` and `c`, is changed."""
-    if layer["type"] == "lstm":
-        return _lstm_step(x @ weights[0] + state[0] @ weights[1] + weights[2], *state)
-    if layer["type"] == "gru":
-        (h,) = state
-        a = np.split(x @ weights[0] + weights[2][0], 3)
-        b = np.split(h @ weights[1] + weights[2][1], 3)
-        z, r = _sigmoid(a[0] + b[0]), _sigmoid(a[1] + b[1])
-        h[:] = z * h + (1 - z) * np.tanh(a[2] + r * b[2])
-        return h.copy()
-    y = x @ weights[0] + weights[1] if layer["type"] == "dense" else x
-    functions = {
-        "": lambda v: v,
-        "tanh": np.tanh,
-        "relu": lambda v: np.maximum(v, 0),
-        "sigmoid": _sigmoid,
-        "softmax": lambda v: np.exp(v - v.max()) / np.exp(v - v.max()).sum(),
-        "elu": lambda v: np.where(v > 0, v, np.expm1(np.minimum(v, 0))),
-    }
-    return functions[layer["activation"]](y)
 
 
 def _keras_layer(operation: Operation, width: int) -> dict[str, Any]:
@@ -208,11 +112,22 @@ def _keras_layer(operation: Operation, width: int) -> dict[str, Any]:
     match operation:
         case Dense(weight, bias):
             return _entry("dense", len(weight), [weight.T, bias])
+        case Rescale(shift, scale, inverse):
+            ratio = float(np.abs(shift / scale).max())
+            if inverse or ratio < _MOST_RATIO:
+                factor = scale if inverse else 1 / scale.astype(np.float64)
+                matrix, bias = np.diag(factor), shift if inverse else -shift * factor
+                return _entry("dense", width, [matrix, bias])
+            raise ModelError(
+                f"RTNeural has standardisation as a matrix only, and a shift is {ratio:.2g} times"
+                " its scale, which would lose too many digits: write .c, or take the mean off the"
+                " signal before the net, in training too"
+            )
         case Pointwise(function, parameter):
             if function in _RTNEURAL_FUNCTIONS and parameter in {0.0, 1.0}:
                 return {**_entry("activation", width, []), "activation": function}
         case Recurrence():
-            known = operation.cell in _KERAS_BLOCKS and operation.hr is None
+            known = operation.cell in _KERAS_GATES and operation.hr is None
             if known and not any(leaf.start.any() for leaf in operation.leaves):
                 return _entry(operation.cell.name, operation.hidden, _keras_weights(operation))
         case _:
@@ -233,75 +148,16 @@ def _entry(kind: str, width: int, weights: Sequence[Array]) -> dict[str, Any]:
 
 
 def _keras_weights(layer: Recurrence) -> list[Array]:
-    def arranged(values: Array) -> Array:
-        blocks = np.split(values, len(layer.cell.gates))
-        return np.concatenate([blocks[k] for k in _KERAS_BLOCKS[layer.cell]])
-
-    biases = np.stack([arranged(layer.b_ih), arranged(layer.b_hh)])
-    if layer.cell is LSTM:
-        biases = biases.sum(axis=0)
-    return [arranged(layer.ih).T, arranged(layer.hh).T, biases]
-
-
-def _folded(chain: Chain) -> Chain:
-    """The chain with its standardisation in the weights beside it.
-
-    Raises:
-        ModelError: it has none beside it, or the inputs are indices.
-    """
-    operations = list(chain.operations)
-    if isinstance(operations[-1], AddInputs):
-        raise ModelError(
-            "this format has no tt.nn.Difference (--difference); take .onnx, .c or .js"
-        )
-    if isinstance(first := operations[0], Rescale):
-        operations[:2] = [_behind(first, operations[1])]
-    if isinstance(last := operations[-1], Rescale):
-        operations[-2:] = [_before(operations[-2], last)]
-    if any(isinstance(operation, Rescale) for operation in operations) or chain.is_indexed:
-        raise ModelError(
-            "this format has no nn.Embedding, and standardisation only before the first layer and"
-            f" after an nn.Linear at the end; this net has {_names(chain)}"
-        )
-    return replace(chain, operations=tuple(operations))
-
-
-def _behind(first: Rescale, operation: Operation) -> Operation:
-    """An operation whose inputs were standardised, for raw inputs."""
-    factor = first.scale if first.inverse else 1 / first.scale.astype(np.float64)
-    offset = first.shift if first.inverse else -first.shift * factor
-    if isinstance(operation, Dense):
-        weight, bias = operation
-        return Dense(weight * factor, weight @ offset + bias)
-    if isinstance(operation, Recurrence):
-        bias = operation.ih @ offset + operation.b_ih
-        return operation._replace(ih=operation.ih * factor, b_ih=bias)
-    raise ModelError(f"standardisation stands before {_name(operation)}, expected a layer")
-
-
-def _before(operation: Operation, last: Rescale) -> Operation:
-    """An operation whose outputs are put into units."""
-    if not isinstance(operation, Dense) or not last.inverse:
-        raise ModelError(f"standardisation stands after {_name(operation)}, expected an nn.Linear")
-    bias = operation.bias * last.scale + last.shift
-    return Dense(operation.weight * last.scale[:, None], bias)
-
-
-def _sigmoid(x: Array) -> Array:
-    return 0.5 + 0.5 * np.tanh(0.5 * x)
+    own = layer.arranged(_KERAS_GATES[layer.cell])
+    biases = np.stack([own.b_ih, own.b_hh])
+    return [own.ih.T, own.hh.T, biases.sum(axis=0) if layer.cell is LSTM else biases]
 
 
 def _name(operation: Operation) -> str:
     match operation:
         case Recurrence():
-            return operation.cell.name + (" with a projection" if operation.hr is not None else "")
+            return operation.cell.name + " with a projection" * (operation.hr is not None)
         case Pointwise(function):
             return function
         case _:
-            return {"Dense": "nn.Linear", "Lookup": "nn.Embedding"}.get(
-                type(operation).__name__, "standardisation"
-            )
-
-
-def _names(chain: Chain) -> str:
-    return ", ".join(map(_name, chain.operations))
+            return _NAMES.get(type(operation), "standardisation")

@@ -1,8 +1,12 @@
-"""A net as a chain of operations on arrays, which the writers of the formats translate.
+"""A net as a chain of operations on arrays, which the writers of all formats walk.
 
 A chain is what most deployed recurrent nets are: standardisation or an embedding, LSTM, GRU or RNN
 layers, a readout with what stands around it. It is read from the structure of the module, whether
 an `nn.Sequential` or a class, and holds NumPy arrays of float32 alone.
+
+A new kind of operation is a class here, a case of `_of_module` where it is a module, one of
+`columns` where it changes the width, and a branch in each template: `net.c.j2`, `net.js.j2` and
+`net.onnx.j2`. The formats of audio plug-ins (`audio.py`) refuse what they do not know.
 
 Shapes: `D` input features, `H` hidden, `P` = `H` or the size of a projection, `G` gates, `C`
 outputs, `L` layers, `V` entries of an embedding.
@@ -10,8 +14,10 @@ outputs, `L` layers, `V` entries of an embedding.
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
+from math import prod
+from traceback import extract_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -38,10 +44,16 @@ Array: TypeAlias = np.ndarray[Any, Any]
 
 
 class Leaf(NamedTuple):
-    """A tensor of the state: its name and the values of a lane before its first step, `(P,)`."""
+    """A tensor of the state: its name and the values of a lane before its first step, `(P,)`.
+
+    In the state of the net it is the leaf `source`, of which it is one layer, or the whole of one
+    that has no layers.
+    """
 
     name: str
     start: Array
+    source: str
+    layer: Any = ...
 
 
 class Rescale(NamedTuple):
@@ -81,6 +93,14 @@ class Dense(NamedTuple):
     bias: Array
 
 
+class Normalise(NamedTuple):
+    """`nn.LayerNorm` of each step: `(x - mean) / sqrt(variance + eps) * weight + bias`, `(D,)`."""
+
+    weight: Array
+    bias: Array
+    eps: float
+
+
 class Pointwise(NamedTuple):
     """A function of each value, or of the values of a step: a name of `POINTWISE`."""
 
@@ -105,19 +125,20 @@ class Recurrence(NamedTuple):
     @property
     def hidden(self) -> int:
         """H."""
-        return self.ih.shape[0] // len(self.cell.gates)
+        return len(self.ih) // len(self.cell.gates)
 
-    @property
-    def features(self) -> int:
-        """P, the width of `h` and of the outputs."""
-        return self.hh.shape[1]
+    def arranged(self, order: Sequence[int]) -> "Recurrence":
+        """The same with its gates in another order."""
+        names = ("ih", "hh", "b_ih", "b_hh")
+        blocks = (np.split(getattr(self, name), len(order)) for name in names)
+        arrays = (np.concatenate([parts[k] for k in order]) for parts in blocks)
+        return self._replace(**dict(zip(names, arrays, strict=True)))
 
 
 Operation: TypeAlias = (
-    Rescale | Standardisation | AddInputs | Lookup | Dense | Pointwise | Recurrence
+    Rescale | Standardisation | AddInputs | Lookup | Dense | Normalise | Pointwise | Recurrence
 )
-# The functions that writers know, the values of `parameter` being a slope or an alpha
-POINTWISE = ("tanh", "relu", "sigmoid", "leaky_relu", "elu", "silu", "softmax", "log_softmax")
+# The functions that writers know, and the attribute that is their parameter
 _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     nn.Tanh: ("tanh", ""),
     nn.ReLU: ("relu", ""),
@@ -128,6 +149,7 @@ _MODULES: dict[type[nn.Module], tuple[str, str]] = {
     nn.Softmax: ("softmax", ""),  # of each step: over lanes or time it could not be carried
     nn.LogSoftmax: ("log_softmax", ""),
 }
+POINTWISE = tuple(name for name, _ in _MODULES.values())
 _DEFAULTS = {"leaky_relu": 0.01, "elu": 1.0}
 # methods that only arrange steps and lanes: a chain computes a step of a lane at a time
 _ARRANGING = {"contiguous", "transpose", "view", "reshape", "flatten"}
@@ -140,15 +162,15 @@ class Chain:
     Attributes:
         operations: see the module.
         width: D, or V where the inputs are indices.
-        outputs: C.
-        names: of the state's leaves in the net, for each leaf of the chain: the name there, and
-            the index of the layer in it, if it has layers.
     """
 
     operations: tuple[Operation, ...]
     width: int
-    outputs: int
-    names: Mapping[str, tuple[str, int | None]]
+
+    @property
+    def outputs(self) -> int:
+        """C."""
+        return reduce(lambda size, operation: columns(operation, size), self.operations, self.width)
 
     @property
     def is_indexed(self) -> bool:
@@ -166,13 +188,11 @@ class Chain:
         stateful = (op for op in self.operations if isinstance(op, (Recurrence, Standardisation)))
         return tuple(leaf for operation in stateful for leaf in operation.leaves)
 
-    def state_of(self, state: State, leaf_names: Sequence[str]) -> dict[str, Tensor]:
-        """A state of the net `(B, L, P)` by the leaves of the chain, `(B, P)`."""
-        tensors = dict(zip(leaf_names, trees.tensors(state), strict=True))
-        return {
-            name: tensors[own] if k is None else tensors[own][:, k]
-            for name, (own, k) in self.names.items()
-        }
+
+def state_of(net: Carried, leaves: Sequence[Leaf], state: State) -> dict[str, Tensor]:
+    """The leaves, `(B, P)`, in a state of the net."""
+    tensors = dict(zip(net.leaf_names(state), trees.tensors(state), strict=True))
+    return {leaf.name: tensors[leaf.source][:, leaf.layer] for leaf in leaves}
 
 
 def read_chain(net: Carried, inputs: Tensor) -> Chain:
@@ -188,40 +208,35 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
     if isinstance(net.module, Difference):
         chain = read_chain(carry(net.module.module), inputs)
         added = AddInputs(tuple(net.module.columns.tolist()))
-        return replace(chain, operations=(*chain.operations, added))
+        return Chain((*chain.operations, added), chain.width)
     name, first = next(iter(net.module.named_children()), ("", None))
     if isinstance(net.module, nn.Sequential) and isinstance(first, Standardise):
         rest = OrderedDict([*net.module.named_children()][1:])
         chain = read_chain(carry(nn.Sequential(rest)), inputs)
         state = first.initial_state(1)
-        leaves = tuple(Leaf(f"{name}.{key}", _array(value[0])) for key, value in state.items())
-        own = {**{leaf.name: (leaf.name, None) for leaf in leaves}, **chain.names}
-        return replace(
-            chain, operations=(Standardisation(first.steps, leaves), *chain.operations), names=own
+        leaves = tuple(
+            Leaf(f"{name}.{key}", _array(value[0]), f"{name}.{key}") for key, value in state.items()
         )
+        return Chain((Standardisation(first.steps, leaves), *chain.operations), chain.width)
     with torch.no_grad():
         net.prepare(inputs)
         try:
             structure = require_structure(net, inputs)
         except UnknownError as error:
-            raise _refusal(str(error)) from error
-        states = net.initial_state(1, like=inputs)
-        names = {child: name for name, child in net.module.named_modules()}
-        reader = _Translator(names)
-        layers, own = reader.layers(net, structure, states)
+            frames = extract_tb(getattr(error.__cause__, "__traceback__", None))
+            numbers = [frame.lineno for frame in frames if not frame.line]  # typed in a prompt
+            text = str(error).replace("``", f"line {numbers[-1]}") if numbers else str(error)
+            raise _refusal(text) from error
+        translator = _Translator({child: name for name, child in net.module.named_modules()})
+        layers = translator.layers(net, structure, net.initial_state(1, like=inputs))
         operations: list[Operation] = []
         for call in structure.operations:
-            operations += layers.get(call.target) or reader.operations(call)
-    width = inputs.shape[2] if inputs.is_floating_point() else _entries(operations)
-    outputs = reduce(lambda size, operation: columns(operation, size), operations, width)
-    return Chain(tuple(operations), width, outputs, own)
-
-
-def _entries(operations: Sequence[Operation]) -> int:
-    first = operations[0]
-    if not isinstance(first, Lookup):
+            operations += layers.get(call.target) or translator.operations(call)
+    if inputs.is_floating_point():
+        return Chain(tuple(operations), prod(inputs.shape[2:]))
+    if not isinstance(first := operations[0], Lookup):
         raise ModelError("the example inputs are integers and the net has no nn.Embedding first")
-    return len(first.table)
+    return Chain(tuple(operations), len(first.table))
 
 
 def columns(operation: Operation, width: int) -> int:
@@ -232,16 +247,16 @@ def columns(operation: Operation, width: int) -> int:
         case Dense(weight):
             return len(weight)
         case Recurrence():
-            return operation.features
+            return operation.hh.shape[1]
         case _:
             return width
 
 
 def _refusal(what: str) -> ModelError:
     return ModelError(
-        f"{what} stands in the way: this format has nn.Linear, nn.Embedding, standardisation"
-        " (throughtime.nn.affine.Affine), layers of LSTM, GRU or RNN one on another, and"
-        f" {', '.join(POINTWISE)}. An .onnx file takes any net"
+        f"{what} stands in the way: this format has nn.Linear, nn.LayerNorm, nn.Embedding,"
+        " standardisation (throughtime.nn.affine.Affine), layers of LSTM, GRU or RNN one on"
+        f" another, and {', '.join(POINTWISE)}. An .onnx file takes any net"
     )
 
 
@@ -251,9 +266,9 @@ def _array(values: Tensor) -> Array:
 
 
 class _Translator:
-    """Translates calls of a structure into operations."""
+    """Translates the calls of a structure into operations; `names` are those of its modules."""
 
-    def __init__(self, names: dict[nn.Module, str]) -> None:
+    def __init__(self, names: Mapping[nn.Module, str]) -> None:
         self._names = names
 
     def operations(self, call: TensorCall) -> Iterator[Operation]:
@@ -264,7 +279,7 @@ class _Translator:
         elif target.__name__ not in _ARRANGING:
             yield self._of_function(call)
 
-    def _of_module(self, module: nn.Module) -> Iterator[Operation]:
+    def _of_module(self, module: Any) -> Iterator[Operation]:
         kind = type_before_parametrizations(module)
         if kind is nn.Sequential:
             for child in module.children():
@@ -272,54 +287,54 @@ class _Translator:
         elif isinstance(module, Affine):
             yield Rescale(_array(module.shift), _array(module.scale), module.inverse)
         elif kind is nn.Linear:
-            weight, bias = (getattr(module, name) for name in ("weight", "bias"))
+            weight, bias = module.weight, module.bias
             yield Dense(_array(weight), _array(weight[:, 0] * 0 if bias is None else bias))
-        elif isinstance(module, nn.Embedding) and kind is nn.Embedding and module.max_norm is None:
+        elif kind is nn.LayerNorm and len(module.normalized_shape) == 1:
+            ones = torch.ones(module.normalized_shape)
+            weight, bias = module.weight, module.bias
+            yield Normalise(
+                _array(ones if weight is None else weight),
+                _array(ones * 0 if bias is None else bias),
+                module.eps,
+            )
+        elif kind is nn.Embedding and module.max_norm is None:
             yield Lookup(_array(module.weight))
         elif kind in _MODULES:
             function, setting = _MODULES[kind]
             yield Pointwise(function, float(getattr(module, setting)) if setting else 0.0)
-        elif not isinstance(module, (nn.Identity, nn.modules.dropout._DropoutNd)):
+        elif not isinstance(module, (nn.Identity, nn.Flatten, nn.modules.dropout._DropoutNd)):
             raise self._in_the_way(module)
 
     def _of_function(self, call: TensorCall) -> Operation:
         function: str = call.target.__name__
         if function not in POINTWISE:
-            raise self._in_the_way(function)
+            raise _refusal(f"'{function}'")
         values = [*call.args, *(v for k, v in call.kwargs.items() if k != "inplace")]
         default = _DEFAULTS.get(function, 0.0)
         return Pointwise(function, float(values[0]) if values and default else default)
 
-    def _in_the_way(self, source: object, why: str = "") -> ModelError:
-        if not isinstance(source, nn.Module):
-            return _refusal(f"'{source}'")
-        return _refusal(f"'{self._names[source]}', a {type(source).__name__}{why},")
+    def _in_the_way(self, module: nn.Module, why: str = "") -> ModelError:
+        return _refusal(f"'{self._names[module]}', a {type(module).__name__}{why},")
 
     def layers(
         self, net: Carried, structure: Structure, start: State
-    ) -> tuple[dict[object, list[Recurrence]], dict[str, tuple[str, int]]]:
-        """The operations of each recurrent layer, and the leaves of the net's state."""
+    ) -> dict[object, list[Recurrence]]:
+        """The operations of each recurrent layer."""
         known = dict(zip(map(id, trees.tensors(start)), net.leaf_names(start), strict=True))
         result: dict[object, list[Recurrence]] = {}
-        own: dict[str, tuple[str, int]] = {}
         states = layer_states(net, structure, start)
         for layer, state in zip(structure.layers, states, strict=True):
-            cell = BY_MODE[layer.mode]
-            result[layer], tensors = [], trees.tensors(state)
+            tensors, result[layer] = trees.tensors(state), []
             if any(leaf.dim() != 3 or leaf.shape[1] != layer.num_layers for leaf in tensors):
                 raise self._in_the_way(layer, " whose state has another shape than (B, L, H)")
             for k, weights in enumerate(layer_weights(layer)):
-                leaves: list[Leaf] = []
-                for tensor in tensors:
-                    name = known[id(tensor)] + (f".{k}" if layer.num_layers > 1 else "")
-                    leaves.append(Leaf(name, _array(tensor[0, k])))
-                    own[name] = known[id(tensor)], k
+                suffix = f".{k}" if layer.num_layers > 1 else ""
+                leaves = tuple(
+                    Leaf(known[id(t)] + suffix, _array(t[0, k]), known[id(t)], k) for t in tensors
+                )
                 *others, hr = weights
-                ih, hh, b_ih, b_hh = (
-                    _array(weights.ih[:, 0] * 0 if w is None else w) for w in others
-                )
+                arrays = [_array(weights.ih[:, 0] * 0 if w is None else w) for w in others]
                 projection = None if hr is None else _array(hr)
-                result[layer].append(
-                    Recurrence(cell, ih, hh, b_ih, b_hh, projection, tuple(leaves))
-                )
-        return result, own
+                values = (BY_MODE[layer.mode], *arrays, projection, leaves)
+                result[layer].append(Recurrence._make(values))
+        return result

@@ -5,68 +5,52 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from throughtime import state as trees
 from throughtime._files import write_together
 from throughtime.carry._refusal import whole_numbers_hint
 from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
-from throughtime.deploy import metadata
+from throughtime.deploy import session
 from throughtime.deploy.audio import write_nam, write_rtneural
-from throughtime.deploy.chain import Array, Chain, Pointwise, Rescale, read_chain
-from throughtime.deploy.onnx import write_onnx
-from throughtime.deploy.page import PageNet, write_page
-from throughtime.deploy.scan import scan_writer
+from throughtime.deploy.chain import Array, Chain, Leaf, read_chain, state_of
+from throughtime.deploy.onnx import chain_model, step_model, write_onnx
 from throughtime.deploy.source import write_c, write_javascript
 from throughtime.deploy.verify import (
-    ReadState,
     Verification,
+    in_float64,
     like_weights,
     random_steps,
-    rounded_otherwise,
     verify,
 )
 from throughtime.diagnose import SettlingTime, settling_time
-from throughtime.errors import ConfigError, DataError, ModelError, counted, listed, one_line
+from throughtime.errors import ConfigError, DataError, ModelError, listed, one_line
 from throughtime.gradient.window import check_whole
 from throughtime.nn.affine import refuse_whole_recordings
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
 
-Format: TypeAlias = Literal["onnx", "c", "js", "html", "nam", "rtneural"]
-# Writes the files of a chain by their suffixes; the description, and the name of the file
-_Writer: TypeAlias = Callable[[Chain, Mapping[str, Any], str], Mapping[str, bytes]]
-_WRITERS: dict[str, _Writer] = {
-    "onnx": write_onnx,
-    "c": write_c,
-    "js": write_javascript,
-    "nam": write_nam,
-    "rtneural": write_rtneural,
-}
-_SUFFIXES: dict[str, Format] = {
-    ".onnx": "onnx",
-    ".c": "c",
-    ".js": "js",
-    ".mjs": "js",
-    ".html": "html",
-    ".nam": "nam",
-    ".json": "rtneural",
+_Write: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, bytes]]
+_WRITERS = {"c": write_c, "js": write_javascript, "nam": write_nam, "json": write_rtneural}
+_SUFFIXES = {".onnx": "onnx", ".c": "c", ".js": "js", ".mjs": "js", ".nam": "nam", ".json": "json"}
+_VECTOR, _NUMBERS = 64, 4096  # steps of the conformance vector, and numbers in it, at most
+_NEEDS = {
+    "onnx": "onnxruntime is not at hand",
+    "c": "a C compiler is not at hand",
+    "js": "Node.js is not at hand",
 }
 _EXPECTED = (
-    "expected an example: numbers (T, D) or (T, B, D), or indices for an nn.Embedding, whole"
-    " numbers (T,) or (T, B)"
+    "expected an example: numbers (T, D) or (T, B, D), images (T, C, H, W) or (T, B, C, H, W), or"
+    " indices for an nn.Embedding, whole numbers (T,) or (T, B)"
 )
 _LAST = {"softmax": "probabilities", "log_softmax": "log-probabilities", "sigmoid": "probabilities"}
 
@@ -77,7 +61,6 @@ class Export:
 
     Attributes:
         paths: of the files, that which was asked for first.
-        format: of them.
         verification: steps and largest error against the net, of the random steps; None for none
             of these, or if no runtime was at hand.
         recorded: the same of the longest recording of `stream`, without a reset.
@@ -86,7 +69,6 @@ class Export:
     """
 
     paths: tuple[Path, ...]
-    format: str
     verification: Verification | None
     recorded: Verification | None = None
     settling: SettlingTime | None = None
@@ -98,31 +80,29 @@ def export(
     path: str | Path,
     *,
     inputs: Any,
-    to: Format | None = None,
     rate: float | None = None,
     classes: Sequence[str] = (),
     steps: int = 100_000,
     stream: Stream | Recordings | None = None,
     details: Mapping[str, Any] | None = None,
+    with_session: bool = False,
 ) -> Export:
     """Write the net as a file that runs without Python, its state explicit.
 
     The file is verified before it is there: it plays `steps` random steps in chunks of random
     lengths, and must give the outputs of the net. That needs onnxruntime, a C compiler or Node.js;
-    without one nothing is verified, and a remark says so. Each file also holds a short vector by
-    which it is checked where it is loaded.
+    without one, and for .nam and .json, nothing is verified, and a remark says so. Other files hold
+    a short vector by which they are checked where they are loaded.
 
     Args:
         net: made by `tt.carry`. ONNX takes any; the other formats a chain, an `nn.Sequential` or a
             class: an `nn.Embedding` or standardisation, layers of LSTM, GRU or RNN (tanh or relu),
-            `nn.Linear` and functions of each value. A chain is written in float32.
-        path: of the file; its suffix names the format, unless `to` does.
+            `nn.Linear`, `nn.LayerNorm` and functions of each value. A chain is written in float32.
+        path: of the file; its suffix names the format: .onnx, .c (C99, and a header beside it), .js
+            or .mjs (an ES module), .nam (Neural Amp Modeler) or .json (RTNeural and AIDA-X).
         inputs: an example `(T, B, D)` or `(T, D)`, or indices `(T, B)` or `(T,)`, in the units in
             which the file will get its inputs: random steps have its means and about its
-            deviations.
-        to: "onnx", "c" (C99, and a header beside it), "js" (an ES module), "html" (a page that runs
-            the net on the longest recording of `stream`, or on the example), "nam" (Neural Amp
-            Modeler) or "rtneural" (the JSON of RTNeural and AIDA-X).
+            deviations. Steps of more dimensions are taken as by `tt.predict`, or with lanes.
         rate: steps per second, for the description.
         classes: names of the outputs.
         steps: random ones to verify; 0 for none.
@@ -130,12 +110,14 @@ def export(
             the initial state without a reset; `verified` of the description is what came of it, and
             `settling_time` that of `tt.settling_time(net, stream)`.
         details: more entries of the description, such as names of columns.
+        with_session: also write session.py beside an .onnx file: `Session`, which runs it on
+            machines that have numpy and onnxruntime only.
 
     Returns:
         An `Export`: the files, and the largest error against the net.
 
     Raises:
-        ConfigError: a suffix that names no format, or another one than `to`; negative `steps`.
+        ConfigError: a suffix that names no format; negative `steps`.
         DataError: an example of another shape, or with NaN or infinite values.
         ModelError: the net is no chain, with the child in the way, or the file that was written
             computes something else; then there is no file.
@@ -152,83 +134,66 @@ def export(
         ['beat.c', 'beat.h']
     """
     net, path = require_carried(net), Path(path)
-    kind = format_of(path, to)
+    kind = _kind(path, with_session)
     check_whole("steps", steps, 0)
     _check_weights(net)
     refuse_whole_recordings(net)
-    example = like_weights(net, _example(inputs))
-    _check_finite(example)
     with running(net):
-        _check_call(net, example)
-        chain, ports = _ports(net, kind, example)
-        description = _describe(net, ports, example, rate, classes, details or {})
-    signal, settling = example, None
+        example = _accepted(net, _example(inputs))
+        chain = _chain(net, kind, example)
+        leaves = _leaves(net, example) if chain is None else chain.leaves
+        description = _describe(net, chain, leaves, example, rate, classes, details or {})
+        write = _writer(net, kind, example, chain, description, path.stem)
+
+    def check(x: Array) -> Verification | None:
+        files = _named(path, write(description))
+        return verify(net, kind, files, description, leaves, x)
+
+    settling, recorded = None, None
     if stream is not None:
         played = stream if isinstance(stream, Stream) else whole_stream(stream)
-        signal = _longest(played, example)
-        settling = settling_time(net, played)
+        signal, settling = _longest(played), settling_time(net, played)
         description["settling_time"] = _settling_facts(settling)
-    if chain is None:
-        write = scan_writer(net, example, description, path.stem)
-    else:
-        write = _chain_writer(chain, kind, path.stem, signal)
-    random, recorded = random_steps(description, steps), None
-    check = partial(_verify, net, kind, _named(path, write(description)), description, ports)
-    verification = check(random) if steps else None
-    if stream is not None:
-        recorded = check(signal[:, 0].numpy().astype(random.dtype))
-        if recorded is not None:
-            played_steps, error, *_ = recorded
-            description["verified"] = {
-                "steps": played_steps,
-                "error": error,
-                "longest_run": played_steps,
-            }
+        recorded = check(signal[:, 0].numpy().astype(random_steps(description, 1).dtype))
+    verification = check(random_steps(description, steps)) if steps else None
+    description["verified"] = recorded and recorded._asdict()
     files = _named(path, write(description))
+    if with_session:
+        files[path.with_name("session.py")] = Path(session.__file__).read_bytes()
     write_together(files)
-    remarks = _folding(chain, kind)
-    if not steps and stream is None:
-        remarks.append("not verified: no steps were asked for. Leave out steps, or give stream=")
-    elif verification is None and recorded is None:
-        needs = {"onnx": "onnxruntime", "c": "a C compiler"}.get(kind, "Node.js")
-        remarks.append(f"not verified: {needs} is not at hand")
-    return Export(tuple(files), kind, verification, recorded, settling, tuple(remarks))
+    remarks = ()
+    if verification is None and recorded is None:
+        reason = _NEEDS.get(kind, "play it in the plug-in")
+        if not steps and stream is None:
+            reason = "no steps were asked for. Leave out steps, or give stream="
+        remarks = (f"not verified: {reason}",)
+    return Export(tuple(files), verification, recorded, settling, remarks)
 
 
-def format_of(path: Path, to: Format | None, option: str = "to={!r}") -> Format:
-    """The format that a path or `to` names; `option` is how the user writes `to`.
-
-    Raises:
-        ConfigError: neither names one, or they name two.
-    """
-    suffix = path.suffix.lower()
-    named, formats = _SUFFIXES.get(suffix), get_args(Format)
-    kind = to or named
-    if kind is None or kind not in formats:
-        got = "its suffix names no format" if to is None else f"{option.format(to)} is no format"
-        raise ConfigError(
-            f"{path}: {got}; expected {', '.join(_SUFFIXES)}, or"
-            f" {' or '.join(map(option.format, formats))}"
-        )
-    usual = next(end for end, format_ in _SUFFIXES.items() if format_ == kind)
-    if suffix == ".h" or named not in (None, kind):
-        owner = "the header of a C file" if suffix == ".h" else option.format(named)
-        raise ConfigError(
-            f"{path}: {suffix} is the suffix of {owner}, and {option.format(kind)} is asked for;"
-            f" write {path.with_suffix(usual)}"
-            + ("" if named is None else f", or {option.format(named)}")
-        )
+def _kind(path: Path, with_session: bool) -> str:
+    """The format that the suffix of a path names."""
+    kind = _SUFFIXES.get(path.suffix.lower())
+    if kind is None:
+        raise ConfigError(f"{path}: its suffix names no format; expected {', '.join(_SUFFIXES)}")
+    if with_session and kind != "onnx":
+        raise ConfigError(f"with_session: {path} needs no session, which runs .onnx files")
     return kind
 
 
-def _chain_writer(
-    chain: Chain, kind: str, name: str, example: Tensor
-) -> Callable[[Mapping[str, Any]], Mapping[str, bytes]]:
-    """Writes the files by their suffixes, with a description; a page plays the example."""
-    if kind == "html":
-        signal = example[:, 0].cpu().numpy()
-        return lambda d: {".html": write_page(name, [PageNet("", chain, d)], signal)}
-    return lambda d: _WRITERS[kind](chain, d, name)
+def _writer(
+    net: Carried,
+    kind: str,
+    example: Tensor,
+    chain: Chain | None,
+    description: Mapping[str, Any],
+    name: str,
+) -> _Write:
+    """Writes the files of the net by their suffixes, with a description, as often as needed."""
+    if chain is None:
+        return partial(write_onnx, step_model(net, example, description, name))
+    if kind == "onnx":
+        return partial(write_onnx, chain_model(chain, description, name))
+    return partial(_WRITERS[kind], chain, name=name)
 
 
 def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
@@ -236,33 +201,11 @@ def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:
     return {path.with_suffix(s) if i else path: files[s] for i, s in enumerate(files)}
 
 
-def _verify(
-    net: Carried,
-    kind: str,
-    files: Mapping[Path, bytes],
-    description: Mapping[str, Any],
-    ports: "_Ports",
-    x: Array,
-) -> Verification | None:
-    """Verify the files in a folder of their own, before they are where the user wants them."""
-    with tempfile.TemporaryDirectory() as folder:
-        trial = [Path(folder) / path.name for path in files]
-        for temporary, content in zip(trial, files.values(), strict=True):
-            temporary.write_bytes(content)
-        return verify(net, kind, trial[0], description, ports.read_state, x)
-
-
-def _longest(stream: Stream, example: Tensor) -> Tensor:
+def _longest(stream: Stream) -> Tensor:
     """The inputs of the longest recording, `(T, 1, D)` or `(T, 1)`."""
     longest = max(stream.recordings, key=len)
     single = Stream([longest], 1, len(longest), seed=None, missing=stream.missing, rank=0, ranks=1)
-    x = single.read(0, len(longest)).inputs
-    if x.shape[2:] != example.shape[2:]:
-        raise DataError(
-            f"stream: a step of its recordings has shape {tuple(x.shape[2:])}, one of the example"
-            f" inputs {tuple(example.shape[2:])}"
-        )
-    return x
+    return single.read(0, len(longest)).inputs
 
 
 def _settling_facts(settling: SettlingTime) -> dict[str, Any]:
@@ -280,7 +223,7 @@ def _settling_facts(settling: SettlingTime) -> dict[str, Any]:
 def _check_weights(net: Carried) -> None:
     """Refuse weights that are NaN or infinite, or of a type that files do not have."""
     for name, weight in net.module.named_parameters():
-        if not bool(weight.isfinite().all()):
+        if not weight.isfinite().all():
             raise ModelError(
                 f"the weight '{name}' is not finite: the training diverged. Take weights from"
                 " before that"
@@ -292,231 +235,176 @@ def _check_weights(net: Carried) -> None:
             )
 
 
-def export_page(
-    nets: Mapping[str, Carried],
-    path: Path,
-    *,
-    inputs: Tensor,
-    classes: Sequence[str],
-    labels: Array,
-) -> None:
-    """Write a page that runs several nets side by side on the same inputs.
-
-    Args:
-        nets: chains, by their titles.
-        path: the file to write.
-        inputs: that the page plays, `(T, D)` or `(T,)` indices.
-        classes: names of the outputs.
-        labels: the right class of each step, `(T,)`.
-
-    Raises:
-        ModelError: a net is no chain.
-    """
-    example = _example(inputs)
-    parts: list[PageNet] = []
-    for title, net in nets.items():
-        with running(net):
-            chain = read_chain(net, example)
-            description = _describe(net, _chain_ports(chain, net), example, None, classes, {})
-        parts.append(PageNet(title, chain, description))
-    write_together({path: write_page(path.stem, parts, example[:, 0].numpy(), labels)})
-
-
 def _example(inputs: Any) -> Tensor:
-    """The example as `(T, B, D)`, or with more dimensions for D, or `(T, B)` indices."""
+    """The example as a tensor of numbers or of indices."""
     try:
         x = torch.as_tensor(inputs, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(f"inputs is a {type(inputs).__name__}, {_EXPECTED}") from error
     numbers = x.is_floating_point()
-    x = x.unsqueeze(1) if x.dim() == (2 if numbers else 1) else x
     known = numbers or not (x.is_complex() or x.dtype is torch.bool)
-    if not known or not x.numel() or (x.dim() < 3 if numbers else x.dim() != 2):
+    if not known or not x.numel() or (x.dim() < 2 if numbers else x.dim() not in (1, 2)):
         raise DataError(f"inputs have shape {tuple(x.shape)} and type {x.dtype}, {_EXPECTED}")
-    _check_finite(x)
     return x
+
+
+def _accepted(net: Carried, x: Tensor) -> Tensor:
+    """The example with lanes, `(T, B, ...)`: it is a recording, or has lanes, as the net takes it.
+
+    Four dimensions are a recording of images `(T, C, H, W)` first, as for `tt.predict`.
+    """
+    x = like_weights(net, x)
+    forms = [x[:, None], x] if x.dim() in (2, 4) else [x, x[:, None]]
+    errors: list[DataError] = []
+    for form in forms:
+        try:
+            _check_call(net, form)
+        except DataError as error:
+            errors.append(error)
+        else:
+            _check_finite(form)
+            return form
+    raise errors[0] if 1 < x.dim() < 4 else errors[-1]
 
 
 def _check_call(net: Carried, example: Tensor) -> None:
     """Refuse an example that the net does not take."""
-    x, kind = example[:1], f"{tuple(example.shape)} {example.dtype}"
-    if not x.is_floating_point():
-        x = torch.stack(example.aminmax()).unsqueeze(1)
-        kind += f" from {int(x[0])} to {int(x[1])}"
     try:
-        y, _ = net(x, net.initial_state(x.shape[1], like=example))
-        if not isinstance(y, Tensor):
-            raise ModelError(
-                "a file has one output in each step, and the net returns"
-                f" {listed(range(len(y)) if type(y) is tuple else y)}: carry it with one of them,"
-                " tt.carry(module, output=...), or let its forward join them, torch.cat([a, b], -1)"
-            )
+        y, _ = net(example, net.initial_state(example.shape[1], like=example))
     except ModelError:
         raise
     except CALL_ERRORS as error:
         raise DataError(
-            f"inputs: the net does not take the example, {kind}: {one_line(error)}"
+            f"inputs: the net does not take the example, {tuple(example.shape)} {example.dtype}"
+            f" from {example.min():.4g} to {example.max():.4g}: {one_line(error)}"
             f"{whole_numbers_hint(net.module, example)}. Give inputs like those that it was trained"
             " on"
         ) from error
+    if not isinstance(y, Tensor):
+        raise ModelError(
+            "a file has one output in each step, and the net returns"
+            f" {listed(range(len(y)) if type(y) is tuple else y)}: carry it with one of them,"
+            " tt.carry(module, output=...), or let its forward join them, torch.cat([a, b], -1)"
+        )
 
 
 def _check_finite(x: Tensor) -> None:
     """Refuse an example `(T, B, ...)` with values that are NaN or infinite."""
-    missing = ~x.flatten(2).isfinite() if x.is_floating_point() else x.new_zeros(1)
-    if missing.any():
-        step, lane, column = missing.nonzero()[0].tolist()
-        where = f"step {step}, lane {lane}" if x.shape[1] > 1 else f"step {step}"
+    missing = (~x.flatten(2).isfinite()).nonzero() if x.is_floating_point() else x[:0]
+    if len(missing):
+        step, lane, column = missing[0].tolist()
         raise DataError(
-            f"inputs: the example has {counted(int(missing.sum()), 'value')} NaN or infinite in"
-            f" {x.dtype}, the first at {where}, column {column}. Means and deviations are taken"
-            " from it: give one without, such as inputs=torch.nan_to_num(x, posinf=0.0,"
-            " neginf=0.0), or a part of the signal without them"
+            f"inputs: the example has values that are NaN or infinite in {x.dtype}, the first at"
+            f" step {step}, lane {lane}, column {column}. Means and"
+            " deviations are taken from it: give one without, such as"
+            " inputs=torch.nan_to_num(x, posinf=0.0, neginf=0.0), or a part of the signal without"
+            " them"
         )
 
 
-class _Ports(NamedTuple):
-    """What goes in and out of a file, and how to find the leaves of its state in the net's."""
-
-    inputs: dict[str, Any]
-    outputs: dict[str, Any]
-    leaves: list[dict[str, Any]]
-    read_state: ReadState
-
-
-def _ports(net: Carried, kind: str, example: Tensor) -> tuple[Chain | None, _Ports]:
-    """The chain of a net, None for one that ONNX gets step by step, and what goes in and out."""
+def _chain(net: Carried, kind: str, example: Tensor) -> Chain | None:
+    """The chain of a net, None for one that ONNX gets step by step."""
     try:
         chain = read_chain(net, example)
     except ModelError:
         if kind != "onnx":
             raise
-        return None, _net_ports(net, example)
-    if kind == "onnx" and any(layer.hr is not None for layer in chain.layers):
-        return None, _net_ports(net, example)  # ONNX has no LSTM with a projection
-    return chain, _chain_ports(chain, net)
+        return None
+    projected = any(layer.hr is not None for layer in chain.layers)
+    return None if kind == "onnx" and projected else chain  # ONNX has no LSTM with a projection
 
 
-def _inputs(shape: Sequence[int], width: int, dtype: str, *, indexed: bool) -> dict[str, Any]:
-    return {"shape": [*shape], "width": width, "indexed": indexed, "dtype": dtype}
-
-
-def _leaf(name: str, shape: Sequence[int | str], start: Array) -> dict[str, Any]:
-    numbers = metadata.plain_numbers(start)
-    return {"name": name, "shape": [*shape], "dtype": start.dtype.name, "start": numbers}
-
-
-def _chain_ports(chain: Chain, net: Carried) -> _Ports:
-    real, last = chain.layers[0].ih.dtype.name, chain.operations[-1]
-    return _Ports(
-        _inputs(
-            () if chain.is_indexed else (chain.width,), chain.width, real, indexed=chain.is_indexed
-        ),
-        {
-            "shape": [chain.outputs],
-            "meaning": _LAST.get(last.function) if isinstance(last, Pointwise) else None,
-        },
-        [_leaf(leaf.name, (1, "B", len(leaf.start)), leaf.start) for leaf in chain.leaves],
-        lambda state: chain.state_of(state, net.leaf_names(state)),
-    )
-
-
-def _net_ports(net: Carried, example: Tensor) -> _Ports:
-    """Those of a net that is no chain: the leaves as they are, lanes first."""
-    state = net.initial_state(1, like=example)
-    y, _ = net(example[:1, :1], state)
-    names = [name.replace("/", ".") for name in net.leaf_names(state)]
-    indexed, shape = not example.is_floating_point(), example.shape[2:]
-    tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
-    entries = tables[0] if len(tables) == 1 else int(example.max()) + 1
-    width = entries if indexed else math.prod(shape)
-    leaves = [
-        _leaf(name, ("B", *leaf.shape[1:]), leaf.detach().cpu().numpy())
-        for name, leaf in zip(names, trees.tensors(state), strict=True)
-    ]
-    return _Ports(
-        _inputs(shape, width, str(y.dtype).removeprefix("torch."), indexed=indexed),
-        {"shape": [*y.shape[2:]], "meaning": None},
-        leaves,
-        lambda state: dict(zip(names, trees.tensors(state), strict=True)),
-    )
+def _leaves(net: Carried, example: Tensor) -> tuple[Leaf, ...]:
+    """The leaves of the net's own state."""
+    state = trees.detach(net.initial_state(1, like=example))
+    pairs = zip(net.leaf_names(state), trees.tensors(state), strict=True)
+    return tuple(Leaf(k.replace("/", "."), leaf[0].cpu().numpy(), k) for k, leaf in pairs)
 
 
 def _describe(
     net: Carried,
-    ports: _Ports,
+    chain: Chain | None,
+    leaves: Sequence[Leaf],
     example: Tensor,
     rate: float | None,
     classes: Sequence[str],
     details: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The description, with the conformance vector that the net computes."""
-    width = math.prod(ports.outputs["shape"])
+    y, _ = net(example[:1, :1], net.initial_state(1, like=example))
+    width = y[0, 0].numel()
     if isinstance(classes, str) or any(type(name) is not str for name in classes):
         raise ConfigError(f"classes={classes!r}: expected names, such as ('none', 'beat')")
     if classes and len(classes) != width:
         raise ConfigError(f"{len(classes)} classes are named and the net has {width} outputs")
     if rate is not None and not 0 < rate < math.inf:
         raise ConfigError(f"rate={rate}: expected steps per second, above 0")
-    inputs = ports.inputs
-    if not inputs["indexed"]:
-        flat = example.flatten(0, 1).flatten(1).to(torch.float64)
-        deviation = flat.std(0, correction=0)
-        # numbers with which each runtime computes the same inputs of the conformance vector, to the
-        # bit and with any contraction: where a mean is 1e4 deviations, rounding it otherwise counts
-        inputs["shift"] = flat.mean(0).to(getattr(torch, inputs["dtype"])).tolist()
-        power = deviation.where(deviation > 0, 1.0).log2().round()
-        inputs["scale"] = power.exp2().tolist()
-    meaning = ports.outputs["meaning"] or ("logits" if classes else "values")
+    last = getattr(chain and chain.operations[-1], "function", "")
+    outputs = {
+        "shape": [*y.shape[2:]],
+        "width": width,
+        "meaning": _LAST.get(last, "logits" if classes else "values"),
+        "classes": [*classes],
+    }
     description: dict[str, Any] = {
-        "format": metadata.FORMAT,
-        "inputs": inputs,
-        "outputs": {**ports.outputs, "width": width, "meaning": meaning, "classes": [*classes]},
+        "format": session.FORMAT,
+        "inputs": _describe_inputs(net, example, "float32" if chain else str(y.dtype)[6:]),
+        "outputs": outputs,
         "rate": rate,
-        "state": ports.leaves,
+        "state": [_describe_leaf(leaf, [1, "B"] if chain else ["B"]) for leaf in leaves],
         "settling_time": None,
         "verified": None,
     }
-    if clash := details.keys() & {*description, "conformance", "sha256"}:
+    if clash := details.keys() & {*description, "conformance"}:
         raise ConfigError(f"details: {listed(clash)} belongs to every file; take another name")
     try:
         json.dumps(details, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"details: {error}; expected what JSON has") from error
     description |= details
-    description["conformance"] = _conformance(net, ports, description)
+    description["conformance"] = _conformance(net, leaves, description)
     return description
 
 
-def _conformance(net: Carried, ports: _Ports, description: Mapping[str, Any]) -> dict[str, Any]:
+def _describe_inputs(net: Carried, example: Tensor, dtype: str) -> dict[str, Any]:
+    indexed, shape = not example.is_floating_point(), [*example.shape[2:]]
+    inputs: dict[str, Any] = {"shape": shape, "indexed": indexed, "dtype": dtype}
+    if indexed:
+        tables = [m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)]
+        return inputs | {"width": tables[0] if len(tables) == 1 else int(example.max()) + 1}
+    flat = example.flatten(0, 1).flatten(1).to(torch.float64)
+    deviation, shift = flat.std(0, correction=0), flat.mean(0).tolist()
+    scale = deviation.where(deviation > 0, 1.0).tolist()
+    return inputs | {"width": len(shift), "shift": shift, "scale": scale}
+
+
+def _describe_leaf(leaf: Leaf, lanes: Sequence[int | str]) -> dict[str, Any]:
+    start, shape = leaf.start, [*lanes, *leaf.start.shape]
+    return {"name": leaf.name, "shape": shape, "dtype": start.dtype.name, "start": start.tolist()}
+
+
+def _conformance(
+    net: Carried, leaves: Sequence[Leaf], description: Mapping[str, Any], steps: int = _VECTOR
+) -> dict[str, Any]:
     """The conformance vector, of as many steps as the net does not amplify rounding in.
 
     A chaotic net doubles a difference in a few steps: after 64 no two runtimes agree, and after the
     first ones all that compute the same function do.
     """
-    steps, rounded = metadata.STEPS, rounded_otherwise(net)
-    while True:
-        x = like_weights(net, torch.from_numpy(metadata.vector_inputs(description, steps)))
-        y, after = net(x, net.initial_state(1, like=x))
-        z, other = functional_call(net, rounded, (x, net.initial_state(1, like=x)))
-        pairs = zip([y[-1], *trees.tensors(after)], [z[-1], *trees.tensors(other)], strict=True)
-        limit = metadata.TOLERANCE / 100
-        if steps == 1 or all(torch.allclose(a, b, rtol=limit, atol=limit) for a, b in pairs):
-            break
-        steps //= 2
+    inputs = random_steps(description, steps)
+
+    def run(net: Carried) -> Any:
+        x = like_weights(net, torch.from_numpy(inputs)[:, None])
+        return net(x, net.initial_state(1, like=x))
+
+    (y, after), (z, other) = run(net), in_float64(net, run)
+    pairs = zip([y[-1], *trees.tensors(after)], [z[-1], *trees.tensors(other)], strict=True)
+    limit, numbers = session.TOLERANCE / 100, steps * description["inputs"]["width"]
+    close = all(torch.allclose(a.to(b), b, rtol=limit, atol=limit) for a, b in pairs)
+    if steps > 1 and not (close and numbers <= _NUMBERS):
+        return _conformance(net, leaves, description, steps // 2)
     return {
-        "generator": metadata.GENERATOR,
-        "steps": steps,
+        "inputs": inputs.tolist(),
         "outputs": y[-1, 0].tolist(),
-        "state": {name: leaf[0].tolist() for name, leaf in ports.read_state(after).items()},
+        "state": {k: leaf[0].tolist() for k, leaf in state_of(net, leaves, after).items()},
     }
-
-
-def _folding(chain: Chain | None, kind: str) -> list[str]:
-    """Says that standardisation is in the weights, and what that costs."""
-    first = None if chain is None else chain.operations[0]
-    if kind not in {"nam", "rtneural"} or not isinstance(first, Rescale):
-        return []
-    ratio = float(np.abs(first.shift / first.scale).max())
-    cost = f"{6e-8 * ratio:.1g} of a standardised input"
-    return [f"the standardisation is folded into the weights, which costs about {cost} in float32"]

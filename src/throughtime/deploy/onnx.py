@@ -1,246 +1,231 @@
-"""ONNX files of chains, written as protobuf by hand: no exporter, no dependency.
+"""ONNX files: a chain in ONNX's own recurrent nodes, any other net step by step in a `Scan`.
 
-Inputs `x` `(T, B, D)`, or `(T, B)` indices, and `state.<leaf>` `(1, B, P)` for each leaf; outputs
+Inputs `x` `(T, B, D)`, or `(T, B)` indices, and `state.<leaf>` for each leaf of the state; outputs
 `y` `(T, B, C)` and `next.<leaf>`. T and B are dynamic. The state is not hidden in the file: a
 runtime passes it in and gets it back, and recurrent nodes take it from the graph's inputs
 directly, by which some runtimes recognise a state that the caller keeps.
 
-References: Open Neural Network Exchange, onnx.proto3 of IR version 8, operator set 14; Protocol
-Buffers, Encoding.
+Exporters of torch that see a whole chunk fix its length, or unroll a loop over its steps. A single
+step has no length to fix: it is exported, and is the body of a `Scan`. Its leaves have lanes first;
+those of a chain are `(1, B, P)`.
+
+Needs `onnx`, and for nets that are no chain `onnxscript`.
 """
 
+import contextlib
+import io
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+import warnings
+from collections.abc import Generator, Mapping
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
-from throughtime.deploy.chain import (
-    AddInputs,
-    Chain,
-    Dense,
-    Lookup,
-    Pointwise,
-    Recurrence,
-    Rescale,
-    Standardisation,
-)
-from throughtime.deploy.metadata import KEY, field, metadata_entry, seal
-from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
+from throughtime import state as trees
+from throughtime.carry.carried import Carried, running
+from throughtime.deploy.chain import Array, Chain, Recurrence
+from throughtime.deploy.session import KEY
+from throughtime.deploy.source import constants, identifier, operations, render
+from throughtime.errors import MissingExtraError, ModelError
+from throughtime.kernels import reference
+from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH
+from throughtime.nn.fuse import FUSED
+from throughtime.nn.layers import layer_weights, run_layers
+from throughtime.state import State
 
-OPSET, IR_VERSION = 14, 8
-_DATA_TYPES = {"float32": 1, "int64": 7, "float64": 11}
-_BLOCKS: dict[Cell, tuple[int, ...]] = {  # of our gates, in the order of ONNX
-    LSTM: (0, 3, 1, 2),
-    GRU: (1, 0, 2),
-    RNN_TANH: (0,),
-    RNN_RELU: (0,),
+OPSET, IR_VERSION = 14, 8  # for chains
+_LATEST_IR = 10  # what runtimes of two years ago read
+_MOST_LANES = 4096  # that the exporter may assume
+_TYPES = {"float32": "float", "float64": "double"}
+_GATES = {LSTM: (0, 3, 1, 2), GRU: (1, 0, 2), RNN_TANH: (0,), RNN_RELU: (0,)}  # of our gates
+_EXPRESSIONS = {
+    "tanh": "Tanh({x})",
+    "relu": "Relu({x})",
+    "sigmoid": "Sigmoid({x})",
+    "leaky_relu": "LeakyRelu <alpha = {p}> ({x})",
+    "elu": "Elu <alpha = {p}> ({x})",
+    "softmax": "Softmax <axis = -1> ({x})",
+    "log_softmax": "LogSoftmax <axis = -1> ({x})",
 }
-_OPERATORS = {
-    "tanh": "Tanh",
-    "relu": "Relu",
-    "sigmoid": "Sigmoid",
-    "leaky_relu": "LeakyRelu",
-    "elu": "Elu",
-    "softmax": "Softmax",
-    "log_softmax": "LogSoftmax",
-}
-Array: TypeAlias = np.ndarray[Any, Any]
-Dims: TypeAlias = Sequence[int | str]
 
 
-def write_onnx(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
-    """The file of a chain, by suffix, with its description as a metadata property."""
-    graph = _Graph(chain, name)
-    body = b"".join(
-        [
-            field(1, IR_VERSION),
-            field(2, "throughtime"),
-            field(7, graph.encoded()),
-            field(8, field(1, "") + field(2, OPSET)),
-        ]
-    )
-    described = seal(description, body)
-    text = json.dumps(described, separators=(",", ":"))
-    return {".onnx": body + metadata_entry(KEY, text)}
+def write_onnx(model: Any, description: Mapping[str, Any]) -> dict[str, bytes]:
+    """The file of a model, by suffix, with the description as a metadata property."""
+    text = json.dumps(description, separators=(",", ":"))
+    _onnx().helper.set_model_props(model, {KEY: text})
+    return {".onnx": model.SerializeToString(deterministic=True)}
 
 
-class _Graph:
-    """Nodes, constants, inputs and outputs of a graph as they are added."""
-
-    def __init__(self, chain: Chain, name: str) -> None:
-        self._name = name
-        self._nodes: list[bytes] = []
-        self._constants: dict[str, bytes] = {}
-        real = chain.layers[0].ih.dtype.name
-        dims: Dims = ("T", "B") if chain.is_indexed else ("T", "B", chain.width)
-        self._inputs = [_value_info("x", "int64" if chain.is_indexed else real, dims)]
-        outputs: list[bytes] = []
-        for leaf in chain.leaves:
-            shape = (1, "B", len(leaf.start))
-            self._inputs.append(_value_info(f"state.{leaf.name}", real, shape))
-            outputs.append(_value_info(f"next.{leaf.name}", real, shape))
-        self._outputs = [_value_info("y", real, ("T", "B", chain.outputs)), *outputs]
-        value = "x"
-        for index, operation in enumerate(chain.operations):
-            last = index == len(chain.operations) - 1
-            value = self._add(operation, value, f"op{index}", "y" if last else f"v{index}")
-
-    def encoded(self) -> bytes:
-        """The message GraphProto."""
-        return b"".join(
-            [
-                *(field(1, node) for node in self._nodes),
-                field(2, self._name),
-                *(field(5, constant) for constant in self._constants.values()),
-                *(field(11, value) for value in self._inputs),
-                *(field(12, value) for value in self._outputs),
-            ]
-        )
-
-    def _node(
-        self, operator: str, inputs: Sequence[str], outputs: Sequence[str], **attributes: Any
-    ) -> None:
-        self._nodes.append(
-            b"".join(
-                [
-                    *(field(1, name) for name in inputs),
-                    *(field(2, name) for name in outputs),
-                    field(4, operator),
-                    *(field(5, _attribute(k, v)) for k, v in attributes.items()),
-                ]
+def chain_model(chain: Chain, description: Mapping[str, Any], name: str) -> Any:
+    """The ModelProto of a chain."""
+    flat = "x" if len(description["inputs"]["shape"]) < 2 else "flat"
+    fields = {leaf.name: str(k) for k, leaf in enumerate(chain.leaves)}
+    text = render("net.onnx.j2", {"operations": [*operations(chain, fields, _EXPRESSIONS, flat)]})
+    model = _model(text, description, name)
+    for index, operation in enumerate(chain.operations):
+        arrays = _layer(operation) if isinstance(operation, Recurrence) else constants(operation)
+        for key, array in arrays:
+            tensor = _onnx().numpy_helper.from_array(
+                np.ascontiguousarray(array), f"op{index}_{key}"
             )
-        )
-
-    def _constant(self, name: str, values: Array) -> str:
-        self._constants[name] = _tensor(name, values)
-        return name
-
-    def _add(self, operation: Any, x: str, name: str, y: str) -> str:
-        """Add the nodes that map the value `x` to `y`."""
-        match operation:
-            case Rescale(shift, scale, inverse):
-                first, second = (scale, shift) if inverse else (shift, scale)
-                operators = ("Mul", "Add") if inverse else ("Sub", "Div")
-                self._node(operators[0], [x, self._constant(f"{name}.a", first)], [f"{name}.t"])
-                self._node(operators[1], [f"{name}.t", self._constant(f"{name}.b", second)], [y])
-            case Standardisation(steps, leaves):
-                self._running(steps, [leaf.name for leaf in leaves], x, name, y)
-            case AddInputs(columns):
-                index = self._constant(f"{name}.columns", np.array(columns, np.int64))
-                self._node("Gather", ["x", index], [f"{name}.now"], axis=2)
-                self._node("Add", [x, f"{name}.now"], [y])
-            case Lookup(table):
-                self._node("Gather", [self._constant(f"{name}.table", table), x], [y])
-            case Dense(weight, bias):
-                self._node("MatMul", [x, self._constant(f"{name}.weight", weight.T)], [f"{name}.p"])
-                self._node("Add", [f"{name}.p", self._constant(f"{name}.bias", bias)], [y])
-            case Pointwise("silu"):
-                self._node("Sigmoid", [x], [f"{name}.s"])
-                self._node("Mul", [x, f"{name}.s"], [y])
-            case Pointwise(function, parameter):
-                extra: dict[str, Any] = {}
-                if function.endswith("softmax"):
-                    extra = {"axis": -1}
-                elif function in {"leaky_relu", "elu"}:
-                    extra = {"alpha": parameter}
-                self._node(_OPERATORS[function], [x], [y], **extra)
-            case _:
-                self._recurrence(operation, x, name, y)
-        return y
-
-    def _running(self, steps: int, leaves: Sequence[str], x: str, name: str, y: str) -> None:
-        """Standardise by the steps so far, as `nn.affine.Standardise` does."""
-        count, first, total, squares = (f"state.{leaf}" for leaf in leaves)
-        following = [f"next.{leaf}" for leaf in leaves]
-        one, limit, none = (
-            self._constant(f"{name}.{key}", np.array(value, np.float32))
-            for key, value in {"one": 1, "limit": steps, "none": 0}.items()
-        )
-        begin, end, last, beyond, time, column = (
-            self._constant(f"{name}.{key}", np.array([value], np.int64))
-            for key, value in zip("abcdef", (0, 1, -1, 2**31 - 1, 0, 2), strict=True)
-        )
-        axis = self._constant(f"{name}.axis", np.array(0, np.int64))
-
-        def add(operator: str, *inputs: str, **attributes: Any) -> str:
-            out = f"{name}.{len(self._nodes)}"
-            self._node(operator, inputs, [out], **attributes)
-            return out
-
-        def running(values: str, before: str) -> str:
-            return add("Add", add("CumSum", values, axis), before)
-
-        zeros = add("ConstantOfShape", add("Shape", add("Slice", x, begin, end, column)))
-        reached = running(add("Add", zeros, one), count)
-        counted = add("Cast", add("LessOrEqual", reached, limit), to=1)
-        counts = add("Min", reached, limit)
-        started = add("Greater", count, none)
-        self._node("Where", [started, first, add("Slice", x, begin, end, time)], [following[1]])
-        away = add("Sub", x, following[1])
-        moved = add("Mul", away, counted)
-        sums, powers = running(moved, total), running(add("Mul", moved, moved), squares)
-        mean = add("Div", sums, counts)
-        spread = add("Sub", add("Div", powers, counts), add("Mul", mean, mean))
-        scale = add("Sqrt", add("Where", add("Greater", spread, none), spread, one))
-        self._node("Div", [add("Sub", away, mean), scale], [y])
-        for values, out in zip((counts, sums, powers), (following[0], *following[2:]), strict=True):
-            self._node("Slice", [values, last, beyond, time], [out])
-
-    def _recurrence(self, layer: Recurrence, x: str, name: str, y: str) -> None:
-        rows = _BLOCKS[layer.cell]
-
-        def arranged(values: Array) -> Array:
-            blocks = np.split(values, len(rows))
-            return np.concatenate([blocks[row] for row in rows])[None]
-
-        biases = np.concatenate([arranged(layer.b_ih), arranged(layer.b_hh)], axis=1)
-        inputs = [
-            x,
-            self._constant(f"{name}.W", arranged(layer.ih)),
-            self._constant(f"{name}.R", arranged(layer.hh)),
-            self._constant(f"{name}.B", biases),
-            "",  # all sequences have the same length
-            *(f"state.{leaf.name}" for leaf in layer.leaves),
-        ]
-        operator = "RNN" if layer.cell in (RNN_TANH, RNN_RELU) else layer.cell.mode
-        attributes: dict[str, Any] = {"hidden_size": layer.hidden}
-        if layer.cell is GRU:
-            attributes["linear_before_reset"] = 1
-        if layer.cell is RNN_RELU:
-            attributes["activations"] = ["Relu"]
-        following = [f"next.{leaf.name}" for leaf in layer.leaves]
-        self._node(operator, inputs, [f"{name}.Y", *following], **attributes)
-        axis = self._constant("direction", np.array([1], dtype=np.int64))
-        self._node("Squeeze", [f"{name}.Y", axis], [y])
+            model.graph.initializer.append(tensor)
+    return model
 
 
-def _tensor(name: str, values: Array) -> bytes:
-    """The message TensorProto."""
-    array = np.ascontiguousarray(values)
-    return b"".join(
-        [
-            *(field(1, size) for size in array.shape),
-            field(2, _DATA_TYPES[array.dtype.name]),
-            field(8, name),
-            field(9, array.astype(array.dtype.newbyteorder("<")).tobytes()),
-        ]
+def step_model(net: Carried, example: Tensor, description: Mapping[str, Any], name: str) -> Any:
+    """The ModelProto of any net: a `Scan` over time, whose body is a step as torch exports it.
+
+    Args:
+        net: made by `tt.carry`.
+        example: inputs `(T, B, D)`, or `(T, B)` indices.
+        description: of the file.
+        name: of the graph.
+
+    Raises:
+        ModelError: torch cannot export a step.
+        MissingExtraError: onnx or onnxscript is not installed.
+    """
+    step = _export_step(net, example)
+    leaves = range(len(description["state"]))
+    before, after = ("".join(f"{kind}_{k}, " for k in leaves) for kind in ("state", "next"))
+    text = f"{after}y = Scan <num_scan_inputs = 1> ({before}x)"
+    model = _model(text, description, name)
+    model.graph.node[0].attribute.append(_onnx().helper.make_attribute("body", step.graph))
+    del model.opset_import[:]
+    model.opset_import.extend(step.opset_import)
+    model.functions.extend(step.functions)
+    model.ir_version = min(step.ir_version, _LATEST_IR)
+    return model
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtraError(
+            'exporting to ONNX needs onnx: pip install "throughtime[onnx]"'
+        ) from error
+    return onnx
+
+
+def _model(nodes: str, description: Mapping[str, Any], name: str) -> Any:
+    """The model of the text of its nodes, with the inputs and outputs of a description.
+
+    Leaves are `state_0` and `next_0` in the text, whose names have no dots, and an input that is
+    left out is `none`.
+    """
+    inputs, outputs, leaves = (description[key] for key in ("inputs", "outputs", "state"))
+
+    def value(own: str, kind: str, *shape: int | str) -> str:
+        return f"{_TYPES.get(kind, kind)}[{', '.join(map(str, shape))}] {own}"
+
+    kind = inputs["dtype"]
+    entering = [value("x", "int64" if inputs["indexed"] else kind, "T", "B", *inputs["shape"])]
+    leaving = [value("y", kind, "T", "B", *outputs["shape"])]
+    names = {"none": ""}
+    for k, leaf in enumerate(leaves):
+        for values, prefix in ((entering, "state"), (leaving, "next")):
+            values.append(value(f"{prefix}_{k}", leaf["dtype"], *leaf["shape"]))
+            names[f"{prefix}_{k}"] = f"{prefix}.{leaf['name']}"
+    model = _onnx().parser.parse_model(
+        f'<ir_version: {IR_VERSION}, opset_import: ["": {OPSET}], producer_name: "throughtime">\n'
+        f"{identifier(name)} ({', '.join(entering)}) => ({', '.join(leaving)}) {{\n{nodes}\n}}"
     )
+    for port in (*model.graph.input, *model.graph.output):
+        port.name = names.get(port.name, port.name)
+    for node in model.graph.node:
+        for ends in (node.input, node.output):
+            ends[:] = [names.get(end, end) for end in ends]
+    return model
 
 
-def _attribute(name: str, value: int | float | Sequence[str]) -> bytes:
-    """The message AttributeProto: an integer, a float or strings."""
-    if isinstance(value, int):
-        kind, content = 2, field(3, value)
-    elif isinstance(value, float):
-        kind, content = 1, field(2, value)
-    else:
-        kind, content = 8, b"".join(field(9, text) for text in value)
-    return field(1, name) + content + field(20, kind)
+def _layer(layer: Recurrence) -> Generator[tuple[str, Array]]:
+    """The constants of a recurrent node, its gates in the order of ONNX."""
+    own = layer.arranged(_GATES[layer.cell])
+    yield from (("W", own.ih[None]), ("R", own.hh[None]))
+    yield "B", np.concatenate([own.b_ih, own.b_hh])[None]
 
 
-def _value_info(name: str, dtype: str, dims: Dims) -> bytes:
-    """The message ValueInfoProto: a tensor with fixed and named dimensions."""
-    shape = b"".join(field(1, field(1 if isinstance(n, int) else 2, n)) for n in dims)
-    tensor_type = field(1, _DATA_TYPES[dtype]) + field(2, shape)
-    return field(1, name) + field(2, field(1, tensor_type))
+class _Step(nn.Module):
+    """One step of a net as the body of a `Scan`: leaves, then inputs `(B, D)`."""
+
+    def __init__(self, net: Carried, like: State) -> None:
+        super().__init__()
+        self.net, self._like = net, like
+
+    def forward(self, *values: Tensor) -> tuple[Tensor, ...]:
+        leaves = iter(values)
+        state = trees.map_leaves(lambda _: next(leaves), self._like)
+        y, after = self.net(values[-1].unsqueeze(0), state)
+        return (*trees.tensors(after), y.squeeze(0))
+
+
+def _export_step(net: Carried, example: Tensor) -> Any:
+    """The ModelProto of one step."""
+    _onnx()
+    lanes = 3  # as no other size, most likely
+    x = example[0, :1].expand(lanes, *example.shape[2:]).contiguous()
+    state = trees.map_leaves(Tensor.clone, trees.detach(net.initial_state(lanes, like=x[None])))
+    values = (*trees.tensors(state), x)
+    batch = torch.export.Dim("B", min=1, max=_MOST_LANES)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings(action="ignore"))
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        stack.enter_context(_plain_layers(net))
+        stack.enter_context(running(step := _Step(net, state)))
+        try:
+            program: Any = torch.onnx.export(
+                step,
+                values,
+                dynamo=True,
+                dynamic_shapes=(tuple({0: batch} for _ in values),),
+            )
+        except ImportError as error:
+            raise MissingExtraError(
+                "exporting this net to ONNX, which is no chain of layers, needs onnxscript:"
+                ' pip install "throughtime[onnx]"'
+            ) from error
+        except Exception as error:  # of the exporter, whose exceptions have no common class
+            raise ModelError(
+                f"torch cannot export a step of {type(net.module).__name__} to ONNX:"
+                f" {_cause(error)}"
+            ) from error
+    return program.model_proto
+
+
+def _forward(layer: nn.RNNBase, x: Tensor, hx: Any = None) -> Any:
+    """A recurrent layer by products and functions of each value, which every exporter knows."""
+    return run_layers(layer, reference.run, x, hx, None, layer_weights(layer))
+
+
+_PLAIN: dict[type, type] = {
+    kind: type(kind.__name__, (plain,), {"forward": _forward})
+    for plain, fused in FUSED.items()
+    for kind in (plain, fused)
+}
+
+
+@contextlib.contextmanager
+def _plain_layers(net: nn.Module) -> Generator[None]:
+    """Layers computed by `_forward` for as long as this lasts.
+
+    Exporters know no kernel of ours, and write an LSTM with a projection wrongly.
+    """
+    own = [(module, type(module)) for module in net.modules() if type(module) in _PLAIN]
+    for module, kind in own:
+        module.__class__ = _PLAIN[kind]
+    try:
+        yield
+    finally:
+        for module, kind in own:
+            module.__class__ = kind
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the error that began it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]

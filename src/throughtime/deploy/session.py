@@ -1,60 +1,54 @@
-"""Runs an exported ONNX file on a live stream, with its state, without torch.
+"""Runs an ONNX file that `tt.export` wrote, on a live stream, with its state.
+
+This file needs Python, numpy and onnxruntime alone: `tt.export(..., with_session=True)` copies it
+beside the model, for machines without torch. Its errors are therefore those of Python.
+
+A file says of itself, in a metadata property of JSON, what its inputs, outputs and state are, and
+has a conformance vector: some steps of inputs, and the outputs and the state after them. A runtime
+that computes something else is found when it loads the file.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-import io
 import json
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-from zipfile import BadZipFile
 
 import numpy as np
 
-from throughtime._files import write_atomically
-from throughtime.deploy import metadata
-from throughtime.errors import (
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    ModelError,
-    RunError,
-    StateError,
-)
-
+KEY, FORMAT = "throughtime", "throughtime.export/2"
+TOLERANCE = 1e-4  # of the conformance vector, relative to values above 1
 Array: TypeAlias = np.ndarray[Any, Any]
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
-_STATE = "throughtime.session/1"
-_FEW = 16  # numbers of a step
 
 
 class Session:
     """An exported net on a live stream: takes one step or any number at a time, keeps the state.
 
-    Needs numpy and onnxruntime alone (`pip install "throughtime[onnx]"`). The file is checked when
-    it is loaded: its digest, then what the runtime computes. Each thread needs a session of its
-    own; a copy, by `copy` or `pickle`, reads the file again and goes on from the same state.
+    Needs numpy and onnxruntime alone. What the runtime computes is checked when a file is loaded.
+    Each thread needs a session of its own. To save the state, write `np.savez(path,
+    **session.state)`; in another process, `session.state = np.load(path)` goes on to the bit.
 
     Args:
-        path: of a file that `tt.export` wrote.
+        path: of a file that `tt.export` wrote; or another session, whose weights this one uses. The
+            states are separate.
         lanes: B, streams side by side.
         on_nan: as for `tt.Predictor`: what to do where an input is NaN or infinite. "raise" refuses
             the call and leaves the state as it was, "hold" leaves the step out, "reset" starts the
             lane anew after it. With either, the outputs of that step are NaN.
-        like: a session of the same file, whose weights this one uses; the states are separate.
-        threads: of the runtime. More than one rarely helps a recurrent net.
 
     Attributes:
         description: what the file says of itself: inputs, outputs, classes, rate, state.
         skipped: steps left out so far, over all lanes.
 
     Raises:
-        MissingExtraError: onnxruntime is not installed.
-        ModelError: no file of `tt.export`, one that was changed, another one than that of `like`,
-            or a runtime that computes something else.
+        ImportError: onnxruntime is not installed.
+        OSError: the file cannot be read.
+        ValueError: no file of `tt.export`, or one of another version.
+        RuntimeError: the runtime computes something else than the net that was exported.
 
     Example:
         >>> import tempfile, torch, throughtime as tt
@@ -68,40 +62,32 @@ class Session:
 
     def __init__(
         self,
-        path: str | Path,
+        path: "str | Path | Session",
         lanes: int = 1,
         *,
         on_nan: OnNaN = "raise",
-        like: "Session | None" = None,
-        threads: int = 1,
     ) -> None:
         if on_nan not in ("raise", "hold", "reset"):
-            raise ConfigError(f"on_nan={on_nan!r}: expected 'raise', 'hold', 'reset'")
-        for name, value in (("lanes", lanes), ("threads", threads)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"{name}={value!r}: expected a whole number, at least 1")
-        if type(like) not in (type(None), Session):
-            raise ConfigError(f"like={like!r}: expected a session of the same file")
-        self.path, self.lanes, self.on_nan, self.threads = Path(path), lanes, on_nan, threads
-        self.skipped = 0
-        content, self.description = _load(self.path)
-        if like is None:
-            self._runtime = _runtime(self.path, content, threads)
-        elif like.description["sha256"] == self.description["sha256"]:
-            self._runtime = like._runtime
+            raise ValueError(f"on_nan={on_nan!r}: expected 'raise', 'hold', 'reset'")
+        if type(lanes) is not int or lanes < 1:
+            raise ValueError(f"lanes={lanes!r}: expected a whole number, at least 1")
+        self.lanes, self.on_nan, self.skipped = lanes, on_nan, 0
+        self._lock = threading.Lock()
+        if isinstance(path, Session):
+            self.path, self.description, self._runtime = path.path, path.description, path._runtime
         else:
-            raise ModelError(
-                f"{path}: another file than {like.path}, which the session of like= has loaded;"
-                " leave out like="
-            )
-        self._single = _SingleStep(self._runtime, self.description, lanes)
-        if like is None:
+            self.path = Path(path)
+            self._runtime, self.description = _load(self.path)
+        inputs = self.description["inputs"]
+        kind = "int64" if inputs["indexed"] else inputs["dtype"]
+        self._x = np.zeros((1, lanes, *inputs["shape"]), kind)
+        self._row, self._zeros = self._x[0], np.zeros_like(self._x[0])
+        self._y = np.zeros((1, lanes, *self.description["outputs"]["shape"]), inputs["dtype"])
+        # two states that change places: a step reads one and writes the other
+        a, b = (initial_state(self.description, lanes) for _ in range(2))
+        self._turns = [(self._bound(a, b), a), (self._bound(b, a), b)]
+        if not isinstance(path, Session):
             self._check_vector()
-
-    def __reduce__(self) -> tuple[Callable[..., "Session"], tuple[Any, ...]]:
-        """A copy reads the file, which must not have changed, and gets the state."""
-        settings = self.path, self.lanes, self.on_nan, self.threads
-        return _copy, (*settings, self.description["sha256"], self.state, self.skipped)
 
     def __call__(self, inputs: Any) -> Array:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`; of a single lane also `(T, D)` to `(T, C)`.
@@ -109,30 +95,31 @@ class Session:
         A net of images takes, and gives, more dimensions in place of one.
 
         Raises:
-            DataError: inputs of another shape or type, or NaN where `on_nan` is "raise".
+            ValueError: inputs of another shape or type, or NaN where `on_nan` is "raise".
         """
         x = np.asarray(inputs)
-        if x.ndim == self._single.row.ndim and self.lanes == 1:
+        if x.ndim == self._row.ndim and self.lanes == 1:
             return self(x[:, None])[:, 0]
         x = self._checked(x)
         finite = np.asarray(np.isfinite(x).reshape(*x.shape[:2], -1).all(axis=2))
-        if not finite.all() and self.on_nan == "raise":
+        if finite.all():
+            return self._exclusively(self._run, x)
+        if self.on_nan == "raise":
             step, lane = np.argwhere(~finite)[0].tolist()
-            raise DataError(
+            raise ValueError(
                 f"an input is NaN or infinite at step {step} of the call, lane {lane}; the state is"
                 " as it was. Session(path, on_nan='hold') leaves such steps out"
             )
-        with self._one_thread():
-            return self._run(x) if finite.all() else self._run_around(x, finite)
+        return self._exclusively(self._run_around, x, finite)
 
     def step(self, inputs: Any) -> Array:
         """Outputs `(B, C)` for the inputs `(B, D)` of one step."""
-        y = self._single.step(inputs) if type(inputs) is np.ndarray else None
-        if y is not None:
-            return y
-        x = np.asarray(inputs)
-        shape = self._single.row.shape
-        if x.shape != shape and (self.lanes > 1 or x.shape != shape[1:]):
+        x, row = np.asarray(inputs), self._row
+        # the product with zeros is the fastest way to see that all numbers are finite
+        if x.shape == row.shape and x.dtype.kind == "f" and x.dtype == row.dtype:
+            if np.vdot(x, self._zeros) == 0:
+                return self._exclusively(self._step, x)
+        elif x.shape != row.shape and (self.lanes > 1 or x.shape != row.shape[1:]):
             raise self._misfit(x, "")
         return self(x[None])[0]
 
@@ -140,204 +127,103 @@ class Session:
         """Start some lanes anew, by number; all of them by default.
 
         Raises:
-            StateError: no such lane.
+            ValueError: no such lane.
         """
-        start = metadata.initial_state(self.description, self.lanes)
-        if lanes is None:
-            self._single.set_state(start)
-            return
-        rows = np.atleast_1d(np.array(lanes))
+        rows = np.atleast_1d(np.arange(self.lanes) if lanes is None else np.array(lanes))
         if rows.size and (
             rows.dtype.kind not in "iu" or not 0 <= rows.min() <= rows.max() < self.lanes
         ):
-            raise StateError(f"lanes={lanes!r}: the session has lanes 0 to {self.lanes - 1}")
-        self._put(start, rows.astype(int))
+            raise ValueError(f"lanes={lanes!r}: the session has lanes 0 to {self.lanes - 1}")
+        self._put(initial_state(self.description, self.lanes), rows.astype(int))
 
     @property
     def state(self) -> dict[str, Array]:
         """A copy of the state by the names of its leaves."""
-        return {name: value.copy() for name, value in self._single.state.items()}
+        return {name: value.copy() for name, value in self._turns[0][1].items()}
 
     @state.setter
     def state(self, values: Mapping[str, Array]) -> None:
+        leaves = dict(values)
         got, expected = (
-            {name: (value.shape, value.dtype.name) for name, value in leaves.items()}
-            for leaves in (values, self._single.state)
+            {name: (value.shape, value.dtype.name) for name, value in state.items()}
+            for state in (leaves, self._turns[0][1])
         )
         if got != expected:
-            raise StateError(
+            raise ValueError(
                 f"the state has the leaves {got}, a session of {self.path} with {self.lanes} lanes"
                 f" has {expected}"
             )
-        self._single.set_state(values)
+        self._put(leaves, np.arange(self.lanes))
 
-    def save(self, path: str | Path) -> None:
-        """Write the state; `load` in another process goes on to the bit."""
-        buffer = io.BytesIO()
-        header = np.array(json.dumps([_STATE, self.description["sha256"]]))
-        leaves: dict[str, Any] = {f"leaf.{k}": v for k, v in self._single.state.items()}
-        np.savez(buffer, header=header, **leaves)
-        write_atomically(Path(path), buffer.getvalue())
-
-    def load(self, path: str | Path) -> None:
-        """Read a state that `save` wrote, of the same file and number of lanes.
-
-        Raises:
-            StateError: no such state, or one of another net.
-        """
-        try:
-            with np.load(io.BytesIO(Path(path).read_bytes()), allow_pickle=False) as arrays:
-                values = {name: arrays[name] for name in arrays.files}
-            kind, digest = json.loads(str(values.pop("header")))
-        except FileNotFoundError as error:
-            raise StateError(f"{path}: no such file; session.save(path) writes one") from error
-        except (OSError, EOFError, ValueError, KeyError, TypeError, BadZipFile) as error:
-            raise StateError(
-                f"{path}: not a readable state of a session; expected a file that"
-                " session.save(path) wrote"
-            ) from error
-        if (kind, digest) != (_STATE, self.description["sha256"]):
-            raise StateError(f"{path}: the state of another net than {self.path}")
-        self.state = {name.removeprefix("leaf."): value for name, value in values.items()}
-
-    @contextmanager
-    def _one_thread(self) -> Generator[None]:
+    def _exclusively(self, run: Callable[..., Array], *args: Array) -> Array:
         """Refuse a call while another thread has one: both would change the state."""
-        try:
-            self._single.token.pop()
-        except IndexError:
-            raise RunError(
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
                 "another thread is calling this session; each thread needs one of its own:"
-                " Session(path, like=session)"
-            ) from None
+                " Session(session)"
+            )
         try:
-            yield
+            return run(*args)
         finally:
-            self._single.token.append(None)
+            self._lock.release()
 
-    def _misfit(self, x: Array, steps: str) -> DataError:
-        row = self._single.row
-        shape = ", ".join(map(str, row.shape))
-        return DataError(
+    def _misfit(self, x: Array, steps: str) -> ValueError:
+        shape = ", ".join(map(str, self._row.shape))
+        return ValueError(
             f"the inputs have shape {x.shape} and type {x.dtype}, expected ({steps}{shape})"
-            f" {row.dtype}; a session of more lanes is Session(path, lanes=B)"
+            f" {self._row.dtype}; a session of more lanes is Session(path, lanes=B)"
         )
 
     def _checked(self, x: Array) -> Array:
-        inputs, row = self.description["inputs"], self._single.row
+        inputs, row = self.description["inputs"], self._row
         kinds = "iu" if inputs["indexed"] else "fiu"
         if x.shape[1:] != row.shape or x.dtype.kind not in kinds:
             raise self._misfit(x, "T, ")
         if not len(x):
-            raise DataError(f"the inputs have shape {x.shape}: a call takes at least one step")
+            raise ValueError(f"the inputs have shape {x.shape}: a call takes at least one step")
         if inputs["indexed"] and not 0 <= x.min() <= x.max() < inputs["width"]:
-            raise DataError(
+            raise ValueError(
                 f"the indices are from {x.min()} to {x.max()}, expected 0 to {inputs['width'] - 1}"
             )
         with np.errstate(over="ignore"):  # infinite in the type of the net: the caller's to handle
             return np.ascontiguousarray(x, dtype=row.dtype)
 
+    def _step(self, x: Array) -> Array:
+        """One step through bound buffers, which takes half the time of a call of the runtime."""
+        self._row[...] = x
+        self._runtime.run_with_iobinding(self._turns[0][0])
+        self._turns.reverse()
+        return self._y[0].copy()
+
     def _run(self, x: Array) -> Array:
         if len(x) == 1:
-            return self._single.run(x[0])[None]
-        y, after = _run(self._runtime, x, self._single.state)
-        self._single.set_state(after)
+            return self._step(x[0])[None]
+        y, after = _run(self._runtime, x, self._turns[0][1])
+        self._put(after, np.arange(self.lanes))
         return y
 
     def _run_around(self, x: Array, finite: Array) -> Array:
         """As `_run`; lanes leave out their steps that are not `finite` `(T, B)`."""
-        self.skipped += int((~finite).sum())
-        cuts = np.flatnonzero(~finite.all(axis=1))
         outputs: list[Array] = []
-        for rows in np.split(np.arange(len(x)), np.union1d(cuts, cuts + 1)):
-            if not len(rows):
-                continue
-            state = self.state
-            missing = ~finite[rows].all(axis=0)
-            outputs.append(self._run(np.nan_to_num(x[rows], posinf=0, neginf=0)))
-            if missing.any():
-                outputs[-1][:, missing] = math.nan
+        for row, right in zip(np.nan_to_num(x, posinf=0, neginf=0), finite, strict=True):
+            before, missing = self.state, np.flatnonzero(~right)
+            outputs.append(self._step(row))
+            if len(missing):
                 if self.on_nan == "reset":
-                    state = metadata.initial_state(self.description, self.lanes)
-                self._put(state, np.flatnonzero(missing))
-        return np.concatenate(outputs)
+                    before = initial_state(self.description, self.lanes)
+                self._put(before, missing)
+                outputs[-1][missing] = math.nan
+                self.skipped += len(missing)
+        return np.stack(outputs)
 
     def _put(self, values: Mapping[str, Array], rows: Array) -> None:
-        """Some lanes of a state."""
+        """Copy some lanes of a state into the buffers."""
         for leaf in self.description["state"]:
             part = (*[slice(None)] * leaf["shape"].index("B"), rows)
-            self._single.state[leaf["name"]][part] = values[leaf["name"]][part]
+            self._turns[0][1][leaf["name"]][part] = values[leaf["name"]][part]
 
-    def _check_vector(self) -> None:
-        x = metadata.vector_inputs(self.description, self.description["conformance"]["steps"])
-        y, after = _run(self._runtime, x, metadata.initial_state(self.description, 1))
-        metadata.check_vector(self.description, y[-1], after, str(self.path))
-
-
-class _SingleStep:
-    """One step at a time through bound buffers: two states, which change places.
-
-    Attributes:
-        row: the inputs of the step, `(B, D)` or `(B,)` indices.
-        token: taken out during a call. A list is as safe as a lock, in a tenth of the time.
-    """
-
-    def __init__(self, runtime: Any, description: Mapping[str, Any], lanes: int) -> None:
-        inputs = description["inputs"]
-        kind = "int64" if inputs["indexed"] else inputs["dtype"]
-        self._x = np.zeros((1, lanes, *inputs["shape"]), kind)
-        self.row, self._flat = self._x[0], self._x.ravel()
-        self._zeros = np.zeros_like(self._flat)
-        self._shape, self._dtype = () if inputs["indexed"] else self.row.shape, self.row.dtype
-        self._y = np.zeros((1, lanes, *description["outputs"]["shape"]), inputs["dtype"])
-        self._outputs = self._y[0]
-        a, b = (metadata.initial_state(description, lanes) for _ in range(2))
-        self._call, self.token = runtime.run_with_iobinding, [None]
-        self._turns = [(self._binding(runtime, a, b), a), (self._binding(runtime, b, a), b)]
-
-    @property
-    def state(self) -> dict[str, Array]:
-        """The state now: the buffers themselves."""
-        return self._turns[0][1]
-
-    def set_state(self, values: Mapping[str, Array]) -> None:
-        """Copy a state into the buffers."""
-        for name, buffer in self.state.items():
-            np.copyto(buffer, values[name])
-
-    def step(self, x: Array) -> Array | None:
-        """As `run`; None for another shape or type, indices, what is not finite, during a call."""
-        if x.shape != self._shape or x.dtype is not self._dtype:
-            return None
-        try:
-            self.token.pop()
-        except IndexError:
-            return None
-        try:  # a context manager would take half a microsecond
-            self.row[...] = x
-            flat = self._flat
-            # half a microsecond for any size; the sum of a few numbers takes a quarter of that
-            finite = math.isfinite(
-                sum(flat.tolist()) if flat.size <= _FEW else np.vdot(flat, self._zeros)
-            )
-            return self._run() if finite else None
-        finally:
-            self.token.append(None)
-
-    def run(self, x: Array) -> Array:
-        """The outputs `(B, C)` of one step `(B, D)`, or of `(B,)` indices."""
-        self.row[...] = x
-        return self._run()
-
-    def _run(self) -> Array:
-        self._call(self._turns[0][0])
-        self._turns.reverse()
-        return self._outputs.copy()
-
-    def _binding(
-        self, runtime: Any, before: Mapping[str, Array], after: Mapping[str, Array]
-    ) -> Any:
-        binding = runtime.io_binding()
+    def _bound(self, before: Mapping[str, Array], after: Mapping[str, Array]) -> Any:
+        binding = self._runtime.io_binding()
         entering = {"x": self._x} | {f"state.{name}": array for name, array in before.items()}
         leaving = {"y": self._y} | {f"next.{name}": array for name, array in after.items()}
         for bind, buffers in ((binding.bind_input, entering), (binding.bind_output, leaving)):
@@ -345,55 +231,62 @@ class _SingleStep:
                 bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         return binding
 
+    def _check_vector(self) -> None:
+        vector = self.description["conformance"]
+        x = np.array(vector["inputs"], self._row.dtype)[:, None]
+        y, after = _run(self._runtime, x, initial_state(self.description, 1))
+        pairs = [("outputs", y[-1], vector["outputs"])]
+        pairs += [(f"state '{leaf}'", after[leaf], v) for leaf, v in vector["state"].items()]
+        for name, got, expected in pairs:
+            reference = np.array(expected, dtype=np.float64).ravel()
+            error = np.abs(got.ravel() - reference) / np.maximum(1, np.abs(reference))
+            if not (error <= TOLERANCE).all():
+                raise RuntimeError(
+                    f"{self.path}: this runtime computes other {name} than the net that was"
+                    f" exported, by {float(np.nanmax(error)):.2g} after {len(x)} steps;"
+                    f" expected at most {TOLERANCE:g}. Copy the file again, try another version of"
+                    " the runtime, or export again"
+                )
+
+
+def initial_state(description: Mapping[str, Any], lanes: int) -> dict[str, Array]:
+    """The leaves of the state before the first step, for so many lanes; new arrays."""
+    state: dict[str, Array] = {}
+    for leaf in description["state"]:
+        shape = [lanes if size == "B" else size for size in leaf["shape"]]
+        state[leaf["name"]] = np.empty(shape, leaf["dtype"])
+        state[leaf["name"]][...] = leaf["start"]
+    return state
+
 
 def _run(runtime: Any, x: Array, state: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
     """Outputs and the state after the last step."""
     inputs = {"x": x, **{f"state.{name}": value for name, value in state.items()}}
-    names = ["y", *(f"next.{name}" for name in state)]
-    y, *after = runtime.run(names, inputs)
+    y, *after = runtime.run(["y", *(f"next.{name}" for name in state)], inputs)
     return y, dict(zip(state, after, strict=True))
 
 
-def _copy(
-    path: Path, lanes: int, on_nan: OnNaN, threads: int, digest: str, *attributes: Any
-) -> Session:
-    """A session of the file with a digest, in a state."""
-    session = Session(path, lanes, on_nan=on_nan, threads=threads)
-    if session.description["sha256"] != digest:
-        raise ModelError(f"{path}: the file was replaced after the session was copied")
-    session.state, session.skipped = attributes
-    return session
-
-
-def _runtime(path: Path, content: bytes, threads: int) -> Any:
-    """The runtime with a file."""
+def _load(path: Path) -> tuple[Any, dict[str, Any]]:
+    """The runtime with a file, and what the file says of itself."""
     try:
         import onnxruntime
     except ImportError as error:
-        raise MissingExtraError(
-            'tt.deploy.Session needs onnxruntime: pip install "throughtime[onnx]"'
-        ) from error
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = threads
+        raise ImportError("Session needs onnxruntime: pip install onnxruntime") from error
+    content, options = path.read_bytes(), onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
     try:
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        runtime = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's own exceptions have no common class
-        raise ModelError(f"{path}: onnxruntime cannot load it ({error})") from error
-
-
-def _load(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """A file, and the description at its end, checked against the rest of it."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read ({error.strerror})") from error
-    try:
-        body, text = metadata.split_metadata(content, metadata.KEY)
-        description = json.loads(text)
-    except ValueError as error:
-        raise ModelError(
-            f"{path}: no ONNX file that tt.export wrote, or one that was cut short; copy it again,"
-            " or export it again"
+        raise ValueError(
+            f"{path}: onnxruntime cannot load it; copy it again, or export it again ({error})"
         ) from error
-    metadata.check_seal(description, body, str(path))
-    return content, description
+    text = runtime.get_modelmeta().custom_metadata_map.get(KEY)
+    if text is None:
+        raise ValueError(f"{path}: no ONNX file that tt.export wrote; export it again")
+    description = json.loads(text)
+    if description["format"] != FORMAT:
+        raise ValueError(
+            f"{path}: its format is {description['format']!r}, this version reads {FORMAT!r};"
+            " export it again with this version"
+        )
+    return runtime, description

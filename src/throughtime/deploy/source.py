@@ -1,4 +1,4 @@
-"""Source code of chains: C99, and an ES module of JavaScript.
+"""Templates of chains: C99, an ES module of JavaScript, and the text of an ONNX graph.
 
 C: one source and its header, without heap and without libm. Weights are constants, written in
 hexadecimal, so no digit is lost; the state is a struct of the caller's. With `-ffp-contract=off`
@@ -8,21 +8,21 @@ of 2, tanh and the logistic function from it, ln by the series of artanh.
 
 JavaScript: weights and state are float32, sums are double.
 
-The templates of both get the same operations, each with the names of its inputs, outputs and
-constants. Matrices are stored column by column, so that a product adds columns to the biases.
+All templates get the same operations, each with the names of its inputs, outputs and constants.
+Matrices are stored column by column, so that a product adds columns to the biases.
 """
 
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from throughtime.deploy import metadata
 from throughtime.deploy.chain import (
     Array,
     Chain,
@@ -32,180 +32,102 @@ from throughtime.deploy.chain import (
     Standardisation,
     columns,
 )
+from throughtime.deploy.session import TOLERANCE
 from throughtime.kernels.cells import GRU
 
-_KEYWORDS = frozenset(
-    [
-        *("auto", "break", "case", "char", "const", "continue", "default", "do", "double", "else"),
-        *("enum", "extern", "float", "for", "goto", "if", "inline", "int", "long", "main"),
-        *("register", "restrict", "return", "short", "signed", "sizeof", "static", "struct"),
-        *("switch", "typedef", "union", "unsigned", "void", "volatile", "while"),
-    ]
-)
-# Of functions of each value v, {} being their parameter
+# Of functions of each value v, {p} being their parameter
 _C_EXPRESSIONS = {
     "tanh": "tangent(v)",
     "relu": "v < 0.f ? 0.f : v",
     "sigmoid": "sigmoid(v)",
     "silu": "v * sigmoid(v)",
-    "leaky_relu": "v < 0.f ? v * (float){} : v",
-    "elu": "v < 0.f ? (float){} * decay_less_1(v) : v",
+    "leaky_relu": "v < 0.f ? v * (float){p} : v",
+    "elu": "v < 0.f ? (float){p} * decay_less_1(v) : v",
 }
 _JS_EXPRESSIONS = {
     "tanh": "Math.tanh(v)",
     "relu": "Math.max(0, v)",
     "sigmoid": "sigmoid(v)",
     "silu": "v * sigmoid(v)",
-    "leaky_relu": "v < 0 ? v * {} : v",
-    "elu": "v < 0 ? {} * Math.expm1(v) : v",
+    "leaky_relu": "v < 0 ? v * {p} : v",
+    "elu": "v < 0 ? {p} * Math.expm1(v) : v",
 }
-_LINE = 8  # numbers
 
 
 def write_c(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
     """The source and the header, by suffix; `name` is that of the file."""
-    values = _template_values(chain, description, name, _C_EXPRESSIONS)
-    values |= {
-        "header": f"{name}.h",
-        "kind": "int32_t" if chain.is_indexed else "float",
-        "arrays": [
-            {"name": key, "size": array.size, "text": _numbers(array)}
-            for key, array in values["arrays"].items()
-        ],
-    }
-    return {suffix: render(f"net{suffix}.j2", values) for suffix in (".c", ".h")}
+    values = _values(chain, description, name, _C_EXPRESSIONS, _hexadecimal)
+    return {suffix: render(f"net{suffix}.j2", values).encode() for suffix in (".c", ".h")}
 
 
 def write_javascript(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
     """The module, by suffix; `name` is that of the file."""
-    values = _template_values(chain, description, name, _JS_EXPRESSIONS)
-    values["arrays"] = [
-        {"name": key, "text": base64.b64encode(array.astype("<f4").tobytes()).decode()}
-        for key, array in values["arrays"].items()
-    ]
-    return {".js": render("net.js.j2", values)}
+    values = _values(chain, description, name, _JS_EXPRESSIONS, _encoded)
+    return {".js": render("net.js.j2", values).encode()}
 
 
-def _template_values(
-    chain: Chain, description: Mapping[str, Any], name: str, expressions: Mapping[str, str]
-) -> dict[str, Any]:
-    """The values of a template.
-
-    Args:
-        chain: of the net.
-        description: of the file.
-        name: of the file, without its suffix.
-        expressions: of functions of each value `v`, `{}` being their parameter.
-    """
-    own = identifier(name)
-    fields = _fields(chain)
-    arrays = dict(_arrays(chain, description, fields))
-    return {
-        "name": own,
-        "NAME": own.upper(),
-        "summary": summary(chain),
-        "json": _comment(description, b"".join(array.tobytes() for array in arrays.values())),
-        "indexed": chain.is_indexed,
-        "width": chain.width,
-        "outputs": chain.outputs,
-        "outputs_are": _meaning(description),
-        "leaves": [
-            {
-                "field": fields[leaf.name],
-                "size": len(leaf.start),
-                "start": f"start_{fields[leaf.name]}" if leaf.start.any() else "",
-            }
-            for leaf in chain.leaves
-        ],
-        "arrays": arrays,
-        "operations": [*_operations(chain, fields, expressions)],
-        "last": f"v{len(chain.operations) - 1}",
-        "steps": description["conformance"]["steps"],
-        "tolerance": metadata.TOLERANCE,
-    }
+def _encoded(array: Array) -> str:
+    return base64.b64encode(array.astype("<f4").tobytes()).decode()
 
 
-def render(template: str, values: Mapping[str, Any]) -> bytes:
-    """The file that a template gives."""
+def _hexadecimal(array: Array) -> str:
+    numbers = ", ".join(f"{float(value).hex()}f" for value in array.ravel())
+    return textwrap.fill(numbers, 100, initial_indent="  ", subsequent_indent="  ")
+
+
+def render(template: str, values: Mapping[str, Any]) -> str:
+    """The text that a template gives."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent / "templates"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701  # no HTML; names of the user's are escaped in _comment
+        autoescape=False,  # noqa: S701  # no HTML; names of the user's are escaped in _values
     )
-    return environment.get_template(template).render(values).encode()
-
-
-def _numbers(array: Array) -> str:
-    """Hexadecimal constants, some of them a line."""
-    texts = [f"{float(value).hex()}f" for value in array.ravel()]
-    rows = (texts[at : at + _LINE] for at in range(0, len(texts), _LINE))
-    return ",\n".join("  " + ", ".join(row) for row in rows)
+    return environment.get_template(template).render(values)
 
 
 def identifier(text: str) -> str:
-    """A name that C and JavaScript allow.
+    """The beginning of a name that C and ONNX allow.
 
     Example:
-        >>> identifier("my-net.2"), identifier("2nd"), identifier("float")
-        ('my_net_2', 'net_2nd', 'net_float')
+        >>> identifier("my-net.2"), identifier("2nd")
+        ('my_net_2', 'net_2nd')
     """
     name = re.sub(r"\W", "_", text, flags=re.ASCII)
-    return f"net_{name}" if not name or name[0].isdigit() or name in _KEYWORDS else name
+    return f"net_{name}" if not name or name[0].isdigit() else name
 
 
-def summary(chain: Chain) -> str:
-    """The layers in a line: `3 -> lstm 50 -> 2`."""
-    layers = " -> ".join(f"{layer.cell} {layer.hidden}" for layer in chain.layers)
-    return f"{chain.width} -> {layers} -> {chain.outputs}"
+def operations(
+    chain: Chain, fields: Mapping[str, str], expressions: Mapping[str, str], x: str = "x"
+) -> Iterator[dict[str, Any]]:
+    """The operations with the names of their inputs `x`, outputs and constants.
 
-
-def _comment(description: Mapping[str, Any], weights: bytes) -> str:
-    """The description as JSON that ends no comment and no script of a page."""
-    text = json.dumps(metadata.seal(description, weights), separators=(",", ":"))
-    return text.replace("*/", "\\u002a/").replace("/*", "/\\u002a").replace("</", "<\\/")
-
-
-def _meaning(description: Mapping[str, Any]) -> str:
-    """The meaning of the outputs, for a comment."""
-    outputs = description["outputs"]
-    classes = [re.sub(r"[^\w .-]", "_", name) for name in outputs["classes"]]
-    return outputs["meaning"] + (f" of {', '.join(classes)}" if classes else "")
-
-
-def _fields(chain: Chain) -> dict[str, str]:
-    """A field of the state for each leaf, no two alike."""
-    fields: dict[str, str] = {}
-    for leaf in chain.leaves:
-        field = identifier(leaf.name)
-        while field in fields.values():
-            field += "_"
-        fields[leaf.name] = field
-    return fields
-
-
-def _arrays(
-    chain: Chain, description: Mapping[str, Any], fields: Mapping[str, str]
-) -> Iterator[tuple[str, Array]]:
-    """The constants by name. Matrices are transposed, so that a product adds columns."""
+    Args:
+        chain: of the net.
+        fields: names of the state's leaves.
+        expressions: of functions of each value.
+        x: name of the inputs.
+    """
+    width = chain.width
     for index, operation in enumerate(chain.operations):
-        for key, array in _constants(operation):
-            yield f"op{index}_{key}", array
-    for leaf in chain.leaves:
-        if leaf.start.any():
-            yield f"start_{fields[leaf.name]}", leaf.start
-    vector, inputs = description["conformance"], description["inputs"]
-    real = chain.layers[0].ih.dtype
-    if not chain.is_indexed:
-        yield from ((f"check_{key}", np.array(inputs[key], real)) for key in ("shift", "scale"))
-    yield "check_outputs", np.array(vector["outputs"], real)
-    for leaf, values in vector["state"].items():
-        yield f"check_{fields[leaf]}", np.array(values, real)
+        rows, out = columns(operation, width), f"v{index}"
+        own = {"id": f"op{index}", "kind": type(operation).__name__, "of": operation}
+        own |= {"x": x, "out": out, "columns": width, "rows": rows}
+        if isinstance(operation, (Recurrence, Standardisation)):
+            leaves = [fields[leaf.name] for leaf in operation.leaves]
+            names = ("count", "first", "sum", "squares") if len(leaves) > 2 else ("h", "c")
+            own |= dict(zip(names, leaves, strict=False))
+        elif isinstance(operation, Pointwise):
+            text = expressions.get(operation.function, "")
+            own["expression"] = text.format(x=x, p=repr(operation.parameter))
+        yield own
+        x, width = out, rows
 
 
-def _constants(operation: Operation) -> Iterator[tuple[str, Array]]:
+def constants(operation: Operation) -> Iterator[tuple[str, Array]]:
+    """The arrays of an operation by name. Matrices are transposed: a product adds columns."""
     arrays = operation._asdict()
     if isinstance(operation, Recurrence):
         b_ih, b_hh = arrays.pop("b_ih"), arrays.pop("b_hh").copy()
@@ -218,23 +140,42 @@ def _constants(operation: Operation) -> Iterator[tuple[str, Array]]:
             yield name, value if name == "table" else value.T
 
 
-def _operations(
-    chain: Chain, fields: Mapping[str, str], expressions: Mapping[str, str]
-) -> Iterator[dict[str, Any]]:
-    """The operations with the names of their inputs `x`, outputs and constants."""
-    x, width = "x", chain.width
+def _values(
+    chain: Chain,
+    description: Mapping[str, Any],
+    name: str,
+    expressions: Mapping[str, str],
+    text_of: Callable[[Array], str],
+) -> dict[str, Any]:
+    """The values of a template of C or JavaScript; `text_of` gives that of an array."""
+    text = json.dumps(description, separators=(",", ":"))
+    fields = {leaf.name: f"s{k}_{identifier(leaf.name)}" for k, leaf in enumerate(chain.leaves)}
+    return {
+        "file": name,
+        "name": identifier(name),
+        "chain": chain,
+        "description": description,
+        # JSON that ends no comment and no script of a page
+        "json": text.replace("*/", "\\u002a/").replace("/*", "/\\u002a").replace("</", "<\\/"),
+        "classes": [re.sub(r"[^\w .-]", "_", c) for c in description["outputs"]["classes"]],
+        "fields": fields,
+        "arrays": [
+            {"name": key, "size": np.size(array), "text": text_of(np.array(array, np.float32))}
+            for key, array in _arrays(chain, description, fields)
+        ],
+        "operations": [*operations(chain, fields, expressions)],
+        "tolerance": TOLERANCE,
+    }
+
+
+def _arrays(
+    chain: Chain, description: Mapping[str, Any], fields: Mapping[str, str]
+) -> Iterator[tuple[str, Any]]:
+    """The constants by name."""
     for index, operation in enumerate(chain.operations):
-        rows, out = columns(operation, width), f"v{index}"
-        own = {"id": f"op{index}", "x": x, "out": out, "columns": width, "rows": rows}
-        own |= {"kind": type(operation).__name__, "of": operation}
-        if isinstance(operation, Recurrence):
-            leaves = [fields[leaf.name] for leaf in operation.leaves]
-            own |= {"gates": len(operation.cell.gates), "h": leaves[0], "c": leaves[-1]}
-        elif isinstance(operation, Standardisation):
-            names = (fields[leaf.name] for leaf in operation.leaves)
-            own |= dict(zip(("count", "first", "sum", "squares"), names, strict=True))
-        elif isinstance(operation, Pointwise):
-            text = expressions.get(operation.function, "")
-            own["expression"] = text.replace("{}", repr(operation.parameter))
-        yield own
-        x, width = out, rows
+        yield from ((f"op{index}_{key}", array) for key, array in constants(operation))
+    for leaf in chain.leaves:
+        yield f"start_{fields[leaf.name]}", leaf.start
+    vector = description["conformance"]
+    yield from ((f"check_{key}", vector[key]) for key in ("inputs", "outputs"))
+    yield from ((f"check_{fields[leaf]}", values) for leaf, values in vector["state"].items())
