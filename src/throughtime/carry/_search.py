@@ -146,13 +146,11 @@ class Twin:
 
 def twins_of(module: nn.Module, x: Tensor) -> list[Twin]:
     """Copies of a module with its weights and with others; itself if it refuses to be copied."""
-    copies = [copy_of(module) for _ in range(3)]
-    twins = [Twin(module if copies[0] is None else copies[0], x)]
-    for twin, scale in zip(copies[1:], (1.0, 5.0), strict=True):
-        if twin is not None:
-            perturb(twin)
-            twins.append(Twin(twin, x, scale))
-    return twins
+    own, other = copy_of(module), copy_of(module)
+    if own is None or other is None:
+        return [Twin(module, x)]
+    perturb(other)
+    return [Twin(own, x), Twin(other, x, 1.0), Twin(other, x, 5.0)]
 
 
 def remembered(
@@ -178,8 +176,11 @@ def remembered(
 
         twin.restore()
         before = attributes(twin.module)
-        (_, first), after, (_, longer) = (call(part, {}) for part in parts[:3])
+        first = call(parts[0], {})[1]
         values = {k: v for k, v in first.items() if k not in before or not _is_same(before[k], v)}
+        if not values:
+            continue
+        after, (_, longer) = call(parts[1], {}), call(parts[2], {})
         for key, value in values.items():
             form = _state_form(value)
             is_fixed = form is not None and form == _state_form(longer.get(key))
