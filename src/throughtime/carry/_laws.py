@@ -203,12 +203,15 @@ class Laboratory:
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
 
-    def measure(self, training: dict[str, bool] | None = None) -> Iterator[Law]:
+    def measure(
+        self, training: dict[str, bool] | None = None, *, credit: bool = True
+    ) -> Iterator[Law]:
         """The laws, one by one, so that a caller may stop at the first that is broken.
 
         Args:
             training: the modes of all parts, to measure in training, with dropout and random
                 numbers replaced by constants; None for evaluation.
+            credit: whether to measure this law; it takes as long as all others.
         """
         self.training = training
         evaluated = (self.outputs, self.end) if training is not None else None
@@ -222,7 +225,8 @@ class Laboratory:
         self.tolerance, self._needed = self._relative * scale, self._rounding * scale
         same = evaluated is not None and self._apart(*evaluated) <= self._needed
         # in training, a net without dropout and batch statistics
-        for name in ("whole", "credit") if same else MEASURED:
+        names = ("whole", "credit") if same else MEASURED
+        for name in names if credit else names[:-1]:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
                 with torch.set_grad_enabled(training is not None or name == "credit"):

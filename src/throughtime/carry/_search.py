@@ -446,14 +446,13 @@ class Search:
             laboratory = Laboratory(bound, twin.module, x, by_step=c.call != "chunk")
             states = [bound.initial_state(x.shape[1], None) for _ in range(2)]
             yield Law("random", state_difference(*states), 0.0)
-            yield from laboratory.measure()
+            yield from laboratory.measure(credit=twin is self.twins[0] or not self.modes.get(""))
             yield Law("kept", math.inf if self._beside else 0.0, 0.0)
-            steps = long_steps(len(self.x), twin.module)
-            long = twin.inputs(x.shape[1], steps)
-            if c.call == "chunk" and steps > STEPS and twin in self.twins[:2]:
-                with contextlib.suppress(NotFiniteError):  # noise may let a recurrence grow
-                    yield laboratory.measure_long(long)
             if twin is self.twins[:2][-1]:
+                steps = long_steps(len(self.x), twin.module)
+                long = twin.inputs(x.shape[1], steps)
+                if c.call == "chunk" and steps > STEPS:
+                    yield from self._long(c, x.shape[1], steps)
                 yield from self._own(bound, twin, laboratory, long)
                 if self.modes.get(""):
                     try:
@@ -464,6 +463,14 @@ class Search:
                         text = f"{type(error).__name__}: {error}".split("\n")[0]
                         yield Law("repeat", math.nan, 0.0, text, training=True)
         twin.restore()
+
+    def _long(self, c: Convention, lanes: int, steps: int) -> Iterator[Law]:
+        """The law of long chunks, on weights that hide nothing and let no recurrence grow."""
+        for twin in reversed(self.twins[:2]):
+            x = twin.inputs(lanes, steps)
+            with contextlib.suppress(NotFiniteError), twin.bound(c) as bound:
+                yield Laboratory(bound, twin.module, x).measure_long(x)
+                return
 
     def _own(
         self, bound: ModuleAdapter, twin: Twin, laboratory: Laboratory, long: Tensor
