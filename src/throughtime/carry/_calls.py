@@ -282,10 +282,11 @@ class ModuleAdapter(Adapter):
             self._hooks.remove()
 
     def prepare(self, x: Tensor) -> None:
-        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        # a slice of a shape would take longer than the rest of a call
+        kind = (*x.shape, x.is_floating_point(), self.module.training)[2:]
         if kind in self._tried or not x.numel() or self._find is None or not self._find(self, x):
             return
-        self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
+        self._tried |= {kind, (*kind[:-1], False)}  # in training mode, both modes are measured
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c = self.convention
@@ -366,8 +367,6 @@ class ModuleAdapter(Adapter):
             self.prepare(like)
         c = self.convention
         if self.example is None and self._find is not None:
-            if c.hints == Hints() and callable(getattr(type(self.module), "initial_state", None)):
-                return self._declared(lanes)
             self._find(self, None)
             c = self.convention
         if lanes != 1 and self.is_one_lane:
@@ -382,12 +381,6 @@ class ModuleAdapter(Adapter):
         if not c.hints.context:
             return state
         return {PAST: self.padded(self.inputs(lanes)[:0]).transpose(0, 1), STATE: state}
-
-    def _declared(self, lanes: int) -> State:
-        """The initial state that a method of the module returns, before trials."""
-        method: Any = self.module.initial_state
-        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
-        return layout.lanes_first(method(lanes))
 
     @property
     def is_one_lane(self) -> bool:

@@ -53,7 +53,6 @@ from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
 RecurrentModule: TypeAlias = nn.RNNBase | nn.RNNCellBase
-InputKind: TypeAlias = tuple[bool, int, torch.Size, bool]
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
 
 
@@ -281,7 +280,7 @@ class ChainAdapter(Adapter):
     _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
 
     def prepare(self, x: Tensor) -> None:
-        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        kind = (*x.shape, x.is_floating_point(), self.module.training)[2:]
         if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
             return
         if is_sharded(self.module):
