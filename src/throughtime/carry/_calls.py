@@ -35,6 +35,7 @@ from throughtime.carry._inside import (
     parameters_of,
     set_attributes,
 )
+from throughtime.carry._trial import weight_of
 from throughtime.errors import ModelError
 from throughtime.state import State
 
@@ -522,11 +523,6 @@ def state_shapes(names: Iterable[str], state: State) -> str:
         f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
         for name, leaf in zip(names, trees.tensors(state), strict=True)
     )
-
-
-def weight_of(module: nn.Module) -> Tensor | None:
-    """A weight of a module; None without any."""
-    return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
 def layer_zeros(module: nn.Module, lanes: int) -> State:

@@ -39,6 +39,7 @@ from throughtime.carry._trial import (
     changed_inputs,
     random_normal,
     set_modes,
+    weight_of,
 )
 from throughtime.state import State
 
@@ -196,8 +197,8 @@ class Laboratory:
         self._by_step, self._lengths = by_step, [*chunks]
         self._early, self._late = x[: chunks[0]], x[chunks[0] :]
         self._snapshot = Snapshot(module)
-        dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        weight = weight_of(module)
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
         self._rounding = 100 * torch.finfo(dtype).eps
         # a module in float64 may compute in float32 inside
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
@@ -316,7 +317,7 @@ class Laboratory:
             with torch.no_grad():
                 changed, _ = self.run(self._late, state=other)
             for part, moved in ((y[:1], changed[:1]), (y[1:], changed[1:])):
-                reaches = part.requires_grad and gradients(part, [leaf])[0].any()
+                reaches = leaf.requires_grad and gradients(part, [leaf])[0].any()
                 if leaf.requires_grad and not reaches and difference(moved, part) > self.tolerance:
                     return True
         return False
@@ -383,7 +384,9 @@ def _fresh_leaf(leaf: Tensor) -> Tensor:
 
 
 def gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a loss of all outputs."""
+    """The gradients of a loss of all outputs; zeros without a graph."""
+    if not leaves or not y.requires_grad:
+        return [*map(torch.zeros_like, leaves)]
     weights = random_normal(y.shape, torch.Generator("cpu").manual_seed(2)).to(y)
     loss = (y * weights).sum()
     grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)

@@ -41,7 +41,6 @@ from throughtime.carry._calls import (
     items_of,
     layer_zeros,
     tensor_paths,
-    weight_of,
 )
 from throughtime.carry._inside import (
     Key,
@@ -74,6 +73,7 @@ from throughtime.carry._trial import (
     quiet,
     set_modes,
     trial_inputs,
+    weight_of,
 )
 from throughtime.errors import StateError
 from throughtime.state import State
@@ -518,21 +518,13 @@ class Search:
             ]
             pairs = [(w.reshape(part.shape), part) for w, part in pairs]
             y, z = min(pairs, key=lambda pair: difference(*pair), default=(y, z))
-        rows, leaves = [_row(y, state), _row(z, end)], [*twin.module.parameters()]
+        rows = [_row(y, state), _row(z, end)]
+        leaves = [p for p in twin.module.parameters() if p.requires_grad]
         deviation = difference(*rows)
         with contextlib.suppress(RuntimeError):  # of a layer whose outputs are written in place
-            grads = [_gradients(row, leaves) for row in rows]
+            grads = [gradients(row, leaves) for row in rows]
             deviation = max(deviation, *map(relative_difference, *grads), 0.0)
         yield Law(name, deviation, tolerance, training=training)
-
-
-def _gradients(row: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [p for p in parameters if p.requires_grad]
-    return (
-        gradients(row, leaves)
-        if leaves and row.requires_grad
-        else [torch.zeros_like(p) for p in leaves]
-    )
 
 
 def _row(y: Tensor, state: State) -> Tensor:
