@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
-from throughtime.carry._adapter import Adapter, LaneLayout, widen
+from throughtime.carry._adapter import Adapter, LaneLayout, input_kind, widen
 from throughtime.carry._inside import (
     INPUT_NAMES,
     MISSING,
@@ -283,11 +283,10 @@ class ModuleAdapter(Adapter):
             self._hooks.remove()
 
     def prepare(self, x: Tensor) -> None:
-        # a slice of a shape would take longer than the rest of a call
-        kind = (*x.shape, x.is_floating_point(), self.module.training)[2:]
+        kind = input_kind(self.module, x)
         if kind in self._tried or not x.numel() or self._find is None or not self._find(self, x):
             return
-        self._tried |= {kind, (*kind[:-1], False)}  # in training mode, both modes are measured
+        self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c = self.convention

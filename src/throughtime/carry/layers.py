@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import cudnn_rules
-from throughtime.carry._adapter import Adapter, LaneLayout
+from throughtime.carry._adapter import Adapter, LaneLayout, input_kind
 from throughtime.carry._calls import (
     LANES_FIRST,
     ORDERS,
@@ -280,7 +280,7 @@ class ChainAdapter(Adapter):
     _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
 
     def prepare(self, x: Tensor) -> None:
-        kind = (*x.shape, x.is_floating_point(), self.module.training)[2:]
+        kind = input_kind(self.module, x)
         if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
             return
         if is_sharded(self.module):
