@@ -66,7 +66,7 @@ PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(39_268, 25_000),
     "kernels, nn": Part(17_616, 16_000),
-    "carry": Part(29_378, 20_000, modules=14),
+    "carry": Part(29_373, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),

@@ -91,8 +91,7 @@ class Adapter(ABC):
 def input_kind(module: nn.Module, x: Tensor) -> tuple[bool, Any, bool]:
     """For which inputs trials are made once: their type and features, and the module's mode."""
     shape = x.shape  # a slice of it takes half of a microsecond in every call
-    features = shape[2] if len(shape) == 3 else shape[2:]
-    return x.is_floating_point(), features, module.training
+    return x.is_floating_point(), shape[2] if len(shape) == 3 else shape[2:], module.training
 
 
 class LaneDim(NamedTuple):

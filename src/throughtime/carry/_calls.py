@@ -365,16 +365,15 @@ class ModuleAdapter(Adapter):
     def initial_state(self, lanes: int, like: Tensor | None) -> State:
         if like is not None:
             self.prepare(like)
-        c = self.convention
         if self.example is None and self._find is not None:
             self._find(self, None)
-            c = self.convention
         if lanes != 1 and self.is_one_lane:
             raise ModelError(
                 f"{type(self.module).__name__} computes one lane at a time, got {lanes}. Use"
                 " tt.Stream(..., lanes=1). If it has a batch dimension, name its order:"
                 " tt.carry(module, batch_first=True) or batch_first=False"
             )
+        c = self.convention
         state = c.lanes.fill(
             self.start(lanes) if c.lanes.dims else None, lanes, weight_of(self.module)
         )

@@ -403,20 +403,20 @@ def difference(a: Tensor, b: Tensor) -> float:
 
     Infinities of one sign are equal, and so are two NaN.
     """
-    a, b = a.to_dense(), b.to_dense()
+    a, b = a.detach().to_dense(), b.detach().to_dense()
     if a.shape != b.shape:
         return math.inf
-    if a.dtype == b.dtype and torch.equal(a, b):  # the usual case: one operator
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):  # usually: one operator
         return 0.0
-    if a.dtype == b.dtype and a.is_floating_point() and a.numel():
-        distance = float(torch.dist(a.detach(), b.detach(), math.inf))
+    if a.dtype == b.dtype and a.is_floating_point():
+        distance = float(torch.dist(a, b, math.inf))
         if math.isfinite(distance):
             return distance
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.detach().to(wide), b.detach().to(wide)
+    a, b = a.to(wide), b.to(wide)
     distance = (a - b).abs().nan_to_num(math.inf, math.inf)  # one NaN would hide the others
     same = (a == b) | (a.isnan() & b.isnan())
-    return float(distance.masked_fill(same, 0).max()) if a.numel() else 0.0
+    return float(distance.masked_fill(same, 0).max())
 
 
 def state_difference(a: State, b: State) -> float:
