@@ -120,7 +120,8 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
 
     # of unshifted targets: those without a later step are values of the same column
     statistics, held_out = (
-        collect_statistics(part, task=layout.task or "classify", on_steps=advance) for part in (train, valid)
+        collect_statistics(part, task=layout.task or "classify", on_steps=advance)
+        for part in (train, valid)
     )
     _check_values(config, statistics, held_out)
     if layout.classify:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
-from throughtime.carry._adapter import Adapter, LaneLayout, widen
+from throughtime.carry._adapter import Adapter, LaneLayout, input_kind, widen
 from throughtime.carry._inside import (
     INPUT_NAMES,
     MISSING,
@@ -35,6 +35,7 @@ from throughtime.carry._inside import (
     parameters_of,
     set_attributes,
 )
+from throughtime.carry._trial import weight_of
 from throughtime.errors import ModelError
 from throughtime.state import State
 
@@ -282,10 +283,10 @@ class ModuleAdapter(Adapter):
             self._hooks.remove()
 
     def prepare(self, x: Tensor) -> None:
-        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        kind = input_kind(self.module, x)
         if kind in self._tried or not x.numel() or self._find is None or not self._find(self, x):
             return
-        self._tried |= {kind, (*kind[:3], False)}  # in training mode, both modes are measured
+        self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c = self.convention
@@ -364,30 +365,21 @@ class ModuleAdapter(Adapter):
     def initial_state(self, lanes: int, like: Tensor | None) -> State:
         if like is not None:
             self.prepare(like)
-        c = self.convention
         if self.example is None and self._find is not None:
-            if c.hints == Hints() and callable(getattr(type(self.module), "initial_state", None)):
-                return self._declared(lanes)
             self._find(self, None)
-            c = self.convention
         if lanes != 1 and self.is_one_lane:
             raise ModelError(
                 f"{type(self.module).__name__} computes one lane at a time, got {lanes}. Use"
                 " tt.Stream(..., lanes=1). If it has a batch dimension, name its order:"
                 " tt.carry(module, batch_first=True) or batch_first=False"
             )
+        c = self.convention
         state = c.lanes.fill(
             self.start(lanes) if c.lanes.dims else None, lanes, weight_of(self.module)
         )
         if not c.hints.context:
             return state
         return {PAST: self.padded(self.inputs(lanes)[:0]).transpose(0, 1), STATE: state}
-
-    def _declared(self, lanes: int) -> State:
-        """The initial state that a method of the module returns, before trials."""
-        method: Any = self.module.initial_state
-        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
-        return layout.lanes_first(method(lanes))
 
     @property
     def is_one_lane(self) -> bool:
@@ -529,11 +521,6 @@ def state_shapes(names: Iterable[str], state: State) -> str:
         f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
         for name, leaf in zip(names, trees.tensors(state), strict=True)
     )
-
-
-def weight_of(module: nn.Module) -> Tensor | None:
-    """A weight of a module; None without any."""
-    return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
 def layer_zeros(module: nn.Module, lanes: int) -> State:

@@ -169,10 +169,11 @@ class PortHooks:
 
     def _leave(self, name: str, layer: nn.Module, args: Any, result: Any) -> None:
         """After a call: the state that it returned is carried."""
-        del layer, args
+        del args
         hooks, call = _active.get() or (None, None)
         if hooks is self and call is not None:
-            call.after[name] = self.ports[name].leaving(result)
+            is_layer = isinstance(layer, nn.RNNBase)  # the usual case, in every chunk
+            call.after[name] = result[1] if is_layer else self.ports[name].leaving(result)
 
 
 def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

@@ -39,6 +39,7 @@ from throughtime.carry._trial import (
     changed_inputs,
     random_normal,
     set_modes,
+    weight_of,
 )
 from throughtime.state import State
 
@@ -196,19 +197,22 @@ class Laboratory:
         self._by_step, self._lengths = by_step, [*chunks]
         self._early, self._late = x[: chunks[0]], x[chunks[0] :]
         self._snapshot = Snapshot(module)
-        dtype = next((p.dtype for p in module.parameters()), torch.get_default_dtype())
-        dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
+        weight = weight_of(module)
+        dtype = torch.get_default_dtype() if weight is None else weight.dtype
         self._rounding = 100 * torch.finfo(dtype).eps
         # a module in float64 may compute in float32 inside
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
 
-    def measure(self, training: dict[str, bool] | None = None) -> Iterator[Law]:
+    def measure(
+        self, training: dict[str, bool] | None = None, *, credit: bool = True
+    ) -> Iterator[Law]:
         """The laws, one by one, so that a caller may stop at the first that is broken.
 
         Args:
             training: the modes of all parts, to measure in training, with dropout and random
                 numbers replaced by constants; None for evaluation.
+            credit: whether to measure this law; it takes as long as all others.
         """
         self.training = training
         evaluated = (self.outputs, self.end) if training is not None else None
@@ -222,7 +226,8 @@ class Laboratory:
         self.tolerance, self._needed = self._relative * scale, self._rounding * scale
         same = evaluated is not None and self._apart(*evaluated) <= self._needed
         # in training, a net without dropout and batch statistics
-        for name in ("whole", "credit") if same else MEASURED:
+        names = ("whole", "credit") if same else MEASURED
+        for name in names if credit else names[:-1]:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
                 with torch.set_grad_enabled(training is not None or name == "credit"):
@@ -312,7 +317,7 @@ class Laboratory:
             with torch.no_grad():
                 changed, _ = self.run(self._late, state=other)
             for part, moved in ((y[:1], changed[:1]), (y[1:], changed[1:])):
-                reaches = part.requires_grad and gradients(part, [leaf])[0].any()
+                reaches = leaf.requires_grad and gradients(part, [leaf])[0].any()
                 if leaf.requires_grad and not reaches and difference(moved, part) > self.tolerance:
                     return True
         return False
@@ -379,7 +384,9 @@ def _fresh_leaf(leaf: Tensor) -> Tensor:
 
 
 def gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a loss of all outputs."""
+    """The gradients of a loss of all outputs; zeros without a graph."""
+    if not leaves or not y.requires_grad:
+        return [*map(torch.zeros_like, leaves)]
     weights = random_normal(y.shape, torch.Generator("cpu").manual_seed(2)).to(y)
     loss = (y * weights).sum()
     grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
@@ -396,16 +403,20 @@ def difference(a: Tensor, b: Tensor) -> float:
 
     Infinities of one sign are equal, and so are two NaN.
     """
-    a, b = a.to_dense(), b.to_dense()
+    a, b = a.detach().to_dense(), b.detach().to_dense()
     if a.shape != b.shape:
         return math.inf
-    if a.dtype == b.dtype and torch.equal(a, b):  # the usual case: one operator
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):  # usually: one operator
         return 0.0
+    if a.dtype == b.dtype and a.is_floating_point():
+        distance = float(torch.dist(a, b, math.inf))
+        if math.isfinite(distance):
+            return distance
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.detach().to(wide), b.detach().to(wide)
+    a, b = a.to(wide), b.to(wide)
     distance = (a - b).abs().nan_to_num(math.inf, math.inf)  # one NaN would hide the others
     same = (a == b) | (a.isnan() & b.isnan())
-    return float(distance.masked_fill(same, 0).max()) if a.numel() else 0.0
+    return float(distance.masked_fill(same, 0).max())
 
 
 def state_difference(a: State, b: State) -> float:

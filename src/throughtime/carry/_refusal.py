@@ -24,9 +24,6 @@ from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
 GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d)
-ATTENTION = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-NORMS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 OVER_TIME = ("causal", "lanes", "whole", "long", "last")
 CAUSES = {  # parts that usually break a law over time
@@ -34,16 +31,19 @@ CAUSES = {  # parts that usually break a law over time
         "batch statistics mix lanes and steps. Use nn.LayerNorm, or freeze them with"
         " module.{path}.eval()"
     ),
-    CONVOLUTIONS: (
+    (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d): (
         "if it convolves over time, the steps before a chunk are lost, or it looks ahead: pad it on"
         " the left only, F.pad(x, ({past}, 0)), and write tt.carry(module, context={past}), the sum"
         " of (kernel_size - 1) * dilation over the convolutions, one after another"
     ),
-    ATTENTION: (
+    (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer): (
         "attention over all steps. Keep past keys and values in the state: forward(x, state) -> (y,"
         " state)"
     ),
-    NORMS: "it normalises over time. Normalise the features of each step alone",
+    (
+        nn.GroupNorm,
+        nn.modules.instancenorm._InstanceNorm,
+    ): "it normalises over time. Normalise the features of each step alone",
 }
 
 

@@ -41,7 +41,6 @@ from throughtime.carry._calls import (
     items_of,
     layer_zeros,
     tensor_paths,
-    weight_of,
 )
 from throughtime.carry._inside import (
     Key,
@@ -74,6 +73,7 @@ from throughtime.carry._trial import (
     quiet,
     set_modes,
     trial_inputs,
+    weight_of,
 )
 from throughtime.errors import StateError
 from throughtime.state import State
@@ -146,13 +146,11 @@ class Twin:
 
 def twins_of(module: nn.Module, x: Tensor) -> list[Twin]:
     """Copies of a module with its weights and with others; itself if it refuses to be copied."""
-    copies = [copy_of(module) for _ in range(3)]
-    twins = [Twin(module if copies[0] is None else copies[0], x)]
-    for twin, scale in zip(copies[1:], (1.0, 5.0), strict=True):
-        if twin is not None:
-            perturb(twin)
-            twins.append(Twin(twin, x, scale))
-    return twins
+    own, other = copy_of(module), copy_of(module)
+    if own is None or other is None:
+        return [Twin(module, x)]
+    perturb(other)
+    return [Twin(own, x), Twin(other, x, 1.0), Twin(other, x, 5.0)]
 
 
 def remembered(
@@ -178,8 +176,11 @@ def remembered(
 
         twin.restore()
         before = attributes(twin.module)
-        (_, first), after, (_, longer) = (call(part, {}) for part in parts[:3])
+        first = call(parts[0], {})[1]
         values = {k: v for k, v in first.items() if k not in before or not _is_same(before[k], v)}
+        if not values:
+            continue
+        after, (_, longer) = call(parts[1], {}), call(parts[2], {})
         for key, value in values.items():
             form = _state_form(value)
             is_fixed = form is not None and form == _state_form(longer.get(key))
@@ -445,14 +446,13 @@ class Search:
             laboratory = Laboratory(bound, twin.module, x, by_step=c.call != "chunk")
             states = [bound.initial_state(x.shape[1], None) for _ in range(2)]
             yield Law("random", state_difference(*states), 0.0)
-            yield from laboratory.measure()
+            yield from laboratory.measure(credit=twin is self.twins[0] or not self.modes.get(""))
             yield Law("kept", math.inf if self._beside else 0.0, 0.0)
-            steps = long_steps(len(self.x), twin.module)
-            long = twin.inputs(x.shape[1], steps)
-            if c.call == "chunk" and steps > STEPS and twin in self.twins[:2]:
-                with contextlib.suppress(NotFiniteError):  # noise may let a recurrence grow
-                    yield laboratory.measure_long(long)
             if twin is self.twins[:2][-1]:
+                steps = long_steps(len(self.x), twin.module)
+                long = twin.inputs(x.shape[1], steps)
+                if c.call == "chunk" and steps > STEPS:
+                    yield from self._long(c, x.shape[1], steps)
                 yield from self._own(bound, twin, laboratory, long)
                 if self.modes.get(""):
                     try:
@@ -463,6 +463,14 @@ class Search:
                         text = f"{type(error).__name__}: {error}".split("\n")[0]
                         yield Law("repeat", math.nan, 0.0, text, training=True)
         twin.restore()
+
+    def _long(self, c: Convention, lanes: int, steps: int) -> Iterator[Law]:
+        """The law of long chunks, on weights that hide nothing and let no recurrence grow."""
+        for twin in reversed(self.twins[:2]):
+            x = twin.inputs(lanes, steps)
+            with contextlib.suppress(NotFiniteError), twin.bound(c) as bound:
+                yield Laboratory(bound, twin.module, x).measure_long(x)
+                return
 
     def _own(
         self, bound: ModuleAdapter, twin: Twin, laboratory: Laboratory, long: Tensor
@@ -510,21 +518,13 @@ class Search:
             ]
             pairs = [(w.reshape(part.shape), part) for w, part in pairs]
             y, z = min(pairs, key=lambda pair: difference(*pair), default=(y, z))
-        rows, leaves = [_row(y, state), _row(z, end)], [*twin.module.parameters()]
+        rows = [_row(y, state), _row(z, end)]
+        leaves = [p for p in twin.module.parameters() if p.requires_grad]
         deviation = difference(*rows)
         with contextlib.suppress(RuntimeError):  # of a layer whose outputs are written in place
-            grads = [_gradients(row, leaves) for row in rows]
+            grads = [gradients(row, leaves) for row in rows]
             deviation = max(deviation, *map(relative_difference, *grads), 0.0)
         yield Law(name, deviation, tolerance, training=training)
-
-
-def _gradients(row: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    leaves = [p for p in parameters if p.requires_grad]
-    return (
-        gradients(row, leaves)
-        if leaves and row.requires_grad
-        else [torch.zeros_like(p) for p in leaves]
-    )
 
 
 def _row(y: Tensor, state: State) -> Tensor:

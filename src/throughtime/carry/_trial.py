@@ -146,6 +146,11 @@ def is_sharded(module: nn.Module) -> bool:
     return any(b.__name__ in ("DTensor", "FSDPModule") for kind in kinds for b in kind.__mro__)
 
 
+def weight_of(module: nn.Module) -> Tensor | None:
+    """A weight of a module; None without any."""
+    return next((p for p in module.parameters() if p.is_floating_point()), None)
+
+
 def random_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Standard normal numbers on the host, whatever the default device and dtype are."""
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
@@ -177,14 +182,14 @@ def trial_inputs(
 ) -> Tensor:
     """Inputs of a trial, in the dtype of the weights; see `sample_inputs`."""
     sample = sample_inputs(x, steps, lanes, scale)
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    weight = weight_of(module)
     return sample.to(weight.dtype) if weight is not None and x.is_floating_point() else sample
 
 
 def guessed_inputs(module: nn.Module) -> Tensor | None:
     """Inputs for the first layer of a module that declares what it takes; None if none does."""
     generator = torch.Generator("cpu").manual_seed(0)
-    weight = next((p for p in module.parameters() if p.is_floating_point()), None)
+    weight = weight_of(module)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
             tokens = torch.randint(

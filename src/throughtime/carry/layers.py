@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import cudnn_rules
-from throughtime.carry._adapter import Adapter, LaneLayout
+from throughtime.carry._adapter import Adapter, LaneLayout, input_kind
 from throughtime.carry._calls import (
     LANES_FIRST,
     ORDERS,
@@ -53,7 +53,6 @@ from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
 RecurrentModule: TypeAlias = nn.RNNBase | nn.RNNCellBase
-InputKind: TypeAlias = tuple[bool, int, torch.Size, bool]
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
 
 
@@ -314,7 +313,7 @@ class ChainAdapter(Adapter):
     _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
 
     def prepare(self, x: Tensor) -> None:
-        kind = (x.is_floating_point(), x.dim(), x.shape[2:], self.module.training)
+        kind = input_kind(self.module, x)
         if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
             return
         if is_sharded(self.module):
