@@ -65,7 +65,7 @@ def test_a_clean_source_passes_with_its_totals(tmp_path: Path) -> None:
     code, lines = run(tmp_path, CLEAN)
     assert code == 0
     assert lines[0] == "0 faults"
-    assert lines[1] == "root: 35 code tokens, at most 18,268, budget 18,000"
+    assert lines[1] == "root: 35 code tokens, at most 18,000, budget 18,000"
     assert lines[2].startswith("all: 35 code tokens, budget 175,800")
     assert lines[3].startswith("1 modules")
     assert "module.py (13)" in lines[4]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import throughtime as tt
 from strategies import seeds
+from throughtime.app.multilabel import MultiLabel
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation
 from throughtime.metrics import Classification, Regression, as_metric
@@ -254,7 +255,7 @@ def test_labels_are_scored_each_by_itself() -> None:
     """The mutant takes the largest output of a step, as for classes."""
     torch.manual_seed(0)
     outputs, targets = torch.randn(200, 3), torch.randint(0, 2, (200, 3))
-    score = tt.metrics.MultiLabel(("a", "b", "c"))
+    score = MultiLabel(("a", "b", "c"))
     other = score.new()
     score.update(outputs[:77], targets[:77])
     other.update(outputs[77:], targets[77:].double())
@@ -275,7 +276,7 @@ def test_labels_are_scored_each_by_itself() -> None:
 
 
 def test_other_labels_than_0_and_1_are_refused() -> None:
-    score = tt.metrics.MultiLabel(2)
+    score = MultiLabel(2)
     for wrong in (0.5, 2.0, -100.0, float("nan")):
         with pytest.raises(DataError, match="1 target is no class, expected 0 to 1"):
             score.new().update(torch.zeros(1, 2), torch.tensor([[0.0, wrong]]))
@@ -297,7 +298,7 @@ def test_labels_of_a_stream_are_scored_and_trained() -> None:
         for _ in tt.updates(net, tt.Stream(data, 2, 20), loss_fn, gradient=policy):
             optimizer.step()
             optimizer.zero_grad()
-    result = tt.evaluate(net, data, loss_fn, metrics=tt.metrics.MultiLabel(("left", "right")))
+    result = tt.evaluate(net, data, loss_fn, metrics=MultiLabel(("left", "right")))
     assert result.metrics["macro_f1"] > 0.9
     outputs, _ = tt.predict(net, data)
     assert result.loss == pytest.approx(loss_fn(outputs, data["targets"]).item(), rel=1e-4)

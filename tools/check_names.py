@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 161, 100, 60
+MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 149, 100, 60
 PRAGMA = re.compile(r"\s*# (noqa|pyright:|type:).*$")  # as ruff, do not count them in a line
 BANNED = frozenset(["found", "given", "told", "made", "had", "there", "place", "way", "side"])
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|\d+")
@@ -63,9 +63,9 @@ class Part(NamedTuple):
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow,
 # unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn,
 # and forecasts of changes and of several rows ahead, 800 there, in carry and in stream; the layout
-# of recordings, 2,200 of app's in stream; tt.metrics.MultiLabel, 300 in the root
+# of recordings, 2,200 of app's in stream
 PARTS = {
-    "root": Part(18_268, 18_000),
+    "root": Part(18_000, 18_000),
     "stream": Part(41_926, 25_000),
     "kernels, nn": Part(17_880, 16_000),
     "carry": Part(29_614, 20_000, modules=14),
@@ -74,7 +74,7 @@ PARTS = {
     "doctor": Part(34_718, 18_000),
     "deploy": Part(13_082, 13_000),
     "integrations": Part(9_940, 8_000),
-    "app": Part(49_768, 24_000),
+    "app": Part(50_136, 24_000),
     "testing": Part(2_714, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

@@ -6,7 +6,7 @@ Shapes: `N` valid steps, `C` classes or output columns.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from throughtime._device import real_type, send
 from throughtime.errors import ConfigError, DataError, counted, listed
 
-__all__ = ["Classification", "MergeableMetric", "Metric", "MultiLabel", "Regression"]
+__all__ = ["Classification", "MergeableMetric", "Metric", "Regression"]
 
 Metrics: TypeAlias = dict[str, float]
 
@@ -135,14 +135,6 @@ class Sums:
         return {name: v.cpu() if isinstance(v, Tensor) else v for name, v in values}
 
 
-def _check_width(outputs: Tensor, names: Collection[str], what: str) -> None:
-    if outputs.shape[-1] != len(names):
-        raise DataError(
-            f"the outputs have {outputs.shape[-1]} columns, expected one for each of the {what}"
-            f" {listed(names, quoted=True)}"
-        )
-
-
 @dataclass
 class Classification(Sums):
     """Accuracy, macro-F1 and the F1 of each class, from the confusion matrix.
@@ -206,7 +198,11 @@ class Classification(Sums):
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs `(N, C)`, whose largest is the prediction, and classes `(N,)` or `(N, 1)`."""
         n = len(self.names)
-        _check_width(outputs, self.names, "classes")
+        if outputs.shape[-1] != n:
+            raise DataError(
+                f"the outputs have {outputs.shape[-1]} columns, expected one for each of the"
+                f" classes {listed(self.names, quoted=True)}"
+            )
         if not len(targets):
             return
         true = targets.long().reshape(len(outputs))
@@ -244,59 +240,6 @@ class Classification(Sums):
             "macro_f1": f1.nanmean().item(),
             **{f"f1[{name}]": value for name, value in zip(self.names, f1.tolist(), strict=True)},
         }
-
-
-class MultiLabel:
-    """Accuracy and F1 of each of several labels, which are 0 or 1 side by side, and their means.
-
-    Each label is a `Classification` of its own: it is predicted where its output is above 0, as for
-    `torch.nn.BCEWithLogitsLoss`. A label that neither occurs nor is predicted has no F1 (NaN) and
-    is left out of the macro mean.
-
-    Args:
-        labels: their names, in the order of the outputs, or their number.
-
-    Raises:
-        ConfigError: neither, or no label.
-        DataError: a target that is neither 0 nor 1, or outputs that are NaN; as `Classification`.
-
-    Example:
-        >>> import torch
-        >>> from throughtime.metrics import MultiLabel
-        >>> score = MultiLabel(("speech", "music"))
-        >>> score.update(torch.tensor([[2.0, -1.0], [1.0, 1.0]]), torch.tensor([[1, 0], [0, 1]]))
-        >>> score.compute()["accuracy"], score.compute()["f1[music]"]
-        (0.75, 1.0)
-    """
-
-    def __init__(self, labels: Sequence[str] | int) -> None:
-        self.columns = {name: Classification(2) for name in Classification(labels).names}
-
-    def new(self) -> "MultiLabel":
-        """An empty one with the same labels."""
-        return MultiLabel([*self.columns])
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs and targets, both `(N, C)`."""
-        _check_width(outputs, self.columns, "labels")
-        valid = targets.where(targets == targets.bool(), -1).view_as(outputs)
-        for column, y, target in zip(self.columns.values(), outputs.T, valid.T, strict=True):
-            column.update(torch.stack([-y, y], dim=1), target)
-
-    def merge(self, other: "MultiLabel") -> None:
-        """Add the counts of another, as of another rank."""
-        for name, column in self.columns.items():
-            column.merge(other.columns[name])
-
-    def compute(self) -> Metrics:
-        """The values "accuracy", "macro_f1", and "accuracy[NAME]" and "f1[NAME]" of each label."""
-        scores = {name: column.compute() for name, column in self.columns.items()}
-        metrics: Metrics = {}
-        for mean, key, own in (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1[1]", "f1")):
-            values = torch.tensor([score[key] for score in scores.values()], dtype=torch.float64)
-            metrics[mean] = values.nanmean().item()
-            metrics |= {f"{own}[{name}]": score[key] for name, score in scores.items()}
-        return metrics
 
 
 @dataclass

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from throughtime import _safetensors
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import Statistics
+from throughtime.app.multilabel import MultiLabel
 from throughtime.app.recordings import SourceRecording, layout_of
 from throughtime.app.run_folder import from_plain, load_tensors
 from throughtime.app.user_class import (
@@ -37,7 +38,7 @@ from throughtime.errors import (
     listed,
     one_line,
 )
-from throughtime.metrics import Classification, Metric, MultiLabel, Regression
+from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.state import differences
