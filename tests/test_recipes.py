@@ -13,7 +13,7 @@ from throughtime.app.cli import app, main
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "how-to" / "recipes"
 DATA = ROOT.parent / "shared" / "data"
-COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4, "digits": 2, "forecasting": 5}
+COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4, "digits": 2, "forecasting": 3}
 SMALLER = (
     ("--updates [0-9]+", "--updates 3"),
     ("--epochs [0-9]+", "--updates 3"),

@@ -203,7 +203,7 @@ def skill_advice(metrics: Mapping[str, float], config: Config) -> str:
     Example:
         >>> config = Config("a.csv", "run", targets=("y",), ahead=24)
         >>> metrics = {"model/rmse[y]": 2.0, "persistence/skill[y]": -0.5}
-        >>> skill_advice(metrics, config)[:66]
+        >>> skill_advice(metrics, config)[:67]
         'y: the value now is the better forecast. Try --difference, by which'
     """
     worse = {

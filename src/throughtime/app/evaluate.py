@@ -39,8 +39,13 @@ class ClassScores:
 
     def __init__(self, names: Sequence[str]) -> None:
         count = len(names)
-        self._names, self.confusion = names, torch.zeros(count, count, dtype=torch.long)
-        self._ranked = torch.zeros(2, count, _BINS, dtype=torch.long)  # of others, of the class
+        self._names, self.confusion = (
+            names,
+            torch.zeros(count, count, dtype=torch.long, device="cpu"),
+        )
+        self._ranked = torch.zeros(
+            2, count, _BINS, dtype=torch.long, device="cpu"
+        )  # of others, of the class
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs `(N, C)`, logits, and classes `(N,)`."""
@@ -50,7 +55,7 @@ class ClassScores:
         self.confusion += pairs.view(count, count)
         odds = (logs - (-torch.expm1(logs)).log()).clamp(-_LARGEST, _LARGEST)
         bins = ((odds + _LARGEST) * ((_BINS - 1) / (2 * _LARGEST))).round().long()
-        each = torch.arange(count)
+        each = torch.arange(count, device="cpu")
         rows = ((true[:, None] == each) * count + each) * _BINS + bins
         self._ranked += torch.bincount(rows.flatten(), minlength=2 * count * _BINS).view(
             2, count, _BINS

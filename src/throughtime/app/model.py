@@ -4,6 +4,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 """
 
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import _safetensors
+from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import Statistics
 from throughtime.app.multilabel import MultiLabel
@@ -303,6 +305,36 @@ def without_dropout(net: nn.Module) -> None:
             part.p = 0.0
         elif isinstance(part, nn.RNNBase):
             part.dropout = 0.0
+
+
+def check_memory(spec: ModelSpec, device: str) -> None:
+    """Refuse a model that cannot be trained in the memory of this machine, before it is made.
+
+    Raises:
+        ConfigError: weights, gradients and the two moments of Adam take more than there is.
+    """
+    if spec.sha256:
+        return  # the sizes of a user's module are known once it is made
+    gates, hidden = {"lstm": 4, "gru": 3, "rnn": 1}[spec.model], spec.hidden
+    first = gates * hidden * (spec.features + hidden + 2)
+    rest = (spec.layers - 1) * gates * hidden * (2 * hidden + 2)
+    weights = first + rest + (hidden + 1) * spec.outputs
+    needed, available = 4 * weights * spec.torch_dtype.itemsize, _memory(device)
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"hidden={hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
+            f" {needed / 1e9:,.0f} GB to train (weights, gradients and two moments of Adam), and"
+            f" there are {available / 1e9:,.0f} GB; take a smaller --hidden"
+        )
+
+
+def _memory(device: str) -> int | None:
+    """Bytes of a GPU, or of this machine; None where the system does not say."""
+    if is_accelerator(torch.device(device)):
+        return device_bytes(torch.device(device))
+    if sys.platform == "win32":
+        return None
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def set_statistics(net: Carried, statistics: Statistics) -> None:

@@ -63,7 +63,9 @@ class MultiLabel:
         scores = {name: column.compute() for name, column in self.columns.items()}
         metrics: Metrics = {}
         for mean, key, own in (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1[1]", "f1")):
-            values = torch.tensor([score[key] for score in scores.values()], dtype=torch.float64)
+            values = torch.tensor(
+                [score[key] for score in scores.values()], dtype=torch.float64, device="cpu"
+            )
             metrics[mean] = values.nanmean().item()
             metrics |= {f"{own}[{name}]": score[key] for name, score in scores.items()}
         return metrics

@@ -27,6 +27,7 @@ from throughtime.app.loggers import Loggers, Status, check_installed
 from throughtime.app.model import (
     build_model,
     check_device,
+    check_memory,
     code_remarks,
     make_loss,
     model_bytes,
@@ -87,6 +88,7 @@ class Training:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         seed_generators(config.seed, torch.device(config.device))
         own = own_class(config)
+        check_memory(dataset.spec, config.device)
         self.net = build_model(dataset.spec, own)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)

@@ -366,6 +366,9 @@ class ModuleAdapter(Adapter):
         if like is not None:
             self.prepare(like)
         if self.example is None and self._find is not None:
+            own = getattr(type(self.module), "initial_state", None)
+            if self.convention.hints == Hints() and callable(own):
+                return self._declared(lanes)
             self._find(self, None)
         if lanes != 1 and self.is_one_lane:
             raise ModelError(
@@ -380,6 +383,12 @@ class ModuleAdapter(Adapter):
         if not c.hints.context:
             return state
         return {PAST: self.padded(self.inputs(lanes)[:0]).transpose(0, 1), STATE: state}
+
+    def _declared(self, lanes: int) -> State:
+        """The initial state that a method of the module returns, before trials."""
+        method: Any = self.module.initial_state
+        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
+        return layout.lanes_first(method(lanes))
 
     @property
     def is_one_lane(self) -> bool:

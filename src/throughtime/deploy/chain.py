@@ -290,7 +290,7 @@ class _Translator:
             weight, bias = module.weight, module.bias
             yield Dense(_array(weight), _array(weight[:, 0] * 0 if bias is None else bias))
         elif kind is nn.LayerNorm and len(module.normalized_shape) == 1:
-            ones = torch.ones(module.normalized_shape)
+            ones = torch.ones(module.normalized_shape, device="cpu")
             weight, bias = module.weight, module.bias
             yield Normalise(
                 _array(ones if weight is None else weight),

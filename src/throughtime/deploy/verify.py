@@ -231,7 +231,7 @@ def _perturbed(net: Carried, seed: int) -> Carried:
     with torch.no_grad():
         for weight in net.parameters():
             if weight.is_floating_point():
-                noise = torch.rand(weight.shape, generator=random).to(weight) * 2 - 1
+                noise = torch.rand(weight.shape, generator=random, device="cpu").to(weight) * 2 - 1
                 weight.mul_(1 + _ULPS * torch.finfo(weight.dtype).eps * noise)
     return net
 

@@ -123,8 +123,10 @@ class Layout:
         )
         if not names:
             raise DataError(
-                f"{table.path}: no column is left for the inputs: {listed(table.columns)} are"
-                " targets, time stamps or excluded; name the inputs"
+                f"{table.path}: no column is left for the inputs: {listed(table.columns)}"
+                " are targets, time stamps or excluded; name the inputs"
+                if table.columns
+                else f"{table.path}: it has no columns, expected those of the inputs"
             )
         check_columns(table, names, "inputs")
         if both := [name for name in names if name in used]:
