@@ -73,7 +73,7 @@ PARTS = {
     "doctor": Part(34_718, 18_000),
     "deploy": Part(19_738, 13_000),
     "integrations": Part(9_940, 8_000),
-    "app": Part(56_691, 24_000),
+    "app": Part(57_388, 24_000),
     "testing": Part(2_714, 3_300),
 }
 # _svg.py draws for the report, and goes with its charts.

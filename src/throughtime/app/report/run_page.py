@@ -13,7 +13,7 @@ from throughtime.app.baselines import baseline_table
 from throughtime.app.config import Config
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec
-from throughtime.app.policy import describe_policy, make_policy
+from throughtime.app.policy import describe_policy
 from throughtime.app.report.charts import Band, Mark, Series, bars, lines, strip
 from throughtime.app.report.page import (
     DataTable,
@@ -118,12 +118,11 @@ def _in_words(config: Config, spec: ModelSpec, data: Row) -> str:
         weights = " In the loss each class has the inverse of its frequency as weight."
     elif config.class_weights != "none":
         weights = f" Class weights in the loss: {config.class_weights}; others 1."
-    described = describe_policy(make_policy(config))
     standardised = "The input is" if spec.features == 1 else f"The {spec.features} inputs are"
     return (
         f"{_model_in_words(config, spec)}\n\n{counted(recordings, 'recording')} with"
         f" {data['steps']:,} steps for training, {data['valid']:,} held out:"
-        f" {'; '.join(data['remarks'])}. {start}\n\nGradient: {described}."
+        f" {'; '.join(data['remarks'])}. {start}\n\nGradient: {describe_policy(config)}."
         f" {optimizer.in_words(config)}.{weights}{_model_choice(config)}\n\nScores are those of"
         " whole recordings, from first to last step with the state carried, as the model is"
         f" deployed.\n\n{standardised} standardised with the mean and deviation of"
