@@ -56,6 +56,9 @@ def pytest_pyfunc_call() -> Generator[None, object, object]:
 # The converted CSV files of tests go nowhere else; processes that tests start inherit it.
 _cache = tempfile.TemporaryDirectory(prefix="throughtime-cache-")
 os.environ["THROUGHTIME_CACHE"] = _cache.name
+# Nor is the code of tests trusted by whoever runs them.
+_settings = tempfile.TemporaryDirectory(prefix="throughtime-config-")
+os.environ["XDG_CONFIG_HOME"] = _settings.name
 
 torch.set_num_threads(1)  # the nets are tiny: a second thread costs more than it brings
 # torch.empty is then filled with NaN. use_deterministic_algorithms imports Inductor, too: 2 s.

@@ -155,6 +155,7 @@ def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
     flags = {"out" if p.name == "run" else p.name for p in train.params} - {
         "config",
         "resume",
+        "trust_code",
         "help",
     }
     assert flags == set(Config.__dataclass_fields__)

@@ -27,6 +27,7 @@ from throughtime.app.model import load_model
 from throughtime.app.policy import make_policy, resolve_gradient
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
+from throughtime.app.user_class import ClassReference
 from throughtime.app.values import read_toml
 from throughtime.errors import ConfigError
 
@@ -78,6 +79,7 @@ def own(tmp_path: Path) -> str:
     """The name of a policy in a file outside the package."""
     path = tmp_path / "policies.py"
     path.write_text(OWN, encoding="utf-8")
+    ClassReference("gradient", path, "").trust()
     return f"{path}:Scaled"
 
 
@@ -251,6 +253,7 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     config = make_config(
         {"data": "d", "task": "classify", "out": "o", "gradient": f"{tmp_path / 'broken.py'}:P"}
     )
+    config.code()[0].trust()
     with pytest.raises(ConfigError, match=r"broken\.py: cannot be imported \(ModuleNotFoundError"):
         make_policy(config)
     (tmp_path / "run.toml").write_text("[gradient]\nstride = 3\n", encoding="utf-8")

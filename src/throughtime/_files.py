@@ -6,9 +6,25 @@ machines unless the mount says `nolock` or `local_lock`; on Lustre it needs the 
 """
 
 import os
+import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+def user_folder(kind: str, systems: Mapping[str, str]) -> Path:
+    """Our folder among the caches (kind `cache`) or settings (`config`) of the user.
+
+    `systems` has the path of all of them in the home folder by `sys.platform`; others have `.kind`.
+
+    Raises:
+        RuntimeError: the user has no home folder.
+    """
+    return Path(
+        os.environ.get(f"XDG_{kind.upper()}_HOME")
+        or Path.home() / systems.get(sys.platform, f".{kind}"),
+        "throughtime",
+    )
 
 
 def write_atomically(path: Path, content: bytes | bytearray) -> None:

@@ -52,6 +52,13 @@ _Data = Annotated[Path | None, typer.Argument(help="As for train; default: the d
 _Missing = Annotated[
     Literal["error", "mask"] | None, _option(_MISSING, "as in training", panel="Data")
 ]
+_Trust = Annotated[
+    bool,
+    _option(
+        "Execute the code that the run folder keeps, though you have not trained with it.",
+        flag="--trust-code",
+    ),
+]
 _Json = Annotated[
     bool,
     _option(
@@ -113,6 +120,7 @@ def train(
         Path | None,
         _option("Go on with the run in this folder, from its last checkpoint.", panel="Output"),
     ] = None,
+    trust_code: _Trust = False,
     **options: Any,
 ) -> None:
     """Train a model on recordings."""
@@ -148,7 +156,7 @@ def train(
         training = (
             Training.begin(settings, **shared)
             if resume is None
-            else Training.resume(resume, **flags, **shared)
+            else Training.resume(resume, trust_code=trust_code, **flags, **shared)
         )
         run_training(training, display)
 
@@ -166,6 +174,7 @@ def evaluate(
         ),
     ] = None,
     missing: _Missing = None,
+    trust_code: _Trust = False,
     as_json: _Json = False,
 ) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
@@ -173,7 +182,7 @@ def evaluate(
     from throughtime.app.evaluate import evaluate_run
     from throughtime.app.report.page import write_report
 
-    trained = _open_run(run)
+    trained = _open_run(run, trust_code=trust_code)
     with ProgressDisplay(enabled=not as_json) as display:
         scores = evaluate_run(_treating(trained, missing), data, split, display.phase)
     path = trained.files.scores(scores["split"])
@@ -232,6 +241,7 @@ def predict(
         Literal["npy", "csv", "parquet"] | None,
         _option("The format of the files in a folder.", "csv", flag="--format", panel="Output"),
     ] = None,
+    trust_code: _Trust = False,
 ) -> None:
     """Run a trained model over whole recordings, in memory that does not grow with them."""
     from throughtime import state as trees
@@ -245,7 +255,7 @@ def predict(
         predict_to_folder,
     )
 
-    trained = _open_run(run)
+    trained = _open_run(run, trust_code=trust_code)
     names = [] if data is None else [data] if Path(data).exists() else data.split(";")
     paths = [Path(name.strip()) for name in names]
     target = output_file(paths, split, to, form) if data is not None else None
@@ -277,15 +287,15 @@ def predict(
         out.print(f"{counted(skipped, 'step')} without an answer: the inputs are NaN or infinite")
 
 
-def _open_run(folder: Path, device: str | None = None) -> "Run":
+def _open_run(folder: Path, device: str | None = None, *, trust_code: bool) -> "Run":
     """A run; a remark on standard error if it is not finished.
 
     Raises:
-        RunError: no run there, or none that reached a checkpoint.
+        RunError: no run there, none that reached a checkpoint, or code that is not trusted.
     """
     from throughtime.app.load import load_run
 
-    run = load_run(folder, device=device or "cpu")
+    run = load_run(folder, device=device or "cpu", trust_code=trust_code)
     if run.remark:
         print(f"remark: {run.remark}", file=sys.stderr, flush=True)
     return run
@@ -309,6 +319,7 @@ def export(
     steps: Annotated[
         int, _option("Random steps to verify the file on; 0 for none.", panel="Verification")
     ] = 100_000,
+    trust_code: _Trust = False,
     *,
     out: Annotated[
         Path,
@@ -331,7 +342,8 @@ def export(
     from throughtime.app.console import out as console
     from throughtime.app.export import export_run
 
-    written = export_run(_open_run(run), out, check, steps, with_session)
+    opened = _open_run(run, trust_code=trust_code)
+    written = export_run(opened, out, check, steps, with_session)
     console.print(f"{', '.join(map(str, written.paths))} written")
     for verification, steps_of in (
         (written.recorded, ("step of the recording", "steps of the recording")),
@@ -358,6 +370,7 @@ def audit(
     device: Annotated[
         str | None, _option("Where to compute: cpu, cuda, ...", "cpu", panel="Measurement")
     ] = None,
+    trust_code: _Trust = False,
     as_json: _Json = False,
     **options: Any,
 ) -> None:
@@ -374,7 +387,7 @@ def audit(
                 f"--horizons {options['horizons']!r}: expected whole numbers of steps, separated by"
                 " commas, such as 50,200,800"
             ) from error
-    what, trained = AuditOptions(**options), _open_run(run, device)
+    what, trained = AuditOptions(**options), _open_run(run, device, trust_code=trust_code)
     with ProgressDisplay(enabled=not as_json) as display:
         job = AuditJob(_treating(trained, missing), what, data, split, display.phase)
         if not as_json:

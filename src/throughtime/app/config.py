@@ -4,11 +4,11 @@ This module imports no torch, so that `throughtime --help` is instant.
 """
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 from throughtime.app.contradictions import MODEL_NAMES, POLICY_NAMES, SHORT, contradictions
-from throughtime.app.user_class import is_reference
+from throughtime.app.user_class import ClassReference, is_reference
 from throughtime.app.values import check, convert, range_faults, setting, toml_lines
 from throughtime.errors import counted, did_you_mean
 
@@ -320,6 +320,15 @@ class Config:
             for key, value in asdict(self).items()
             if value is not None and (key != "gradient_args" or value)
         }
+
+    def code(self) -> list[ClassReference]:
+        """The classes in the user's own files that the settings name."""
+        named = {"model": self.model, "gradient": self.gradient}
+        return [ClassReference.parse(*item) for item in named.items() if is_reference(item[1])]
+
+    def kept(self) -> "Config":
+        """The settings as a run folder has them, which keeps copies of the user's files."""
+        return replace(self, **{own.setting: own.short for own in self.code()})
 
     def to_toml(self) -> str:
         """The settings as TOML that `read_toml` reads back."""

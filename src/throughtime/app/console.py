@@ -204,7 +204,7 @@ def _print_start(training: Training) -> None:
     ranks = f"; {training.team.count} ranks of {counted(lanes, 'lane')}"
     out.print(
         f"inputs {inputs}; {outputs}; {model};"
-        f" {describe_policy(training.policy)}{ranks if training.team.count > 1 else ''}"
+        f" {describe_policy(config)}{ranks if training.team.count > 1 else ''}"
     )
     if config.gradient == "exact" and config.update_steps() is None:
         count = training.epoch_updates

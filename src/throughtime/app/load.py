@@ -294,19 +294,21 @@ class Run:
         return open_recording([Path(source) if file else as_table(source)], self.spec, static)
 
 
-def load_run(folder: str | Path, *, device: str = "cpu") -> Run:
+def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = False) -> Run:
     r"""A finished run: the net, the layout of its data and its standardisation.
 
     Args:
         folder: that `throughtime train --out` wrote.
         device: where the net computes.
+        trust_code: execute the file of a model of one's own that the run keeps, though you have not
+            trained with it; read it before.
 
     Returns:
         The run: `run.net` is carried and in evaluation mode, `run.recording(path)` lays out a file
         as in training.
 
     Raises:
-        RunError: the folder holds no run that reached a checkpoint.
+        RunError: the folder holds no run that reached a checkpoint, or its code is not trusted.
         ConfigError: no such device.
 
     Example:
@@ -329,5 +331,5 @@ def load_run(folder: str | Path, *, device: str = "cpu") -> Run:
     check_device(device)
     path = Path(folder)
     config = RunFolder(path).read_config()
-    net, spec = load_model(RunFolder(path).model)
+    net, spec = load_model(RunFolder(path).model, trust_code=trust_code)
     return Run(path, net.to(device), spec, config)

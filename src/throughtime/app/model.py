@@ -27,7 +27,6 @@ from throughtime.app.user_class import (
     is_reference,
     kept_class,
     make_user_model,
-    model_arguments,
 )
 from throughtime.app.values import weights_by_class
 from throughtime.carry.carried import Carried, carry, running
@@ -191,27 +190,6 @@ def _present_columns(layout: Layout) -> tuple[int, ...]:
 def own_class(config: Config) -> ClassReference | None:
     """The user's module that the settings name; `None` for a layer of ours."""
     return ClassReference.parse("model", config.model) if is_reference(config.model) else None
-
-
-def resolve_model(config: Config) -> Config:
-    """The settings with a user's module by its full path.
-
-    Raises:
-        ConfigError: no such file or class, or a constructor that needs other arguments.
-    """
-    own = own_class(config)
-    if own is None:
-        return config
-    model_arguments(own)
-    return replace(config, model=str(own))
-
-
-def code_remarks(config: Config, spec: ModelSpec) -> list[str]:
-    """That the file of a user's module is no longer the one that the run was started with."""
-    own = own_class(config)
-    if own is None or not own.path.is_file() or own.sha256() == spec.sha256:
-        return []
-    return [f"{own.path} has changed since; the run goes on with its own copy"]
 
 
 def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
@@ -479,25 +457,31 @@ def model_bytes(weights: Mapping[str, Tensor], spec: ModelSpec) -> bytes | bytea
     return _safetensors.to_bytes(_MODEL, asdict(spec), tensors)
 
 
-def load_model(path: Path) -> tuple[Carried, ModelSpec]:
+def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelSpec]:
     """The net and its description from a file that holds `model_bytes`.
 
+    Args:
+        path: of the file.
+        trust_code: execute the file of a user's module though the user has not trained with it.
+
     Raises:
-        RunError: no such file, a damaged one, or one that holds no model of throughtime.
+        RunError: no such file, a damaged one, one that holds no model of throughtime, or code that
+            is not trusted.
     """
     hint = f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
     values, tensors = load_tensors(path, _MODEL, hint)
     own = None
     try:
         spec: ModelSpec = from_plain(ModelSpec, values)
-        if spec.sha256:
-            own = kept_class(path.parent, spec.model, spec.sha256)
+        if is_reference(spec.model):
+            named = ClassReference.parse("model", spec.model)
+            own = kept_class(path.parent, named, spec.sha256, trust_code=trust_code)
         else:
             with torch.device("meta"):  # sizes are compared before memory is taken for them
                 check_layout(tensors, build_model(spec).module.state_dict())
         net = build_model(spec, own)
         check_layout(tensors, net.module.state_dict())
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, LookupError, RuntimeError) as error:
         if isinstance(error, ThroughtimeError):
             raise
         raise RunError(f"{path}: it is not a model: {one_line(error)}; {hint}") from error

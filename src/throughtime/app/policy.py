@@ -22,13 +22,11 @@ _POLICIES: dict[str, Callable[..., Policy]] = {
 
 
 def resolve_gradient(config: Config) -> Config:
-    """The config with typed arguments of its gradient policy, and a user's file by its full path.
+    """The config with typed arguments of its gradient policy.
 
     Raises:
         ConfigError: see `make_policy`.
     """
-    if is_reference(config.gradient):
-        config = replace(config, gradient=str(ClassReference.parse("gradient", config.gradient)))
     make_policy(config)
     typed = _arguments(config, _policy_class(config.gradient))
     return replace(config, gradient_args={name: typed[name] for name in config.gradient_args})
@@ -116,7 +114,11 @@ def updates_per_epoch(policy: Policy, stream: Stream, ranks: int) -> int:
     return math.ceil(stream.steps / stride)
 
 
-def describe_policy(policy: Policy) -> str:
-    """The policy in words: its own, or those of `repr`."""
-    describe = getattr(policy, "describe", None)
-    return str(describe()) if callable(describe) else repr(policy)
+def describe_policy(config: Config) -> str:
+    """The policy in words; of a user's the class and arguments, since its file is not executed."""
+    if not is_reference(config.gradient):
+        policy = make_policy(config)
+        describe = getattr(policy, "describe", None)
+        return str(describe()) if callable(describe) else repr(policy)
+    arguments = (f"{name}={value!r}" for name, value in config.policy_arguments().items())
+    return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"

@@ -26,7 +26,7 @@ from torch import Tensor
 from throughtime import _safetensors
 from throughtime._files import exclusive, named_errors, sync, write_atomically
 from throughtime.app.config import Config, make_config
-from throughtime.app.user_class import ClassReference, is_reference, kept_class
+from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
 from throughtime.errors import RunError, ThroughtimeError
 from throughtime.state import map_tensors
@@ -146,32 +146,41 @@ class RunFolder:
             self.remove_temporary_files()
             self.metrics.unlink(missing_ok=True)
             self.loggers.unlink(missing_ok=True)
-            if is_reference(config.model):
-                code = ClassReference.parse("model", config.model).path
-                write_atomically(self.path / code.name, code.read_bytes())
-            write_atomically(self.config, config.to_toml().encode())
+            for own in config.code():
+                write_atomically(self.path / own.path.name, own.path.read_bytes())
+            write_atomically(self.config, config.kept().to_toml().encode())
         except BaseException:
             self.unlock()
             raise
 
-    def with_own_code(self, config: Config, saved: Mapping[str, Any] | None) -> Config:
-        """The settings with a user's module in the copy of its file that the run keeps.
+    def with_own_code(
+        self, config: Config, saved: Mapping[str, Any] | None, *, trust_code: bool
+    ) -> Config:
+        """The settings with a user's classes in the copies of their files that the run keeps.
 
         Args:
             config: of the run.
             saved: its checkpoint.
+            trust_code: whether this process may execute the copies.
 
         Raises:
-            RunError: the copy is missing, or not the file of which the weights are.
+            RunError: a copy is missing, or is not the file that the run was started with.
         """
-        if not is_reference(config.model):
-            return config
-        own = ClassReference.parse("model", config.model)
-        if saved is None:
-            own = replace(own, path=(self.path / own.path.name).resolve())
-        else:
-            own = kept_class(self.path, own.short, saved["spec"]["sha256"])
-        return replace(config, model=str(own))
+        hashes = {} if saved is None else saved["code"]
+        for named in config.code():
+            own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
+            config = replace(config, **{own.setting: str(own)})
+        return config
+
+    def changes(self, config: Config, saved: Mapping[str, Any] | None) -> list[str]:
+        """A remark on the settings that differ from those of the checkpoint."""
+        now = plain_settings(config)
+        before = now if saved is None else saved["settings"]
+        changed = ", ".join(
+            f"{name} {before.get(name)} to {now.get(name)}"
+            for name in sorted(dict(before.items() ^ now.items()))
+        )
+        return [f"{self.config.name} has changed since: {changed}"] if changed else []
 
     def _refuse_run(self) -> None:
         """Refuse a folder with more than an unfinished start: settings that we wrote, and a log."""
@@ -223,7 +232,8 @@ class RunFolder:
             return None
         content = load_checkpoint(self.checkpoint)
         counts = content.get("counts")
-        if not (isinstance(counts, list) and counts):
+        kept = all(isinstance(content.get(name), dict) for name in ("code", "settings"))
+        if not (kept and isinstance(counts, list) and counts):
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
@@ -307,6 +317,11 @@ class RunFolder:
         """Make the lines so far durable, before a checkpoint that counts them."""
         if self.metrics.exists():
             sync(self.metrics)
+
+
+def plain_settings(config: Config) -> dict[str, str]:
+    """The settings as a checkpoint keeps them, in JSON."""
+    return {name: json.dumps(value) for name, value in config.kept().settings().items()}
 
 
 def _check_row(row: Any, names: Iterable[str]) -> None:

@@ -28,12 +28,10 @@ from throughtime.app.model import (
     build_model,
     check_device,
     check_memory,
-    code_remarks,
     make_loss,
     model_bytes,
     own_class,
     prepare_own,
-    resolve_model,
     set_statistics,
 )
 from throughtime.app.optimizer import learning_rate, make_optimizer
@@ -41,9 +39,10 @@ from throughtime.app.policy import make_policy, resolve_gradient, updates_per_ep
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes
 from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
+from throughtime.app.user_class import model_arguments, remember
 from throughtime.carry.carried import device_of
 from throughtime.distributed import RankError
-from throughtime.errors import DataError, RunError
+from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.evaluation import Evaluator
 from throughtime.gradient import Update
 from throughtime.metrics import Metrics
@@ -87,6 +86,7 @@ class Training:
     ) -> None:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         seed_generators(config.seed, torch.device(config.device))
+        self.code = {own.setting: own.sha256() for own in config.code()}
         own = own_class(config)
         check_memory(dataset.spec, config.device)
         self.net = build_model(dataset.spec, own)
@@ -138,7 +138,7 @@ class Training:
         team = team or Team()
         data = str(Path(config.data).resolve())
         own = replace(config, data=data)
-        resolved = team.on_all(lambda: resolve_task(resolve_model(resolve_gradient(own)), on_phase))
+        resolved = team.on_all(lambda: resolve_task(resolve_gradient(_trusted(own)), on_phase))
         team.check_equal(_shared_settings(resolved))
         folder = RunFolder(Path(resolved.out))
         team.on_first(lambda: check_installed(resolved.logger))
@@ -153,6 +153,7 @@ class Training:
         training = team.on_all(start)
         team.check_equal(training.dataset.checksums())
         team.on_first(lambda: folder.create(resolved))
+        team.on_first(lambda: remember(resolved.code()))
         return training
 
     @classmethod
@@ -162,6 +163,7 @@ class Training:
         *,
         updates: int | None = None,
         epochs: int | None = None,
+        trust_code: bool = False,
         team: Team | None = None,
         on_phase: OnPhase | None = None,
     ) -> "Training":
@@ -172,11 +174,14 @@ class Training:
             updates: another end of the run; a finished run trains on. A run that has as many
                 already stays as it is, its settings too.
             epochs: the same, in epochs.
+            trust_code: execute the user's files that the run keeps, though this user has not
+                trained with them.
             team: as many ranks as wrote the checkpoint; default: this process.
             on_phase: called as data are read and evaluated.
 
         Raises:
-            RunError: the folder holds no run, or one of another number of ranks.
+            RunError: the folder holds no run, one of another number of ranks, or code that is not
+                trusted.
             DataError: the data have changed since the run was started.
         """
         team, folder = team or Team(), RunFolder(path)
@@ -184,13 +189,13 @@ class Training:
 
         def load() -> "Training":
             started_with, saved = folder.read_config(), folder.read_checkpoint()
-            config = folder.with_own_code(started_with, saved)
+            config = folder.with_own_code(started_with, saved, trust_code=trust_code)
             if further:
                 config = replace(config, updates=updates, epochs=epochs)
             at = "the start" if saved is None else f"update {saved['counts'][0]}"
             team.check_equal({**_shared_settings(config), "the checkpoint of the run": at})
             dataset = _open(config, on_phase)
-            remarks = (*dataset.remarks, *code_remarks(started_with, dataset.spec))
+            remarks = (*dataset.remarks, *folder.changes(started_with, saved))
             training = cls(config, replace(dataset, remarks=remarks), folder, team, on_phase)
             training.resumed = True
             team.check_equal(training.dataset.checksums())
@@ -471,6 +476,28 @@ class Training:
                 f"{self.folder.checkpoint}: the checkpoint of update {self.count} could not be"
                 f" written ({error}); {previous}"
             ) from error
+
+
+def _trusted(config: Config) -> Config:
+    """The settings of a new run, whose files of code this process may execute, by full paths.
+
+    Raises:
+        ConfigError: no such file or class, a model that cannot be made, or two files of the same
+            name, of which a run folder keeps only one.
+    """
+    paths = dict[str, Path]()
+    for own in config.code():
+        own.trust()
+        if own.setting == "model":
+            model_arguments(own)
+        path = own.path.resolve()
+        config = replace(config, **{own.setting: f"{path}:{own.name}"})
+        if paths.setdefault(path.name, path) != path:
+            raise ConfigError(
+                f"model and gradient are two files {path.name}, and the run folder keeps both;"
+                " rename one"
+            )
+    return config
 
 
 def _shared_settings(config: Config) -> dict[str, object]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from throughtime._device import generators, set_generators
 from throughtime.app.dataset import changed_data
 from throughtime.app.model import check_layout, statistics_of
+from throughtime.app.run_folder import plain_settings
 from throughtime.errors import DataError, RunError, ThroughtimeError, counted, one_line
 from throughtime.state import leaves
 from throughtime.stream.manifest import join_faults
@@ -38,6 +39,8 @@ def content(training: "Training", positions: list[dict[str, Any]]) -> dict[str, 
         "loss_sum": training._loss_sum,
         "finished": training.finished,
         "spec": asdict(training.dataset.spec),
+        "settings": plain_settings(training.config),
+        "code": training.code,
     }
 
 

@@ -1,18 +1,27 @@
 """A class in the user's own file, named FILE.py:Class: a gradient policy, or a model.
 
 The file is loaded by its path, not through `sys.path`, and executed once for each content, so its
-classes keep their identity. A run keeps a copy of the file of its model beside the weights, whose
-description has the SHA-256 of the file.
+classes keep their identity. A run keeps copies of the files of its model and its policy, and their
+SHA-256.
+
+A file is executed only if the user has named it in this process, as `train` and `trust_code` do, or
+has trained with this content before: a list in the user's folder of settings has the SHA-256 of
+each such file. So a run folder from elsewhere executes nothing by itself.
 """
 
 import hashlib
-import importlib.util
 import inspect
+import os
 import sys
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
+from throughtime._files import user_folder
 from throughtime.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
@@ -21,6 +30,7 @@ if TYPE_CHECKING:
     from throughtime.app.model import ModelSpec
 
 _ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a model, in this order
+_trusted = set[str]()  # the SHA-256 of files that this process may execute
 
 
 @dataclass(frozen=True)
@@ -29,7 +39,7 @@ class ClassReference:
 
     Args:
         setting: the setting whose value it is, for messages.
-        path: the file, resolved.
+        path: the file.
         name: the class.
 
     Example:
@@ -45,7 +55,7 @@ class ClassReference:
     def parse(cls, setting: str, text: str) -> "ClassReference":
         """The reference in `FILE.py:Class`."""
         file, _, name = text.rpartition(":")
-        return cls(setting, Path(file).resolve(), name)
+        return cls(setting, Path(file), name)
 
     def __str__(self) -> str:
         return f"{self.path}:{self.name}"
@@ -63,13 +73,22 @@ class ClassReference:
         """
         return hashlib.sha256(self._read()).hexdigest()
 
+    def trust(self) -> None:
+        """Let this process execute the file as it is now.
+
+        Raises:
+            ConfigError: no such file.
+        """
+        _trusted.add(self.sha256())
+
     def load(self) -> type[Any]:
         """The class.
 
         Raises:
             ConfigError: no such file or class, or an error while the file is executed.
+            RunError: the file is not trusted.
         """
-        result = getattr(self._module(), self.name, None)
+        result = getattr(self._module(self._read()), self.name, None)
         if not inspect.isclass(result):
             raise ConfigError(f"{self._setting}: {self.path.name} defines no class {self.name}")
         return cast("type[Any]", result)
@@ -85,18 +104,23 @@ class ClassReference:
             what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
             raise ConfigError(f"{self._setting}: {what} {self.path}") from error
 
-    def _module(self) -> Any:
-        digest = hashlib.sha256(str(self.path).encode() + self._read()).hexdigest()
-        name = f"throughtime_user_{self.path.stem}_{digest[:16]}"
+    def _module(self, content: bytes) -> Any:
+        digest = hashlib.sha256(content)
+        if not is_trusted(digest.hexdigest()):
+            raise RunError(
+                f"{self.path}: its class {self.name} is code that you have not trained with; read"
+                " the file, then write --trust-code (in Python trust_code=True) to execute it"
+            )
+        digest.update(str(self.path).encode())
+        name = f"throughtime_user_{self.path.stem}_{digest.hexdigest()[:16]}"
         if name in sys.modules:
             return sys.modules[name]
-        spec = importlib.util.spec_from_file_location(name, self.path)
-        if spec is None or spec.loader is None:
-            raise ConfigError(f"{self.path}: is not a Python file")
-        module = importlib.util.module_from_spec(spec)
+        module = ModuleType(name)
+        module.__file__ = str(self.path)
         sys.modules[name] = module  # dataclasses look up the annotations of their module there
         try:
-            spec.loader.exec_module(module)
+            # the bytes that were hashed, and nothing from __pycache__
+            exec(compile(content, self.path, "exec"), vars(module))  # noqa: S102  # it is trusted
         except Exception as error:
             del sys.modules[name]
             hint = ""
@@ -109,6 +133,40 @@ class ClassReference:
                 f"{self.path}: cannot be imported ({type(error).__name__}: {error}){hint}"
             ) from error
         return module
+
+
+def trust_list() -> Path:
+    """The file of the SHA-256 of all code that this user has trained with, one on a line."""
+    windows = os.environ.get("APPDATA", "AppData/Roaming")
+    systems = {"darwin": "Library/Application Support", "win32": windows}
+    return user_folder("config", systems) / "trusted-code"
+
+
+def is_trusted(sha256: str) -> bool:
+    """Whether a file may be executed: it is named in this process, or is in the list."""
+    return sha256 in _trusted | _listed()
+
+
+def _listed() -> set[str]:
+    with suppress(OSError, RuntimeError):  # no list that can be read, or a user without a home
+        return set(trust_list().read_text("ascii", "replace").split())
+    return set()
+
+
+def remember(code: Sequence[ClassReference]) -> None:
+    """Add files to the list of trusted code; a warning says so if it cannot be written."""
+    hashes = {reference.sha256() for reference in code}
+    try:
+        if new := hashes - _listed():
+            trust_list().parent.mkdir(parents=True, exist_ok=True)
+            with trust_list().open("a", encoding="ascii") as file:  # one write, at the end
+                file.write("\n".join([*new, ""]))
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"the list of the code that you trust cannot be written ({error}), so later commands"
+            " execute the code of this run only with --trust-code",
+            stacklevel=2,
+        )
 
 
 def is_reference(text: str) -> bool:
@@ -173,22 +231,31 @@ def make_user_model(reference: ClassReference, spec: "ModelSpec") -> "nn.Module"
         ) from error
 
 
-def kept_class(folder: Path, name: str, sha256: str) -> ClassReference:
-    """The class of a model in the copy of its file that a run keeps.
+def kept_class(
+    folder: Path, named: ClassReference, sha256: str | None, *, trust_code: bool
+) -> ClassReference:
+    """The class in the copy of its file that a run keeps.
 
     Args:
         folder: of the run.
-        name: the file and the class, as the description of the weights has it.
-        sha256: of the file, of which the weights are.
+        named: the file and the class, as the run names them.
+        sha256: of the file that the run was started with; `None` if it has no checkpoint yet.
+        trust_code: let this process execute the file.
 
     Raises:
-        RunError: the copy is missing, or is another file.
+        RunError: the run names a file outside its folder, or the copy is missing or another file.
     """
-    file, _, class_name = name.rpartition(":")
-    reference = ClassReference("model", (folder / file).resolve(), class_name)
-    hint = f"put back the file that the run was started with (SHA-256 {sha256})"
-    if not reference.path.is_file():
-        raise RunError(f"{folder / file}: the code of the model is missing; {hint}")
-    if reference.sha256() != sha256:
-        raise RunError(f"{folder / file}: the code of the model has been changed; {hint}")
-    return reference
+    kept = replace(named, path=(folder / named.path).resolve())
+    if str(named.path) != named.path.name or kept.path.parent != folder.resolve():
+        raise RunError(
+            f"{folder}: {named._setting} is outside this run folder, whose own copies alone are"
+            f" executed; put the file into the folder, and name it {named.short}"
+        )
+    hint = f"put back the file that the run was started with (SHA-256 {sha256 or 'not recorded'})"
+    if not kept.path.is_file():
+        raise RunError(f"{kept.path}: the code of the {named.setting} is missing; {hint}")
+    if sha256 is not None and kept.sha256() != sha256:
+        raise RunError(f"{kept.path}: the code of the {named.setting} has been changed; {hint}")
+    if trust_code:
+        kept.trust()
+    return kept

@@ -22,7 +22,7 @@ from throughtime.app.dataset import recordings_for
 from throughtime.app.evaluate import ClassScores
 from throughtime.app.load import Run
 from throughtime.app.model import one_thread
-from throughtime.app.policy import describe_policy, make_policy
+from throughtime.app.policy import describe_policy
 from throughtime.app.report.figures import (
     Chart,
     PlayedRecording,
@@ -152,7 +152,7 @@ def _facts(run: Run, rows: Sequence[Row]) -> str:
         "model": f"{model}{f', dropout {config.dropout:g}' * bool(config.dropout)}; {weights},"
         f" {config.dtype}, seed {config.seed}",
         "played as": _order(config, data["train"]),
-        "gradient": describe_policy(make_policy(config)),
+        "gradient": describe_policy(config),
         "loss and optimizer": f"{_class_weights(config)}{optimizer.in_words(config)}",
         "weights": _choice(config, spec.update),
         "training": f"{counted(last['update'], 'update')}, {last['frames']:,} frames in"

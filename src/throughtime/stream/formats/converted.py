@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from throughtime._files import exclusive, sync
+from throughtime._files import exclusive, sync, user_folder
 from throughtime.stream.formats.arrow import (
     ArrowFile,
     Blocks,
@@ -47,11 +46,8 @@ class DamagedError(Exception):
 
 def cache_folder() -> Path:
     """`$THROUGHTIME_CACHE`, or `throughtime` in the user's cache folder."""
-    if chosen := os.environ.get("THROUGHTIME_CACHE"):
-        return Path(chosen)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "throughtime"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "throughtime"
+    chosen = os.environ.get("THROUGHTIME_CACHE")
+    return Path(chosen) if chosen else user_folder("cache", {"darwin": "Library/Caches"})
 
 
 def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> TableFile:
