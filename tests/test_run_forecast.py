@@ -325,3 +325,28 @@ def test_several_rows_ahead_in_python(tmp_path: Path) -> None:
     assert targets.shape == (4000, 3)
     np.testing.assert_allclose(targets[:-3, 2], ot[3:])
     assert np.isnan(targets[-1]).all()
+
+
+def test_a_change_from_a_missing_value_is_no_prediction(tmp_path: Path) -> None:
+    draw = np.random.default_rng(0)
+    values = [f"{value:.3f}" for value in 1000 + draw.normal(size=300).cumsum()]
+    values[100] = values[250] = ""
+    data = tmp_path / "a.csv"
+    data.write_text("u,y\n" + "".join(f"{i % 7},{y}\n" for i, y in enumerate(values)))
+    words = ("--ahead", "1,2", "--difference", "--missing", "mask")
+    train(data, tmp_path / "run", "--targets", "y", *words)
+    out = tmp_path / "p.csv"
+    run("predict", tmp_path / "run", data, "--missing", "mask", "--out", out)
+    rows = lines(out)
+    for i, row in enumerate(rows):
+        numbers = [float(row["y[y+1]"]), float(row["y[y+2]"])]
+        assert np.isnan(numbers).all() if i in {100, 250} else min(numbers) > 500, (i, numbers)
+
+
+def test_an_input_that_only_has_the_name_of_the_target_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("u,y\n" + "".join(f"{i % 7},{i % 5}\n" for i in range(200)))
+    (tmp_path / "y.csv").write_text("y\n" + "".join(f"{1000 + i % 5}\n" for i in range(200)))
+    (tmp_path / "m.csv").write_text("id,inputs,targets\na,x.csv,y.csv\n")
+    words = ("--task", "regress", "--ahead", "2", "--difference", "--out", tmp_path / "run")
+    said = run("train", tmp_path / "m.csv", *words, ok=False)
+    assert "the input 'y' is not the present value of the target 'y'" in said

@@ -145,6 +145,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         *_copy_remarks(statistics, held_out),
         *_frame_remarks(sources, config.frame_size),
     )
+    _check_present(train[0], spec)
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
     remarks += tuple(_leak_remarks(listed, train, spec))
     if spec.difference or len(layout.steps_ahead) > 1:
@@ -406,6 +407,24 @@ def _ahead_remarks(layout: Layout) -> list[str]:
     which = counted(steps[0], "step") if len(steps) == 1 else f"{listed(steps)} steps"
     last = counted(steps[-1], "step")
     return [f"targets are {which} later: the last {last} of each recording have none"]
+
+
+def _check_present(recording: Recording, spec: ModelSpec) -> None:
+    """Refuse inputs that have the name of a target and are not its present value."""
+    _, steps = next(read_blocks(recording))
+    if not spec.difference or steps.targets is None:
+        return
+    inputs = steps.inputs.reshape(len(steps.inputs), -1)
+    for i, (name, now) in enumerate(
+        zip(spec.layout.targets, inputs.T[list(spec.difference)], strict=False)
+    ):
+        target = steps.targets.reshape(len(inputs), -1)[:, i]
+        known = np.isfinite(now) & np.isfinite(target)
+        if not np.allclose(now[known], target[known], rtol=1e-5):
+            raise DataError(
+                f"recording '{recording.name}': the input '{name}' is not the present value of the"
+                f" target '{name}', to which difference=True adds; leave it out, or rename one"
+            )
 
 
 def _leak_remarks(

@@ -47,11 +47,16 @@ class _Outputs:
         self._writer, self._table, self._on_phase, self.skipped = writer, table, on_phase, 0
 
     def __setitem__(self, steps: slice, values: Array) -> None:
+        spec, recording = self._table.spec, self._table.recording
+        if spec.difference:  # where the present value is missing, a change from it says nothing
+            inputs = recording.read(steps.start, steps.start + len(values)).inputs
+            present = inputs.reshape(len(values), -1)[:, list(spec.difference)]
+            values = np.where(np.isfinite(present), values, np.nan)
         self.skipped += int(np.isnan(values).any(axis=1).sum())
-        values = self._table.spec.probabilities(torch.from_numpy(values)).numpy()
+        values = spec.probabilities(torch.from_numpy(values)).numpy()
         self._writer.write(slice(steps.start, steps.start + len(values)), values)
         if self._on_phase is not None:
-            total = len(self._table.recording)
+            total = len(recording)
             self._on_phase("predicting", min(steps.stop, total), total)
 
 

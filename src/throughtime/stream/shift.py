@@ -69,7 +69,7 @@ def padded_slice(rows: Array, start: int, stop: int) -> Array:
 
 def horizons(ahead: Any) -> tuple[Any, ...]:
     """How many steps later the targets are, as one or several numbers; none of 0."""
-    if isinstance(ahead, (range, list, tuple, np.ndarray)):
+    if np.ndim(ahead):
         return tuple(ahead)
     return (ahead,) if ahead else ()
 
@@ -96,7 +96,7 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
         >>> shift_targets(recording, 1).read(0, 4).targets
         array([ 1.,  2.,  3., nan])
     """
-    several = isinstance(steps, (range, list, tuple, np.ndarray))
+    several = np.ndim(steps) > 0
     counts = [n.item() if isinstance(n, np.integer) else n for n in (steps if several else [steps])]
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in counts)
     if not counts or not whole or min(counts) < int(several):

@@ -197,7 +197,7 @@ def _recording_section(run: Run) -> tuple[dict[str, str], tuple[str, ClassScores
     except DataError as error:
         reason = f"Not shown, because the recordings of the run can no longer be read: {error}"
         return {"A recording": _text(reason)}, None
-    count, target = len(played.errors), run.layout.targets[0]
+    count, target = len(played.errors), run.spec.target_names[0]
     steps = "all steps" if count == len(recording) else f"the first {count:,} steps"
     where = f"{steps} of {recording.name}, the longest recording of split '{split}'"
     stretch = _worst(played.errors)
@@ -235,10 +235,15 @@ def _play(run: Run, recording: Recording) -> tuple[PlayedRecording, ClassScores 
         flat = steps.inputs.reshape(len(steps.inputs), -1)
         inputs[start : start + len(flat)] = flat[:, : len(names)]
         if steps.targets is not None:
-            targets[start : start + len(flat)] = steps.targets.reshape(len(flat), -1)[:, 0]
+            columns = steps.targets.reshape(len(flat), -1).astype(np.float64)
+            masked = ~np.isfinite(flat).all(axis=1) | np.isnan(columns).any(axis=1)
+            targets[start : start + len(flat)] = np.where(masked, np.nan, columns[:, 0])
     if not spec.classes:
-        first = outputs[:, :1].double().cpu().numpy()
+        first = spec.probabilities(outputs)[:, :1].double().cpu().numpy()
         errors = np.nan_to_num(np.square(first[:, 0] - targets), posinf=0.0)
+        if spec.is_multilabel:
+            errors = np.square(np.round(first[:, 0]) - targets)
+            errors = np.nan_to_num(errors)
         return PlayedRecording(recording.name, names, inputs, targets, first, errors), None
     targets[targets < 0] = np.nan
     labelled = ~np.isnan(targets)
@@ -267,7 +272,11 @@ def _share(played: PlayedRecording, span: range, run: Run) -> str:
     errors = played.errors[span.start : span.stop]
     count = max(1, int((~np.isnan(played.targets[span.start : span.stop])).sum()))
     mean = float(errors.sum()) / count
-    error = f"{mean:.1%} of labelled steps wrong" if run.classes else f"RMSE {mean**0.5:.4g}"
+    error = (
+        f"{mean:.1%} of labelled steps wrong"
+        if run.classes or run.spec.is_multilabel
+        else f"RMSE {mean**0.5:.4g}"
+    )
     return f"steps {span.start:,} to {span.stop:,}, {error}"
 
 
