@@ -411,8 +411,10 @@ def _ahead_remarks(layout: Layout) -> list[str]:
 
 def _check_present(recording: Recording, spec: ModelSpec) -> None:
     """Refuse inputs that have the name of a target and are not its present value."""
+    if not spec.difference:
+        return
     _, steps = next(read_blocks(recording))
-    if not spec.difference or steps.targets is None:
+    if steps.targets is None:
         return
     inputs = steps.inputs.reshape(len(steps.inputs), -1)
     for i, (name, now) in enumerate(
@@ -448,10 +450,18 @@ def _leak_remarks(
             if n in own and not n.isdecimal()  # else it is without a name
         ]
     return [
-        f"input {listed(names)} {what}; if it is not known when the net runs, --exclude {names[0]}"
+        f"input {listed(names)} {what}; if it is not known when the net runs,"
+        f" {_without(names, spec)}"
         for what, names in named.items()
         if names
     ]
+
+
+def _without(names: Sequence[str], spec: ModelSpec) -> str:
+    """The flag that leaves inputs out; a target cannot be excluded."""
+    if not {*names} & {*spec.layout.targets}:
+        return f"--exclude {','.join(names)}"
+    return f"--inputs {','.join(name for name in spec.layout.inputs if name not in names)}"
 
 
 def _lane_remarks(config: Config, recordings: int) -> list[str]:

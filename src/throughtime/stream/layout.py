@@ -111,16 +111,16 @@ class Layout:
 
         Args:
             table: has them.
-            targets: its columns that are targets. Of a forecast they are inputs, too: the present
-                value of what is forecast.
+            targets: its columns that are targets. Of a forecast they are inputs, too, unless they
+                are text: the present value of what is forecast.
 
         Raises:
             DataError: no such column, or one that has another use as well.
         """
         used = {*self.exclude, *(name for names in self.series.values() for name in names)}
-        names = self.inputs or value_columns(
-            table, [*used, *(() if self.ahead or self.allow_target_as_input else targets)]
-        )
+        present = self.ahead or self.allow_target_as_input
+        own = [] if self.inputs else [n for n in targets if not present or _is_text(table, n)]
+        names = self.inputs or value_columns(table, [*used, *own])
         if not names:
             raise DataError(
                 f"{table.path}: no column is left for the inputs: {listed(table.columns)}"
@@ -149,6 +149,10 @@ class Layout:
         for key, names in self.series.items():
             check_columns(table, names, f"series '{key}'")
         return {key: ColumnRows(table, names, flat=True) for key, names in self.series.items()}
+
+
+def _is_text(table: formats.Table, column: str) -> bool:
+    return table.read(0, 1, (column,)).dtype.kind not in "biuf"
 
 
 class Intervals(NamedTuple):
@@ -310,10 +314,10 @@ def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse an input that is the target of the same step, by whatever name and table.
+    """Refuse a column that is an input and the target of the same step.
 
-    A column of a file is known by the file and its name there; one in memory by its name and first
-    values.
+    A column of a file is known by the file and its name there, whatever it is called here; one in
+    memory by its name, type and first values. Arrays have no names, and are not compared.
     """
     if not isinstance(targets, ColumnRows):
         return

@@ -212,12 +212,17 @@ def _layout(
     targets: Any,
     exclude: Any,
     others: tuple[str, ...],
-    series: Mapping[str, Any] | None,
+    series: Any,
     ahead: int | Sequence[int],
     copies: bool,
 ) -> Layout:
     """The layout of a table; `others` are columns with another use."""
     left_out = names_of(exclude)
+    if not (series is None or (isinstance(series, Mapping) and all(map(_is_name, series)))):
+        raise DataError(
+            f"series={series!r}: expected the columns of each series by its name, such as"
+            " series={'weight': 'w'}"
+        )
     if absent := [name for name in left_out if name not in table.columns]:
         raise DataError(
             f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
@@ -264,6 +269,10 @@ def _chosen(
     for key, rows in series.items():
         check_numbers(rows, f"series '{key}'")
     return with_classes(result, classes)
+
+
+def _is_name(key: object) -> bool:
+    return isinstance(key, str) and key.isidentifier()
 
 
 def _is_names(value: Any) -> bool:
