@@ -1,6 +1,6 @@
 """The recipe for modules of Lightning 1.9 trains as a loop by hand does."""
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -78,7 +78,8 @@ def by_recipe(replaced: tuple[str, str] = ("", "")) -> tuple[nn.LSTM, int]:
 
     module = Tagger()
     trainer = pl.Trainer(max_epochs=1, accelerator="cpu", **QUIET)
-    trainer.fit(module, DataLoader(batches(), batch_size=None))
+    loader: Any = DataLoader(cast("Any", batches()), batch_size=None)
+    trainer.fit(module, loader)
     return module.lstm, trainer.global_step
 
 

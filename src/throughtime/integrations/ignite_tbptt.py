@@ -154,7 +154,7 @@ def _check_arguments(model: nn.Module, tbtt_step: int, static: Sequence[str]) ->
     if isinstance(model, Carried):
         raise ConfigError(
             "the model is made by tt.carry, which needs a stream to know where recordings start:"
-            " StreamTrainer(net, optimizer, loss_fn, gradient=tt.Truncated(stride=...)).run(stream),"
+            " StreamTrainer(net, optimizer, loss_fn, gradient=tt.Truncated(...)).run(stream),"
             " or give net.module"
         )
 
