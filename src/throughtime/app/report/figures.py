@@ -177,7 +177,7 @@ def recording_figure(
             _envelope(panels[-1], steps, true, INK, "target", alpha=0.6)
             _envelope(panels[-1], steps, outputs[:, 0], SERIES[1], "predicted", alpha=0.6)
             panels[-1].set_title(target)
-            panels[-1].legend(loc="upper right", ncols=2)
+            panels[-1].legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2)
         panels[-1].xaxis.set_major_formatter("{x:,.0f}")
         panels[-1].set(xlabel="step", xlim=(steps.start, steps.stop))
         return _svg(figure, alt)
