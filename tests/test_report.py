@@ -66,7 +66,7 @@ def test_the_page_is_one_well_formed_file_that_sends_no_request(folder: RunFolde
 def test_sections_come_in_the_order_of_the_questions(folder: RunFolder) -> None:
     assert re.findall(r"<h2>([^<]*)</h2>", page_of(folder)) == [
         "The run",
-        "The longest recording of &#x27;valid&#x27;",
+        "The longest recording of &#39;valid&#39;",
         "Scores: valid",
         "Learning",
         "What truncating the gradient costs",

@@ -2,5 +2,6 @@
 
 from throughtime.testing.carry import Law, check_carry
 from throughtime.testing.leaks import LeakReport, check_no_leak
+from throughtime.testing.rollout import check_rollout
 
-__all__ = ["Law", "LeakReport", "check_carry", "check_no_leak"]
+__all__ = ["Law", "LeakReport", "check_carry", "check_no_leak", "check_rollout"]

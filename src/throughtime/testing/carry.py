@@ -4,6 +4,7 @@ Besides those, a lane that is reset must continue as if its recording started th
 may cross the reset. Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -96,17 +97,24 @@ def _measured(carried: Carried, x: Tensor, chunks: list[int], tolerance: float) 
     """
     laboratory = Laboratory(carried.adapter, carried.module, x, chunks, tolerance)
     laws = [*laboratory.measure(), Law("reset", _check_reset(carried, x), laboratory.tolerance)]
-    broken = [law for law in laws if not law.holds]
+    causes = {name: f"{what}. {advice}" for name, (what, advice) in LAWS.items()}
+    return obeyed(laws, causes | {"reset": RESET_CAUSE})
+
+
+def obeyed(laws: list[Law], causes: Mapping[str, str]) -> list[Law]:
+    """The laws, if all hold.
+
+    Raises:
+        LawError: some are broken; it names each with its cause.
+    """
+    broken = [
+        f"{law.name}: {causes[law.name]} ({law.error or f'deviation {law.deviation:.2g}'}, allowed"
+        f" {law.tolerance:.2g})"
+        for law in laws
+        if not law.holds
+    ]
     if broken:
-        causes = {name: f"{what}. {advice}" for name, (what, advice) in LAWS.items()}
-        causes["reset"] = RESET_CAUSE
-        raise LawError(
-            "; ".join(
-                f"{law.name}: {causes[law.name]} ({law.error or f'deviation {law.deviation:.2g}'},"
-                f" allowed {law.tolerance:.2g})"
-                for law in broken
-            )
-        )
+        raise LawError("; ".join(broken))
     return laws
 
 

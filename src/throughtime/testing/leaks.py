@@ -59,8 +59,8 @@ def check_no_leak(
 ) -> list[LeakReport]:
     """Check on your own data that no recording's outputs depend on another's.
 
-    Changes all inputs of one recording at a time. Floating inputs become random numbers of the same
-    mean and spread; integers (tokens) become others that occur. The net runs as a copy in
+    Changes all inputs of one recording at a time. Noise of three times their spread is added to
+    floating inputs; integers (tokens) become others that occur. The net runs as a copy in
     evaluation mode, and the stream keeps its position. `check_carry` checks the net alone, on
     random inputs.
 
@@ -120,8 +120,6 @@ class EpochExcerpt:
 
     steps: int
     followers: dict[int, set[int]]  # the recordings that come after each on a lane, in order
-    mean: Tensor
-    spread: Tensor
     tokens: Tensor
 
     @classmethod
@@ -129,7 +127,6 @@ class EpochExcerpt:
         if steps < 1:
             raise DataError(f"steps={steps}: expected at least 1 step to look at")
         lanes: list[list[int]] = [[] for _ in range(stream.lanes)]
-        count, total, squares = 0, *torch.zeros(2, device="cpu")
         tokens = torch.zeros(0, dtype=torch.long, device="cpu")
         for _, chunk in _read_chunks(stream, steps):
             for lane, column in zip(lanes, chunk.recording.T, strict=True):
@@ -137,29 +134,21 @@ class EpochExcerpt:
                     if i >= 0 and lane[-1:] != [i]:
                         lane.append(i)
             rows = chunk.inputs[chunk.recording >= 0]
-            if rows.is_floating_point():
-                count += len(rows)
-                total = total + rows.double().sum(0)
-                squares = squares + rows.double().square().sum(0)
-            else:
+            if not rows.is_floating_point():
                 tokens = torch.cat([tokens, rows.flatten()]).unique()[:MAX_TOKENS]
-        mean = total / max(1, count)
-        spread = (squares / max(1, count) - mean.square()).clamp(min=0).sqrt()
         followers: dict[int, set[int]] = {i: set() for lane in lanes for i in lane}
         for lane in lanes:
             for at, i in enumerate(lane):
                 followers[i] |= set(lane[at + 1 :]) - {i}
-        return cls(steps, followers, mean, spread.where(spread > 0, 1.0), tokens)
+        return cls(steps, followers, tokens)
 
     def choose(self, stream: Stream, requested: Sequence[int | str] | None) -> list[int]:
         """The recordings to change: those requested, or a few that others follow."""
         names = [recording.name for recording in stream.recordings]
-        first, *others = self.followers
-        if not others:
+        if len(self.followers) < 2:
             raise DataError(
-                f"the first {self.steps} steps of the epoch play one recording only,"
-                f" '{names[first]}': there is no other that it could leak into. Use more steps, or"
-                " a stream of several recordings."
+                f"the first {self.steps} steps of the epoch play one recording only: there is no"
+                " other that it could leak into. Use more steps, or a stream of several recordings."
             )
         if requested is None:
             return sorted(self.followers, key=lambda i: not self.followers[i])[:DEFAULT_RECORDINGS]
@@ -175,10 +164,9 @@ class EpochExcerpt:
     def replacements(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Other inputs of the same shape and kind."""
         if inputs.is_floating_point():
-            noise = torch.randn(
-                inputs.shape, generator=generator, dtype=torch.float64, device="cpu"
-            )
-            return (self.mean + self.spread * noise).to(inputs.dtype)
+            noise = torch.randn(inputs.shape, generator=generator, device="cpu").to(inputs)
+            spread = inputs.std(dim=0, correction=0)
+            return inputs + 3 * noise * spread.where(spread > 0, 1.0)
         count = len(self.tokens)
         if count < 2:
             raise DataError(
@@ -292,8 +280,7 @@ class _SeededPredictor:
         device = self.predictor.device
         with fork_rng(device):
             seed_generators(self.seed, device)
-            resets = chunk.resets.to(device) if chunk.any_reset else None
-            return self.predictor(inputs.to(device), resets).cpu()
+            return self.predictor(inputs.to(device), chunk.resets.to(device)).cpu()
 
 
 def _read_chunks(stream: Stream, steps: int) -> Iterator[tuple[int, Chunk]]:
@@ -310,4 +297,4 @@ def _largest_change(a: Tensor, b: Tensor) -> Tensor:
     """`(T, B)`, the largest difference over outputs: 0 for NaN in both, infinite for one NaN."""
     same = (a == b) | (a.isnan() & b.isnan())
     change = (a - b).abs().double().nan_to_num(nan=float("inf")).masked_fill(same, 0.0)
-    return change.flatten(2).amax(2) if change.dim() > 2 else change
+    return change[..., None].flatten(2).amax(2)

@@ -57,15 +57,10 @@ _DASHES = ("-", "--", ":", "-.")
 Points: TypeAlias = tuple[Sequence[float], Sequence[float]]
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """The text without the characters that UTF-8 or XML forbid."""
     encodable = text.encode("utf-8", "replace").decode()
     return "".join(c if c.isprintable() else " " for c in encodable)
-
-
-def clean(text: str) -> str:
-    """The text as HTML."""
-    return escape(_printable(text))
 
 
 @dataclass(frozen=True)
@@ -182,7 +177,7 @@ def recording_figure(
             _envelope(panels[-1], steps, true, INK, "target", alpha=0.6)
             _envelope(panels[-1], steps, outputs[:, 0], SERIES[1], "predicted", alpha=0.6)
             panels[-1].set_title(target)
-            panels[-1].legend(loc="upper right", ncols=2)
+            panels[-1].legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2)
         panels[-1].xaxis.set_major_formatter("{x:,.0f}")
         panels[-1].set(xlabel="step", xlim=(steps.start, steps.stop))
         return _svg(figure, alt)
@@ -223,7 +218,7 @@ def _heat(axes: Axes, steps: range, rows: Array, names: Sequence[str], title: st
     extent = (steps.start, steps.stop, len(rows) - 0.5, -0.5)
     how: dict[str, Any] = {"cmap": _SHADES, "interpolation": "nearest", "aspect": "auto"}
     image = axes.imshow(shades, vmin=0, vmax=1, extent=extent, **how)
-    axes.set_yticks(range(len(names)), [*map(_printable, names)])
+    axes.set_yticks(range(len(names)), [*map(printable, names)])
     axes.set_title(title)
     axes.grid(visible=False)
     return image
@@ -253,8 +248,8 @@ def _svg(figure: Figure, alt: str) -> str:
     """The figure in the colours and the font of the page, with a description."""
     file = io.StringIO()
     for text in figure.findobj(Text):
-        text.set_text(_printable(text.get_text()))
-    with mpl.rc_context({"svg.hashsalt": clean(alt)}), warnings.catch_warnings():
+        text.set_text(printable(text.get_text()))
+    with mpl.rc_context({"svg.hashsalt": printable(alt)}), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # letters that this font lacks: a browser has them
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
@@ -263,5 +258,5 @@ def _svg(figure: Figure, alt: str) -> str:
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r' height="[\d.]+pt"', "", svg))
     return svg[svg.index("<svg") :].replace(
-        "<svg ", f'<svg role="img" aria-label="{clean(alt)}" ', 1
+        "<svg ", f'<svg role="img" aria-label="{escape(printable(alt))}" ', 1
     )

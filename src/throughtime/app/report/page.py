@@ -9,9 +9,10 @@ phone. Importing this imports matplotlib.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from throughtime._files import write_atomically
 from throughtime.app import optimizer
@@ -27,8 +28,8 @@ from throughtime.app.report.figures import (
     Chart,
     PlayedRecording,
     Points,
-    clean,
     gradient_figure,
+    printable,
     recording_figure,
 )
 from throughtime.app.report.tables import (
@@ -48,11 +49,16 @@ _PLAYED = 100_000  # steps of the longest recording: some seconds
 _STRETCH = 1_500  # steps of the worst stretch at most
 _INPUTS = 3  # that are drawn
 _MOST = 12  # recordings in a table of scores, classes in a confusion matrix
-_HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"/><meta http-equiv="Content-Security-Policy"
- content="default-src 'none'; style-src 'unsafe-inline'; img-src data:"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<meta name="color-scheme" content="light dark"/>"""
+Block: TypeAlias = "str | Mapping[str, str] | Figures | DataTable"
+Sections: TypeAlias = dict[str, list[Block]]
+
+
+class Figures(NamedTuple):
+    """Charts beside each other on a desk, and one below the other on a phone."""
+
+    charts: Sequence[str]
+    caption: str = ""
+    wide: bool = False
 
 
 def write_report(run: Run) -> Path:
@@ -71,124 +77,42 @@ def write_report(run: Run) -> Path:
             " written"
         )
     recording, classes = _recording_section(run)
-    sections = {
-        "The run": _facts(run, rows),
+    sections: Sections = {
         **recording,
         **_score_sections(run, rows, names, classes),
-        "Learning": _learning(rows, names, run.spec.update),
+        "Learning": [_learning(rows, names, run.spec.update)],
         **_audit_sections(run),
-        "Settings": _settings(run.config),
+        "Settings": [_settings(run.config)],
     }
-    title = f"throughtime: {folder.path.name}"
-    css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    body = "".join(
-        f"<section><h2>{clean(name)}</h2>\n{text}</section>\n" for name, text in sections.items()
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    page = f"{_HEAD}<title>{clean(title)}</title><style>{css}</style></head>\n"
-    page += f"<body><h1>{clean(title)}</h1>\n{body}</body></html>\n"
+    environment.globals.update(counted=counted, listed=listed)
+    page = environment.get_template("page.html.j2").render(
+        name=folder.path.name,
+        config=run.config,
+        spec=run.spec,
+        data=rows[0],
+        last=rows[-1],
+        weights=sum(weight.numel() for weight in run.net.parameters()),
+        gradient=describe_policy(run.config),
+        optimizer=optimizer.in_words(run.config),
+        sections=sections,
+    )
     write_atomically(folder.report, page.encode())
     return folder.report
 
 
-def _text(*paragraphs: str) -> str:
-    return "".join(f"<p>{clean(text)}</p>\n" for text in paragraphs)
-
-
-def _figures(*charts: str, caption: str = "", wide: bool = False) -> str:
-    """Charts beside each other on a desk, and one below the other on a phone."""
-    kind = "wide" if wide else "pair"
-    shown = "".join(f'<div class="frame">{chart}</div>' for chart in charts)
-    return f'<figure><div class="{kind}">{shown}</div>{_caption(caption)}</figure>\n'
-
-
-def _caption(text: str) -> str:
-    return f"<figcaption>{clean(text)}</figcaption>" if text else ""
-
-
-def _table(table: DataTable) -> str:
-    """A table; numbers are aligned right, and the first cell of a row is its heading."""
-
-    def line(cells: Sequence[str], heads: int) -> str:
-        text = ""
-        for i, cell in enumerate(cells):
-            tag, kind = "th" if i < heads else "td", ' class="n"' * (i in table.numeric_columns)
-            text += f"<{tag}{kind}>{clean(cell)}</{tag}>"
-        return f"<tr>{text}</tr>"
-
-    body = "".join(line(cells, 1) for cells in table.cells)
-    head = f"<thead>{line(table.columns, len(table.columns))}</thead>"
-    content = f'<div class="frame"><table>{head}<tbody>{body}</tbody></table></div>'
-    return f"<figure>{content}{_caption(table.caption)}</figure>\n"
-
-
-def _pairs(pairs: Mapping[str, str], kind: str) -> str:
-    """Names and values."""
-    items = (f"<div><dt>{clean(n)}</dt><dd>{clean(v)}</dd></div>" for n, v in pairs.items())
-    return f'<dl class="{kind}">{"".join(items)}</dl>\n'
-
-
-def _settings(config: Config) -> str:
+def _settings(config: Config) -> dict[str, str]:
     values = {k: v for k, v in config.settings().items() if v != ()}
-    texts = {k: ", ".join(v) if isinstance(v, tuple) else str(v) for k, v in values.items()}
-    return _pairs(texts, "settings")
+    return {k: ", ".join(v) if isinstance(v, tuple) else str(v) for k, v in values.items()}
 
 
-def _facts(run: Run, rows: Sequence[Row]) -> str:
-    """Data, model, gradient and optimizer in words, and what training cost."""
-    config, spec, data, last = run.config, run.spec, rows[0], rows[-1]
-    layers = f" with {counted(config.layers, 'layer')} of {config.hidden} units"
-    model = spec.title + (f" (SHA-256 {spec.sha256})" if spec.sha256 else layers)
-    weights = f"{sum(weight.numel() for weight in run.net.parameters()):,} weights"
-    outputs = f"one of {len(spec.classes)} classes: " if spec.classes else ""
-    memory = last["peak_memory"]
-    rate = last["frames"] / max(last["training_seconds"], 1e-9)
-    facts = {
-        "data": f"{config.data}: {counted(data['train'], 'recording')} with"
-        f" {counted(data['steps'], 'step')} to train on, {data['valid']:,} held out",
-        "remarks": "; ".join(data["remarks"]),
-        "inputs": f"{listed(spec.layout.inputs)}; each is standardised with the mean and deviation"
-        " of the training split, which are stored in the model",
-        "predicts": f"{outputs}{listed(spec.classes or spec.layout.targets)}",
-        "model": f"{model}{f', dropout {config.dropout:g}' * bool(config.dropout)}; {weights},"
-        f" {config.dtype}, seed {config.seed}",
-        "played as": _order(config, data["train"]),
-        "gradient": describe_policy(config),
-        "loss and optimizer": f"{_class_weights(config)}{optimizer.in_words(config)}",
-        "weights": _choice(config, spec.update),
-        "training": f"{counted(last['update'], 'update')}, {last['frames']:,} frames in"
-        f" {last['training_seconds']:,.0f} s ({rate:,.0f} frames per second, waiting for data"
-        f" {last.get('waiting', 0.0):.0%})"
-        + ("" if memory is None else f"; peak memory {memory / 1e6:,.0f} MB"),
-    }
-    return _pairs({name: text for name, text in facts.items() if text}, "facts")
-
-
-def _order(config: Config, recordings: int) -> str:
-    """How the lanes play the recordings."""
-    lanes = counted(config.lanes, "lane")
-    if config.train_on == "windows":
-        return f"shuffled {config.windows_in_words()}, for comparison"
-    cut = f"{recordings} recordings cut into a part for each of {lanes}"
-    text = cut if config.lanes > recordings else f"{lanes} of whole recordings, one after another"
-    warm_up = f"; the first {config.warm_up} steps after a reset warm up the state without a loss"
-    return f"{text}; the state is carried from update to update{warm_up * bool(config.warm_up)}"
-
-
-def _class_weights(config: Config) -> str:
-    if config.class_weights == "balanced":
-        return "each class has the inverse of its frequency as weight; "
-    return f"class weights {config.class_weights}; " * (config.class_weights != "none")
-
-
-def _choice(config: Config, update: int) -> str:
-    """Which weights the model has, and when the run stops early."""
-    kept = f"of update {update:,}, the {'best' if config.keep == 'best' else 'last'}"
-    if config.patience is None:
-        return kept
-    return f"{kept}; training stops after {counted(config.patience, 'validation')} without a better"
-
-
-def _recording_section(run: Run) -> tuple[dict[str, str], tuple[str, ClassScores] | None]:
+def _recording_section(run: Run) -> tuple[Sections, tuple[str, ClassScores] | None]:
     """The longest recording that can be read and its worst stretch; the scores of its classes."""
     try:
         split, recording = _longest(run)
@@ -196,7 +120,7 @@ def _recording_section(run: Run) -> tuple[dict[str, str], tuple[str, ClassScores
             played, classes = _play(run, recording)
     except DataError as error:
         reason = f"Not shown, because the recordings of the run can no longer be read: {error}"
-        return {"A recording": _text(reason)}, None
+        return {"A recording": [reason]}, None
     count, target = len(played.errors), run.spec.target_names[0]
     steps = "all steps" if count == len(recording) else f"the first {count:,} steps"
     where = f"{steps} of {recording.name}, the longest recording of split '{split}'"
@@ -205,14 +129,14 @@ def _recording_section(run: Run) -> tuple[dict[str, str], tuple[str, ClassScores
         (range(count), where),
         *((span, f"Its worst stretch, {_share(played, span, run)}") for span in stretch),
     ]
-    figures: list[str] = []
+    figures: list[Block] = []
     for span, text in parts:
         words = f"{text[0].upper()}{text[1:]}: inputs, {target} and what the net predicts."
         alt = f"{words} {_share(played, span, run)}."
         svg = recording_figure(played, span, target, run.classes, alt)
-        figures.append(_figures(svg, caption=f"{words} The state is carried.", wide=True))
+        figures.append(Figures([svg], f"{words} The state is carried.", wide=True))
     scores = None if classes is None else (where, classes)
-    return {f"The longest recording of '{split}'": "".join(figures)}, scores
+    return {f"The longest recording of '{split}'": figures}, scores
 
 
 def _longest(run: Run) -> tuple[str, Recording]:
@@ -282,9 +206,9 @@ def _share(played: PlayedRecording, span: range, run: Run) -> str:
 
 def _score_sections(
     run: Run, rows: Sequence[Row], names: Sequence[str], played: tuple[str, ClassScores] | None
-) -> dict[str, str]:
+) -> Sections:
     """The last validation of the model, and every split that `eval` has scored."""
-    scores: dict[str, str] = {}
+    scores: Sections = {}
     data, kept = Path(run.config.data).name, run.spec.update
     valid = [row for row in rows if row["kind"] == "valid"]
     for row in [row for row in valid if row["update"] == kept][-1:] or valid[-1:]:
@@ -294,18 +218,17 @@ def _score_sections(
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
             split, source = content["split"], Path(content["data"]).name
-            text = _scores(split, names, content["metrics"], content["recordings"], source)
+            scores[split] = _scores(split, names, content["metrics"], content["recordings"], source)
             if "classes" in content:
                 where = f"all recordings of split '{split}'"
-                text += _class_tables(where, content["classes"], content["confusion"])
+                scores[split] += _class_tables(where, content["classes"], content["confusion"])
                 detailed = True
-            scores[split] = text
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise RunError(
                 f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
                 " eval again"
             ) from error
-    sections = {f"Scores: {split}": text for split, text in scores.items()}
+    sections = {f"Scores: {split}": blocks for split, blocks in scores.items()}
     if played is not None and not detailed:
         where, classes = played
         tables = _class_tables(where, classes.compute(), classes.confusion.tolist())
@@ -315,7 +238,7 @@ def _score_sections(
 
 def _scores(
     split: str, names: Sequence[str], overall: Row, recordings: Mapping[str, Row], data: str
-) -> str:
+) -> list[Block]:
     """The metrics of all steps and of each recording, the worst ones if they are many."""
     key = "macro_f1" if "macro_f1" in names else names[0]
     worst = sorted(recordings, key=lambda name: (recordings[name][key] * _sign(key), name))[:_MOST]
@@ -324,9 +247,8 @@ def _scores(
     if len(shown) < len(recordings):
         caption += f" The {_MOST} worst of {len(recordings):,} are shown."
     columns = [name for name in names if not name.startswith("f1[")] or names
-    baselines = baseline_table(overall)
-    tables = [scores_table(columns, overall, shown, caption)] + [baselines] * bool(baselines)
-    return "".join(_table(table) for table in tables if table is not None)
+    tables = [scores_table(columns, overall, shown, caption), baseline_table(overall)]
+    return [table for table in tables if table is not None]
 
 
 def _sign(metric: str) -> int:
@@ -336,7 +258,7 @@ def _sign(metric: str) -> int:
 
 def _class_tables(
     where: str, classes: Mapping[str, Row], confusion: Sequence[Sequence[int]]
-) -> str:
+) -> list[Block]:
     """Scores of each class, and the confusion matrix of a few."""
     keys = ["precision", "recall", "f1", "auroc", "auprc"]
     rows = [
@@ -344,16 +266,16 @@ def _class_tables(
     ]
     names = [METRIC_NAMES.get(key, key) for key in keys]
     caption = f"Each class against all others: {where}."
-    text = _table(DataTable(["class", "steps", *names], rows, caption, range(1, 7)))
+    scores = DataTable(["class", "steps", *names], rows, caption, range(1, 7))
     if len(classes) > _MOST:
-        return text
+        return [scores]
     cells = [[n, *(f"{c:,}" for c in row)] for n, row in zip(classes, confusion, strict=True)]
     caption = f"Confusion: a row for each true class, a column for each predicted one; {where}."
     columns = ["true", *(f"as {name}" for name in classes)]
-    return text + _table(DataTable(columns, cells, caption, range(1, len(columns))))
+    return [scores, DataTable(columns, cells, caption, range(1, len(columns)))]
 
 
-def _learning(rows: Sequence[Row], names: Sequence[str], kept: int) -> str:
+def _learning(rows: Sequence[Row], names: Sequence[str], kept: int) -> Figures:
     """The loss, and the first score of validations, over the updates."""
     train, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
     smooth, width = _smoothed(train, rows[0]["steps"])
@@ -383,7 +305,7 @@ def _learning(rows: Sequence[Row], names: Sequence[str], kept: int) -> str:
     )
     mean = f", the mean of {width} log lines, over which it is drawn pale" * (width > 1)
     text = f"Training loss{mean}. Validation plays whole recordings, the state carried."
-    return _figures(loss.draw(), score.draw(), caption=text)
+    return Figures([loss.draw(), score.draw()], text)
 
 
 def _points(rows: Sequence[Row], key: str) -> Points:
@@ -400,7 +322,7 @@ def _smoothed(train: Sequence[Row], epoch: int) -> tuple[Points, int]:
     return (updates[width - 1 :], means.tolist()), width
 
 
-def _audit_sections(run: Run) -> dict[str, str]:
+def _audit_sections(run: Run) -> Sections:
     """The results of `audit`, if it has measured the run."""
     if not run.files.audit.exists():
         return {}
@@ -414,14 +336,14 @@ def _audit_sections(run: Run) -> dict[str, str]:
             source += f"; the model has become that of update {run.spec.update:,} since"
     charts = [chart.draw() for chart in audit_charts(report, config)]
     trace, settling = report.trace, str(report.settling)
-    sections = {
-        "What truncating the gradient costs": _text(
-            report.advice(config), report.warning(), f"{source}."
-        )
-        + _figures(*charts[:2])
-        + _table(audit_table(report.audit)),
-        "After a cold start": _text(f"{settling[0].upper()}{settling[1:]}.")
-        + _figures(*charts[2:]),
+    costs = [report.advice(config), report.warning(), f"{source}."]
+    sections: Sections = {
+        "What truncating the gradient costs": [
+            *filter(None, costs),
+            Figures(charts[:2]),
+            audit_table(report.audit),
+        ],
+        "After a cold start": [f"{settling[0].upper()}{settling[1:]}.", Figures(charts[2:])],
     }
     if trace is None:
         return sections
@@ -429,8 +351,8 @@ def _audit_sections(run: Run) -> dict[str, str]:
     alt = "The norm of the gradient of the training losses, added up, with respect to each state"
     alt += f" and gate, {where}. Dotted lines: an update ends."
     figure = gradient_figure(trace.norms, trace.start, trace.edges, alt)
-    heat = _figures(figure, caption=alt, wide=True)
-    return sections | {"Where the gradient goes": heat + _table(lifetime_table(trace))}
+    heat = Figures([figure], alt, wide=True)
+    return sections | {"Where the gradient goes": [heat, lifetime_table(trace)]}
 
 
 def audit_charts(report: AuditReport, config: Config) -> list[Chart]:

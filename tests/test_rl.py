@@ -1,0 +1,236 @@
+"""Recurrent agents of sb3-contrib and TorchRL train as before, with resets in one call."""
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.errors import LawError, ModelError
+from throughtime.integrations import rl
+
+gymnasium = pytest.importorskip("gymnasium", reason="needs throughtime[rl]")
+sb3_contrib = pytest.importorskip("sb3_contrib", reason="needs throughtime[rl]")
+torchrl = pytest.importorskip("torchrl.modules", reason="needs throughtime[rl]")
+
+from sb3_contrib.common.recurrent.type_aliases import RNNStates  # noqa: E402
+from stable_baselines3.common.vec_env import DummyVecEnv  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning",
+    "ignore::UserWarning",  # of the two libraries
+)
+STEPS, LANES = 14, 3
+
+
+class Positions(gymnasium.ObservationWrapper):
+    """CartPole without velocities: an agent has to remember."""
+
+    def __init__(self) -> None:
+        super().__init__(gymnasium.make("CartPole-v1"))
+        self.observation_space = gymnasium.spaces.Box(-5.0, 5.0, (2,))
+
+    def observation(self, observation: Any) -> Any:
+        return observation[[0, 2]].astype(np.float32)
+
+
+def agent(**options: Any) -> Any:
+    kwargs = {"lstm_hidden_size": 16, "net_arch": [8], **options}
+    return sb3_contrib.RecurrentPPO(
+        "MlpLstmPolicy",
+        DummyVecEnv([Positions] * 2),
+        n_steps=64,
+        batch_size=64,
+        n_epochs=2,
+        seed=0,
+        device="cpu",
+        policy_kwargs=kwargs,
+    )
+
+
+def distance(a: nn.Module, b: nn.Module) -> float:
+    pairs = zip(a.parameters(), b.parameters(), strict=True)
+    return max((p - q).detach().abs().max().item() for p, q in pairs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"enable_critic_lstm": False}, {"shared_lstm": True, "enable_critic_lstm": False}],
+    ids=["two", "actor", "shared"],
+)
+def test_recurrent_ppo_trains_to_the_same_weights(options: dict[str, Any]) -> None:
+    plain, fused = agent(**options), agent(**options)
+    start = copy.deepcopy(plain.policy)
+    assert rl.fuse(fused.policy) is fused.policy
+    for model in (plain, fused):
+        model.set_random_seed(3)
+        model.learn(256)
+    assert distance(plain.policy, fused.policy) < 1e-5
+    assert distance(plain.policy, start) > 1e-3
+
+
+def plays(policy: Any) -> Any:
+    """The policy over `(T, B, ...)`: logits and values, and both states."""
+
+    def play(x: Tensor, state: Any, starts: Tensor) -> tuple[Any, Any]:
+        rows, flags = x.transpose(0, 1).flatten(0, 1), starts.t().flatten().float()
+        shape = (x.shape[1], len(x), -1)
+        distribution, pi = policy.get_distribution(rows, state.pi, flags)
+        logits = distribution.distribution.logits.reshape(shape).transpose(0, 1)
+        values = policy.predict_values(rows, state.vf, flags).reshape(shape).transpose(0, 1)
+        features = policy.extract_features(rows)
+        _, vf = policy._process_sequence(features, state.vf, flags, policy.lstm_critic)
+        return (logits, values), RNNStates(pi, vf)
+
+    return play
+
+
+def rollout(width: int) -> tuple[Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    starts = torch.zeros(STEPS, LANES, dtype=torch.bool)
+    starts[0] = starts[4, 1] = starts[9, 0] = True
+    return torch.randn(STEPS, LANES, width, generator=draws), starts
+
+
+def zeros(*shape: int) -> Any:
+    return torch.zeros(shape), torch.zeros(shape)
+
+
+def check_policy(policy: Any) -> None:
+    state = RNNStates(zeros(1, LANES, 16), zeros(1, LANES, 16))
+    tt.testing.check_rollout(plays(policy), *rollout(2), state)
+
+
+def late(features: Tensor, states: Any, starts: Tensor, lstm: Any) -> Any:
+    rows = starts.reshape(LANES, -1).roll(1, dims=1)
+    rows[:, 0] = 0
+    return rl._process_sequence(features, states, rows.flatten(), lstm)
+
+
+def of_another_environment(features: Tensor, states: Any, starts: Tensor, lstm: Any) -> Any:
+    turned = tuple(leaf.roll(1, dims=1) for leaf in states)
+    return rl._process_sequence(features, turned, starts, lstm)
+
+
+def stale(features: Tensor, states: Any, starts: Tensor, lstm: Any) -> Any:
+    return rl._process_sequence(features, states, torch.zeros_like(starts), lstm)
+
+
+def test_the_policy_obeys_the_laws_of_a_rollout_and_mutants_do_not() -> None:
+    policy = agent().policy
+    check_policy(policy)
+    check_policy(rl.fuse(policy))
+    for mutant in (late, of_another_environment, stale):
+        policy._process_sequence = mutant
+        with pytest.raises(LawError):
+            check_policy(policy)
+
+
+def test_a_fused_policy_can_be_copied_saved_and_loaded(tmp_path: Any) -> None:
+    model = agent()
+    rl.fuse(model.policy)
+    check_policy(pickle.loads(pickle.dumps(copy.deepcopy(model.policy))))  # our own
+    model.save(tmp_path / "agent")
+    loaded = sb3_contrib.RecurrentPPO.load(tmp_path / "agent", device="cpu")
+    assert distance(model.policy, rl.fuse(loaded.policy)) == 0
+
+
+def test_what_is_no_recurrent_policy_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"fuse\(model.policy\)"):
+        rl.fuse(nn.Linear(1, 1))
+    policy = agent().policy
+    policy.lstm_actor.__class__ = type("Own", (nn.LSTM,), {})
+    with pytest.raises(ModelError, match=r"inherit from tt\.nn\.LSTM"):
+        rl.fuse(policy)
+    with pytest.raises(AttributeError, match="no attribute 'Module'"):
+        rl.Module  # noqa: B018  # not there
+
+
+KINDS = pytest.mark.parametrize("kind", ["LSTMModule", "GRUModule"])
+
+
+def module(kind: str, source: Any = rl, **options: Any) -> Any:
+    torch.manual_seed(2)
+    states = ["h", "c"][: 2 if kind == "LSTMModule" else 1]
+    return getattr(source, kind)(
+        input_size=3,
+        hidden_size=5,
+        in_keys=["x", *states],
+        out_keys=["y", *(("next", name) for name in states)],
+        **options,
+    )
+
+
+def tensordict(x: Tensor, starts: Tensor, **states: Tensor) -> Any:
+    """TorchRL's layout, `(B, T, ...)`."""
+    data = {"x": x.transpose(0, 1), "is_init": starts.t().unsqueeze(-1)}
+    for name, leaf in states.items():  # (L, B, H), stored at each step
+        data[name] = leaf.transpose(0, 1)[:, None].repeat(1, len(x), 1, 1)
+        data[name] = data[name] * ~data["is_init"].unsqueeze(-1)
+    return TensorDict(data, batch_size=(x.shape[1], len(x)))
+
+
+@KINDS
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_rollout_gives_what_torchrl_gives(kind: str, layers: int) -> None:
+    (x, starts), results = rollout(3), list[Any]()
+    starts = starts & (torch.arange(STEPS) > 0)[:, None]  # the first episodes go on
+    states = {name: torch.randn(layers, LANES, 5) for name in ("h", "c")}
+    for source in (torchrl, rl):
+        net = module(kind, source, num_layers=layers, default_recurrent_mode=True)
+        leaf = x.clone().requires_grad_()
+        data = net(tensordict(leaf, starts, **states))
+        last = data["next", "h"][:, -1]
+        (data["y"].cos().sum() + last.sum()).backward()
+        weights = [p.grad for p in net.parameters()]
+        results.append([data["y"].detach(), last.detach(), leaf.grad, *weights])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    plain = module(kind, rl, num_layers=layers, default_recurrent_mode=True)
+    without = plain(tensordict(x, torch.zeros_like(starts), **states))["y"]
+    assert (without - results[0][0]).abs().max() > 1e-2  # the mutant: no reset
+
+
+@KINDS
+def test_the_modules_obey_the_laws_of_a_rollout(kind: str) -> None:
+    net = module(kind)
+
+    def play(x: Tensor, state: Any, starts: Tensor) -> tuple[Tensor, Any]:
+        names = ["h", "c"][: len(state)]
+        with torchrl.set_recurrent_mode(len(x) > 1):
+            data = tensordict(x, starts, **dict(zip(names, state, strict=True)))
+            data = net(data if len(x) > 1 else data.squeeze(1))
+        y = data["y"] if len(x) > 1 else data["y"].unsqueeze(1)
+        after = [data["next", name] for name in names]
+        after = [leaf[:, -1] if len(x) > 1 else leaf for leaf in after]
+        return y.transpose(0, 1), tuple(leaf.transpose(0, 1) for leaf in after)
+
+    state = zeros(1, LANES, 5)[: 2 if kind == "LSTMModule" else 1]
+    tt.testing.check_rollout(play, *rollout(3), state)
+
+
+@KINDS
+def test_modules_can_be_copied_and_batches_have_any_dimensions(kind: str) -> None:
+    net = module(kind, default_recurrent_mode=True)
+    x, starts = rollout(3)
+    expected = net(tensordict(x, starts))["y"]
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))  # our own
+    assert torch.equal(twin(tensordict(x, starts))["y"], expected)
+    torch.testing.assert_close(net(tensordict(x, starts)[0])["y"], expected[0])
+    nested = tensordict(x, starts).unsqueeze(0)
+    assert torch.equal(net(nested)["y"], expected[None])
+    with pytest.raises(ValueError, match="at least one batch dim"):
+        net(tensordict(x, starts)[0, 0])
+
+
+def test_a_state_that_enters_an_episode_is_refused() -> None:
+    x, starts = rollout(3)
+    data = tensordict(x, starts, h=torch.ones(1, LANES, 5), c=torch.ones(1, LANES, 5))
+    data["h"][:] = 1.0
+    with pytest.raises(ModelError, match="make_tensordict_primer"):
+        module("LSTMModule", default_recurrent_mode=True)(data)
