@@ -97,7 +97,7 @@ class Actor:
             self._count(reward)
             logarithm = policy.log_prob(action)
             rows.append((inputs, start, action, logarithm, value, reward, self.start))
-        series = [torch.stack(column) for column in zip(*rows, strict=True)]
+        series: Any = [torch.stack(column) for column in zip(*rows, strict=True)]
         last, _ = self.net(positions(self.observation)[None], self.state)
         return Rollout(entered, *series, last[0, :, -1])
 
