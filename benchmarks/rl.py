@@ -49,7 +49,7 @@ SHARES = (0.01, 0.1)  # of steps at which an episode starts
 Side = Callable[[], list[Tensor]]
 
 
-class Positions(gymnasium.ObservationWrapper):  # pyright: ignore[reportMissingTypeArgument]
+class Positions(gymnasium.ObservationWrapper):
     """CartPole without velocities."""
 
     def __init__(self) -> None:

@@ -96,7 +96,8 @@ def __getattr__(name: str) -> Any:
             return base.forward(self, tensordict)
         return _run_rollout(self, layer, tensordict)
 
-    made = {"__module__": __name__, "__init__": init, "forward": dispatch(forward)}
+    decorate: Any = dispatch  # it may be called with options, too
+    made = {"__module__": __name__, "__init__": init, "forward": decorate(forward)}
     globals()[name] = type(name, (base,), made)
     return globals()[name]
 

@@ -91,7 +91,8 @@ def write_report(run: Run) -> Path:
         trim_blocks=True,
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
-    environment.globals.update(counted=counted, listed=listed)
+    functions: dict[str, Any] = {"counted": counted, "listed": listed}
+    environment.globals.update(functions)
     page = environment.get_template("page.html.j2").render(
         name=folder.path.name,
         config=run.config,
@@ -352,7 +353,8 @@ def _audit_sections(run: Run) -> Sections:
     alt += f" and gate, {where}. Dotted lines: an update ends."
     figure = gradient_figure(trace.norms, trace.start, trace.edges, alt)
     heat = Figures([figure], alt, wide=True)
-    return sections | {"Where the gradient goes": [heat, lifetime_table(trace)]}
+    sections["Where the gradient goes"] = [heat, lifetime_table(trace)]
+    return sections
 
 
 def audit_charts(report: AuditReport, config: Config) -> list[Chart]:
