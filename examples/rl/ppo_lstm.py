@@ -97,9 +97,10 @@ class Actor:
             self._count(reward)
             logarithm = policy.log_prob(action)
             rows.append((inputs, start, action, logarithm, value, reward, self.start))
-        series: Any = [torch.stack(column) for column in zip(*rows, strict=True)]
+        series = [torch.stack(column) for column in zip(*rows, strict=True)]
         last, _ = self.net(positions(self.observation)[None], self.state)
-        return Rollout(entered, *series, last[0, :, -1])
+        fields: list[Any] = [entered, *series, last[0, :, -1]]
+        return Rollout(*fields)
 
     def _count(self, reward: Tensor) -> None:
         for lane in range(LANES):

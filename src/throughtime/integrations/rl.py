@@ -97,8 +97,8 @@ def __getattr__(name: str) -> Any:
         return _run_rollout(self, layer, tensordict)
 
     decorate: Any = dispatch  # it may be called with options, too
-    made = {"__module__": __name__, "__init__": init, "forward": decorate(forward)}
-    globals()[name] = type(name, (base,), made)
+    members = {"__module__": __name__, "__init__": init, "forward": decorate(forward)}
+    globals()[name] = type(name, (base,), members)
     return globals()[name]
 
 
