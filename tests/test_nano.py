@@ -7,6 +7,7 @@ Shapes: `T` steps, `B` lanes.
 
 import ast
 import io
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -199,6 +200,18 @@ def test_the_script_resumes_as_it_says(
     assert equal([*one["net"].values()], [*other["net"].values()])
     assert one["progress"][0] == other["progress"][0]
     assert len(run("c.pt", "--epochs", "2", "--exact")) == 2
+
+
+def test_the_page_reads_the_file_from_top_to_bottom() -> None:
+    page = (ROOT / "docs" / "explanation" / "in-one-file.md").read_text(encoding="utf-8")
+    rest = SOURCE
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 9
+    for block in blocks:
+        before, found, rest = rest.partition(block)
+        assert found, block
+        assert not re.search(r"^(class|def) ", before, re.MULTILINE), "a part is left out"
+    assert f"{len(SOURCE.splitlines())} lines" in page
 
 
 def test_it_is_short_and_needs_torch_alone() -> None:
