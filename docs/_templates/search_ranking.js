@@ -4,6 +4,7 @@
 // whose heading has the most of the question.
 const TITLE = 2, HEADING = 1, OBJECT = 10; // weights; an object is a name of the API
 const SHOWN = 0.4; // results that score at least this share of the best
+const LOWERED = { log: 0.4 }; // what was tried and dropped has the words of a task, not its answer
 
 Search._performSearch = (query, words, excluded, _highlighted, names) => {
   const index = Search._index, stemmer = new Stemmer();
@@ -43,7 +44,8 @@ Search._performSearch = (query, words, excluded, _highlighted, names) => {
     const length = Math.max(1, (1 + lengths[page] / average) / 2);
     const unwanted = [...excluded].some((word) => lookUp(word, index.terms).includes(page));
     const score = unwanted ? 0 : text / length + TITLE * weighText(title) + HEADING * weight;
-    return [name, title + heading, anchor, null, score, index.filenames[page], "text"];
+    const ranked = score * (LOWERED[name] ?? 1);
+    return [name, title + heading, anchor, null, ranked, index.filenames[page], "text"];
   });
   const best = Math.max(...results.map((result) => result[4]));
   const objects = [...names].flatMap((name) => Search.performObjectSearch(name, names));
