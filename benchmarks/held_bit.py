@@ -10,6 +10,11 @@ gradients as long, and no carried state.
 
 A net that knows the bit at every step has accuracy 1, chance is 0.5. One layer of LSTM, 16 units,
 16 lanes of 4,000 steps, Adam with rate 0.01, the same number of updates in each row, one thread.
+
+The settings are the second that were tried: with pulses of 1 and 1,500 updates no net learned the
+bit, at horizon 10 or 200 (seed 0). Nor did one in 4,000 updates where only targets 15, 20 or 50
+steps and more after the pulse counted, at any horizon from 10 to 200 that was tried. So these rows
+show that a short horizon can be enough. They do not show that a long one helps where it is not.
 """
 
 import statistics
