@@ -537,10 +537,10 @@ def gradients_from(net: Carried, chunk: Chunk, state: State) -> dict[str, Tensor
 def test_settings_are_described() -> None:
     assert (
         tt.Exact().describe()
-        == "an update for every recording (with several lanes, where all of them start one), credit"
-        " back through all of it"
+        == "an update for every recording (with several lanes, where all of them start one),"
+        " gradients flow back through all of it"
     )
     assert (
         tt.Exact(cut_every=500).describe()
-        == "an update every 500 steps, credit cut there: back through at most 500 steps"
+        == "an update every 500 steps, gradients cut there: they flow back at most 500 steps"
     )

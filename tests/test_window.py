@@ -81,5 +81,5 @@ def test_settings_that_no_plan_can_serve_are_refused() -> None:
         tt.Truncated(0)
     assert (
         tt.Truncated(100).describe()
-        == "an update every 100 steps, credit back through 1 to 100 steps (50.5 on average)"
+        == "an update every 100 steps, gradients flow back 1 to 100 steps (50.5 on average)"
     )

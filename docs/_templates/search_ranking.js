@@ -4,6 +4,57 @@
 // whose heading has the most of the question.
 const TITLE = 2, HEADING = 1, OBJECT = 10; // weights; an object is a name of the API
 const SHOWN = 0.4; // results that score at least this share of the best
+const LOWERED = { log: 0.4 }; // what was tried and dropped has the words of a task, not its answer
+
+// How people ask for a page that has other words. A phrase counts if the question has all of its
+// words, in any order, and then as much as rare words of a title.
+const PHRASE = 3;
+const PHRASES = {
+  "errors/inplace-operation": ["leaf variable", "叶子 变量"],
+  "explanation/stride-horizon-chunk": ["batch size", "sequence length", "序列长度", "batch 大小"],
+  "explanation/truncation": ["sequence length", "序列长度"],
+  "how-to/data": [
+    "dataset", "multiple targets", "normalize", "normalise", "pandas", "csv", "missing values", "parquet",
+    "读取 csv", "归一化", "标准化", "缺失值", "多个目标", "多目标", "数据集",
+  ],
+  "how-to/deploy": [
+    "microcontroller", "embedded", "browser", "inference", "mobile", "onnx", "real time", "嵌入式", "单片机",
+    "浏览器", "部署", "推理", "实时",
+  ],
+  "how-to/distributed": ["ddp", "multi gpu", "slurm", "several machines", "多卡", "多机", "分布式"],
+  "how-to/draw": ["visualize graph", "plot graph", "draw graph", "画计算图", "计算图可视化"],
+  "how-to/extending": ["custom cell", "own cell", "custom policy", "自定义 单元", "自定义循环单元"],
+  "how-to/gpu": ["cuda", "apple silicon", "mps", "苹果", "显卡", "gpu 训练"],
+  "how-to/gradients": ["gradient checkpointing", "checkpoint gradient", "梯度检查点", "精确梯度"],
+  "how-to/layers": ["mixed precision", "autocast", "amp", "bfloat16", "混合精度"],
+  "how-to/lightning": ["pytorch lightning", "lightning trainer", "lightning"],
+  "how-to/loop": [
+    "save model", "load model", "save checkpoint", "random seed", "reproducible", "f1", "confusion matrix",
+    "teacher forcing", "保存模型", "加载模型", "保存 模型", "加载 模型", "随机种子", "可复现", "学习率",
+  ],
+  "how-to/losses": ["custom loss", "own loss", "ctc", "ppo", "自定义损失", "损失函数"],
+  "how-to/models": ["mamba", "state space", "transformer", "spiking", "脉冲神经网络", "状态空间"],
+  "how-to/recipes/ecg": ["心电图", "ecg"],
+  "how-to/recipes/forecasting": [
+    "forecast", "time series prediction", "predict steps ahead", "时间序列", "预测 未来", "多步预测",
+  ],
+  "how-to/recipes/fsdd": ["speech", "audio", "语音识别", "语音"],
+  "how-to/recipes/nab": ["anomaly", "outlier", "异常检测"],
+  "how-to/your-module": [
+    "bidirectional", "language model", "reinforcement learning", "custom module", "双向",
+    "语言模型", "强化学习", "自定义 模块",
+  ],
+  "reference/command-line": [
+    "early stopping", "patience", "tensorboard", "wandb", "weights biases", "mlflow", "learning rate warmup",
+    "overfitting", "save model", "早停", "过拟合", "学习率预热", "保存模型", "加载模型", "日志",
+  ],
+  "reference/glossary": [
+    "hidden state", "perplexity", "repackage_hidden", "隐藏状态是", "困惑度",
+    "叶子张量", "多对一", "多对多", "术语",
+  ],
+  "reference/streams": ["num_workers", "dataloader", "data loader", "workers", "数据加载"],
+  "tutorial/heartbeats": ["real time", "live prediction", "实时推理", "实时预测"],
+};
 
 Search._performSearch = (query, words, excluded, _highlighted, names) => {
   const index = Search._index, stemmer = new Stemmer();
@@ -29,6 +80,13 @@ Search._performSearch = (query, words, excluded, _highlighted, names) => {
   const weighText = (text) =>
     weigh([...new Set(splitQuery(text.toLowerCase()).map((word) => stemmer.stemWord(word)))]);
 
+  const asked = (page) => (PHRASES[page] ?? []).reduce((best, phrase) => {
+    const stems = splitQuery(phrase.toLowerCase()).map((word) => stemmer.stemWord(word));
+    if (!stems.every((word) => words.has(word))) return best;
+    const rare = Math.log(1 + lengths.length);
+    return Math.max(best, stems.reduce((sum, word) => sum + (weights.get(word) || rare), 0));
+  }, 0);
+
   const sections = index.docnames.map(() => ({ heading: "", anchor: "", weight: 0 }));
   for (const [heading, places] of Object.entries(index.alltitles)) {
     const weight = weighText(heading);
@@ -42,8 +100,9 @@ Search._performSearch = (query, words, excluded, _highlighted, names) => {
     const text = weigh([...words].filter((word) => having.get(word).has(page)));
     const length = Math.max(1, (1 + lengths[page] / average) / 2);
     const unwanted = [...excluded].some((word) => lookUp(word, index.terms).includes(page));
-    const score = unwanted ? 0 : text / length + TITLE * weighText(title) + HEADING * weight;
-    return [name, title + heading, anchor, null, score, index.filenames[page], "text"];
+    const titled = TITLE * weighText(title) + HEADING * weight + PHRASE * asked(name);
+    const ranked = unwanted ? 0 : (text / length + titled) * (LOWERED[name] ?? 1);
+    return [name, title + heading, anchor, null, ranked, index.filenames[page], "text"];
   });
   const best = Math.max(...results.map((result) => result[4]));
   const objects = [...names].flatMap((name) => Search.performObjectSearch(name, names));

@@ -6,12 +6,12 @@
 import json
 import sys
 
-from docs.pictures import graph, idea, paths, resets, strides
+from docs.pictures import graph, idea, one_file, paths, resets, strides
 from docs.pictures.frame import FOLDER
 
 if "--train" in sys.argv:
     idea.MEASURED.write_text(json.dumps(idea.train()) + "\n", encoding="utf-8")
-for module in (graph, idea, paths, resets, strides):
+for module in (graph, idea, one_file, paths, resets, strides):
     for name, svg in module.draw().items():
         (FOLDER / name).write_text(svg, encoding="utf-8")
         print(f"{name}: {len(svg) / 1000:.1f} kB")

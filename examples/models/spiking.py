@@ -9,7 +9,7 @@ snntorch's other way, keeps the potential in the layer, where no one can reset o
 a layer keeps of its last call all the same is let go of after each chunk: it would hold the graph.
 The gradient is that of a smooth function in the place of the spike's step.
 
-The task: two channels of random spikes; say at every step which of them has fired more of late. The
+The task: two channels of random spikes; say at every step which of them fired more recently. The
 potential must remember.
 
 Shapes: `T` steps, `B` lanes, `H` neurons.

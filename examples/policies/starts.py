@@ -7,8 +7,8 @@ for longer it enters others, and what it does there is left to chance. Two remed
 and Gu change the states that enter the windows of a shuffled stream, `tt.windows`:
 
     CarriedStart   the state in which the window before it ended when it was last played
-    NoiseStart     mean + deviation * n, n ~ N(0, 1), of each number of the states in which windows
-                   ended of late
+    NoiseStart     mean + deviation * n, n ~ N(0, 1), of each number of the states in which recent
+                   windows ended
 
 Both are `tt.Truncated(stride)` with `Window.enter`, which replaces the state wherever a lane starts
 a recording. No gradient flows into the new one. What they know of past states is `at.memory`: it is

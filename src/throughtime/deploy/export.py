@@ -107,7 +107,7 @@ def export(
         classes: names of the outputs.
         steps: random ones to verify; 0 for none.
         stream: recordings, as for `tt.evaluate`, or a `tt.Stream`. The longest one is played from
-            the initial state without a reset; `verified` of the description is what came of it, and
+            the initial state without a reset; `verified` of the description is the result, and
             `settling_time` that of `tt.settling_time(net, stream)`.
         details: more entries of the description, such as names of columns.
         with_session: also write session.py beside an .onnx file: `Session`, which runs it on

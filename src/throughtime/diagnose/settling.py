@@ -7,10 +7,10 @@ The carried run has played a recording from its first step. A cold start enters 
 the initial state (zeros, or what the net learned) and plays the same inputs. A net without memory
 settles after 0 steps, and one that counts without a bound never does.
 
-d is the effective remembrance of B. Ruiz and A. Gu: the distance between the prediction after the
-whole past and that after the last steps alone. They take the total variation between the
-probabilities of the next token. Outputs of a net are numbers of any kind, so here it is the largest
-difference, relative to the deviation of the outputs.
+d is an analogue of the effective remembrance of R. Buitrago Ruiz and A. Gu, not that measure. Both
+are a distance between the prediction after the whole past and that after the last steps alone.
+Theirs is the total variation between the probabilities of the next token. Outputs of a net are
+numbers of any kind, so here it is the largest difference, relative to their deviation.
 
 References: R. Buitrago Ruiz and A. Gu, Understanding and improving length generalization in
 recurrent models, ICML 2025 (arXiv 2507.02782).
@@ -149,7 +149,7 @@ def settling_time(
         >>> result.quantiles[1.0] < 50, result.unsettled
         (True, 0)
 
-    References: Buitrago Ruiz & Gu, ICML 2025.
+    References: after an idea of Buitrago Ruiz & Gu, ICML 2025.
     """
     check_whole("starts", starts, 1)
     check_whole("span", span, 1)

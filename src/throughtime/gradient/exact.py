@@ -27,7 +27,7 @@ from throughtime.gradient.window import Credit, Probe, Progress, Window, set_who
 
 @dataclass(frozen=True)
 class Exact:
-    """The full gradient of each recording, in the memory of one segment.
+    """The full gradient of each recording, in the memory of one segment and of a state for each.
 
     An update at every step at which all lanes start a recording. With one lane that is one for
     every recording; with several one for the epoch, unless recordings end together. `cut_every`
@@ -54,7 +54,8 @@ class Exact:
         RunError: a gradient is not finite; steps and parameter are named, `.grad` and weights
             unchanged.
 
-    Cost: two forward passes and one backward pass per step.
+    Cost: two forward passes and one backward pass per step, and memory for the state at the start
+    of each segment. A `chunk` much below the default costs more, since each segment is two calls.
 
     Example:
         >>> import torch, throughtime as tt
@@ -86,12 +87,12 @@ class Exact:
         """The setting in words."""
         if self.cut_every is not None:
             return (
-                f"an update every {counted(self.cut_every, 'step')}, credit cut there: back through"
-                f" at most {counted(self.cut_every, 'step')}"
+                f"an update every {counted(self.cut_every, 'step')}, gradients cut there: they"
+                f" flow back at most {counted(self.cut_every, 'step')}"
             )
         return (
             "an update for every recording (with several lanes, where all of them start one),"
-            " credit back through all of it"
+            " gradients flow back through all of it"
         )
 
     def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:

@@ -348,7 +348,7 @@ def rollout(
     resets: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Any, State]:
-    """Outputs for all steps and the state after them, with a graph of constant memory.
+    """Outputs for all steps and the state after them, with the graph of one segment at a time.
 
     Same call as `net(x, state, resets)` and the same gradients, to inputs, state and parameters.
     Use it for losses of the final state or of several nets, or as part of a larger graph. For

@@ -74,7 +74,7 @@ class Truncated:
     Example:
         >>> import throughtime as tt
         >>> tt.Truncated(stride=100, horizon=400).describe()
-        'an update every 100 steps, credit back through 301 to 400 steps (350.5 on average)'
+        'an update every 100 steps, gradients flow back 301 to 400 steps (350.5 on average)'
 
     References: Williams & Peng, Neural Computation 2 (1990).
     """
@@ -93,7 +93,7 @@ class Truncated:
         most = self.horizon or self.stride
         least = most - self.stride + 1
         text = (
-            f"an update every {counted(self.stride, 'step')}, credit back through {least} to"
+            f"an update every {counted(self.stride, 'step')}, gradients flow back {least} to"
             f" {counted(most, 'step')} ({(least + most) / 2:g} on average)"
         )
         if self.jitter:

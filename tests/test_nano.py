@@ -1,0 +1,224 @@
+"""`examples/nano.py` computes what the library computes, and imports nothing of it.
+
+Each mutant is an edit of its text: a wrong version that the comparison must tell apart.
+
+Shapes: `T` steps, `B` lanes.
+"""
+
+import ast
+import io
+import re
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import throughtime as tt
+from throughtime.gradient import Policy
+
+ROOT = Path(__file__).parent.parent
+SOURCE = (ROOT / "examples" / "nano.py").read_text(encoding="utf-8")
+LANES, STRIDE, HORIZON, SEGMENT = 3, 6, 17, 5
+LENGTHS = (23, 10, 8, 31, 12, 4, 17)  # lanes start recordings within windows, and end apart
+ALIKE = (20, 20, 20, 15, 15, 15)  # lanes start recordings together
+WIDE = torch.float64
+Numbers = tuple[list[float], list[Tensor]]
+
+MUTANTS = {
+    "a reset is forgotten": ("leaf.masked_fill(fresh, 0.0)", "leaf"),
+    "every lane is reset": ("masked_fill(fresh, 0.0)", "masked_fill(fresh.any(), 0.0)"),
+    "the horizon is a stride too short": (
+        "max(0, stop - horizon)",
+        "max(0, stop - horizon + stride)",
+    ),
+    "all losses of a window count": ("[: max(0, window.counted - start)]", "[:0]"),
+    "the next window enters with the last state": ("in kept]", "in after]"),
+    "a segment's state is not restored": ("entering.pop()", "entering[-1]"),
+    "credit is not passed on": ("[loss, *after], [None, *credit]", "[loss], [None]"),
+    "the mean is that of a segment": ("max(1, count)", "max(1, int(mask.sum()))"),
+    "the padding counts": ("(steps, lanes), torch.nan)", "(steps, lanes), 0.0)"),
+    "the state starts anew in every update": (
+        "windows[number], state,",
+        "windows[number], progress.state,",
+    ),
+}
+
+
+def load(old: str = "", new: str = "") -> Any:
+    """The file as a module, with one edit of its text."""
+    assert old in SOURCE
+    text = SOURCE.replace(old, new) if old else SOURCE
+    nano = ModuleType("nano")
+    exec(compile(text, "nano.py", "exec"), nano.__dict__)
+    return nano
+
+
+def recordings(lengths: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=WIDE, generator=generator)
+
+    data = [(draw(n, 2), draw(n)) for n in lengths]
+    data[1][1][3:7] = torch.nan  # steps without a target
+    return data
+
+
+def make_net(nano: Any) -> Any:
+    torch.manual_seed(3)
+    net = nano.Net(inputs=2, units=6).to(WIDE)
+    with torch.no_grad():
+        net.lstm.bias_ih_l0[6:12] += 3.0  # the state lasts, so each mistake shows
+    return net
+
+
+def windows(nano: Any, stream: Any, policy: Policy) -> list[Any]:
+    if isinstance(policy, tt.Truncated):
+        return nano.truncated(stream, policy.stride, policy.horizon or policy.stride)
+    return nano.exact(stream, SEGMENT)
+
+
+def by_nano(nano: Any, lengths: Sequence[int], policy: Policy) -> Numbers:
+    """The loss of each update in two epochs, and the weights after them."""
+    stream, net = nano.Stream(recordings(lengths), LANES), make_net(nano)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    loss_sum, losses = nn.MSELoss(reduction="sum"), list[float]()
+    for _ in range(2):
+        progress = nano.Progress(0, net.initial_state(LANES))
+        plan = windows(nano, stream, policy)
+        updates = nano.train(net, optimizer, stream, plan, loss_sum, progress)
+        losses += [loss for loss, _ in updates if loss is not None]
+    return losses, [weight.detach() for weight in net.parameters()]
+
+
+@cache
+def by_library(case: str) -> Numbers:
+    lengths, policy = CASES[case]
+    module = make_net(load())
+    net = tt.carry(nn.Sequential(module.lstm, module.head))
+    data = [{"inputs": x, "targets": y} for x, y in recordings(lengths)]
+    stream = tt.Stream(data, lanes=LANES, chunk=7, seed=None, dtype=WIDE)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    losses = list[float]()
+    for _ in range(2):
+        for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy):
+            losses.append(float(update.loss))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, [weight.detach() for weight in module.parameters()]
+
+
+def difference(a: Numbers, b: Numbers) -> float:
+    """The largest difference of any loss or weight; infinite where the updates are not as many."""
+    if len(a[0]) != len(b[0]):
+        return torch.inf
+    losses = max(abs(x - y) for x, y in zip(a[0], b[0], strict=True))
+    return max(losses, *((x - y).abs().max().item() for x, y in zip(a[1], b[1], strict=True)))
+
+
+CASES: dict[str, tuple[Sequence[int], Policy]] = {
+    "k1 < k2": (LENGTHS, tt.Truncated(STRIDE, HORIZON)),
+    "k1 = k2": (LENGTHS, tt.Truncated(STRIDE)),
+    "k2 beyond the recordings": (LENGTHS, tt.Truncated(STRIDE, 100)),
+    "exact, one update": (LENGTHS, tt.Exact()),
+    "exact, several updates": (ALIKE, tt.Exact(chunk=7)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_numbers_are_those_of_the_library(case: str) -> None:
+    ours, theirs = by_nano(load(), *CASES[case]), by_library(case)
+    assert len(ours[0]) == {"exact, one update": 2, "exact, several updates": 4}.get(case, 14)
+    assert difference(ours, theirs) < 1e-13
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_computes_other_numbers(mutant: str) -> None:
+    nano = load(*MUTANTS[mutant])
+    pairs = ((by_nano(nano, *CASES[case]), by_library(case)) for case in CASES)
+    assert any(difference(ours, theirs) > 1e-4 for ours, theirs in pairs)
+
+
+def resumed(nano: Any, policy: Policy, stop: int) -> list[Tensor]:
+    """The weights after an epoch that is saved after `stop` updates, and goes on from the file."""
+    stream, loss_sum = nano.Stream(recordings(LENGTHS), LANES), nn.MSELoss(reduction="sum")
+    plan, file = windows(nano, stream, policy), io.BytesIO()
+    net = make_net(nano)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    start = nano.Progress(0, net.initial_state(LANES))
+    for _, progress in nano.train(net, optimizer, stream, plan, loss_sum, start):
+        if progress.window == stop:
+            states = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(states | {"progress": tuple(progress)}, file)
+            break
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    net = nano.Net(inputs=2, units=6).to(WIDE)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    net.load_state_dict(saved["net"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for _ in nano.train(net, optimizer, stream, plan, loss_sum, nano.Progress(*saved["progress"])):
+        pass
+    return [weight.detach() for weight in net.parameters()]
+
+
+def equal(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_resumed_run_has_the_same_bits() -> None:
+    nano, policy = load(), tt.Truncated(STRIDE, HORIZON)
+    whole = resumed(nano, policy, 6)  # before the last of 7 updates
+    assert all(equal(resumed(nano, policy, stop), whole) for stop in range(1, 6))
+    forgetful = load(
+        "yield loss, Progress(number + 1, state)",
+        "yield loss, Progress(number + 1, progress.state)",
+    )
+    assert not equal(resumed(forgetful, policy, 3), whole)
+
+
+def test_the_script_resumes_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> list[str]:
+        monkeypatch.setattr(
+            sys, "argv", ["nano.py", "--checkpoint", str(tmp_path / words[0]), *words[1:]]
+        )
+        load().main()
+        return capsys.readouterr().out.splitlines()
+
+    whole = run("a.pt", "--epochs", "3")
+    assert float(whole[-1].split()[-1]) < float(whole[0].split()[-1])
+    assert run("b.pt", "--epochs", "1") == whole[:1]
+    assert run("b.pt", "--epochs", "3", "--resume") == whole[1:]
+    one, other = (torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt"))
+    assert equal([*one["net"].values()], [*other["net"].values()])
+    assert one["progress"][0] == other["progress"][0]
+    assert len(run("c.pt", "--epochs", "2", "--exact")) == 2
+
+
+def test_the_page_reads_the_file_from_top_to_bottom() -> None:
+    page = (ROOT / "docs" / "explanation" / "in-one-file.md").read_text(encoding="utf-8")
+    rest = SOURCE
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 9
+    for block in blocks:
+        before, found, rest = rest.partition(block)
+        assert found, block
+        assert not re.search(r"^(class|def) ", before, re.MULTILINE), "a part is left out"
+    assert f"{len(SOURCE.splitlines())} lines" in page
+
+
+def test_it_is_short_and_needs_torch_alone() -> None:
+    assert len(SOURCE.splitlines()) <= 250
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name) or ""
+        for node in ast.walk(ast.parse(SOURCE))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    assert {name.split(".")[0] for name in imported} - sys.stdlib_module_names == {"torch"}
