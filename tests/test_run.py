@@ -27,8 +27,8 @@ from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import DataError, RunError
-from throughtime.stream.classes import class_name
 from throughtime.stream.sources import as_recording
+from throughtime.stream.targets import class_name
 
 
 def write_recordings(

@@ -29,8 +29,8 @@ from throughtime.stream import StepArrays
 from throughtime.stream._collate import Collator
 from throughtime.stream._queue import ChunkQueue
 from throughtime.stream.recording import sample_checksum
-from throughtime.stream.shift import ForecastRecording
 from throughtime.stream.sources import as_recording
+from throughtime.stream.targets import ForecastRecording
 
 LONGEST = 1000
 FIELDS = ("inputs", "targets", "mask", "recording", "position", "starts", "ends")
@@ -494,7 +494,7 @@ class Custom:
         series = {key: steps * factor for key, factor in self.series.items()}
         if self.lost:
             series = {key: rows[: -self.lost] for key, rows in series.items()}
-        return StepArrays(steps[:, None], steps, None, series)
+        return StepArrays(steps[:, None], steps, series)
 
 
 def test_an_object_gives_series_with_its_steps() -> None:

@@ -19,10 +19,10 @@ from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError, counted
 from throughtime.stream.formats.table import Array
-from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
 from throughtime.stream.layout import text_hint
 from throughtime.stream.recording import Recording, StepArrays, location
+from throughtime.stream.targets import IGNORE_INDEX
 
 Rows: TypeAlias = dict[str, Array]
 """The arrays of some steps by role: inputs, targets, and each series."""
@@ -51,13 +51,18 @@ class Block(NamedTuple):
     Attributes:
         start: the first step, in the epoch.
         chunk: the steps.
-        missing: `(2, T)`, how many lanes have a missing input, and a missing target, in each step;
-            `None` where none has.
+        masked: lane steps that are masked because an input is missing.
+        missing_targets: those that have no target.
     """
 
     start: int
     chunk: Chunk
-    missing: Array | None
+    masked: int
+    missing_targets: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.chunk.steps
 
 
 @dataclass
@@ -109,21 +114,17 @@ class Collator:
         first = self.prime()
         arrays = {
             role: self._assemble(role, rows, reads, steps)
-            for role, rows in self._prepare(first).items()
+            for role, rows in self._in_columns(first.by_role).items()
         }
         inputs, targets = arrays.pop("inputs"), arrays.pop("targets", None)
-        per_step, counts = self._metadata(slices, steps), np.zeros((2, steps), np.int64)
-        missing = self._missing_inputs(inputs, reads), _missing_targets(targets)
-        for count, values in zip(counts, missing, strict=True):
-            if values is not None and values.any():
-                rows = values.reshape(steps, self.lanes, -1).any(axis=2)
-                per_step[1][rows] = False
-                count += rows.sum(axis=1)
+        per_step = self._metadata(slices, steps)
+        masked = _mask_out(per_step[1], self._missing_inputs(inputs, reads))
+        missing = 0 if targets is None else _mask_out(per_step[1], _missing(targets))
         metadata = ChunkMetadata.of(*map(torch.from_numpy, per_step))
         labels = None if targets is None else torch.from_numpy(targets)
         series = dict(zip(first.series, map(torch.from_numpy, arrays.values()), strict=True))
         chunk = Chunk(torch.from_numpy(inputs), labels, metadata, 0, steps, 0, series)
-        return Block(start, chunk, counts if counts.any() else None)
+        return Block(start, chunk, masked, missing)
 
     def _metadata(self, slices: Sequence[LaneSlice], steps: int) -> tuple[Array, ...]:
         """Resets, mask, recording, position and ends of every step.
@@ -167,18 +168,17 @@ class Collator:
                     f" {len(recording)}. Did the file change?"
                 )
         # layouts that are known to fit need not be put in words
-        static = None if steps.static is None else (steps.static.dtype, steps.static.shape)
-        layout = static, *[(role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items()]
+        layout = tuple((role, rows.dtype, rows.shape[1:]) for role, rows in arrays.items())
         if layout not in self._accepted:
             self._check(recording, steps)
             self._accepted.add(layout)
-        return self._prepare(steps)
+        return self._in_columns(arrays)
 
     def _check(self, recording: Recording, steps: StepArrays) -> None:
         """Refuse what is not numbers, or other columns than those of the first recording."""
-        name, arrays = recording.name, {**steps.by_role, "static features": steps.static}
+        name, arrays = recording.name, steps.by_role
         for role, array in arrays.items():
-            if array is not None and array.dtype.kind not in "biuf":
+            if array.dtype.kind not in "biuf":
                 raise DataError(
                     text_hint(recording, role)
                     or f"recording '{name}': the {role} are {array.dtype}, expected numbers; map"
@@ -189,12 +189,10 @@ class Collator:
                 f"recording '{name}' has a series '{taken[0]}', a name that every chunk has; give"
                 " it another name"
             )
-        if steps.static is not None:
-            self._check_static(steps.inputs, steps.static)
         if self._first is None:
             self._first = (name, steps)
         first_name, first = self._first
-        expected = {**first.by_role, "static features": first.static}
+        expected = first.by_role
         faults = [
             f"recording '{name}' has {role} of {got}, recording '{first_name}' of {wanted}"
             for role in {**expected, **arrays}
@@ -209,23 +207,8 @@ class Collator:
                 " same kind of numbers" + hint
             )
 
-    def _check_static(self, inputs: Array, static: Array) -> None:
-        """Refuse static features that do not fit beside the inputs."""
-        dtype = self._dtype("inputs", inputs)
-        if inputs.ndim > 2 or (inputs.ndim == 1 and dtype.kind == "i"):
-            raise DataError(
-                "static features go beside inputs (T, D); these are tokens or have more dimensions"
-            )
-        if dtype.kind != "f" and static.dtype.kind == "f":
-            raise DataError(
-                f"the static features are {static.dtype} and the inputs {dtype}, which cannot hold"
-                " them; give the stream a floating dtype"
-            )
-
     def _layout(self, role: str, array: Array | None) -> str:
         """The columns in words; floating types differ only where they decide that of the chunk."""
-        if role == "static features":
-            return "none" if array is None else f"{len(array)} numbers"
         if array is None:
             return "no columns"
         kind = "integer"
@@ -236,17 +219,11 @@ class Collator:
         width = "x".join(map(str, array.shape[1:])) or "1"
         return f"{width} {'columns' if array.ndim > 1 else 'column (a vector)'} of {kind} numbers"
 
-    def _prepare(self, steps: StepArrays) -> Rows:
-        """The rows by role: inputs that are no tokens as columns, beside them static features."""
-        arrays, inputs, static = steps.by_role, steps.inputs, steps.static
+    def _in_columns(self, arrays: Rows) -> Rows:
+        """The rows by role; inputs of one number that are no tokens become a column."""
+        inputs = arrays["inputs"]
         if inputs.ndim == 1 and self._dtype("inputs", inputs).kind == "f":
-            arrays["inputs"] = inputs = inputs[:, None]
-        if static is not None:
-            features = np.broadcast_to(static, (len(inputs), len(static)))
-            dtype = self._dtype("inputs", inputs)
-            arrays["inputs"] = np.concatenate(
-                [inputs, features], axis=1, dtype=dtype, casting="unsafe"
-            )
+            arrays["inputs"] = inputs[:, None]
         return arrays
 
     def _dtype(self, role: str, rows: Array) -> np.dtype[Any]:
@@ -271,11 +248,9 @@ class Collator:
             result[part.start : part.stop, part.lane] = arrays[role]
         return result
 
-    def _missing_inputs(self, inputs: Array, reads: Reads) -> Array | None:
+    def _missing_inputs(self, inputs: Array, reads: Reads) -> Array:
         """Which inputs are NaN or infinite; they become 0, or are refused."""
-        if inputs.dtype.kind != "f" or self.keep_missing:
-            return None
-        missing = ~np.isfinite(inputs)
+        missing = ~np.isfinite(inputs) & (not self.keep_missing)
         if missing.any():
             if not self.mask_missing:
                 self._refuse_missing(missing.reshape(*missing.shape[:2], -1), reads)
@@ -298,8 +273,15 @@ class Collator:
         )
 
 
-def _missing_targets(targets: Array | None) -> Array | None:
+def _missing(targets: Array) -> Array:
     """Which targets are NaN or -100."""
-    if targets is None:
-        return None
     return np.isnan(targets) if targets.dtype.kind == "f" else targets == IGNORE_INDEX
+
+
+def _mask_out(mask: Array, missing: Array) -> int:
+    """Mask the steps that lack a column `(T, B, ...)`; their number."""
+    if not missing.any():
+        return 0
+    rows = missing.reshape(*mask.shape, -1).any(axis=2)
+    mask[rows] = False
+    return int(rows.sum())

@@ -12,7 +12,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,10 +21,8 @@ import torch
 
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import formats
-from throughtime.stream.classes import class_names
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, is_number
-from throughtime.stream.labels import At, PeriodicLabels, interval_labels, periodic_labels
 from throughtime.stream.recording import TableRecording, innermost
 from throughtime.stream.row_sources import (
     ColumnRows,
@@ -36,8 +34,10 @@ from throughtime.stream.row_sources import (
     time_rows,
     value_columns,
 )
+from throughtime.stream.targets import At, class_names, interval_labels, periodic_labels
 
 _COMPARED, _EXCERPT, _BLOCK = 1000, 64, 65_536  # rows
+_CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
 _BELONGS = {
@@ -63,7 +63,6 @@ class Layout:
         allow_target_as_input: whether a step may have its own target as an input.
         static: columns of a manifest.
         frame_size: rows of a file that form one step.
-        standardise: by which statistics inputs are standardised.
         delimiter: of CSV files; `None`: detected in each.
         decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets.
@@ -82,7 +81,6 @@ class Layout:
     allow_target_as_input: bool = False
     static: tuple[str, ...] = ()
     frame_size: int = 1
-    standardise: str = "split"
     delimiter: str | None = None
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None
@@ -238,10 +236,8 @@ def lay_out(
         FrameRows(inputs, size) if size > 1 else inputs,
         labels,
         static,
-        inputs.columns if isinstance(inputs, ColumnRows) else (),
-        targets.columns
-        if isinstance(targets, ColumnRows)
-        else LABEL * isinstance(targets, (Intervals, Label)),
+        _columns(inputs),
+        LABEL if isinstance(targets, (Intervals, Label)) else _columns(targets),
         times,
         tuple(others.items()),
     )
@@ -249,22 +245,25 @@ def lay_out(
 
 def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> RowSource:
     """The targets as one for each step, missing where there is none."""
-    size, every, rows = layout.frame_size, layout.target_every, len(inputs)
+    size, every, at, rows = layout.frame_size, layout.target_every, layout.target_at, len(inputs)
     if isinstance(targets, Intervals):
         _refuse(name, layout, f"{targets.source} holds intervals", "target_every")
-        return _interval_rows(name, targets, rows, layout)
+        labels = _interval_labels(targets, layout)
+        spans = interval_labels(
+            name, targets.starts, targets.stops, labels, rows, at or "all", size
+        )
+        spans.background = layout.background_class
+        return spans
     if isinstance(targets, Label):
         what = "its label is for the whole recording"
         _refuse(name, layout, what, "target_every", "background_class")
-        values = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
-        steps = rows // size
-        return periodic_labels(name, values, steps, steps, layout.target_at or "last")
+        labels = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
+        return periodic_labels(name, labels, rows // size, rows // size, at or "last")
     if every is not None:
         what = f"{targets.source} holds a row of targets for every {every} rows"
         _refuse(name, layout, what, "background_class")
-        labels = targets if layout.task is None else TypedLabels(targets, layout.classify)
-        at = periodic_labels(name, labels, every, rows, layout.target_at or "last").at
-        return PeriodicLabels(labels, every // size, rows // size, at)
+        labels = _typed(targets, layout)
+        return periodic_labels(name, labels, every, rows, at or "last", size)
     _refuse(name, layout, "its targets are one for each row", *_BELONGS)
     if len(targets) != rows:
         raise DataError(
@@ -273,33 +272,20 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             " target_every=N how many rows each target is for"
         )
     frames = FrameRows(targets, size, last=True) if size > 1 else targets
-    return frames if layout.task in {None, "classify"} else TypedLabels(frames, classify=False)
+    return frames if layout.classify else _typed(frames, layout)
 
 
-def _interval_rows(name: str, intervals: Intervals, rows: int, layout: Layout) -> RowSource:
-    """Labels of intervals in rows, for steps."""
-    labels = intervals.labels
-    if layout.task is not None:
-        labels = typed(np.asarray(labels), classify=layout.classify)
-        if labels.dtype.kind == "U":
-            labels = np.char.strip(labels)
-            if len(labels) and not layout.classify:
-                wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
-                raise DataError(
-                    f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
-                    " task='classify'"
-                )
-    at, size, lost = layout.target_at or "all", layout.frame_size, 0
-    spans = interval_labels(
-        name, intervals.source, intervals.starts, intervals.stops, labels, rows, at
-    )
-    if size > 1:
-        first, end = spans.starts // size, spans.stops // size
-        keep = first < end
-        lost = int((~keep).sum())
-        parts = {"starts": first[keep], "stops": end[keep], "labels": spans.labels[keep]}
-        spans = replace(spans, steps=spans.steps // size, **parts)
-    return replace(spans, background=layout.background_class, lost=lost)
+def _interval_labels(intervals: Intervals, layout: Layout) -> RowSource:
+    """The labels of intervals; of a regression they are numbers."""
+    labels = np.asarray(intervals.labels)
+    if labels.dtype.kind == "U" and len(labels) and layout.task not in {None, "classify"}:
+        texts = [text.strip() for text in labels.tolist()]
+        wrong = next((text for text in texts if not is_number(text)), texts[0])
+        raise DataError(
+            f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
+            " task='classify'"
+        )
+    return _typed(ArrayRows(intervals.source, labels), layout)
 
 
 def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
@@ -314,50 +300,87 @@ def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse a column that is an input and the target of the same step.
-
-    A column of a file is known by the file and its name there, whatever it is called here; one in
-    memory by its name, type and first values. Arrays have no names, and are not compared.
-    """
-    if not isinstance(targets, ColumnRows):
+    """Refuse a column that is an input and the target of the same step."""
+    if not isinstance(targets, (ColumnRows, ArrayRows)) or not (copied := _copies(inputs, targets)):
         return
-    names = {_origin(targets.table, column)[1] for column in targets.columns}
-    own = {_identity(targets, column) for column in targets.columns}
-    parts = inputs.parts if isinstance(inputs, ConcatRows) else (inputs,)
-    rows = [part for part in parts if isinstance(part, ColumnRows)]
-    copied = [
-        column
-        for part in rows
-        for column in part.columns
-        if _origin(part.table, column)[1] in names and _identity(part, column) in own
-    ]
-    if copied:
-        others = [c for r in rows for c in r.columns if c not in copied] or targets.columns[:-1]
-        choice = f"inputs={listed(others, quoted=True)}" if others else "there are none"
-        if others and task is None:
-            choice = f"tt.recording(..., {choice}, targets='{targets.columns[-1]}')"
-        raise DataError(
-            f"recording '{name}': {listed(copied, quoted=True)} are inputs and targets of the same"
-            f" step, so the net would only learn to copy them; name other inputs: {choice}, predict"
-            " later values: ahead=1, or write allow_target_as_input=True if it is meant"
-        )
+    pairs = [c if c == target else f"{c} = {target}" for c, target in copied.items()]
+    own = _columns(targets)
+    others = [c for r in _parts(inputs) for c in _columns(r) if c not in copied] or own[:-1]
+    choice = f"inputs={listed(others, quoted=True)}"
+    if task is None:
+        choice = f"tt.recording(..., {choice}, targets='{own[-1] if own else 'y'}')"
+    advice = f"name other inputs: {choice}" if others else "take them out of the inputs"
+    raise DataError(
+        f"recording '{name}': {listed(pairs, quoted=True)} are inputs and targets of the same"
+        f" step, so the net would only learn to copy them; {advice}, predict"
+        " later values: ahead=1, or write allow_target_as_input=True if it is meant"
+    )
 
 
-def _origin(table: formats.Table, column: str) -> tuple[formats.Table, str]:
+def _copies(inputs: RowSource, targets: RowSource) -> dict[str, str]:
+    """The columns of the inputs that repeat one of the targets.
+
+    A column of a file is known by the file and its name there. One in memory is known by its
+    values, whatever its name and type; under another name it needs more values than classes have,
+    which may agree by chance.
+    """
+    files = {key: target for target, key in _files(targets).items()}
+    copies = {column: files[key] for column, key in _files(inputs).items() if key in files}
+    first = {v.tobytes(): target for target, v in _numbers(targets, 0, _COMPARED).items()}
+    for column, values in _numbers(inputs, 0, _COMPARED).items():
+        target = first.get(values.tobytes())
+        if target is None or (column != target and len(np.unique(values)) <= _CLASSES):
+            continue
+        if all(
+            np.array_equal(
+                _numbers(inputs, start, start + _BLOCK)[column],
+                _numbers(targets, start, start + _BLOCK)[target],
+                equal_nan=True,
+            )
+            for start in range(0, len(inputs), _BLOCK)
+        ):
+            copies[column] = target
+    return copies
+
+
+def _files(rows: RowSource) -> dict[str, tuple[Path, str]]:
+    """The columns that come from files: each file, and the name of the column there."""
+    origins = {c: _origin(r, c) for r in _parts(rows) for c in _columns(r)}
+    return {c: (t.path.resolve(), n) for c, (t, n) in origins.items() if isinstance(t.path, Path)}
+
+
+def _numbers(rows: RowSource, start: int, stop: int) -> dict[str, Array]:
+    """The columns of numbers that are in memory, in one type."""
+    blocks = dict[str, Array]()
+    for part in _parts(rows):
+        if isinstance(part, ColumnRows):
+            memory = [c for c in part.columns if not isinstance(_origin(part, c)[0].path, Path)]
+            blocks |= {column: part.table.read(start, stop, (column,)) for column in memory}
+        elif isinstance(part, ArrayRows) and isinstance(part.array, np.ndarray):
+            blocks[part.source] = part.read(start, stop)
+    return {
+        name if values.size == len(values) else f"{name}[:, {i}]": column.astype(np.float64)
+        for name, values in blocks.items()
+        if values.dtype.kind in "biuf" and values.size <= _COMPARED * len(values)
+        for i, column in enumerate(values.reshape(len(values), -1).T)
+    }
+
+
+def _parts(rows: RowSource) -> tuple[RowSource, ...]:
+    return rows.parts if isinstance(rows, ConcatRows) else (rows,)
+
+
+def _columns(rows: RowSource | None) -> tuple[str, ...]:
+    return rows.columns if isinstance(rows, ColumnRows) else ()
+
+
+def _origin(rows: ColumnRows, column: str) -> tuple[formats.Table, str]:
     """The table that a column comes from, and its name there."""
+    table = rows.table
     if isinstance(table, ConcatTable):
         index, column = table.sources[column]
         table = table.tables[index]
     return table, getattr(table, "names", {}).get(column, column)
-
-
-def _identity(rows: ColumnRows, column: str) -> tuple[object, ...]:
-    """What a column has in common with itself in another table."""
-    table, name = _origin(rows.table, column)
-    if isinstance(table.path, Path):
-        return table.path.resolve(), name
-    values = rows.table.read(0, _COMPARED, (column,))
-    return name, values.dtype.str, values.tobytes()
 
 
 def check_numbers(rows: object, role: str, task: str | None = None) -> None:
@@ -421,10 +444,10 @@ def text_fault(rows: ColumnRows, role: str, start: int = 0, task: str | None = N
 
 @dataclass(frozen=True)
 class TypedLabels:
-    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
+    """Whole numbers in a type that has a value for "none": text for classes, floats otherwise."""
 
     rows: RowSource
-    classify: bool
+    dtype: Any
 
     @property
     def source(self) -> str:
@@ -434,14 +457,14 @@ class TypedLabels:
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Array:
-        return typed(self.rows.read(start, stop), classify=self.classify)
+        labels = self.rows.read(start, stop)
+        return labels.astype(self.dtype) if labels.dtype.kind in "biu" else labels
 
 
-def typed(labels: Array, *, classify: bool) -> Array:
-    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
-    if labels.dtype.kind not in "biu":
-        return labels
-    return labels.astype(np.str_ if classify else np.float64)
+def _typed(rows: RowSource, layout: Layout) -> RowSource:
+    if layout.task is None:
+        return rows
+    return TypedLabels(rows, np.str_ if layout.classify else np.float64)
 
 
 def as_static(value: Any, name: str) -> Array:

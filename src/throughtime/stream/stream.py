@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, Never, TypeAlias
 
-import numpy as np
 import torch
 from torch import distributed
 
@@ -25,8 +24,9 @@ from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Block, Collator, ReadRequest
 from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
 from throughtime.stream.lanes import LaneSchedule, check_offset
-from throughtime.stream.recording import Recording, sample_checksum, with_one_kind
+from throughtime.stream.recording import Recording, sample_checksum
 from throughtime.stream.sources import Recordings, as_recordings
+from throughtime.stream.targets import share_label_type
 
 BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
 
@@ -108,8 +108,9 @@ class Stream:
         epoch: epochs finished so far.
         position: steps of every lane played in this epoch.
         wait_seconds: seconds spent waiting for data so far.
-        masked: steps masked so far because their inputs were not finite (`missing="mask"`).
-        missing_targets: steps masked so far because their target was NaN or -100.
+        masked: steps masked because their inputs were not finite (`missing="mask"`), in all blocks
+            that were read so far.
+        missing_targets: steps masked because their target was NaN or -100, likewise.
 
     A floating target that is NaN, or an integer one that is -100, means that the step has no
     target: it is masked.
@@ -157,7 +158,8 @@ class Stream:
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
                 " use torch.autocast"
             )
-        self.recordings: tuple[Recording, ...] = with_one_kind(as_recordings(recordings))
+        self.recordings: tuple[Recording, ...] = tuple(as_recordings(recordings))
+        share_label_type(self.recordings)
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.offset, self.hand_off = offset, hand_off
@@ -324,18 +326,17 @@ class Stream:
         if self.position >= end:
             self._begin(self.epoch + 1)
             return None
-        stop, position = min(self.position + steps, end), self.position
-        parts, missing = list[Chunk](), np.zeros(2, np.int64)
+        stop, position, block = min(self.position + steps, end), self.position, self._block
+        if block is not None and block.start <= position and stop <= block.stop:  # the usual case
+            self.position = stop
+            return block.chunk._cut(position - block.start, stop - block.start)
+        parts = list[Chunk]()
         while position < stop:
             block = self._read_block(position)
-            first, last = position - block.start, min(stop - block.start, block.chunk.steps)
+            first, last = position - block.start, min(stop, block.stop) - block.start
             parts.append(block.chunk._cut(first, last))
-            if block.missing is not None:
-                missing += block.missing[:, first:last].sum(axis=1)
-            position = block.start + last
+            position = block.stop
         self.position = stop  # after an error the position is as before
-        self.masked += int(missing[0])
-        self.missing_targets += int(missing[1])
         return join(parts)
 
     def remaining(self, steps: int) -> int:
@@ -355,12 +356,10 @@ class Stream:
         aligned in memory the same way each time, and kernels round it alike.
         """
         block, ahead = self._block, self._ahead
-        if block is not None and 0 <= position - block.start < block.chunk.steps:
+        if block is not None and block.start <= position < block.stop:
             return block
         start = position // self._block_steps * self._block_steps
-        self._block = self._ahead = (
-            None  # after an error no block is left, least of all the old one
-        )
+        self._block = self._ahead = None  # after an error neither is left
         if ahead is not None and ahead[0].start == start:
             self._block, copies = ahead
             chunk = self._block.chunk
@@ -368,6 +367,8 @@ class Stream:
             copies.join(tensor for tensor in tensors if tensor is not None)
         else:
             self._block = self._next_block(start)
+        self.masked += self._block.masked
+        self.missing_targets += self._block.missing_targets
         return self._block
 
     @property
@@ -390,7 +391,7 @@ class Stream:
             block = next(coming[1], None)
         if block is None:
             raise RuntimeError("the worker processes ended before they had read every block")
-        self._coming = start + block.chunk.steps, coming[1]
+        self._coming = block.stop, coming[1]
         return block._replace(chunk=self._placed(block.chunk))
 
     def _placed(self, chunk: Chunk) -> Chunk:
@@ -413,12 +414,11 @@ class Stream:
         placement, block = self._placement, self._block
         if placement is None or block is None or not is_accelerator(placement.device):
             return
-        end = block.start + block.chunk.steps
-        if self._ahead is None and end < min(self.position + steps, self.steps):
+        if self._ahead is None and block.stop < min(self.position + steps, self.steps):
             copies = SideStream(placement.device)
             try:
                 with copies.copies():
-                    self._ahead = self._next_block(end), copies
+                    self._ahead = self._next_block(block.stop), copies
             except Exception:  # noqa: BLE001  # raised when the block is needed
                 self._ahead = None
 
