@@ -499,6 +499,13 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
             f"input {listed(differ)} differs more between recordings than within them; if its level"
             " is of no meaning, --standardise first:400 takes that of the first steps of each"
         )
+    own = spec.standardise not in {"split", "none"} and not spec.difference
+    if own and spec.layout.task == "regress":
+        remarks.append(
+            "targets are standardised by the training split: those of a new recording are not known"
+            " when the net runs. If a forecast has levels of its own, take first:400 and"
+            " --difference"
+        )
     if statistics.missing:
         remarks.append(
             f"{counted(statistics.missing, 'step')} masked: their inputs are NaN or infinite"

@@ -228,9 +228,6 @@ def lay_out(
         _refuse_copies(name, inputs, targets, layout.task)
     table = inputs.table if isinstance(inputs, ColumnRows) else None
     times: RowSource | None = None if table is None else time_rows(table, layout.exclude)
-    if size > 1:
-        times = times and FrameRows(times, size, last=True)
-        others = {key: FrameRows(rows, size, last=True) for key, rows in others.items()}
     return TableRecording(
         name,
         FrameRows(inputs, size) if size > 1 else inputs,
@@ -238,9 +235,14 @@ def lay_out(
         static,
         _columns(inputs),
         LABEL if isinstance(targets, (Intervals, Label)) else _columns(targets),
-        times,
-        tuple(others.items()),
+        times and _last_rows(times, size),
+        tuple((key, _last_rows(rows, size)) for key, rows in others.items()),
     )
+
+
+def _last_rows(rows: RowSource, size: int) -> RowSource:
+    """The last row of each frame."""
+    return FrameRows(rows, size, last=True) if size > 1 else rows
 
 
 def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> RowSource:
@@ -271,7 +273,7 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             f" {len(targets):,} of {targets.source}; both need one row per step, or say by"
             " target_every=N how many rows each target is for"
         )
-    frames = FrameRows(targets, size, last=True) if size > 1 else targets
+    frames = _last_rows(targets, size)
     return frames if layout.classify else _typed(frames, layout)
 
 
@@ -324,46 +326,48 @@ def _copies(inputs: RowSource, targets: RowSource) -> dict[str, str]:
     values, whatever its name and type; under another name it needs more values than classes have,
     which may agree by chance.
     """
-    files = {key: target for target, key in _files(targets).items()}
-    copies = {column: files[key] for column, key in _files(inputs).items() if key in files}
-    first = {v.tobytes(): target for target, v in _numbers(targets, 0, _COMPARED).items()}
-    for column, values in _numbers(inputs, 0, _COMPARED).items():
-        target = first.get(values.tobytes())
-        if target is None or (column != target and len(np.unique(values)) <= _CLASSES):
-            continue
-        if all(
-            np.array_equal(
-                _numbers(inputs, start, start + _BLOCK)[column],
-                _numbers(targets, start, start + _BLOCK)[target],
-                equal_nan=True,
+    own = {_key(known): target for target, known in _known(targets, 0, _COMPARED).items()}
+    copies = dict[str, str]()
+    for column, known in _known(inputs, 0, _COMPARED).items():
+        target = own.get(_key(known))
+        if target is not None and (
+            isinstance(known, tuple)
+            or (
+                (column == target or len(np.unique(known)) > _CLASSES)
+                and all(
+                    _key(_known(inputs, start, start + _BLOCK)[column])
+                    == _key(_known(targets, start, start + _BLOCK)[target])
+                    for start in range(_COMPARED, len(inputs), _BLOCK)
+                )
             )
-            for start in range(0, len(inputs), _BLOCK)
         ):
             copies[column] = target
     return copies
 
 
-def _files(rows: RowSource) -> dict[str, tuple[Path, str]]:
-    """The columns that come from files: each file, and the name of the column there."""
-    origins = {c: _origin(r, c) for r in _parts(rows) for c in _columns(r)}
-    return {c: (t.path.resolve(), n) for c, (t, n) in origins.items() if isinstance(t.path, Path)}
+def _key(known: tuple[Path, str] | Array) -> object:
+    return known if isinstance(known, tuple) else known.tobytes()
 
 
-def _numbers(rows: RowSource, start: int, stop: int) -> dict[str, Array]:
-    """The columns of numbers that are in memory, in one type."""
-    blocks = dict[str, Array]()
+def _known(rows: RowSource, start: int, stop: int) -> dict[str, tuple[Path, str] | Array]:
+    """By name, where a column of a file is, and of one in memory the numbers, in one type."""
+    result, blocks = dict[str, tuple[Path, str] | Array](), dict[str, Array]()
     for part in _parts(rows):
         if isinstance(part, ColumnRows):
-            memory = [c for c in part.columns if not isinstance(_origin(part, c)[0].path, Path)]
-            blocks |= {column: part.table.read(start, stop, (column,)) for column in memory}
+            for column in part.columns:
+                table, name = _origin(part, column)
+                if isinstance(table.path, Path):
+                    result[column] = table.path.resolve(), name
+                else:
+                    blocks[column] = part.table.read(start, stop, (column,))
         elif isinstance(part, ArrayRows) and isinstance(part.array, np.ndarray):
             blocks[part.source] = part.read(start, stop)
-    return {
-        name if values.size == len(values) else f"{name}[:, {i}]": column.astype(np.float64)
-        for name, values in blocks.items()
-        if values.dtype.kind in "biuf" and values.size <= _COMPARED * len(values)
-        for i, column in enumerate(values.reshape(len(values), -1).T)
-    }
+    for name, values in blocks.items():
+        if values.dtype.kind in "biuf" and values.size <= _COMPARED * len(values):
+            columns = values.reshape(len(values), -1).T.astype(np.float64)
+            names = [f"{name}[:, {i}]" for i in range(len(columns))] if len(columns) > 1 else [name]
+            result.update(zip(names, columns, strict=True))
+    return result
 
 
 def _parts(rows: RowSource) -> tuple[RowSource, ...]:
@@ -408,21 +412,15 @@ def text_hint(recording: object, role: str) -> str:
 
 def text_fault(rows: ColumnRows, role: str, start: int = 0, task: str | None = None) -> str:
     """Which columns hold text where numbers are expected, and what to do about it."""
-    table, stop = rows.table, start + _EXCERPT
-    fields = {name: table.read(start, stop, (name,))[:, 0] for name in rows.columns}
-    texts = {
-        name: list(map(str, values.tolist()))
-        for name, values in fields.items()
-        if values.dtype.kind not in "biuf"
-    }
-    wrong = {n: [is_number(text) or not text.strip() for text in v] for n, v in texts.items()}
-    name, values = next(iter(texts.items()))
-    example = next((t for t, number in zip(values, wrong[name], strict=True) if not number), "")
-    several = len(texts) > 1
+    table = rows.table
+    fields = {n: table.read(start, start + _EXCERPT, (n,))[:, 0] for n in rows.columns}
+    texts = {n: [*map(str, v.tolist())] for n, v in fields.items() if v.dtype.kind not in "biuf"}
+    words = {n: [t for t in v if t.strip() and not is_number(t)] for n, v in texts.items()}
+    name, several = next(iter(texts)), len(texts) > 1
     which = f"columns {listed(texts, quoted=True)}" if several else f"column '{name}'"
     head = f"{rows.source}: {which} of the {role} hold{'s' * (not several)} text, such as"
-    head += f" {example!r}" + f" in '{name}'" * several
-    if start == 0 and any(len(v) > 1 and not v[0] and all(v[1:]) for v in wrong.values()):
+    head += f" {next(iter(words[name]), '')!r}" + f" in '{name}'" * several
+    if start == 0 and any(len(v) > 1 and words[n] == v[:1] for n, v in texts.items()):
         return (
             f"{head} in the first row and numbers after it; is the line after the header one of"
             " units? Delete it"
