@@ -582,6 +582,7 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
         ("-5", "-5"),
         ("007", "7"),
         ("2.0", "2"),
+        ("1_000", "1_000"),
         ("nan", ""),
         (2**53 + 1, str(2**53 + 1)),
     ],

@@ -273,15 +273,15 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "fractions": (
         {"intervals": ([0.5], [1.0], [2])},
-        "interval starts in the mapping are .*, expected whole steps, such as 1200",
+        "interval starts and stops in the mapping are .*, expected whole steps, such as 1200",
     ),
     "not finite": (
         {"intervals": ([0.0], [np.inf], [2])},
-        "interval stops in the mapping are .*, expected whole steps",
+        "interval starts and stops in the mapping are .*, expected whole steps",
     ),
     "text": (
         {"intervals": (["a"], [1], [2])},
-        "interval starts in the mapping are <U1, expected whole steps",
+        "interval starts and stops in the mapping are <U\\d+, expected whole steps",
     ),
     "before": (
         {"intervals": ([-1], [3], [2])},

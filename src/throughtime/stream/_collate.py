@@ -65,12 +65,29 @@ class Block(NamedTuple):
         return self.start + self.chunk.steps
 
 
+class ReadLock:
+    """Lets one thread read at a time: an open file has one position. A copy is free."""
+
+    def __init__(self) -> None:
+        self._lock, self._busy = RLock(), False
+
+    def __reduce__(self) -> tuple[type["ReadLock"], tuple[()]]:
+        return ReadLock, ()
+
+    @contextmanager
+    def exclusive(self) -> Generator[bool]:
+        """No other thread reads inside; false in the handler of a signal that came in a read."""
+        with self._lock:
+            free, self._busy = not self._busy, True
+            try:
+                yield free
+            finally:
+                self._busy = not free
+
+
 @dataclass
 class Collator:
-    """Makes blocks of one layout: that of the first recording that is read.
-
-    It reads for one thread at a time: an open file has one position.
-    """
+    """Makes blocks of one layout: that of the first recording that is read."""
 
     recordings: Sequence[Recording]
     lanes: int
@@ -84,27 +101,11 @@ class Collator:
         self._first: tuple[str, StepArrays] | None = None
         self._accepted = set[tuple[Any, ...]]()
         self._lengths = np.array([*map(len, self.recordings)])
-        self._lock, self._busy = RLock(), False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=RLock(), _busy=False)
-
-    @contextmanager
-    def exclusive(self) -> Generator[bool]:
-        """No other thread reads inside; false in the handler of a signal that came in a read."""
-        with self._lock:
-            free, self._busy = not self._busy, True
-            try:
-                yield free
-            finally:
-                self._busy = not free
+        self.lock = ReadLock()
 
     def read(self, request: ReadRequest) -> Block:
         """The requested block, when no other thread reads one."""
-        with self.exclusive():
+        with self.lock.exclusive():
             return self.collate(request)
 
     def collate(self, request: ReadRequest) -> Block:
@@ -196,8 +197,8 @@ class Collator:
         faults = [
             f"recording '{name}' has {role} of {got}, recording '{first_name}' of {wanted}"
             for role in {**expected, **arrays}
-            for got, wanted in [[self._layout(role, side.get(role)) for side in (arrays, expected)]]
-            if got != wanted
+            if (got := self._layout(role, arrays.get(role)))
+            != (wanted := self._layout(role, expected.get(role)))
         ]
         if faults:
             whole = any("integer" in fault or "boolean" in fault for fault in faults)

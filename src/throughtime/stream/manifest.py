@@ -136,9 +136,9 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             UTF-8; the message names the line.
     """
     columns, delimiter = header_of(path)
-    rows: list[dict[str, str]] = []
     if len({*columns}) < len(columns):
         raise DataError(f"{path}: the first line is {columns}, expected distinct column names")
+    rows = list[dict[str, str]]()
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True, delimiter=delimiter)

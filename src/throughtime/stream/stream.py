@@ -162,7 +162,7 @@ class Stream:
         share_label_type(self.recordings)
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
-        self.offset, self.hand_off = offset, hand_off
+        self.offset, self.hand_off, self.missing = offset, hand_off, missing
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
@@ -197,14 +197,11 @@ class Stream:
         self._block: Block | None = None
         self._coming: tuple[int, Iterator[Block]] | None = None  # and the step of the next one
         self._ahead: tuple[Block, SideStream] | None = None
-        order = None
+        order, offsets, most = None, None, self.offset
         if self.seed is not None:
             order = random.Random(f"{self.seed}:{epoch}")  # noqa: S311  an order, not a secret
-        offsets = None
-        if self.offset and order is not None:
-            offsets = [
-                order.randrange(min(self.offset, length // 2 + 1)) for length in self.lengths
-            ]
+            if most:
+                offsets = [order.randrange(min(most, n // 2 + 1)) for n in self.lengths]
         self._schedule = LaneSchedule.plan(
             self.lengths,
             self.lanes,
@@ -248,11 +245,6 @@ class Stream:
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another stream, and its net another net
         return {**self.__dict__, "_entering": None, "_ahead": None, "_coming": None}
-
-    @property
-    def missing(self) -> Literal["error", "mask"]:
-        """How inputs that are NaN or infinite are treated."""
-        return "mask" if self._collator.mask_missing else "error"
 
     @property
     def steps(self) -> int:
@@ -496,7 +488,7 @@ class Stream:
 
         None within a read, as in the handler of a signal: an open file has one position.
         """
-        with self._collator.exclusive() as free:
+        with self._collator.lock.exclusive() as free:
             if not self._sums and free:
                 chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
                 blocks = _BLOCKS // len(chosen)

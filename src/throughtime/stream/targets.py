@@ -23,7 +23,7 @@ import numpy as np
 
 from throughtime.errors import DataError, listed
 from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.table import Array, RowSource
+from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.recording import (
     Recording,
     RecordingView,
@@ -117,49 +117,45 @@ def interval_labels(
             message names the first.
     """
     check_at(name, at)
-    where, begin, end = f"in {labels.source}", np.asarray(starts), np.asarray(stops)
-    if not (begin.ndim == end.ndim == 1) or not len(begin) == len(end) == len(labels):
+    where = f"in {labels.source}"
+    sizes = [np.size(starts), np.size(stops), len(labels)]
+    if len({*sizes}) > 1:
         raise DataError(
-            f"recording '{name}': intervals {where} have {len(begin)} starts, {len(end)} stops,"
-            f" {len(labels)} labels; expected one each"
+            f"recording '{name}': intervals {where} have {sizes[0]} starts, {sizes[1]} stops,"
+            f" {sizes[2]} labels; expected one each"
         )
-    for role, values in (("starts", begin), ("stops", end)):
-        if len(values) and (
-            values.dtype.kind not in "iuf"
-            or not (np.isfinite(values) & (values == np.floor(values))).all()
-        ):
-            raise DataError(
-                f"recording '{name}': interval {role} {where} are {values.dtype}, expected"
-                " whole steps, such as 1200"
-            )
-    begin, end = begin.astype(np.int64), end.astype(np.int64)
-    _check_order(name, where, begin, end, rows)
-    begin, end = begin // frame_size, end // frame_size
-    kept = np.flatnonzero(begin < end)
-    if len(kept) < len(begin):
-        labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
-    steps, lost = rows // frame_size, len(begin) - len(kept)
-    return SpanLabels(begin[kept], end[kept], labels, steps, at, lost=lost)
-
-
-def _check_order(name: str, where: str, starts: Array, stops: Array, rows: int) -> None:
+    edges = np.stack([np.ravel(starts), np.ravel(stops)])
+    if len(labels) and (
+        edges.dtype.kind not in "iuf" or not (np.isfinite(edges) & (edges == np.floor(edges))).all()
+    ):
+        raise DataError(
+            f"recording '{name}': interval starts and stops {where} are {edges.dtype}, expected"
+            " whole steps, such as 1200"
+        )
+    begin, end = edges = edges.astype(np.int64)
     checks = (
-        ((starts < 0) | (stops > rows), f"leaves the recording of {rows} steps"),
-        (starts >= stops, "stops before it has a step; a stop is after its start"),
-        (np.append(False, starts[1:] < starts[:-1]), "starts before {}; sort them"),
+        ((begin < 0) | (end > rows), f"leaves the recording of {rows} steps"),
+        (begin >= end, "stops before it has a step; a stop is after its start"),
+        (np.append(False, begin[1:] < begin[:-1]), "starts before {}; sort them"),
         (
-            np.append(False, starts[1:] < stops[:-1]),
+            np.append(False, begin[1:] < end[:-1]),
             "overlaps {}, and a step has one label. Cut or join them",
         ),
     )
     for wrong, fault in checks:
         if wrong.any():
             i = int(wrong.argmax())
-            previous = f"the one before it, {starts[i - 1]} to {stops[i - 1]}"
+            previous = f"the one before it, {begin[i - 1]} to {end[i - 1]}"
             raise DataError(
-                f"recording '{name}': interval {i} {where}, {starts[i]} to {stops[i]},"
+                f"recording '{name}': interval {i} {where}, {begin[i]} to {end[i]},"
                 f" {fault.format(previous)}"
             )
+    begin, end = edges // frame_size
+    kept = np.flatnonzero(begin < end)
+    if len(kept) < len(begin):
+        labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
+    steps, lost = rows // frame_size, len(begin) - len(kept)
+    return SpanLabels(begin[kept], end[kept], labels, steps, at, lost=lost)
 
 
 def check_at(name: str, at: Any) -> None:
@@ -186,22 +182,20 @@ def class_name(value: object) -> str:
     if value is None:
         return ""
     text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
+    if not is_number(text):
+        return text
     with suppress(ValueError):
         return str(int(text))  # above 2^53 as well, which a float rounds
-    with suppress(ValueError):
-        number = float(text)
-        return "" if math.isnan(number) else str(int(number)) if number.is_integer() else text
-    return text
+    number = float(text)
+    return "" if math.isnan(number) else str(int(number)) if number.is_integer() else text
 
 
 def sorted_classes(classes: Iterable[str]) -> tuple[str, ...]:
     """Class names in a fixed order: numbers by value, then text."""
 
-    def key(name: str) -> tuple[int, float, str]:
-        try:
-            return 0, float(name), name
-        except ValueError:
-            return 1, 0.0, name
+    def key(name: str) -> tuple[bool, float, str]:
+        number = is_number(name)
+        return not number, float(name) if number else 0.0, name
 
     return tuple(sorted(classes, key=key))
 
