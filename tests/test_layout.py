@@ -176,6 +176,11 @@ def copies_in_arrays(_: Path) -> object:
     return tt.Stream((frame()[["u", "y"]].to_numpy(), frame()["y"].to_numpy()), 1, 5)
 
 
+def copies_in_a_list_of_arrays(_: Path) -> object:
+    values = frame().to_numpy()
+    return tt.Stream({"inputs": [values[:, :3], values[:, 3:]], "targets": values[:, 2]}, 1, 5)
+
+
 def copies_of_another_type(_: Path) -> object:
     tokens = np.random.default_rng(3).integers(0, 99, 70)
     return tt.Stream({"inputs": tokens, "targets": tokens.astype(np.float32)}, 1, 5)
@@ -198,6 +203,7 @@ COPIES: list[Callable[[Path], object]] = [
     copies_in_linked_files,
     copies_in_files_side_by_side,
     copies_in_arrays,
+    copies_in_a_list_of_arrays,
     copies_of_another_type,
     copies_under_another_name,
     copies_in_a_wide_entry,

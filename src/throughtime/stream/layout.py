@@ -330,19 +330,23 @@ def _copies(inputs: RowSource, targets: RowSource) -> dict[str, str]:
     copies = dict[str, str]()
     for column, known in _known(inputs, 0, _COMPARED).items():
         target = own.get(_key(known))
-        if target is not None and (
-            isinstance(known, tuple)
-            or (
-                (column == target or len(np.unique(known)) > _CLASSES)
-                and all(
-                    _key(_known(inputs, start, start + _BLOCK)[column])
-                    == _key(_known(targets, start, start + _BLOCK)[target])
-                    for start in range(_COMPARED, len(inputs), _BLOCK)
-                )
-            )
+        if target is None:
+            continue
+        if isinstance(known, tuple) or (
+            (column == target or len(np.unique(known)) > _CLASSES)
+            and _agree(inputs, column, targets, target)
         ):
             copies[column] = target
     return copies
+
+
+def _agree(inputs: RowSource, column: str, targets: RowSource, target: str) -> bool:
+    """Whether two columns in memory, equal so far, are equal to their ends."""
+    return all(
+        _key(_known(inputs, start, start + _BLOCK)[column])
+        == _key(_known(targets, start, start + _BLOCK)[target])
+        for start in range(_COMPARED, len(inputs), _BLOCK)
+    )
 
 
 def _key(known: tuple[Path, str] | Array) -> object:
@@ -351,22 +355,25 @@ def _key(known: tuple[Path, str] | Array) -> object:
 
 def _known(rows: RowSource, start: int, stop: int) -> dict[str, tuple[Path, str] | Array]:
     """By name, where a column of a file is, and of one in memory the numbers, in one type."""
-    result, blocks = dict[str, tuple[Path, str] | Array](), dict[str, Array]()
-    for part in _parts(rows):
+    result, blocks = dict[str, tuple[Path, str] | Array](), dict[tuple[str, ...], Array]()
+    parts = _parts(rows)
+    for i, part in enumerate(parts):
         if isinstance(part, ColumnRows):
-            for column in part.columns:
-                table, name = _origin(part, column)
-                if isinstance(table.path, Path):
-                    result[column] = table.path.resolve(), name
-                else:
-                    blocks[column] = part.table.read(start, stop, (column,))
+            origins = {column: _origin(part, column) for column in part.columns}
+            paths = {table.path for table, _ in origins.values()}
+            files = {path: path.resolve() for path in paths if isinstance(path, Path)}
+            result |= {c: (files[t.path], n) for c, (t, n) in origins.items() if t.path in files}
+            memory = tuple(c for c, (t, _) in origins.items() if t.path not in files)
+            if memory:
+                blocks[memory] = part.table.read(start, stop, memory)
         elif isinstance(part, ArrayRows) and isinstance(part.array, np.ndarray):
-            blocks[part.source] = part.read(start, stop)
-    for name, values in blocks.items():
+            blocks[(part.source + f"[{i}]" * (len(parts) > 1),)] = part.read(start, stop)
+    for names, values in blocks.items():
         if values.dtype.kind in "biuf" and values.size <= _COMPARED * len(values):
             columns = values.reshape(len(values), -1).T.astype(np.float64)
-            names = [f"{name}[:, {i}]" for i in range(len(columns))] if len(columns) > 1 else [name]
-            result.update(zip(names, columns, strict=True))
+            wide = (f"{'/'.join(names)}[:, {i}]" for i in range(len(columns)))
+            each = names if len(names) == len(columns) else wide
+            result.update(zip(each, columns, strict=True))
     return result
 
 
