@@ -27,8 +27,8 @@ from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import DataError, RunError
-from throughtime.stream.classes import class_name
 from throughtime.stream.sources import as_recording
+from throughtime.stream.targets import class_name
 
 
 def write_recordings(
@@ -582,6 +582,7 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
         ("-5", "-5"),
         ("007", "7"),
         ("2.0", "2"),
+        ("1_000", "1_000"),
         ("nan", ""),
         (2**53 + 1, str(2**53 + 1)),
     ],

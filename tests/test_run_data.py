@@ -28,7 +28,6 @@ from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError
-from throughtime.stream._prefetch import ProcessReader, ThreadReader
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import StepArrays
 
@@ -443,7 +442,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     asked = Training.begin(
         make_config(settings(data, tmp_path / "asked", workers=workers, **more))
     ).stream
-    assert isinstance(asked._reader, ThreadReader if workers == "thread" else ProcessReader)
+    assert asked.workers == workers
     here, ahead = (
         finish(settings(data, tmp_path / "here", **more)),
         finish(settings(data, tmp_path / "ahead", workers=workers, **more)),

@@ -183,7 +183,11 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
             "classify",
             "interval 1 in .*a.csv, 300 to 500, leaves the recording of 403 steps",
         ),
-        ("2.5,9,x", "classify", "interval starts in .*a.csv are .*, expected whole steps"),
+        (
+            "2.5,9,x",
+            "classify",
+            "interval starts and stops in .*a.csv are .*, expected whole steps",
+        ),
         ("9,9,x", "classify", "interval 0 in .*a.csv, 9 to 9, stops before it has a step"),
         (
             "2,9,x\n20,21,3",

@@ -23,7 +23,7 @@ from throughtime.errors import ConfigError, DataError
 from throughtime.predict import predict
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
-from throughtime.stream.labels import IGNORE_INDEX
+from throughtime.stream.targets import IGNORE_INDEX
 
 ROWS, CUT = 1000, 800
 

@@ -29,8 +29,8 @@ from throughtime.stream import StepArrays
 from throughtime.stream._collate import Collator
 from throughtime.stream._queue import ChunkQueue
 from throughtime.stream.recording import sample_checksum
-from throughtime.stream.shift import ForecastRecording
 from throughtime.stream.sources import as_recording
+from throughtime.stream.targets import ForecastRecording
 
 LONGEST = 1000
 FIELDS = ("inputs", "targets", "mask", "recording", "position", "starts", "ends")
@@ -212,7 +212,7 @@ def test_series_pass_the_edges_of_the_blocks_that_a_stream_reads() -> None:
     assert stream.take(200) is not None
     chunk = stream.take(100)
     assert chunk is not None
-    assert len({id(chunk.metadata), id(stream._block and stream._block.metadata)}) == 2
+    assert len({id(chunk.metadata), id(stream._block and stream._block.chunk.metadata)}) == 2
     assert all_faults([chunk], lengths) == []
 
 
@@ -494,7 +494,7 @@ class Custom:
         series = {key: steps * factor for key, factor in self.series.items()}
         if self.lost:
             series = {key: rows[: -self.lost] for key, rows in series.items()}
-        return StepArrays(steps[:, None], steps, None, series)
+        return StepArrays(steps[:, None], steps, series)
 
 
 def test_an_object_gives_series_with_its_steps() -> None:
@@ -591,32 +591,33 @@ def test_series_by_hand_have_the_steps_and_lanes_of_the_inputs() -> None:
 
 # --- mutants ------------------------------------------------------------------------------------
 
-assemble_series, metadata_of, read_forecast = (
-    Collator._series,
+assemble, metadata_of, read_forecast = (
+    Collator._assemble,
     ChunkMetadata.of,
     ForecastRecording.read,
 )
 
 
-def late_series(self: Collator, reads: Any, steps: int) -> dict[str, Tensor]:
+def late_series(self: Collator, role: str, sample: Any, reads: Any, steps: int) -> Any:
     """Series one step later than their steps."""
-    return {k: v.roll(1, 0) for k, v in assemble_series(self, reads, steps).items()}
+    rows = assemble(self, role, sample, reads, steps)
+    return np.ascontiguousarray(np.roll(rows, 1, 0)) if "series" in role else rows
 
 
-def other_lanes(self: Collator, reads: Any, steps: int) -> dict[str, Tensor]:
+def other_lanes(self: Collator, role: str, sample: Any, reads: Any, steps: int) -> Any:
     """Series that stay where they are when the lanes are shuffled."""
-    return {k: v.flip(1) for k, v in assemble_series(self, reads, steps).items()}
+    rows = assemble(self, role, sample, reads, steps)
+    return np.ascontiguousarray(rows[:, ::-1]) if "series" in role else rows
 
 
-def unpadded_series(self: Collator, reads: Any, steps: int) -> dict[str, Tensor]:
+def unpadded_series(self: Collator, role: str, sample: Any, reads: Any, steps: int) -> Any:
     """Padding that has the last value of the lane."""
-    series = assemble_series(self, reads, steps)
-    for values in series.values():
-        for lane in range(self.lanes):
-            stop = max((part.stop for part, _ in reads if part.lane == lane), default=0)
-            if 0 < stop < steps:
-                values[stop:, lane] = values[stop - 1, lane]
-    return series
+    rows = assemble(self, role, sample, reads, steps)
+    for lane in range(self.lanes if "series" in role else 0):
+        stop = max((part.stop for part, _ in reads if part.lane == lane), default=0)
+        if 0 < stop < steps:
+            rows[stop:, lane] = rows[stop - 1, lane]
+    return rows
 
 
 def ends_at_padding(*tensors: Tensor) -> ChunkMetadata:
@@ -647,9 +648,9 @@ def shifted_series(self: ForecastRecording, start: int, stop: int) -> StepArrays
 
 
 MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "late": (Collator, "_series", late_series),
-    "other lanes": (Collator, "_series", other_lanes),
-    "unpadded": (Collator, "_series", unpadded_series),
+    "late": (Collator, "_assemble", late_series),
+    "other lanes": (Collator, "_assemble", other_lanes),
+    "unpadded": (Collator, "_assemble", unpadded_series),
     "ends at padding": (ChunkMetadata, "of", ends_at_padding),
     "ends at cuts": (ChunkMetadata, "of", ends_at_cuts),
     "padding in runs": (ChunkMetadata, "of", padding_in_runs),

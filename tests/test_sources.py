@@ -38,9 +38,15 @@ def values() -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).normal(size=(T, D))
 
 
+def target() -> np.ndarray[Any, Any]:
+    """The first column, doubled: equal values would be a copy of an input."""
+    return values()[:, 0] * 2
+
+
 def hdf5(folder: Path) -> h5py.File:
     with h5py.File(folder / "x.h5", "w") as file:
         file.create_dataset("x", data=values(), chunks=(50, 2))
+        file["y"] = target()
         for i, name in enumerate(NAMES):
             file[f"columns/{name}"] = values()[:, i]
     return h5py.File(folder / "x.h5", "r")
@@ -58,7 +64,7 @@ def zarr_group(folder: Path) -> Any:
 def netcdf(folder: Path, **options: Any) -> Any:
     data = {name: (("time",), values()[:, i]) for i, name in enumerate(NAMES)}
     times = pd.date_range("2026-01-01", periods=T, freq="h")
-    matrix = {"x": (("time", "channel"), values())}
+    matrix = {"x": (("time", "channel"), values()), "y": (("time",), target())}
     xr.Dataset(data, coords={"time": times}).to_netcdf(folder / "columns.nc")
     xr.Dataset(matrix, coords={"time": times}).to_netcdf(folder / "matrix.nc")
     return xr.open_dataset(folder / "matrix.nc", **options)
@@ -132,23 +138,23 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "glob": lambda folder: str(parquet_file(folder).parent / "*.parq*"),
 }
 PAIRS: dict[str, Callable[[Path], Any]] = {
-    "arrays": lambda _: (values(), values()[:, 0]),
-    "frame and series": lambda _: (frame(), pd.Series(values()[:, 0], name="y")),
-    "frame and frame": lambda _: (frame(), pd.DataFrame({"y": values()[:, 0]})),
-    "polars": lambda _: (pl.from_pandas(frame()), pl.from_pandas(frame())["a"].alias("y")),
-    "arrow": lambda _: (pa.table(frame()), pa.table(frame())["a"]),
-    "array and series": lambda _: (values(), frame()["a"]),
-    "h5py": lambda folder: ((file := hdf5(folder))["x"], file["columns/a"]),
-    "xarray": lambda folder: ((data := netcdf(folder))["x"], data["x"][:, 0]),
-    "list": lambda _: [(values(), values()[:, 0])],
-    "zip": lambda _: zip([values()], [values()[:, 0]], strict=True),
+    "arrays": lambda _: (values(), target()),
+    "frame and series": lambda _: (frame(), pd.Series(target(), name="y")),
+    "frame and frame": lambda _: (frame(), pd.DataFrame({"y": target()})),
+    "polars": lambda _: (pl.from_pandas(frame()), pl.Series("y", target())),
+    "arrow": lambda _: (pa.table(frame()), pa.chunked_array([target()])),
+    "array and series": lambda _: (values(), pd.Series(target())),
+    "h5py": lambda folder: ((file := hdf5(folder))["x"], file["y"]),
+    "xarray": lambda folder: ((data := netcdf(folder))["x"], data["y"]),
+    "list": lambda _: [(values(), target())],
+    "zip": lambda _: zip([values()], [target()], strict=True),
     "dataset of one": lambda _: TensorDataset(
-        torch.from_numpy(values())[None], torch.from_numpy(values())[None, :, 0]
+        torch.from_numpy(values())[None], torch.from_numpy(target())[None]
     ),
     "subset of a dataset": lambda _: Subset(
         TensorDataset(
             torch.from_numpy(np.stack([values() * 0, values()])),
-            torch.from_numpy(np.stack([values() * 0, values()]))[:, :, 0],
+            torch.from_numpy(np.stack([target() * 0, target()])),
         ),
         [1],
     ),
@@ -170,7 +176,7 @@ def test_every_kind_plays_as_its_array(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", list(PAIRS))
 def test_every_pair_plays_as_its_arrays(kind: str, tmp_path: Path) -> None:
-    expected = play({"inputs": values(), "targets": values()[:, 0]})
+    expected = play({"inputs": values(), "targets": target()})
     assert all_same(play(PAIRS[kind](tmp_path)), expected)
 
 
@@ -346,8 +352,8 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
 
 def test_evaluate_predict_and_windows_accept_the_same() -> None:
     net = tt.carry(torch.nn.Sequential(torch.nn.GRU(D, 4), torch.nn.Linear(4, 1)).double())
-    pair = (frame(), pd.Series(values()[:, 0], name="y"))
-    arrays = {"inputs": values(), "targets": values()[:, 0]}
+    pair = (frame(), pd.Series(target(), name="y"))
+    arrays = {"inputs": values(), "targets": target()}
     results = [tt.evaluate(net, data, torch.nn.MSELoss()).loss for data in (pair, arrays)]
     assert results[0] == results[1]
     outputs = [tt.predict(net, data)[0] for data in (frame(), pair, values(), arrays)]

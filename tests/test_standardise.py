@@ -143,6 +143,21 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: P
     assert "--standardise last:3: expected split, recording, none, or first:N" in said
 
 
+@pytest.mark.parametrize("how", ["split", "first:100"])
+def test_number_targets_keep_the_statistics_of_the_training_split(
+    how: str, offsets: Path, tmp_path: Path
+) -> None:
+    """Those of a new recording are not known when the net runs, and a remark says so."""
+    options = ("--targets", "u", "--task", "regress", "--inputs", "v,w", "--updates", "1")
+    said = run("train", offsets, *options, "--standardise", how, "--out", tmp_path / "run")
+    assert ("targets are standardised by the training split" in said) == (how != "split")
+    loaded = tt.load_run(tmp_path / "run")
+    steps = [r.read(0, len(r)).targets for r in loaded.recordings(split="train")]
+    train = [targets for targets in steps if targets is not None]
+    mean = loaded.net.module.state_dict()["units.shift"]
+    assert mean.item() == pytest.approx(np.concatenate(train).mean(), rel=1e-4)
+
+
 def test_a_run_that_counts_resumes_to_the_bit(offsets: Path, tmp_path: Path) -> None:
     options = ("--targets", "anomaly", "--hidden", "4", "--lanes", "3", "--seed", "1")
     options += ("--standardise", "first:100")

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from examples.policies.starts import AVERAGED, CarriedStart, NoiseStart
+from examples.policies.starts import AVERAGED, CarriedStart, NoiseStart, preceding
 from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError
 from throughtime.gradient import Policy, Update
-from throughtime.stream.recording import preceding
 
 WIDE = torch.float64
 LENGTHS = (23, 10, 8, 31)  # windows of 5 leave shorter ones, so lanes reset within chunks

@@ -88,14 +88,12 @@ def test_steps_that_weigh_nothing_in_the_loss_make_no_update(
     assert bool(losses[0].isfinite())
 
 
-def test_static_features_that_the_inputs_type_cannot_hold_are_refused() -> None:
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_static_features_beside_whole_numbers_have_a_type_that_holds_both(dtype: Any) -> None:
     source = {"inputs": np.zeros((9, 2), dtype=np.int16), "static": [0.7, 2.9]}
-    with pytest.raises(
-        DataError, match=r"static features are float64 and the inputs int64, .*floating dtype"
-    ):
-        next(iter(tt.Stream(source, lanes=1, chunk=4)))
-    chunk = next(iter(tt.Stream(source, lanes=1, chunk=4, dtype=torch.float32)))
-    torch.testing.assert_close(chunk.inputs[0, 0], torch.tensor([0.0, 0.0, 0.7, 2.9]))
+    chunk = next(iter(tt.Stream(source, lanes=1, chunk=4, dtype=dtype)))
+    expected = torch.tensor([0.0, 0.0, 0.7, 2.9], dtype=dtype or torch.float64)
+    torch.testing.assert_close(chunk.inputs[0, 0], expected)
 
 
 def test_a_missing_input_leaves_the_others_of_its_step() -> None:

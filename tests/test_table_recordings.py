@@ -98,8 +98,10 @@ def test_targets_of_their_own_and_static_features() -> None:
     for static in (["age", "stage"], np.array([71.0, 2.0]), [71.0, 2.0]):
         chunk = next(iter(tt.Stream(tt.recording(data, inputs="a", static=static), 1, chunk=5)))
         assert chunk.inputs[0, 0, 1:].tolist() == [71.0, 2.0]
-    # static columns are no inputs by default
-    assert tt.recording(data, static=["age", "stage"]).read(0, 1).inputs.shape == (1, 3)
+    # static columns are read once, beside the inputs
+    inputs = tt.recording(data, static=["age", "stage"]).read(0, 1).inputs
+    assert inputs.shape == (1, 5)
+    assert inputs[0, 3:].tolist() == [71.0, 2.0]
 
 
 def test_targets_of_later_steps_stay_within_the_part() -> None:
@@ -215,7 +217,7 @@ def test_columns_of_pandas_may_be_named_by_numbers() -> None:
 
 
 def test_a_mapping_of_matlab_has_entries_that_are_no_arrays(tmp_path: Path) -> None:
-    scipy.io.savemat(tmp_path / "x.mat", {"x": values(), "y": values()[:, :1]})
+    scipy.io.savemat(tmp_path / "x.mat", {"x": values(), "y": values()[:, :1] + 1})
     loaded = scipy.io.loadmat(tmp_path / "x.mat")
     recording = tt.recording(loaded, inputs="x", targets="y")
     assert np.array_equal(recording.read(0, T).inputs, values())
@@ -263,7 +265,7 @@ def test_groups_of_a_frame_are_recordings_in_order_of_time(make: Callable[[Any],
     steps = [r.read(0, len(r)) for r in recordings]
     assert [s.inputs[:, 0].tolist() for s in steps] == [[2, 3, 4], [1, 2.5]]
     assert [s.targets.tolist() for s in steps if s.targets is not None] == [[1, 1, 0], [0, 0]]
-    assert [s.static.tolist() for s in steps if s.static is not None] == [[70], [50]]
+    assert [s.inputs[:, 1].tolist() for s in steps] == [[70, 70, 70], [50, 50]]
     pairs = tt.from_frame(make(ROWS), by=["patient", "visit"], time="date", inputs="u")
     assert [(r.name, len(r)) for r in pairs] == [("p2/1", 2), ("p1/1", 1), ("p1/2", 1), ("p2/2", 1)]
     defaults = tt.from_frame(make(ROWS), by="patient", targets="y")

@@ -24,8 +24,8 @@ from test_stream import same, whole
 from throughtime.errors import DataError
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource
-from throughtime.stream.labels import IGNORE_INDEX, interval_labels, periodic_labels
 from throughtime.stream.sources import as_recording
+from throughtime.stream.targets import IGNORE_INDEX, interval_labels, periodic_labels
 
 KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {
     "float": lambda n, draw: draw.normal(size=n),
@@ -123,7 +123,9 @@ def test_labels_of_intervals_are_the_same_as_one_written_for_each_step(
     starts, stops = drawn_spans(steps, bounds, keep)
     labels = KINDS[kind](len(starts) + 1, np.random.default_rng(seed))
     spans = list(zip(starts, stops, labels, strict=False))
-    rows = interval_labels("it", "the mapping", starts, stops, labels[: len(starts)], steps, at)
+    rows = interval_labels(
+        "it", starts, stops, ArrayRows("the mapping", labels[: len(starts)]), steps, at
+    )
     check_rows(rows, spread(spans, steps, at, labels[0]), cut)
 
 
@@ -271,15 +273,15 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "fractions": (
         {"intervals": ([0.5], [1.0], [2])},
-        "interval starts in the mapping are .*, expected whole steps, such as 1200",
+        "interval starts and stops in the mapping are .*, expected whole steps, such as 1200",
     ),
     "not finite": (
         {"intervals": ([0.0], [np.inf], [2])},
-        "interval stops in the mapping are .*, expected whole steps",
+        "interval starts and stops in the mapping are .*, expected whole steps",
     ),
     "text": (
         {"intervals": (["a"], [1], [2])},
-        "interval starts in the mapping are <U1, expected whole steps",
+        "interval starts and stops in the mapping are <U",
     ),
     "before": (
         {"intervals": ([-1], [3], [2])},
@@ -373,8 +375,8 @@ def test_static_features_are_never_written_out_for_a_recording() -> None:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ({}, "'b' has static features of none, recording 'a' of 2 numbers"),
-        ({"static": np.ones(3)}, "'b' has static features of 3 numbers"),
+        ({}, "'b' has inputs of 2 columns of float64 numbers, recording 'a' of 4 columns"),
+        ({"static": np.ones(3)}, "'b' has inputs of 5 columns"),
     ],
     ids=["none", "more"],
 )

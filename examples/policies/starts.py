@@ -33,10 +33,26 @@ import throughtime as tt
 from throughtime.chunk import Chunk, Source
 from throughtime.gradient import Probe, Progress, Window
 from throughtime.state import State
-from throughtime.stream.recording import preceding
+from throughtime.stream.recording import Part, Recording
 
 Rows: TypeAlias = Sequence[Tensor]  # a lane of a state, leaf by leaf
 AVERAGED = 1_000  # states in the running moments
+
+
+def preceding(recordings: Sequence[Recording]) -> list[int]:
+    """The index of the part that ends where each recording begins; -1 where there is none.
+
+    Example:
+        >>> import numpy as np, throughtime as tt
+        >>> preceding(tt.windows([np.zeros((250, 3)), np.zeros((80, 3))], 100))
+        [-1, 0, 1, -1]
+    """
+    parts = {i: r for i, r in enumerate(recordings) if isinstance(r, Part)}
+    ends = {(id(part.whole), part.stop): i for i, part in parts.items()}
+    return [
+        ends.get((id(parts[i].whole), parts[i].start), -1) if i in parts else -1
+        for i in range(len(recordings))
+    ]
 
 
 @dataclass(frozen=True)

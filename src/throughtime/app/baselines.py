@@ -26,9 +26,8 @@ from throughtime.errors import RunError, listed
 from throughtime.metrics import Metrics
 from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
-from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import RecordingView, StepArrays
-from throughtime.stream.shift import ForecastRecording, later_rows
+from throughtime.stream.targets import IGNORE_INDEX, ForecastRecording, later_rows
 
 MODEL = "model"
 _NAMES = {MODEL: "model", "persistence": "value now", "season": "value one season before"}

@@ -15,10 +15,9 @@ import numpy as np
 
 from throughtime.errors import DataError, counted
 from throughtime.stream import Recording
-from throughtime.stream.classes import class_name
 from throughtime.stream.formats.table import Array
-from throughtime.stream.labels import IGNORE_INDEX
-from throughtime.stream.recording import RecordingView, StepArrays, StepChecksum, location
+from throughtime.stream.recording import RecordingView, StepArrays, checksum, location
+from throughtime.stream.targets import IGNORE_INDEX, class_name
 
 BLOCK = 65_536  # steps read at once, fewer if there are many columns
 _WIDE = 16  # up to so many columns, a block has BLOCK steps
@@ -120,12 +119,12 @@ class StandardisedRecording(RecordingView[Recording]):
     def _moments(self) -> Moments:
         moments = Moments()
         for _, steps in read_blocks(self.whole):
-            moments.add(_inputs(steps))
+            moments.add(features(steps))
         return moments
 
     def read(self, start: int, stop: int) -> StepArrays:
         steps = self.whole.read(start, stop)
-        inputs = (_inputs(steps) - self._moments.mean) / self._moments.scale
+        inputs = (features(steps) - self._moments.mean) / self._moments.scale
         return steps._replace(inputs=inputs.reshape(steps.inputs.shape))
 
 
@@ -148,7 +147,7 @@ def collect_statistics(
     statistics = Statistics()
     width: tuple[str, int] | None = None
     for recording in recordings:
-        missing, first, checksum, own = 0, "", StepChecksum(), Moments()
+        missing, first, crc, own = 0, "", 0, Moments()
         for start, steps in read_blocks(recording):
             inputs = features(steps)
             width = width or (recording.name, inputs.shape[1])
@@ -162,7 +161,7 @@ def collect_statistics(
                 step, column = np.argwhere(bad)[0].tolist()
                 first = location(recording, start + step, column)
             missing += int(bad.any(axis=1).sum())
-            checksum.add(steps)
+            crc = checksum(steps, crc)
             statistics.add_inputs(inputs)
             own.add(inputs)
             if steps.targets is not None and task == "classify":
@@ -172,7 +171,7 @@ def collect_statistics(
                 statistics.add_targets(recording.name, start, steps.targets, labels=labels)
             if on_steps is not None:
                 on_steps(len(inputs))
-        statistics.checksums[recording.name] = str(checksum)
+        statistics.checksums[recording.name] = f"{crc:08x}"
         statistics.means.append(np.where(own.count > 0, own.mean, np.nan))
         statistics.steps += len(recording)
         statistics.missing += missing
@@ -195,7 +194,7 @@ def target_moments(recordings: Sequence[Recording], now: Sequence[int] = ()) -> 
         for _, steps in read_blocks(recording):
             if steps.targets is not None:
                 targets = steps.targets.reshape(len(steps.targets), -1)
-                moments.add(targets - _inputs(steps)[:, list(now)] if now else targets)
+                moments.add(targets - features(steps)[:, list(now)] if now else targets)
     return moments
 
 
@@ -208,7 +207,7 @@ def leaks(steps: StepArrays, inputs: Sequence[str]) -> list[list[str]]:
         steps: consecutive ones, as they are trained on.
         inputs: the names of the columns of a row.
     """
-    x, result = _inputs(steps), list[list[str]]()
+    x, result = features(steps), list[list[str]]()
     for y in [] if steps.targets is None else steps.targets.reshape(len(x), -1).T:
         known = np.isfinite(y) & (y != IGNORE_INDEX) & np.isfinite(x).all(axis=1)
         pairs = known[1:] & known[:-1]
@@ -231,13 +230,5 @@ def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
 
 
 def features(steps: StepArrays) -> Array:
-    """Inputs and static features side by side, `(n, D)`."""
-    inputs = _inputs(steps)
-    if steps.static is None:
-        return inputs
-    static = np.broadcast_to(steps.static, (len(inputs), len(steps.static)))
-    return np.concatenate([inputs, static], axis=1)
-
-
-def _inputs(steps: StepArrays) -> Array:
+    """Inputs, static features included, `(n, D)`."""
     return steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)

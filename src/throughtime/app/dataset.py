@@ -33,7 +33,6 @@ from throughtime.app.recordings import (
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
-from throughtime.stream.classes import ClassRecording, sorted_classes
 from throughtime.stream.folder import read_folder
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.times import time_span
@@ -47,7 +46,7 @@ from throughtime.stream.manifest import (
     manifest_of,
 )
 from throughtime.stream.recording import Part
-from throughtime.stream.shift import shift_targets
+from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
 
 _OWNER = "the training split has"  # the classes
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
@@ -108,7 +107,9 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     layout = layout_of(config)
     sources = open_recordings(entries_of(listed, ("train", "valid")), layout, on_phase)
     source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
-    splits, remark = split_recordings(in_splits(sources, layout), config.holdout, source)
+    splits, remark = split_recordings(
+        in_splits(sources, config.standardise), config.holdout, source
+    )
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
     total, done = sum(map(len, (*train, *valid))), 0
 
@@ -230,14 +231,13 @@ def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[
         DataError: another number of input columns than that of the model.
     """
     for source in sources:
-        first = source.recording.read(0, 1)
-        width = first.inputs.size + (0 if first.static is None else len(first.static))
+        width = source.recording.read(0, 1).inputs.size
         if width != spec.features:
             raise DataError(
                 f"{source.recording.name}: has {width} input columns, the model was trained on"
                 f" {spec.features} ({listed(spec.layout.inputs)})"
             )
-    return in_splits(sources, spec.layout)
+    return in_splits(sources, spec.standardise)
 
 
 def as_played(
@@ -249,9 +249,9 @@ def as_played(
     return [shift_targets(recording, ahead) for recording in indexed]
 
 
-def in_splits(sources: Sequence[SourceRecording], layout: Layout) -> list[tuple[str, Recording]]:
+def in_splits(sources: Sequence[SourceRecording], standardise: str) -> list[tuple[str, Recording]]:
     """The split of each recording, and the recording, standardised by itself if it is to be."""
-    if layout.standardise != "recording":
+    if standardise != "recording":
         return [(one.split, one.recording) for one in sources]
     return [(one.split, StandardisedRecording(one.recording)) for one in sources]
 
@@ -494,10 +494,17 @@ def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
     apart = np.where(np.isnan(means), statistics.inputs.mean, means).std(axis=0)
     within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
     differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
-    if differ and len(means) >= _COMPARED and spec.layout.standardise == "split":
+    if differ and len(means) >= _COMPARED and spec.standardise == "split":
         remarks.append(
             f"input {listed(differ)} differs more between recordings than within them; if its level"
             " is of no meaning, --standardise first:400 takes that of the first steps of each"
+        )
+    own = spec.standardise not in {"split", "none"} and not spec.difference
+    if own and spec.layout.task == "regress":
+        remarks.append(
+            "targets are standardised by the training split: those of a new recording are not known"
+            " when the net runs. If a forecast has levels of its own, take first:400 and"
+            " --difference"
         )
     if statistics.missing:
         remarks.append(

@@ -22,14 +22,12 @@ from throughtime.app.recordings import OnPhase, layout_of, open_recordings
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, counted, listed
-from throughtime.stream.classes import class_names
 from throughtime.stream.formats.table import RowSource, is_number
-from throughtime.stream.labels import At
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import find_recordings
 from throughtime.stream.recording import Recording
-from throughtime.stream.shift import horizons
 from throughtime.stream.tables import as_table, names_of
+from throughtime.stream.targets import At, class_names, horizons
 
 _MOST_CLASSES = 20  # that are whole numbers; text may have more
 _RECORDINGS, _BLOCKS, _BLOCK = 8, 16, 65_536  # read at most
@@ -149,7 +147,7 @@ def recordings(
         if task != "classify":
             layout = Layout(task, **options)
             sources = open_recordings(entries, layout)
-    splits, _ = split_recordings(in_splits(sources, layout), holdout)
+    splits, _ = split_recordings(in_splits(sources, "split"), holdout)
     classes = _class_names(splits.get("train", [])) if layout.classify else ()
     played = {split: as_played(several, layout, classes) for split, several in splits.items()}
     return Splits(played, classes)

@@ -44,9 +44,9 @@ from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.state import differences
 from throughtime.stream import Recording, Stream
-from throughtime.stream.classes import class_name, sorted_classes
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import join_faults
+from throughtime.stream.targets import class_name, sorted_classes
 
 _MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
@@ -71,6 +71,7 @@ class ModelSpec:
         sha256: of the file of a user's module.
         weights: of the classes or labels in the loss; empty if all are 1.
         difference: of each output, the input that it is a change of; empty for values.
+        standardise: by which statistics inputs are standardised.
         update: the one that the weights are of; 0 in training.
         planned: updates of the whole run while it is not finished; else 0.
     """
@@ -87,6 +88,7 @@ class ModelSpec:
     sha256: str = ""
     weights: tuple[float, ...] = ()
     difference: tuple[int, ...] = ()
+    standardise: str = "split"
     update: int = 0
     planned: int = 0
 
@@ -121,6 +123,7 @@ class ModelSpec:
             "" if own is None else own.sha256(),
             _loss_weights(config, layout, classes, statistics),
             _present_columns(layout) if config.difference else (),
+            config.standardise,
         )
 
     @property
@@ -219,7 +222,7 @@ def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
 
 def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried:
     """The net between standardised inputs and, for a regression, outputs in units."""
-    match spec.layout.standardise.split(":"):
+    match spec.standardise.split(":"):
         case ["split"]:
             first = Affine(spec.features, inverse=False)
         case ["first", steps]:

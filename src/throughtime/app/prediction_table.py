@@ -15,7 +15,7 @@ from throughtime.stream import Recording
 from throughtime.stream.formats.table import Array
 from throughtime.stream.formats.times import time_texts
 from throughtime.stream.recording import step_times
-from throughtime.stream.shift import later_times
+from throughtime.stream.targets import later_times
 
 Columns: TypeAlias = dict[str, Array]
 _GROUP = 65_536  # rows of a row group of Parquet

@@ -16,7 +16,6 @@ from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import is_number
 from throughtime.stream.formats.times import TimeSummary, summarize_times
-from throughtime.stream.labels import IntervalLabels
 from throughtime.stream.layout import (
     Label,
     Layout,
@@ -28,6 +27,7 @@ from throughtime.stream.layout import (
 from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.row_sources import ColumnRows, concat_tables, time_rows
+from throughtime.stream.targets import SpanLabels
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]
 """Called with a phase of the work, what is done of it, and all of it; 0 if that is unknown."""
@@ -78,7 +78,7 @@ class SourceRecording:
     def lost(self) -> int:
         """Intervals shorter than a frame."""
         labels = self.recording.targets
-        return labels.lost if isinstance(labels, IntervalLabels) else 0
+        return labels.lost if isinstance(labels, SpanLabels) else 0
 
 
 def open_recordings(

@@ -12,7 +12,7 @@ the same number of steps on every rank, and a rank that has nothing left plays i
 
 import heapq
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,15 +71,10 @@ def cut(
         offsets: first steps of each recording that are not played.
 
     Raises:
-        DataError: an empty recording, no recordings, or more lanes than steps.
+        DataError: no recordings, or more lanes than steps.
     """
-    if lanes < 1:
-        raise DataError(f"lanes={lanes}: expected at least 1")
     if not lengths:
         raise DataError("no recordings: expected at least one")
-    empty = [i for i, length in enumerate(lengths) if length < 1]
-    if empty:
-        raise DataError(f"recording {empty[0]} is empty: every recording needs at least one step")
     starts = [0] * len(lengths) if offsets is None else offsets
     played = [length - start for length, start in zip(lengths, starts, strict=True)]
     if lanes > sum(played):
@@ -104,15 +99,16 @@ def cut_equal_parts(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
         DataError: see `cut`.
     """
     cut(lengths, lanes)  # refuses what cannot be played
-    low, high = 1, max(lengths)
-    while low < high:
-        middle = (low + high) // 2
-        fits = sum(-(-length // middle) for length in lengths) <= lanes
-        low, high = (low, middle) if fits else (middle + 1, high)
+    sizes = range(1, max(lengths))
+
+    def fits(size: int) -> bool:
+        return sum(-(-length // size) for length in lengths) <= lanes
+
+    size = 1 + bisect_left(sizes, True, key=fits)
     return [
-        RecordingSpan(i, start, min(start + low, length))
+        RecordingSpan(i, start, min(start + size, length))
         for i, length in enumerate(lengths)
-        for start in range(0, length, low)
+        for start in range(0, length, size)
     ]
 
 

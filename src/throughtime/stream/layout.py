@@ -12,7 +12,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -21,10 +21,8 @@ import torch
 
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import formats
-from throughtime.stream.classes import class_names
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, is_number
-from throughtime.stream.labels import At, PeriodicLabels, interval_labels, periodic_labels
 from throughtime.stream.recording import TableRecording, innermost
 from throughtime.stream.row_sources import (
     ColumnRows,
@@ -36,8 +34,10 @@ from throughtime.stream.row_sources import (
     time_rows,
     value_columns,
 )
+from throughtime.stream.targets import At, class_names, interval_labels, periodic_labels
 
 _COMPARED, _EXCERPT, _BLOCK = 1000, 64, 65_536  # rows
+_CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
 _BELONGS = {
@@ -63,7 +63,6 @@ class Layout:
         allow_target_as_input: whether a step may have its own target as an input.
         static: columns of a manifest.
         frame_size: rows of a file that form one step.
-        standardise: by which statistics inputs are standardised.
         delimiter: of CSV files; `None`: detected in each.
         decimal: the decimal mark of CSV files; `None`: detected in each.
         target_every: rows of the inputs for each row of the targets.
@@ -82,7 +81,6 @@ class Layout:
     allow_target_as_input: bool = False
     static: tuple[str, ...] = ()
     frame_size: int = 1
-    standardise: str = "split"
     delimiter: str | None = None
     decimal: Literal[".", ","] | None = None
     target_every: int | None = None
@@ -230,41 +228,44 @@ def lay_out(
         _refuse_copies(name, inputs, targets, layout.task)
     table = inputs.table if isinstance(inputs, ColumnRows) else None
     times: RowSource | None = None if table is None else time_rows(table, layout.exclude)
-    if size > 1:
-        times = times and FrameRows(times, size, last=True)
-        others = {key: FrameRows(rows, size, last=True) for key, rows in others.items()}
     return TableRecording(
         name,
         FrameRows(inputs, size) if size > 1 else inputs,
         labels,
         static,
-        inputs.columns if isinstance(inputs, ColumnRows) else (),
-        targets.columns
-        if isinstance(targets, ColumnRows)
-        else LABEL * isinstance(targets, (Intervals, Label)),
-        times,
-        tuple(others.items()),
+        _columns(inputs),
+        LABEL if isinstance(targets, (Intervals, Label)) else _columns(targets),
+        times and _last_rows(times, size),
+        tuple((key, _last_rows(rows, size)) for key, rows in others.items()),
     )
+
+
+def _last_rows(rows: RowSource, size: int) -> RowSource:
+    """The last row of each frame."""
+    return FrameRows(rows, size, last=True) if size > 1 else rows
 
 
 def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> RowSource:
     """The targets as one for each step, missing where there is none."""
-    size, every, rows = layout.frame_size, layout.target_every, len(inputs)
+    size, every, at, rows = layout.frame_size, layout.target_every, layout.target_at, len(inputs)
     if isinstance(targets, Intervals):
         _refuse(name, layout, f"{targets.source} holds intervals", "target_every")
-        return _interval_rows(name, targets, rows, layout)
+        labels = _interval_labels(targets, layout)
+        spans = interval_labels(
+            name, targets.starts, targets.stops, labels, rows, at or "all", size
+        )
+        spans.background = layout.background_class
+        return spans
     if isinstance(targets, Label):
         what = "its label is for the whole recording"
         _refuse(name, layout, what, "target_every", "background_class")
-        values = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
-        steps = rows // size
-        return periodic_labels(name, values, steps, steps, layout.target_at or "last")
+        labels = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
+        return periodic_labels(name, labels, rows // size, rows // size, at or "last")
     if every is not None:
         what = f"{targets.source} holds a row of targets for every {every} rows"
         _refuse(name, layout, what, "background_class")
-        labels = targets if layout.task is None else TypedLabels(targets, layout.classify)
-        at = periodic_labels(name, labels, every, rows, layout.target_at or "last").at
-        return PeriodicLabels(labels, every // size, rows // size, at)
+        labels = _typed(targets, layout)
+        return periodic_labels(name, labels, every, rows, at or "last", size)
     _refuse(name, layout, "its targets are one for each row", *_BELONGS)
     if len(targets) != rows:
         raise DataError(
@@ -272,34 +273,21 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             f" {len(targets):,} of {targets.source}; both need one row per step, or say by"
             " target_every=N how many rows each target is for"
         )
-    frames = FrameRows(targets, size, last=True) if size > 1 else targets
-    return frames if layout.task in {None, "classify"} else TypedLabels(frames, classify=False)
+    frames = _last_rows(targets, size)
+    return frames if layout.classify else _typed(frames, layout)
 
 
-def _interval_rows(name: str, intervals: Intervals, rows: int, layout: Layout) -> RowSource:
-    """Labels of intervals in rows, for steps."""
-    labels = intervals.labels
-    if layout.task is not None:
-        labels = typed(np.asarray(labels), classify=layout.classify)
-        if labels.dtype.kind == "U":
-            labels = np.char.strip(labels)
-            if len(labels) and not layout.classify:
-                wrong = next((text for text in labels.tolist() if not is_number(text)), labels[0])
-                raise DataError(
-                    f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
-                    " task='classify'"
-                )
-    at, size, lost = layout.target_at or "all", layout.frame_size, 0
-    spans = interval_labels(
-        name, intervals.source, intervals.starts, intervals.stops, labels, rows, at
-    )
-    if size > 1:
-        first, end = spans.starts // size, spans.stops // size
-        keep = first < end
-        lost = int((~keep).sum())
-        parts = {"starts": first[keep], "stops": end[keep], "labels": spans.labels[keep]}
-        spans = replace(spans, steps=spans.steps // size, **parts)
-    return replace(spans, background=layout.background_class, lost=lost)
+def _interval_labels(intervals: Intervals, layout: Layout) -> RowSource:
+    """The labels of intervals; of a regression they are numbers."""
+    labels = np.asarray(intervals.labels)
+    if labels.dtype.kind == "U" and len(labels) and layout.task not in {None, "classify"}:
+        texts = [text.strip() for text in labels.tolist()]
+        wrong = next((text for text in texts if not is_number(text)), texts[0])
+        raise DataError(
+            f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
+            " task='classify'"
+        )
+    return _typed(ArrayRows(intervals.source, labels), layout)
 
 
 def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
@@ -314,50 +302,96 @@ def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse a column that is an input and the target of the same step.
-
-    A column of a file is known by the file and its name there, whatever it is called here; one in
-    memory by its name, type and first values. Arrays have no names, and are not compared.
-    """
-    if not isinstance(targets, ColumnRows):
+    """Refuse a column that is an input and the target of the same step."""
+    if not isinstance(targets, (ColumnRows, ArrayRows)) or not (copied := _copies(inputs, targets)):
         return
-    names = {_origin(targets.table, column)[1] for column in targets.columns}
-    own = {_identity(targets, column) for column in targets.columns}
-    parts = inputs.parts if isinstance(inputs, ConcatRows) else (inputs,)
-    rows = [part for part in parts if isinstance(part, ColumnRows)]
-    copied = [
-        column
-        for part in rows
-        for column in part.columns
-        if _origin(part.table, column)[1] in names and _identity(part, column) in own
-    ]
-    if copied:
-        others = [c for r in rows for c in r.columns if c not in copied] or targets.columns[:-1]
-        choice = f"inputs={listed(others, quoted=True)}" if others else "there are none"
-        if others and task is None:
-            choice = f"tt.recording(..., {choice}, targets='{targets.columns[-1]}')"
-        raise DataError(
-            f"recording '{name}': {listed(copied, quoted=True)} are inputs and targets of the same"
-            f" step, so the net would only learn to copy them; name other inputs: {choice}, predict"
-            " later values: ahead=1, or write allow_target_as_input=True if it is meant"
-        )
+    pairs = [c if c == target else f"{c} = {target}" for c, target in copied.items()]
+    own = _columns(targets)
+    others = [c for r in _parts(inputs) for c in _columns(r) if c not in copied] or own[:-1]
+    choice = f"inputs={listed(others, quoted=True)}"
+    if task is None:
+        choice = f"tt.recording(..., {choice}, targets='{own[-1] if own else 'y'}')"
+    advice = f"name other inputs: {choice}" if others else "take them out of the inputs"
+    raise DataError(
+        f"recording '{name}': {listed(pairs, quoted=True)} are inputs and targets of the same"
+        f" step, so the net would only learn to copy them; {advice}, predict"
+        " later values: ahead=1, or write allow_target_as_input=True if it is meant"
+    )
 
 
-def _origin(table: formats.Table, column: str) -> tuple[formats.Table, str]:
+def _copies(inputs: RowSource, targets: RowSource) -> dict[str, str]:
+    """The columns of the inputs that repeat one of the targets.
+
+    A column of a file is known by the file and its name there. One in memory is known by its
+    values, whatever its name and type; under another name it needs more values than classes have,
+    which may agree by chance.
+    """
+    own = {_key(known): target for target, known in _known(targets, 0, _COMPARED).items()}
+    copies = dict[str, str]()
+    for column, known in _known(inputs, 0, _COMPARED).items():
+        target = own.get(_key(known))
+        if target is None:
+            continue
+        if isinstance(known, tuple) or (
+            (column == target or len(np.unique(known)) > _CLASSES)
+            and _agree(inputs, column, targets, target)
+        ):
+            copies[column] = target
+    return copies
+
+
+def _agree(inputs: RowSource, column: str, targets: RowSource, target: str) -> bool:
+    """Whether two columns in memory, equal so far, are equal to their ends."""
+    return all(
+        _key(_known(inputs, start, start + _BLOCK)[column])
+        == _key(_known(targets, start, start + _BLOCK)[target])
+        for start in range(_COMPARED, len(inputs), _BLOCK)
+    )
+
+
+def _key(known: tuple[Path, str] | Array) -> object:
+    return known if isinstance(known, tuple) else known.tobytes()
+
+
+def _known(rows: RowSource, start: int, stop: int) -> dict[str, tuple[Path, str] | Array]:
+    """By name, where a column of a file is, and of one in memory the numbers, in one type."""
+    result, blocks = dict[str, tuple[Path, str] | Array](), dict[tuple[str, ...], Array]()
+    parts = _parts(rows)
+    for i, part in enumerate(parts):
+        if isinstance(part, ColumnRows):
+            origins = {column: _origin(part, column) for column in part.columns}
+            paths = {table.path for table, _ in origins.values()}
+            files = {path: path.resolve() for path in paths if isinstance(path, Path)}
+            result |= {c: (files[t.path], n) for c, (t, n) in origins.items() if t.path in files}
+            memory = tuple(c for c, (t, _) in origins.items() if t.path not in files)
+            if memory:
+                blocks[memory] = part.table.read(start, stop, memory)
+        elif isinstance(part, ArrayRows) and isinstance(part.array, np.ndarray):
+            blocks[(part.source + f"[{i}]" * (len(parts) > 1),)] = part.read(start, stop)
+    for names, values in blocks.items():
+        if values.dtype.kind in "biuf" and values.size <= _COMPARED * len(values):
+            columns = values.reshape(len(values), -1).T.astype(np.float64)
+            wide = (f"{'/'.join(names)}[:, {i}]" for i in range(len(columns)))
+            each = names if len(names) == len(columns) else wide
+            result.update(zip(each, columns, strict=True))
+    return result
+
+
+def _parts(rows: RowSource) -> tuple[RowSource, ...]:
+    return rows.parts if isinstance(rows, ConcatRows) else (rows,)
+
+
+def _columns(rows: RowSource | None) -> tuple[str, ...]:
+    return rows.columns if isinstance(rows, ColumnRows) else ()
+
+
+def _origin(rows: ColumnRows, column: str) -> tuple[formats.Table, str]:
     """The table that a column comes from, and its name there."""
+    table = rows.table
     if isinstance(table, ConcatTable):
         index, column = table.sources[column]
         table = table.tables[index]
     return table, getattr(table, "names", {}).get(column, column)
-
-
-def _identity(rows: ColumnRows, column: str) -> tuple[object, ...]:
-    """What a column has in common with itself in another table."""
-    table, name = _origin(rows.table, column)
-    if isinstance(table.path, Path):
-        return table.path.resolve(), name
-    values = rows.table.read(0, _COMPARED, (column,))
-    return name, values.dtype.str, values.tobytes()
 
 
 def check_numbers(rows: object, role: str, task: str | None = None) -> None:
@@ -385,21 +419,15 @@ def text_hint(recording: object, role: str) -> str:
 
 def text_fault(rows: ColumnRows, role: str, start: int = 0, task: str | None = None) -> str:
     """Which columns hold text where numbers are expected, and what to do about it."""
-    table, stop = rows.table, start + _EXCERPT
-    fields = {name: table.read(start, stop, (name,))[:, 0] for name in rows.columns}
-    texts = {
-        name: list(map(str, values.tolist()))
-        for name, values in fields.items()
-        if values.dtype.kind not in "biuf"
-    }
-    wrong = {n: [is_number(text) or not text.strip() for text in v] for n, v in texts.items()}
-    name, values = next(iter(texts.items()))
-    example = next((t for t, number in zip(values, wrong[name], strict=True) if not number), "")
-    several = len(texts) > 1
+    table = rows.table
+    fields = {n: table.read(start, start + _EXCERPT, (n,))[:, 0] for n in rows.columns}
+    texts = {n: [*map(str, v.tolist())] for n, v in fields.items() if v.dtype.kind not in "biuf"}
+    words = {n: [t for t in v if t.strip() and not is_number(t)] for n, v in texts.items()}
+    name, several = next(iter(texts)), len(texts) > 1
     which = f"columns {listed(texts, quoted=True)}" if several else f"column '{name}'"
     head = f"{rows.source}: {which} of the {role} hold{'s' * (not several)} text, such as"
-    head += f" {example!r}" + f" in '{name}'" * several
-    if start == 0 and any(len(v) > 1 and not v[0] and all(v[1:]) for v in wrong.values()):
+    head += f" {next(iter(words[name]), '')!r}" + f" in '{name}'" * several
+    if start == 0 and any(len(v) > 1 and words[n] == v[:1] for n, v in texts.items()):
         return (
             f"{head} in the first row and numbers after it; is the line after the header one of"
             " units? Delete it"
@@ -421,10 +449,10 @@ def text_fault(rows: ColumnRows, role: str, start: int = 0, task: str | None = N
 
 @dataclass(frozen=True)
 class TypedLabels:
-    """Labels in a type that has a value for "none": text for classes, floats for a regression."""
+    """Whole numbers in a type that has a value for "none": text for classes, floats otherwise."""
 
     rows: RowSource
-    classify: bool
+    dtype: Any
 
     @property
     def source(self) -> str:
@@ -434,14 +462,14 @@ class TypedLabels:
         return len(self.rows)
 
     def read(self, start: int, stop: int) -> Array:
-        return typed(self.rows.read(start, stop), classify=self.classify)
+        labels = self.rows.read(start, stop)
+        return labels.astype(self.dtype) if labels.dtype.kind in "biu" else labels
 
 
-def typed(labels: Array, *, classify: bool) -> Array:
-    """Whole numbers as text for classes and as floats otherwise; other types unchanged."""
-    if labels.dtype.kind not in "biu":
-        return labels
-    return labels.astype(np.str_ if classify else np.float64)
+def _typed(rows: RowSource, layout: Layout) -> RowSource:
+    if layout.task is None:
+        return rows
+    return TypedLabels(rows, np.str_ if layout.classify else np.float64)
 
 
 def as_static(value: Any, name: str) -> Array:

@@ -2,6 +2,8 @@
 
 import csv
 import math
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,16 +51,13 @@ def join_faults(faults: Sequence[str]) -> str:
         >>> join_faults(["a.csv: it is empty", "b.csv: it is empty", "c.csv: no column 'u'"])
         "a.csv, b.csv: it is empty; c.csv: no column 'u'"
     """
-    subjects: dict[tuple[str, str], list[str]] = {}
+    subjects: dict[str, list[str]] = {}
     for fault in faults:
         subject, colon, sentence = fault.partition(": ")
-        key = (colon, sentence) if colon else (colon, fault)
-        subjects.setdefault(key, []).append(subject)
+        subjects.setdefault(colon + sentence or fault, []).append(subject if colon else "")
     texts = [
-        sentence
-        if not colon
-        else (names[0] if len(names) == 1 else listed(names)) + colon + sentence
-        for (colon, sentence), names in subjects.items()
+        (listed(names) if len({*names}) > 1 else names[0]) + sentence
+        for sentence, names in subjects.items()
     ]
     rest = sum(len(names) for names in [*subjects.values()][_MAX_FAULTS:])
     more = [f"and {counted(rest, 'more fault')}"] if rest else []
@@ -122,12 +121,9 @@ def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
             " a,train,a.csv"
         )
     entries = [_entry(path.parent, row, static) for row in rows]
-    faults = [
-        fault
-        for row, entry in zip(rows, entries, strict=True)
-        for fault in _entry_faults(row, entry, static)
-    ] + _duplicates(entries)
-    if faults:
+    lines = zip(rows, entries, strict=True)
+    faults = [fault for row, entry in lines for fault in _entry_faults(row, entry, static)]
+    if faults := faults + _duplicates(entries):
         raise DataError(f"{path}: {join_faults(faults)}")
     return entries
 
@@ -140,9 +136,9 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
             UTF-8; the message names the line.
     """
     columns, delimiter = header_of(path)
-    rows: list[dict[str, str]] = []
     if len({*columns}) < len(columns):
         raise DataError(f"{path}: the first line is {columns}, expected distinct column names")
+    rows = list[dict[str, str]]()
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.reader(file, strict=True, delimiter=delimiter)
@@ -161,28 +157,24 @@ def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) -> None:
-    reserved = [name for name in static if name in COLUMNS]
-    absent = [name for name in static if name not in columns]
-    if reserved or absent:
-        what = (
-            f"'{reserved[0]}' has another meaning in a manifest"
-            if reserved
-            else f"there is no column '{absent[0]}'"
-        )
-        raise DataError(
-            f"{path}: static={','.join(static)}, but {what}; its columns are {listed(columns)}"
-        )
+    for name in static:
+        if name in COLUMNS or name not in columns:
+            what = (
+                f"'{name}' has another meaning in a manifest"
+                if name in COLUMNS
+                else f"there is no column '{name}'"
+            )
+            raise DataError(
+                f"{path}: static={','.join(static)}, but {what}; its columns are {listed(columns)}"
+            )
     unknown = [c for c in columns if c not in {*COLUMNS, *static}]
-    if unknown or not {"id", "inputs"} <= set(columns):
-        hint = (
-            "; to feed a number of each recording to the net, write --static"
-            f" {','.join((*static, *unknown))}"
-            if unknown
-            else ""
-        )
+    if unknown or not {"id", "inputs"} <= {*columns}:
+        hint = "; to feed a number of each recording to the net, write --static "
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            f" optional); got {listed(columns)}{hint}"
+            f" optional); got {listed(columns)}"
+            + (hint + ",".join((*static, *unknown)))
+            * bool(unknown)
         )
 
 
@@ -196,44 +188,35 @@ def _entry(folder: Path, row: dict[str, str], static: Sequence[str]) -> Manifest
 
 def _entry_faults(row: dict[str, str], entry: ManifestEntry, static: Sequence[str]) -> list[str]:
     """The faults of one line."""
-    name = entry.name
+    name, inputs, targets = entry.name, row["inputs"], entry.targets
     faults = [] if name else ["a recording has no id"]
-    if not all(part.strip() for part in row["inputs"].split(";")):
-        return [
-            *faults,
-            f"'{name}' has inputs {row['inputs']!r}, expected a file, or several separated by ';'",
-        ]
-    paths = [*entry.inputs, *([entry.targets] if entry.targets is not None else [])]
-    faults += [f"'{name}': no such file {path}" for path in paths if not _exists(path)]
-    if len(set(entry.inputs)) < len(entry.inputs):
-        faults.append(f"'{name}' names one of its inputs twice: {row['inputs']}")
-    if row.get("targets") and row.get("label"):
-        faults.append(f"'{name}' has targets and the label {row['label']!r}, expected one of them")
+    if not all(part.strip() for part in inputs.split(";")):
+        fault = f"'{name}' has inputs {inputs!r}, expected a file, or several separated by ';'"
+        return [*faults, fault]
+    paths = entry.inputs if targets is None else (*entry.inputs, targets)
     faults += [
+        f"'{name}': no such file {path}"
+        for path in paths
+        if not os.path.exists(path) or is_folder(path)  # noqa: PTH110  false for an impossible name
+    ]
+    if len({*entry.inputs}) < len(entry.inputs):
+        faults.append(f"'{name}' names one of its inputs twice: {inputs}")
+    if targets is not None and row.get("label"):
+        faults.append(f"'{name}' has targets and the label {row['label']!r}, expected one of them")
+    return faults + [
         f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number for"
         " every recording"
         for feature, value in zip(static, entry.static, strict=True)
         if not math.isfinite(value)
     ]
-    return faults
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.is_file() or (path.is_dir() and path.suffix.lower() in FOLDERS)
-    except OSError:  # an impossible file name
-        return False
 
 
 def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
     """Entries of one name, and entries of the same files under several names or links."""
-    faults: list[str] = []
-    names: set[str] = set()
+    counts = Counter(entry.name for entry in entries)
+    faults = [f"'{name}' is listed twice" for name, count in counts.items() if count > 1]
     owners: dict[frozenset[object], ManifestEntry] = {}
     for entry in entries:
-        if entry.name in names:
-            faults.append(f"'{entry.name}' is listed twice")
-        names.add(entry.name)
         owner = owners.setdefault(frozenset(map(_identity, entry.inputs)), entry)
         if owner.name != entry.name:
             files = dict.fromkeys(map(str, (*owner.inputs, *entry.inputs)))

@@ -5,17 +5,15 @@ Shapes: `T` steps of the recording, `D` input features, `C` target columns, `S` 
 
 import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from torch.utils._pytree import tree_leaves
 
-from throughtime.errors import listed
+from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import Array, RowSource
-from throughtime.stream.labels import IntervalLabels
 
 _SAMPLE = 64  # steps
 
@@ -26,13 +24,11 @@ class StepArrays(NamedTuple):
     Attributes:
         inputs: `(n, D)` or `(n,)`.
         targets: `(n,)`, `(n, C)` or `None`.
-        static: `(S,)`, features of the whole recording.
         series: `(n, ...)` by name: more values of these steps, such as a weight.
     """
 
     inputs: Array
     targets: Array | None
-    static: Array | None = None
     series: Mapping[str, Array] = {}
 
     @property
@@ -46,21 +42,16 @@ class StepArrays(NamedTuple):
         return arrays
 
 
-class StepChecksum:
-    """CRC-32 of every array of a recording, over blocks of steps in order."""
+def checksum(steps: StepArrays, before: int = 0) -> int:
+    """CRC-32 of all arrays, after that of the block before.
 
-    def __init__(self) -> None:
-        self._sums = Counter[int]()
-
-    def add(self, steps: StepArrays) -> None:
-        """Add a block; its length must be the same wherever checksums are compared."""
-        for i, values in enumerate(tree_leaves(steps)):
-            array = np.asarray(() if values is None else values)
-            content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
-            self._sums[i] = zlib.crc32(content, self._sums[i])
-
-    def __str__(self) -> str:
-        return "".join(f"{value:08x}" for value in self._sums.values())
+    Blocks must be equally long wherever checksums are compared.
+    """
+    for values in tree_leaves(steps):
+        array = np.asarray(() if values is None else values)
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        before = zlib.crc32(content, before)
+    return before
 
 
 @runtime_checkable
@@ -112,16 +103,15 @@ def sample_checksum(recording: Recording, blocks: int) -> str:
     """
     last = max(0, len(recording) - _SAMPLE)
     starts = [*range(0, last, max(_SAMPLE, -(-last // (blocks - 1)))), last]
-    sums: list[str] = []
+    sums = [0, 0]
     try:
-        for _ in range(2):
-            checksum = StepChecksum()
+        for i in range(2):
             for start in starts:
-                checksum.add(recording.read(start, min(start + _SAMPLE, len(recording))))
-            sums.append(str(checksum))
+                steps = recording.read(start, min(start + _SAMPLE, len(recording)))
+                sums[i] = checksum(steps, sums[i])
     except Exception as error:  # noqa: BLE001 (a recording may be anybody's)
         return f"missing ({type(error).__name__}: {error})"
-    return sums[0] if sums[0] == sums[1] else "random"
+    return f"{sums[0]:08x}" if sums[0] == sums[1] else "random"
 
 
 @dataclass(frozen=True)
@@ -146,12 +136,25 @@ class TableRecording:
         return len(self.inputs)
 
     def read(self, start: int, stop: int) -> StepArrays:
+        inputs = self.inputs.read(start, stop)
         return StepArrays(
-            self.inputs.read(start, stop),
+            inputs if self.static is None else self._with_static(inputs, self.static),
             None if self.targets is None else self.targets.read(start, stop),
-            self.static,
             {name: rows.read(start, stop) for name, rows in self.series},
         )
+
+    def _with_static(self, inputs: Array, static: Array) -> Array:
+        """The inputs, and beside them the static features, in a type that holds both."""
+        floating = inputs.dtype.kind == "f"
+        columns = inputs[:, None] if floating and inputs.ndim == 1 else inputs
+        if columns.ndim != 2:
+            raise DataError(
+                f"recording '{self.name}': static features go beside inputs (T, D); these are"
+                " tokens or have more dimensions"
+            )
+        dtype = columns.dtype if floating else np.result_type(columns, static)
+        features = np.broadcast_to(static, (len(columns), len(static)))
+        return np.concatenate([columns, features], axis=1, dtype=dtype, casting="same_kind")
 
 
 R = TypeVar("R", bound=Recording)
@@ -191,22 +194,6 @@ class Part(RecordingView[Recording]):
 
     def read(self, start: int, stop: int) -> StepArrays:
         return self.whole.read(self.start + start, self.start + stop)
-
-
-def preceding(recordings: Sequence[Recording]) -> list[int]:
-    """The index of the part that ends where each recording begins; -1 where there is none.
-
-    Example:
-        >>> import numpy as np, throughtime as tt
-        >>> preceding(tt.windows([np.zeros((250, 3)), np.zeros((80, 3))], 100))
-        [-1, 0, 1, -1]
-    """
-    parts = {i: r for i, r in enumerate(recordings) if isinstance(r, Part)}
-    ends = {(id(part.whole), part.stop): i for i, part in parts.items()}
-    return [
-        ends.get((id(parts[i].whole), parts[i].start), -1) if i in parts else -1
-        for i in range(len(recordings))
-    ]
 
 
 def step_times(recording: object, start: int, stop: int) -> Array | None:
@@ -254,32 +241,3 @@ def innermost(recording: object) -> tuple[TableRecording | None, int]:
         start += recording.start if isinstance(recording, Part) else 0
         recording = recording.whole
     return recording if isinstance(recording, TableRecording) else None, start
-
-
-def with_one_kind(recordings: Sequence[Recording]) -> tuple[Recording, ...]:
-    """Recordings whose label types agree: one without any interval takes the type of the others."""
-
-    def intervals(recording: Recording) -> IntervalLabels | None:
-        if isinstance(recording, RecordingView):
-            return intervals(recording.whole)
-        targets = recording.targets if isinstance(recording, TableRecording) else None
-        return targets if isinstance(targets, IntervalLabels) else None
-
-    several = [labels for labels in map(intervals, recordings) if labels is not None]
-    sample = next((labels.labels for labels in several if len(labels.labels)), None)
-
-    typed_alike: dict[int, Recording] = {}  # parts of one recording stay parts of one
-
-    def alike(recording: Recording) -> Recording:
-        labels = intervals(recording)
-        if sample is None or labels is None or len(labels.labels):
-            return recording
-        typed: Any = recording
-        if isinstance(recording, RecordingView):
-            return replace(typed, whole=alike(recording.whole))
-        if id(recording) not in typed_alike:
-            empty = replace(labels, labels=sample[:0])
-            typed_alike[id(recording)] = replace(typed, targets=empty)
-        return typed_alike[id(recording)]
-
-    return tuple(map(alike, recordings))

@@ -20,7 +20,6 @@ from throughtime.errors import DataError, listed
 from throughtime.stream import formats
 from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
 from throughtime.stream.formats.table import RowSource
-from throughtime.stream.labels import check_at
 from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import Part, Recording
@@ -34,7 +33,7 @@ from throughtime.stream.row_sources import (
     open_source,
     value_columns,
 )
-from throughtime.stream.shift import horizons, shift_targets
+from throughtime.stream.targets import check_at, horizons, shift_targets
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""

@@ -9,23 +9,27 @@ import random
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Never
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, Never, TypeAlias
 
 import torch
 from torch import distributed
 
-from throughtime._device import is_accelerator
+from throughtime._device import SideStream, is_accelerator
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError, check_whole
 from throughtime.state import State
-from throughtime.stream._collate import DTYPES, Collator, MissingCounts, ReadRequest
-from throughtime.stream._prefetch import BlockAhead, ProcessReader, Reader, ThreadReader, Workers
+from throughtime.stream._collate import DTYPES, Block, Collator, ReadRequest
+from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
 from throughtime.stream.lanes import LaneSchedule, check_offset
-from throughtime.stream.recording import Recording, sample_checksum, with_one_kind
+from throughtime.stream.recording import Recording, sample_checksum
 from throughtime.stream.sources import Recordings, as_recordings
+from throughtime.stream.targets import share_label_type
 
-NONE_MISSING = MissingCounts(None, None)
+BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
+
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
 _MOST_LANES = 64  # of recordings that are not cut
 _SAMPLED = 32  # recordings that a position and ranks compare, at most
@@ -104,8 +108,9 @@ class Stream:
         epoch: epochs finished so far.
         position: steps of every lane played in this epoch.
         wait_seconds: seconds spent waiting for data so far.
-        masked: steps masked so far because their inputs were not finite (`missing="mask"`).
-        missing_targets: steps masked so far because their target was NaN or -100.
+        masked: steps masked because their inputs were not finite (`missing="mask"`), in all blocks
+            that were read so far.
+        missing_targets: steps masked because their target was NaN or -100, likewise.
 
     A floating target that is NaN, or an integer one that is -100, means that the step has no
     target: it is masked.
@@ -153,10 +158,11 @@ class Stream:
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
                 " use torch.autocast"
             )
-        self.recordings: tuple[Recording, ...] = with_one_kind(as_recordings(recordings))
+        self.recordings: tuple[Recording, ...] = tuple(as_recordings(recordings))
+        share_label_type(self.recordings)
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
-        self.offset, self.hand_off = offset, hand_off
+        self.offset, self.hand_off, self.missing = offset, hand_off, missing
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
@@ -165,7 +171,7 @@ class Stream:
                 f"recording '{name}' is empty; leave it out: a recording needs at least one step"
             )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
-        self._reader = self._make_reader(workers)
+        self.workers, self._map = workers, self._make_map(workers)
         self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._placement: Placement | None = None
@@ -174,30 +180,28 @@ class Stream:
         self._resumed = False
         self.masked = self.missing_targets = self._generation = 0
 
-    def _make_reader(self, workers: Workers) -> Reader:
+    def _make_map(self, workers: Workers) -> BlockMap:
         if workers == "thread":
-            return ThreadReader(self._collator)
+            return partial(map_in_thread, self._collator.read)
         count: Any = workers  # a user's "threads"
         if not isinstance(count, int) or count is True or count < 0:
             raise DataError(
                 f"workers={workers!r}: expected a number of processes, 0 for none, or 'thread'"
             )
-        return ProcessReader(self._collator, workers) if workers else self._collator
+        return ProcessMap(self._collator, count) if count else partial(map, self._collator.read)
 
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
         played = self.lanes * self._shard.ranks
         check_offset(self.offset, self.lengths, played, self.seed, hand_off=self.hand_off)
         self.epoch, self.position = epoch, 0
-        self._block, self._block_start, self._missing = None, 0, NONE_MISSING
-        self._ahead: BlockAhead | None = None
-        order = None
+        self._block: Block | None = None
+        self._coming: tuple[int, Iterator[Block]] | None = None  # and the step of the next one
+        self._ahead: tuple[Block, SideStream] | None = None
+        order, offsets, most = None, None, self.offset
         if self.seed is not None:
             order = random.Random(f"{self.seed}:{epoch}")  # noqa: S311  an order, not a secret
-        offsets = None
-        if self.offset and order is not None:
-            offsets = [
-                order.randrange(min(self.offset, length // 2 + 1)) for length in self.lengths
-            ]
+            if most:
+                offsets = [order.randrange(min(most, n // 2 + 1)) for n in self.lengths]
         self._schedule = LaneSchedule.plan(
             self.lengths,
             self.lanes,
@@ -240,12 +244,7 @@ class Stream:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another stream, and its net another net
-        return {**self.__dict__, "_entering": None, "_ahead": None}
-
-    @property
-    def missing(self) -> Literal["error", "mask"]:
-        """How inputs that are NaN or infinite are treated."""
-        return "mask" if self._collator.mask_missing else "error"
+        return {**self.__dict__, "_entering": None, "_ahead": None, "_coming": None}
 
     @property
     def steps(self) -> int:
@@ -319,28 +318,17 @@ class Stream:
         if self.position >= end:
             self._begin(self.epoch + 1)
             return None
-        stop = min(self.position + steps, end)
-        block, begin = self._block, self.position - self._block_start
-        if (
-            block is not None
-            and begin >= 0
-            and stop - self._block_start <= block.steps
-            and self._missing == NONE_MISSING
-        ):  # the usual case
+        stop, position, block = min(self.position + steps, end), self.position, self._block
+        if block is not None and block.start <= position and stop <= block.stop:  # the usual case
             self.position = stop
-            return block._cut(begin, stop - self._block_start)
-        parts: list[Chunk] = []
-        position, counts = self.position, (0, 0)
+            return block.chunk._cut(position - block.start, stop - block.start)
+        parts = list[Chunk]()
         while position < stop:
             block = self._read_block(position)
-            begin = position - self._block_start
-            end = min(stop - self._block_start, block.steps)
-            parts.append(block[begin:end])
-            counts = self._missing.add(counts, begin, end)
-            position = self._block_start + end
+            first, last = position - block.start, min(stop, block.stop) - block.start
+            parts.append(block.chunk._cut(first, last))
+            position = block.stop
         self.position = stop  # after an error the position is as before
-        self.masked += counts[0]
-        self.missing_targets += counts[1]
         return join(parts)
 
     def remaining(self, steps: int) -> int:
@@ -352,24 +340,27 @@ class Stream:
         resets = self._schedule.common_resets
         return resets[min(bisect_right(resets, self.position), len(resets) - 1)] - self.position
 
-    def _read_block(self, position: int) -> Chunk:
+    def _read_block(self, position: int) -> Block:
         """Read the block around a step: several chunks where they are small.
 
         Cutting a chunk from a block costs a tenth of reading it. Blocks depend on the position
         alone, not on where the stream was resumed or how much is taken at a time: a chunk is
         aligned in memory the same way each time, and kernels round it alike.
         """
-        if self._block is not None and 0 <= position - self._block_start < self._block.steps:
-            return self._block
-        size = self._block_steps
-        start = position // size * size
-        ahead, self._ahead = self._ahead, None
-        self._block = None  # after an error no block is left, least of all the one before
-        if ahead is not None and ahead.start == start:
-            self._block, self._missing = ahead.join()
+        block, ahead = self._block, self._ahead
+        if block is not None and block.start <= position < block.stop:
+            return block
+        start = position // self._block_steps * self._block_steps
+        self._block = self._ahead = None  # after an error neither is left
+        if ahead is not None and ahead[0].start == start:
+            self._block, copies = ahead
+            chunk = self._block.chunk
+            tensors = [chunk._inputs, chunk._targets, *chunk._series.values()]
+            copies.join(tensor for tensor in tensors if tensor is not None)
         else:
-            self._block, self._missing = self._load(start)
-        self._block_start = start
+            self._block = self._next_block(start)
+        self.masked += self._block.masked
+        self.missing_targets += self._block.missing_targets
         return self._block
 
     @property
@@ -377,15 +368,34 @@ class Stream:
         fits = BLOCK_LANE_STEPS // self.lanes
         return max(1, fits // self.chunk * self.chunk or min(self.chunk, 8 * fits))
 
-    def _load(self, start: int) -> tuple[Chunk, MissingCounts]:
-        """Read the block that begins at a step."""
-        # not self: a request to come must not keep the stream, and its workers, alive
-        schedule, size = self._schedule, self._block_steps
-        later = (
-            ReadRequest.of(schedule, begin, begin + size)
-            for begin in range(start + size, schedule.steps, size)
-        )
-        return self._timed(self._reader, ReadRequest.of(schedule, start, start + size), later)
+    def _next_block(self, start: int) -> Block:
+        """Read the block that begins at a step; those after it will probably follow."""
+        coming, self._coming = self._coming, None  # after an error it begins anew
+        if coming is None or coming[0] != start:
+            # not self: a request to come must not keep the stream, and its workers, alive
+            schedule, size = self._schedule, self._block_steps
+            requests = (
+                ReadRequest.of(schedule, begin, begin + size)
+                for begin in range(start, schedule.steps, size)
+            )
+            coming = start, self._map(requests)
+        with self._waiting():
+            block = next(coming[1], None)
+        if block is None:
+            raise RuntimeError("the worker processes ended before they had read every block")
+        self._coming = block.stop, coming[1]
+        return block._replace(chunk=self._placed(block.chunk))
+
+    def _placed(self, chunk: Chunk) -> Chunk:
+        return chunk if self._placement is None else chunk.convert(self._placement)
+
+    @contextmanager
+    def _waiting(self) -> Generator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.wait_seconds += time.perf_counter() - began
 
     def _read_ahead(self, steps: int) -> None:
         """Read the block after the present one and send it, if the next steps reach into it.
@@ -396,23 +406,19 @@ class Stream:
         placement, block = self._placement, self._block
         if placement is None or block is None or not is_accelerator(placement.device):
             return
-        end = self._block_start + block.steps
-        if self._ahead is None and end < min(self.position + steps, self.steps):
-            self._ahead = BlockAhead.load(self._load, end, placement.device)
-
-    def _timed(
-        self, reader: Reader, request: ReadRequest, later: Iterable[ReadRequest] = ()
-    ) -> tuple[Chunk, MissingCounts]:
-        began = time.perf_counter()
-        try:
-            chunk, missing = reader.read(request, later)
-        finally:
-            self.wait_seconds += time.perf_counter() - began
-        return (chunk if self._placement is None else chunk.convert(self._placement)), missing
+        if self._ahead is None and block.stop < min(self.position + steps, self.steps):
+            copies = SideStream(placement.device)
+            try:
+                with copies.copies():
+                    self._ahead = self._next_block(block.stop), copies
+            except Exception:  # noqa: BLE001  # raised when the block is needed
+                self._ahead = None
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""
-        return self._timed(self._collator, ReadRequest.of(self._schedule, start, stop))[0]
+        with self._waiting():
+            block = self._collator.read(ReadRequest.of(self._schedule, start, stop))
+        return self._placed(block.chunk)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values.
@@ -482,7 +488,7 @@ class Stream:
 
         None within a read, as in the handler of a signal: an open file has one position.
         """
-        with self._collator.exclusive() as free:
+        with self._collator.lock.exclusive() as free:
             if not self._sums and free:
                 chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
                 blocks = _BLOCKS // len(chosen)

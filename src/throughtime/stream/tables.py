@@ -12,7 +12,6 @@ import numpy as np
 
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
-from throughtime.stream.classes import with_classes
 from throughtime.stream.formats.arrays import (
     ArrayRows,
     ArraysFile,
@@ -31,7 +30,7 @@ from throughtime.stream.formats.table import Array, FileTable, RowSource
 from throughtime.stream.layout import Layout, as_static, check_numbers, lay_out
 from throughtime.stream.recording import Part, Recording
 from throughtime.stream.row_sources import as_rows, check_columns, is_array
-from throughtime.stream.shift import horizons, shift_targets
+from throughtime.stream.targets import horizons, shift_targets, with_classes
 
 _BLOCK = 65_536  # rows
 

@@ -19,8 +19,8 @@ from throughtime.stream.formats.table import (
     rows_between,
     unreadable,
 )
-from throughtime.stream.labels import IGNORE_INDEX
 from throughtime.stream.recording import StepArrays
+from throughtime.stream.targets import IGNORE_INDEX
 
 
 def text(path: str | Path, unit: Literal["bytes", "characters"] = "bytes") -> "Text":

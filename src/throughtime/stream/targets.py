@@ -1,0 +1,377 @@
+"""The target of each step: by name, of a span of steps, or of a later step.
+
+Targets at a lower rate than the signal are labels of *spans*: one for every so many steps, or for
+intervals of them. Every step of a span carries its label (`target_at="all"`), or only the last one
+does (`target_at="last"`), where the net has read all of the span. Names of classes are read as
+indices: the class at index `i` is `classes[i]`. For a forecast the target of step `t` is that of
+step `t + n`; shift a recording after it is cut into splits, so that no target of one split is read
+in another.
+
+A step without a target is masked: its target is NaN, -100 or empty text.
+
+Shapes: `n` steps read, `T` steps of the recording, `C` target columns, `F` later steps.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from throughtime.errors import DataError, listed
+from throughtime.stream.formats.arrays import ArrayRows
+from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.recording import (
+    Recording,
+    RecordingView,
+    StepArrays,
+    innermost,
+    step_times,
+)
+
+At: TypeAlias = Literal["all", "last"]
+IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
+_RECENT = 1000  # steps whose spacing goes on
+
+
+def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
+    """Missing targets, of the kind of `sample`; whole numbers are int64, which holds -100."""
+    fills: dict[str, Any] = {"U": "", "S": b"", "f": np.nan, "O": None}
+    fill = fills.get(sample.dtype.kind, IGNORE_INDEX)
+    return np.full(shape, fill, np.int64 if fill == IGNORE_INDEX else sample.dtype)
+
+
+@dataclass
+class SpanLabels:
+    """A label for each span `[start, stop)` of steps, in order, without overlap.
+
+    Steps between spans have no label, or that of the background. `lost` is the number of intervals
+    that were shorter than a step.
+    """
+
+    starts: Sequence[int] | Array
+    stops: Sequence[int] | Array
+    labels: RowSource
+    steps: int
+    at: At
+    background: str | None = None
+    lost: int = 0
+
+    @property
+    def source(self) -> str:
+        return self.labels.source
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def read(self, start: int, stop: int) -> Array:
+        stop = min(stop, self.steps)
+        first = max(0, bisect_right(self.starts, start) - 1)
+        last = bisect_left(self.starts, stop)
+        labels, step = self.labels.read(first, last), np.arange(start, stop)
+        owner = np.searchsorted(np.asarray(self.starts[first:last]), step, side="right") - 1
+        stops = np.minimum(self.stops[first:last], self.steps)
+        left = np.append(stops, start)[owner] - step  # steps to the end of its span; 0 outside
+        chosen = left > 0 if self.at == "all" else left == 1
+        result = missing_like((len(step), *labels.shape[1:]), labels)
+        result[chosen] = labels[owner[chosen]]
+        return result if self.background is None else np.where(left > 0, result, self.background)
+
+
+def periodic_labels(
+    name: str, labels: RowSource, count: Any, rows: int, at: At, frame_size: int = 1
+) -> SpanLabels:
+    """Checked labels for every `count` rows, of which `frame_size` form one step.
+
+    Raises:
+        DataError: the number of labels does not fit that of the rows.
+    """
+    check_at(name, at)
+    count = count.item() if isinstance(count, np.integer) else count
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        raise DataError(
+            f"recording '{name}': target_every={count!r}, expected how many steps a label is for,"
+            " at least 1"
+        )
+    expected = -(-rows // count)
+    if len(labels) != expected:
+        raise DataError(
+            f"recording '{name}': {labels.source} has {len(labels)} labels, one for every {count}"
+            f" of {rows} steps, expected {expected}"
+        )
+    every, steps = count // frame_size, rows // frame_size
+    starts, stops = range(0, steps, every), range(every, steps + every, every)
+    return SpanLabels(starts, stops, labels, steps, at)
+
+
+def interval_labels(
+    name: str, starts: Any, stops: Any, labels: RowSource, rows: int, at: At, frame_size: int = 1
+) -> SpanLabels:
+    """Checked intervals of rows, of which `frame_size` form one step.
+
+    Raises:
+        DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the
+            message names the first.
+    """
+    check_at(name, at)
+    where = f"in {labels.source}"
+    sizes = [np.size(starts), np.size(stops), len(labels)]
+    if len({*sizes}) > 1:
+        raise DataError(
+            f"recording '{name}': intervals {where} have {sizes[0]} starts, {sizes[1]} stops,"
+            f" {sizes[2]} labels; expected one each"
+        )
+    edges = np.stack([np.ravel(starts), np.ravel(stops)])
+    if len(labels) and (
+        edges.dtype.kind not in "iuf" or not (np.isfinite(edges) & (edges == np.floor(edges))).all()
+    ):
+        raise DataError(
+            f"recording '{name}': interval starts and stops {where} are {edges.dtype}, expected"
+            " whole steps, such as 1200"
+        )
+    begin, end = edges = edges.astype(np.int64)
+    checks = (
+        ((begin < 0) | (end > rows), f"leaves the recording of {rows} steps"),
+        (begin >= end, "stops before it has a step; a stop is after its start"),
+        (np.append(False, begin[1:] < begin[:-1]), "starts before {}; sort them"),
+        (
+            np.append(False, begin[1:] < end[:-1]),
+            "overlaps {}, and a step has one label. Cut or join them",
+        ),
+    )
+    for wrong, fault in checks:
+        if wrong.any():
+            i = int(wrong.argmax())
+            previous = f"the one before it, {begin[i - 1]} to {end[i - 1]}"
+            raise DataError(
+                f"recording '{name}': interval {i} {where}, {begin[i]} to {end[i]},"
+                f" {fault.format(previous)}"
+            )
+    begin, end = edges // frame_size
+    kept = np.flatnonzero(begin < end)
+    if len(kept) < len(begin):
+        labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
+    steps, lost = rows // frame_size, len(begin) - len(kept)
+    return SpanLabels(begin[kept], end[kept], labels, steps, at, lost=lost)
+
+
+def check_at(name: str, at: Any) -> None:
+    """Refuse anything but the two words."""
+    if at not in ("all", "last"):
+        raise DataError(
+            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries"
+            " its label) or 'last'"
+        )
+
+
+def share_label_type(recordings: Iterable[Recording]) -> None:
+    """Give recordings without any interval the type of the labels that others have."""
+    tables = [innermost(recording)[0] for recording in recordings]
+    spans = [t.targets for t in tables if t is not None and isinstance(t.targets, SpanLabels)]
+    labelled = next((labels for labels in spans if len(labels.starts)), None)
+    for labels in spans:
+        if labelled is not None and not len(labels.starts):
+            labels.labels = labelled.labels  # none of which is read
+
+
+def class_name(value: object) -> str:
+    """The name of a class: integers without a decimal point, empty for a missing value."""
+    if value is None:
+        return ""
+    text = (value.decode(errors="replace") if isinstance(value, bytes) else str(value)).strip()
+    if not is_number(text):
+        return text
+    with suppress(ValueError):
+        return str(int(text))  # above 2^53 as well, which a float rounds
+    number = float(text)
+    return "" if math.isnan(number) else str(int(number)) if number.is_integer() else text
+
+
+def sorted_classes(classes: Iterable[str]) -> tuple[str, ...]:
+    """Class names in a fixed order: numbers by value, then text."""
+
+    def key(name: str) -> tuple[bool, float, str]:
+        number = is_number(name)
+        return not number, float(name) if number else 0.0, name
+
+    return tuple(sorted(classes, key=key))
+
+
+def class_names(targets: Iterable[Array]) -> tuple[str, ...]:
+    """The classes that occur in blocks of targets, in a fixed order."""
+    names = {class_name(value) for block in targets for value in np.unique(block)}
+    return sorted_classes(names - {""})
+
+
+@dataclass(frozen=True)
+class ClassRecording(RecordingView[Recording]):
+    """A recording whose targets are class names, read as indices; -100 where there is none.
+
+    Attributes:
+        whole: the recording.
+        classes: the names, in the order of their indices.
+        owner: what has these classes, for messages.
+    """
+
+    whole: Recording
+    classes: tuple[str, ...] = field(repr=False)
+    owner: str = "the classes are"
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self.whole.read(start, stop)
+        if steps.targets is None:
+            return steps
+        return steps._replace(targets=self._indices(steps.targets, start))
+
+    def _indices(self, targets: Array, start: int) -> Array:
+        if targets.ndim > 1:
+            raise DataError(
+                f"recording '{self.name}': classification needs one column of targets, got"
+                f" {targets.shape[1]}; choose it with --targets"
+            )
+        if targets.dtype.kind == "O":  # Python values of several types have no order
+            targets = np.array([class_name(value) for value in targets], np.str_)
+        values, inverse = np.unique(targets, return_inverse=True)
+        index = {name: i for i, name in enumerate(self.classes)} | {"": IGNORE_INDEX}
+        if {*self.classes} == {"False", "True"}:  # tables have them as numbers
+            index |= {"0": index["False"], "1": index["True"]}
+        codes = np.array([index.get(name, -1) for name in map(class_name, values)], np.int64)
+        if (codes == -1).any():
+            wrong = values[codes == -1][0]
+            step = start + int(np.argmax(targets == wrong))
+            raise DataError(
+                f"recording '{self.name}': unknown class '{class_name(wrong)}' at step {step};"
+                f" {self.owner} {listed(self.classes)}"
+            )
+        return codes[inverse]
+
+
+def with_classes(recording: Recording, classes: Iterable[Any] | None) -> Recording:
+    """The recording with its targets as indices of these classes; itself where that is `None`.
+
+    Raises:
+        DataError: a class that is named twice, or a recording without targets.
+    """
+    if classes is None:
+        return recording
+    if getattr(recording, "targets", recording) is None:
+        raise DataError(
+            f"recording '{recording.name}' has classes={classes!r} and no targets that they could"
+            " name; write targets='label'"
+        )
+    names = tuple(map(class_name, classes))
+    if isinstance(classes, str) or not names or len(set(names)) < len(names) or "" in names:
+        raise DataError(
+            f"recording '{recording.name}': classes={classes!r}, expected distinct names in the"
+            " order of their indices: classes=['N', 'V']"
+        )
+    return ClassRecording(recording, names)
+
+
+@dataclass(frozen=True)
+class ForecastRecording(RecordingView[Recording]):
+    """The inputs and series of a recording with the targets of later steps.
+
+    Of several, the targets are `(T, F * C)`: all columns of the first, then those of the next.
+    """
+
+    whole: Recording
+    ahead: tuple[int, ...]
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        stop = min(stop, len(self))
+        steps = self.whole.read(start, min(stop + max(self.ahead), len(self)))
+        if steps.targets is None:
+            return steps
+        targets = later_rows(steps.targets, self.ahead, stop - start)
+        series = {name: rows[: stop - start] for name, rows in steps.series.items()}
+        return StepArrays(steps.inputs[: stop - start], targets, series)
+
+
+def later_rows(rows: Array, shifts: Sequence[int], count: int) -> Array:
+    """The first `count` rows, each taken so many rows later; of several shifts side by side.
+
+    Rows before the first and after the last are missing.
+    """
+    later = np.arange(count)[:, None] + np.array(shifts)
+    known = (later >= 0) & (later < len(rows))
+    result = missing_like((*later.shape, *rows.shape[1:]), rows)
+    result[known] = rows[later[known]]
+    return result[:, 0] if len(shifts) == 1 else result.reshape(count, -1)
+
+
+def horizons(ahead: Any) -> tuple[Any, ...]:
+    """How many steps later the targets are, as one or several numbers; none of 0."""
+    if np.ndim(ahead):
+        return tuple(ahead)
+    return (ahead,) if ahead else ()
+
+
+def shift_targets(recording: Recording, steps: Any) -> Recording:
+    """The recording with each step's target taken `steps` steps later; itself if that is 0.
+
+    Args:
+        recording: any; its targets in any form.
+        steps: a whole number, at least 0; or several different ones, such as `range(1, 25)`: then
+            the targets of all of them lie side by side, `(T, F * C)`, each at least 1.
+
+    Raises:
+        DataError: another number, one that is named twice, or one for which no step has a target.
+
+    Cost: each read of the recording reads as many steps more as the furthest target is ahead.
+
+    Example:
+        >>> from throughtime.stream.sources import as_recording
+        >>> from throughtime.stream.targets import shift_targets
+        >>> hours = np.arange(4.0)
+        >>> recording = as_recording((hours, hours))
+        >>> shift_targets(recording, 1).read(0, 4).targets
+        array([ 1.,  2.,  3., nan])
+    """
+    several = np.ndim(steps) > 0
+    counts = [n.item() if isinstance(n, np.integer) else n for n in (steps if several else [steps])]
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in counts)
+    if not counts or not whole or min(counts) < int(several):
+        raise DataError(
+            f"recording '{recording.name}': ahead={steps!r}, expected how many steps later the"
+            " target of a step is, at least 0, or several of at least 1, such as range(1, 25): a"
+            " target of the past is no forecast"
+        )
+    if repeated := [n for n in counts if counts.count(n) > 1]:
+        raise DataError(
+            f"recording '{recording.name}': ahead={steps!r} names {repeated[0]} twice, so two"
+            f" columns of the targets would be equal; write ahead={sorted({*counts})}"
+        )
+    count = max(counts)
+    if 0 < len(recording) <= count:
+        raise DataError(
+            f"recording '{recording.name}' has {len(recording)} steps, so none has a target"
+            f" {count} steps later; leave it out, or take a smaller one"
+        )
+    return ForecastRecording(recording, tuple(counts)) if count else recording
+
+
+def later_times(recording: Recording, start: int, stop: int, steps: int) -> Array | None:
+    """The time stamps of the steps `steps` after each of `start` to before `stop`.
+
+    Beyond the end of the recording they go on by the median of its last spacings.
+
+    Returns:
+        `datetime64[ns]` `(stop - start,)`; `None` if the recording has no time stamps.
+    """
+    end = len(recording)
+    recent = step_times(recording, max(0, end - _RECENT), end)
+    if recent is None:
+        return None
+    first, last = start + steps, stop + steps
+    known = recent[:0] if first >= end else step_times(recording, first, min(last, end))
+    rows = np.flatnonzero(~np.isnat(recent))
+    after = np.arange(max(first, end), last) - end + len(recent)
+    future = np.full(len(after), np.datetime64("NaT"), recent.dtype)
+    if len(rows) > 1:
+        spacings = np.sort(np.diff(recent[rows]) // np.diff(rows))
+        future = recent[rows[-1]] + (after - rows[-1]) * spacings[len(spacings) // 2]
+    return future if known is None else np.concatenate([known, future])
