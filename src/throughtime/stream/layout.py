@@ -23,7 +23,7 @@ from throughtime.errors import DataError, counted, listed
 from throughtime.stream import formats
 from throughtime.stream.classes import class_names
 from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.formats.table import Array, RowSource, Table, is_number
 from throughtime.stream.labels import At, PeriodicLabels, interval_labels, periodic_labels
 from throughtime.stream.recording import TableRecording, innermost
 from throughtime.stream.row_sources import (
@@ -102,11 +102,11 @@ class Layout:
         """Whether the targets are classes."""
         return self.task == "classify"
 
-    def open(self, path: Path) -> formats.Table:
+    def open(self, path: Path) -> Table:
         """A file of a recording."""
         return formats.open_table(path, delimiter=self.delimiter, decimal=self.decimal)
 
-    def input_rows(self, table: formats.Table, targets: Iterable[str] = ()) -> ColumnRows:
+    def input_rows(self, table: Table, targets: Iterable[str] = ()) -> ColumnRows:
         """The inputs among the columns of a table.
 
         Args:
@@ -136,7 +136,7 @@ class Layout:
             )
         return ColumnRows(table, names)
 
-    def target_rows(self, table: formats.Table, default: tuple[str, ...] = ()) -> ColumnRows | None:
+    def target_rows(self, table: Table, default: tuple[str, ...] = ()) -> ColumnRows | None:
         """The targets among the columns of a table; `None` if none are named."""
         names = self.targets or default
         if not names:
@@ -144,14 +144,14 @@ class Layout:
         check_columns(table, names, "targets")
         return ColumnRows(table, names, flat=True)
 
-    def series_rows(self, table: formats.Table) -> dict[str, RowSource]:
+    def series_rows(self, table: Table) -> dict[str, RowSource]:
         """The series among the columns of a table, by name."""
         for key, names in self.series.items():
             check_columns(table, names, f"series '{key}'")
         return {key: ColumnRows(table, names, flat=True) for key, names in self.series.items()}
 
 
-def _is_text(table: formats.Table, column: str) -> bool:
+def _is_text(table: Table, column: str) -> bool:
     return table.read(0, 1, (column,)).dtype.kind not in "biuf"
 
 
@@ -164,7 +164,7 @@ class Intervals(NamedTuple):
     labels: Any
 
     @classmethod
-    def of(cls, table: formats.Table) -> "Intervals":
+    def of(cls, table: Table) -> "Intervals":
         """Those of a table with the columns start, stop and label."""
         check_columns(table, _INTERVALS, "intervals")
         columns = (table.read(0, len(table), (name,))[:, 0] for name in _INTERVALS)
@@ -181,7 +181,7 @@ class Label(NamedTuple):
 Targets: TypeAlias = RowSource | Intervals | Label
 
 
-def targets_of(table: formats.Table, layout: Layout) -> ColumnRows | Intervals:
+def targets_of(table: Table, layout: Layout) -> ColumnRows | Intervals:
     """The targets in a table of their own: its columns, or intervals where it has just these."""
     if {*table.columns} == {*_INTERVALS} and layout.targets in {(), LABEL}:
         return Intervals.of(table)
@@ -343,7 +343,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
         )
 
 
-def _origin(table: formats.Table, column: str) -> tuple[formats.Table, str]:
+def _origin(table: Table, column: str) -> tuple[Table, str]:
     """The table that a column comes from, and its name there."""
     if isinstance(table, ConcatTable):
         index, column = table.sources[column]
