@@ -168,10 +168,7 @@ def is_array(value: object) -> bool:
 def is_rows(value: object) -> bool:
     """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
     return (
-        isinstance(value, (str, Path))
-        or has_columns(value)
-        or is_series(value)
-        or (is_array(value))
+        isinstance(value, (str, Path)) or has_columns(value) or is_series(value) or is_array(value)
     )
 
 

@@ -138,11 +138,10 @@ def open_npy(path: Path) -> Table:
     with unreadable(f"{path}: not a readable .npy file"):
         array: Any = np.lib.format.open_memmap(path, mode="r")
     columns = _checked_fields(path, {"0": array})
-    if array.dtype.names or array.dtype.kind == "M":
-        return ArraysFile(path, columns)
     if array.ndim > 2:
         raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
-    return MatrixColumns(path, array if array.ndim == 2 else array[:, np.newaxis])
+    is_matrix = array.ndim == 2 and not array.dtype.names
+    return MatrixColumns(path, array) if is_matrix else ArraysFile(path, columns)
 
 
 def open_bytes(path: Path) -> Table:

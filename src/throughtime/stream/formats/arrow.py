@@ -349,7 +349,8 @@ class CachedFile(Table):
     """
 
     def __init__(self, path: Path, cached: Path, source: Callable[[], Blocks]) -> None:
-        self.path, self._cached, self._source = path, cached, source
+        self.path = self._origin = path
+        self._cached, self._source = cached, source
         try:
             self._file = _open(path, cached)
         except (DamagedError, FileNotFoundError):
@@ -373,19 +374,19 @@ class CachedFile(Table):
             if damaged:
                 self._cached.unlink(missing_ok=True)
             try:
-                return _open(self.path, self._cached)  # another process has written it meanwhile
+                return _open(self._origin, self._cached)  # another process has written it meanwhile
             except (DamagedError, FileNotFoundError):
-                stamp, source = FileStamp.of(self.path), fingerprint(self.path)
-            _log.info("converting %s, %.0f MB, once", self.path, stamp.size / 1e6)
+                stamp, source = FileStamp.of(self._origin), fingerprint(self._origin)
+            _log.info("converting %s, %.0f MB, once", self._origin, stamp.size / 1e6)
             try:
                 with temporary.open("wb") as file:
-                    content, ends = _write(self.path, self._source, file)
+                    content, ends = _write(self._origin, self._source, file)
                 _add_trailer(temporary, content, ends, source)
                 stamp.check()
                 temporary.replace(self._cached)
             finally:
                 temporary.unlink(missing_ok=True)
-            return _open(self.path, self._cached)
+            return _open(self._origin, self._cached)
 
 
 def fingerprint(path: Path) -> list[Any]:

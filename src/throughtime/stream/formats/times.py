@@ -130,7 +130,7 @@ def parse_times(texts: Any, form: str) -> Any:
     Raises:
         pyarrow.ArrowInvalid: a text has another form, or is no time, such as 2020-02-30.
 
-    Cost: two microseconds for each text.
+    Cost: one microsecond for each text with two digits for day, month and hour; four for others.
     """
     import pyarrow as pa
 
@@ -157,9 +157,10 @@ def _parse(texts: Any, form: str) -> Any:
         compute.multiply(compute.match_substring_regex(texts, pattern).cast("int64"), shift)
         for pattern, shift in _LATER.items()
     ]
-    is_iso = order == "ymd" and match(_ISO)
-    for pattern, replacement in () if is_iso else (*_ORDERS[order], *_REPAIRS):
-        texts = compute.replace_substring_regex(texts, pattern, replacement)
+    for rewrites in (_ORDERS[order], _REPAIRS):
+        if rewrites not in (_ORDERS["ymd"], _REPAIRS) or not match(_ISO):
+            for pattern, replacement in rewrites:
+                texts = compute.replace_substring_regex(texts, pattern, replacement)
     if form.endswith(DATE):
         texts = texts.cast(pa.date32())
     times = texts.cast(pa.timestamp("ns", "UTC" if rest == "zone" else None)).cast("int64")
