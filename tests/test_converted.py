@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import feather, parquet
 
-from throughtime.stream.formats import converted, open_table
+from throughtime.stream.formats import arrow, open_table
 from throughtime.stream.formats.table import Array
 
 ROWS = 30_000
@@ -103,7 +103,7 @@ def test_no_damage_of_a_cached_file_is_used_silently(
         damaged = damage(whole, draw)
         assert damaged != whole
         file.write_bytes(damaged)
-        converted._checked.clear()  # as another process
+        arrow._checked.clear()  # as another process
         table = open_table(path)
         np.testing.assert_array_equal(table.read(0, ROWS, "abc"), values)
         assert table.read(ROWS - 1, ROWS, ["label"])[0, 0] == f"x {(ROWS - 1) % 7}"
@@ -129,8 +129,8 @@ def test_a_file_that_was_replaced_by_one_of_equal_size_and_time_is_converted_aga
     assert path.stat()[6:9] == before[6:9]
     assert open_table(path).read(0, 1, "a")[0, 0] == 5.5
     assert len(cached(cache)) == 1
-    real = converted.fingerprint
-    monkeypatch.setattr(converted, "fingerprint", lambda path: real(path)[:2])
+    real = arrow.fingerprint
+    monkeypatch.setattr(arrow, "fingerprint", lambda path: real(path)[:2])
     open_table(path)
     path.write_bytes(changed.replace(b"5.5", b"6.5"))
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -152,14 +152,14 @@ def test_the_files_of_other_options_lie_beside_each_other(tmp_path: Path, cache:
 SLOW_WRITER = """
 import sys, time
 from pathlib import Path
-from throughtime.stream.formats import converted, open_table
-real = converted.side_by_side
+from throughtime.stream.formats import arrow, open_table
+real = arrow.side_by_side
 def slow(batch, columns):
     Path(sys.argv[2]).touch()
     Path(sys.argv[2] + f".{__import__('os').getpid()}").touch()
     time.sleep(float(sys.argv[3]))
     return real(batch, columns)
-converted.side_by_side = slow
+arrow.side_by_side = slow
 table = open_table(Path(sys.argv[1]))
 print(repr(float(table.read(0, len(table), table.columns).sum())))
 """
@@ -185,7 +185,7 @@ def test_two_processes_read_the_file_and_one_writes_it(
     path = write(tmp_path / "r.csv", values)
     process = writer(path, tmp_path / "mark", 0.5)
     wait_for(tmp_path / "mark")
-    monkeypatch.setattr(converted, "side_by_side", None)  # this process would fail if it wrote
+    monkeypatch.setattr(arrow, "side_by_side", None)  # this process would fail if it wrote
     table = open_table(path)
     sums = [float(table.read(0, ROWS, "abc").sum()), float(process.communicate(timeout=120)[0])]
     assert sums == pytest.approx([values.sum()] * 2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats import open_table
-from throughtime.stream.formats.csv import Dialect
+from throughtime.stream.formats.table import is_number
 from throughtime.stream.manifest import find_recordings
 
 
@@ -22,12 +22,11 @@ def written(path: Path, text: str | bytes) -> Path:
     return path
 
 
-is_number = Dialect().is_number
 NUMBERS = ["", " ", "1.", ".5", "+2", " 3 ", "1e5", "-inf", "NaN", "1_0", "N", "0x1", "1e", "--1"]
 fields = st.one_of(
     st.floats(allow_nan=True).map(repr),
     st.integers(-(10**6), 10**6).map(str),
-    st.sampled_from([*NUMBERS, "1 2", "٣", "nan(1)"]),
+    st.sampled_from([*NUMBERS, "1 2", "٣"]),
 )
 # not such as 1,1, whose comma may be that of decimals
 texts = st.text(st.sampled_from('ab1,"\n\r é.'), max_size=6).filter(
@@ -48,7 +47,7 @@ def quoted(rows: list[list[str]], end: str) -> str:
 
 @given(
     rows=st.lists(st.tuples(fields, texts, fields), min_size=1, max_size=30),
-    end=st.sampled_from(["\n", "\r\n", "\r", "\n\n"]),
+    end=st.sampled_from(["\n", "\r\n", "\n\n"]),
     encoding=st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
     block=st.integers(4, 80),
     data=st.data(),
@@ -59,7 +58,7 @@ def test_blocks_give_what_the_csv_module_gives(
     """Wherever the blocks are cut, and whichever rows are read.
 
     A column that turns to text is refused by its line. Mutants: blocks cut within quotes, pyarrow's
-    parse of a block with a quote within a field, nan(1) as a number.
+    parse of a block with a quote within a field.
     """
     from tempfile import TemporaryDirectory
 
@@ -186,13 +185,17 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
         "a,b\n" + '"1",2\n' * 200_000 + '"1"2,3\n',
         "line 200002: ",
     ),
-    "two decimal marks": ("a;b\n1,5;2.5\n", "'1,5' and '2.5' have two decimal marks; write --deci"),
-    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "'1,234' may have decimals, or thousands; write"),
     "a line sep=": ("sep=;\na;b\n1;2\n3;4\n", "expected distinct column names; mend it"),
-    "a comment": ("# V\na;b\n1;2\n3;4\n5;6\n", "the first line is '# V', most .* delete lines"),
-    "a title": ("Export\n\na;b\n1;2\n3;4\n", "the first line is 'Export', most lines after it hav"),
-    "decimals in one column": ("x\n1,5\n2,5\n", "With decimal commas write --decimal ,"),
-    "signals in lines": (",".join(map(str, range(10_001))), r"pass the array numpy.loadtxt\("),
+    "a comment": (
+        "# V\na;b\n1;2\n3;4\n5;6\n",
+        "line 2 has 2 fields, the header has 1; delete lines",
+    ),
+    "a title": (
+        "Export\n\na;b\n1;2\n3;4\n",
+        "line 3 has 2 fields, the header has 1; delete lines",
+    ),
+    "decimals in one column": ("x\n1,5\n2,5\n", "line 2 has 2 fields, the header has 1"),
+    "line ends of CR alone": ("a,b\r1,2\r", "line 1: new-line character seen in unquoted field"),
     "empty": (b"", "the file is empty"),
 }
 
@@ -210,6 +213,8 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # a text, its first column, and the
     "text": ("x,y\n1,2\n1.5.2,3\n", "x", "line 3, column 'x' holds '1.5.2', expected a number"),
     "late text": ("x,y\n" + "1,2\n" * 300_000 + "a,2\n", "x", "line 300002, column 'x' holds 'a'"),
     "a quoted line": ('x,t\n1,"two\nlines"\n\n\n2,a\nb,b\n', "x", "line 7, column 'x' holds 'b'"),
+    "two decimal marks": ("a;b\n2,5;1\n1.5;2\n", "a", "line 3, .* is '.' its decimal mark"),
+    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "a", "thousands.* if its mark is that of decimals"),
     "thousands": ("a;b\n1.234,5;2,5\n", "a", "holds '1.234,5', .* does it separate thousands"),
     "spaces": ("a;b\n1 234,0;2,5\n", "a", "holds '1 234,0', .* does it separate thousands"),
     "quoted comma": ('a,b\n"1,5",2\n', "a", r"is ',' its decimal mark\? --decimal ,"),
@@ -219,7 +224,6 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # a text, its first column, and the
         "a",
         "line 300002, .* merge",
     ),
-    "a long text": ("a,b\n" + "x" * 300 + ",2\n", "a", "a text of 300 characters, expected labels"),
     "no time": (
         "a,b\n" + "2020-01-01,2\n" * 300_000 + "yesterday,2\n",
         "a",
@@ -281,14 +285,28 @@ def test_settings_win_over_what_is_detected(tmp_path: Path) -> None:
     assert open_table(path).columns == ("a:b",)
     assert open_table(path, delimiter=":").read(0, 1, ["b"])[0, 0] == 2
     path = written(tmp_path / "t.csv", 'a,b\n"1,5","2,5"\n')
-    assert open_table(path, decimal=",").read(0, 1, ["a", "b"]).tolist() == [[1.5, 2.5]]
+    assert open_table(path, delimiter=",", decimal=",").read(0, 1, ["a", "b"]).tolist() == [
+        [1.5, 2.5]
+    ]
     path = written(tmp_path / "u.csv", "x\n1,5\n2,5\n")
     assert open_table(path, decimal=",").read(0, 2, ["x"])[:, 0].tolist() == [1.5, 2.5]
     path = written(tmp_path / "v.csv", "a,b\tc\n1,5\t2\n")
     assert open_table(path, delimiter="tab").columns == ("a,b", "c")
-    for wrong in ("", "ab", "1", '"', "\n", " "):
-        with pytest.raises(ConfigError, match="expected one character between fields"):
+    for wrong in ("", "ab", "1", '"', "\n", " ", "^"):
+        with pytest.raises(ConfigError, match="of other files read a frame by pandas"):
             open_table(path, delimiter=wrong)
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+def test_whole_numbers_are_refused_where_float64_merges_them(quote: str, tmp_path: Path) -> None:
+    """Whichever parser reads the block. Mutant: sixteen digits are too many for the csv module."""
+    micros = 1577836800123456
+    text = "t,note\n" + "".join(f'{quote}{micros + i}{quote},"a, ""b"""\n' for i in range(3))
+    path = written(tmp_path / "r.csv", text)
+    assert open_table(path).read(0, 3, ["t"])[:, 0].tolist() == [micros + i for i in range(3)]
+    written(path, text.replace(str(micros), str(2**53)))
+    with pytest.raises(DataError, match="line 2, column 't' holds 9007199254740992, a whole numbe"):
+        open_table(path).read(0, 3, ["t"])
 
 
 def test_a_manifest_is_text(tmp_path: Path) -> None:

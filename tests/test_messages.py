@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import Policy
-from throughtime.stream.formats.text import text
+from throughtime.stream import text
 
 STEPS = 40
 POLICIES: dict[str, Policy] = {
@@ -206,7 +206,7 @@ def test_the_repr_of_a_recording_fits_a_screen(tmp_path: Any) -> None:
         tt.recording(wide, columns=names, targets=names[0], classes=range(5000)),
         tt.recording(wide, columns=names, targets=names[0], ahead=1),
         tt.recording(wide, start=1),
-        text(book, unit="characters"),
+        text(book),
         *tt.Stream({"inputs": np.zeros((5, 3000)), "static": np.zeros(3000)}, 1, 5).recordings,
     ]
     for recording in recordings:

@@ -27,8 +27,7 @@ from throughtime.stream.sources import as_recording
 
 FORMS = {
     "ymd+time": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],
-    "d.m.y+time": ["%d.%m.%Y %H:%M", "%d.%m.%Y"],
-    "dmy+time": ["%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
+    "dmy+time": ["%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
     "mdy+time": ["%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M"],
 }
 
@@ -48,7 +47,7 @@ def test_a_time_means_what_python_reads(time: datetime, pair: tuple[str, str]) -
     order, form = pair
     text = time.strftime(form)
     expected = np.datetime64(datetime.strptime(text, form), "ns")  # noqa: DTZ007 (without a zone)
-    assert parse_times(pa.array([text]), order)[0] == expected
+    assert parse_times(pa.array([text]), order).to_numpy()[0] == expected
 
 
 @given(
@@ -59,7 +58,8 @@ def test_times_with_a_zone_become_utc(time: datetime, minutes: int) -> None:
     local = time.replace(tzinfo=timezone(timedelta(minutes=minutes)))
     assert form([local.isoformat()]) == "ymd+zone"
     utc = local.astimezone(UTC).replace(tzinfo=None)
-    assert parse_times(pa.array([local.isoformat()]), "ymd+zone")[0] == np.datetime64(utc, "ns")
+    values = parse_times(pa.array([local.isoformat()]), "ymd+zone").to_numpy()
+    assert values[0] == np.datetime64(utc, "ns")
 
 
 def test_months_and_days_are_told_apart_by_all_stamps() -> None:
@@ -68,7 +68,7 @@ def test_months_and_days_are_told_apart_by_all_stamps() -> None:
     assert form(["1/1/2020 10:00", "1/2/2020 10:00"]) == "mdy+time"  # a day later, not a month
     assert form(["1/1/2020 10:00", "2/1/2020 10:00"]) == "dmy+time"
     assert form(["3/9/2020 1:00 PM"]) == "mdy+time"
-    assert form(["01.02.2020"]) == "d.m.y+date"
+    assert form(["01.02.2020"]) == "dmy+date"
     assert form(["10:14:33", "11:00"]) == "+clock"
 
 
@@ -93,7 +93,19 @@ def test_other_texts_are_no_times(text: str) -> None:
 )
 def test_times_that_there_are_not_are_wrong(text: str) -> None:
     texts = pa.array([text])
-    assert np.isnat(parse_times(texts, form([text])))[0]
+    for known in ("ymd+time", "ymd+date", "dmy+date", "mdy+date", "+clock"):
+        with pytest.raises(pa.ArrowInvalid):
+            parse_times(texts, known)
+
+
+@pytest.mark.parametrize("end", ["", ":00"])
+def test_midnight_is_24_o_clock_and_no_minute_later(end: str) -> None:
+    texts = pa.array([f"28.02.2020 24:00{end}", f"29.02.2020 0:01{end}"])
+    assert form(texts.to_pylist()) == "dmy+time"
+    times = [str(time) for time in parse_times(texts, "dmy+time").to_numpy().astype("M8[m]")]
+    assert times == ["2020-02-29T00:00", "2020-02-29T00:01"]
+    with pytest.raises(pa.ArrowInvalid):
+        parse_times(pa.array(["28.02.2020 24:01"]), "dmy+time")
 
 
 def test_days_and_months_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
@@ -101,7 +113,9 @@ def test_days_and_months_that_cannot_be_told_apart_are_refused(tmp_path: Path) -
     (tmp_path / "r.csv").write_text("day,x\n01/02/2020,1\n01/03/2020,2\n")
     table = open_table(tmp_path / "r.csv")
     assert table.read(0, 2, ["x"])[:, 0].tolist() == [1, 2]
-    with pytest.raises(DataError, match="'01/02/2020', whose day and month cannot be told apart"):
+    with pytest.raises(
+        DataError, match="'day' holds times whose day and month cannot be told apart"
+    ):
         table.read(0, 2, ["day"])
 
 

@@ -232,8 +232,7 @@ class Predictor:
         if array.dtype.kind in "SUO":
             raise DataError(
                 f"the inputs are {str(array.flat[0])!r:.40}, expected numbers: a net of text takes"
-                " the index of each symbol, such as list(b'text') for bytes, or"
-                " recording.symbols.index('t') for the characters of throughtime.stream.text"
+                " the index of each symbol, such as list(b'text') for bytes"
             )
         weights = (p.dtype for p in self.net.parameters() if p.is_floating_point())
         dtype = torch.int64 if array.dtype.kind in "biu" else next(weights, None)

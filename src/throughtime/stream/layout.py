@@ -22,7 +22,7 @@ import torch
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.table import Array, RowSource, is_number
+from throughtime.stream.formats.table import Array, RowSource, Table, is_number
 from throughtime.stream.recording import TableRecording, innermost
 from throughtime.stream.row_sources import (
     ColumnRows,
@@ -100,11 +100,11 @@ class Layout:
         """Whether the targets are classes."""
         return self.task == "classify"
 
-    def open(self, path: Path) -> formats.Table:
+    def open(self, path: Path) -> Table:
         """A file of a recording."""
         return formats.open_table(path, delimiter=self.delimiter, decimal=self.decimal)
 
-    def input_rows(self, table: formats.Table, targets: Iterable[str] = ()) -> ColumnRows:
+    def input_rows(self, table: Table, targets: Iterable[str] = ()) -> ColumnRows:
         """The inputs among the columns of a table.
 
         Args:
@@ -134,7 +134,7 @@ class Layout:
             )
         return ColumnRows(table, names)
 
-    def target_rows(self, table: formats.Table, default: tuple[str, ...] = ()) -> ColumnRows | None:
+    def target_rows(self, table: Table, default: tuple[str, ...] = ()) -> ColumnRows | None:
         """The targets among the columns of a table; `None` if none are named."""
         names = self.targets or default
         if not names:
@@ -142,14 +142,14 @@ class Layout:
         check_columns(table, names, "targets")
         return ColumnRows(table, names, flat=True)
 
-    def series_rows(self, table: formats.Table) -> dict[str, RowSource]:
+    def series_rows(self, table: Table) -> dict[str, RowSource]:
         """The series among the columns of a table, by name."""
         for key, names in self.series.items():
             check_columns(table, names, f"series '{key}'")
         return {key: ColumnRows(table, names, flat=True) for key, names in self.series.items()}
 
 
-def _is_text(table: formats.Table, column: str) -> bool:
+def _is_text(table: Table, column: str) -> bool:
     return table.read(0, 1, (column,)).dtype.kind not in "biuf"
 
 
@@ -162,7 +162,7 @@ class Intervals(NamedTuple):
     labels: Any
 
     @classmethod
-    def of(cls, table: formats.Table) -> "Intervals":
+    def of(cls, table: Table) -> "Intervals":
         """Those of a table with the columns start, stop and label."""
         check_columns(table, _INTERVALS, "intervals")
         columns = (table.read(0, len(table), (name,))[:, 0] for name in _INTERVALS)
@@ -179,7 +179,7 @@ class Label(NamedTuple):
 Targets: TypeAlias = RowSource | Intervals | Label
 
 
-def targets_of(table: formats.Table, layout: Layout) -> ColumnRows | Intervals:
+def targets_of(table: Table, layout: Layout) -> ColumnRows | Intervals:
     """The targets in a table of their own: its columns, or intervals where it has just these."""
     if {*table.columns} == {*_INTERVALS} and layout.targets in {(), LABEL}:
         return Intervals.of(table)
@@ -385,7 +385,7 @@ def _columns(rows: RowSource | None) -> tuple[str, ...]:
     return rows.columns if isinstance(rows, ColumnRows) else ()
 
 
-def _origin(rows: ColumnRows, column: str) -> tuple[formats.Table, str]:
+def _origin(rows: ColumnRows, column: str) -> tuple[Table, str]:
     """The table that a column comes from, and its name there."""
     table = rows.table
     if isinstance(table, ConcatTable):

@@ -23,7 +23,7 @@ from throughtime.stream.formats.objects import (
     is_series,
     open_object,
 )
-from throughtime.stream.formats.table import Array, FileTable, RowSource
+from throughtime.stream.formats.table import Array, RowSource, Table
 from throughtime.stream.formats.times import nanoseconds
 
 
@@ -31,7 +31,7 @@ from throughtime.stream.formats.times import nanoseconds
 class ColumnRows:
     """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`."""
 
-    table: formats.Table
+    table: Table
     columns: tuple[str, ...]
     flat: bool = False
 
@@ -90,36 +90,19 @@ class FrameRows:
         return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
 
 
-@dataclass(frozen=True)
-class ConcatTable:
+class ConcatTable(Table):
     """Tables of equal length, their columns side by side.
 
     `sources` maps each column to the index of its table and its name there.
     """
 
-    tables: tuple[formats.Table, ...]
-    sources: dict[str, tuple[int, str]]
+    def __init__(self, tables: Sequence[Table], sources: dict[str, tuple[int, str]]) -> None:
+        self.tables, self.sources, self.columns = tables, sources, tuple(sources)
+        self.path, self.length = Path("; ".join(str(t.path) for t in tables)), len(tables[0])
+        self.times = tuple(n for n, (i, name) in sources.items() if name in tables[i].times)
+        self.rate = next((table.rate for table in tables if table.rate is not None), None)
 
-    @property
-    def path(self) -> Path:
-        return Path("; ".join(str(table.path) for table in self.tables))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.sources)
-
-    @property
-    def times(self) -> tuple[str, ...]:
-        return tuple(n for n, (i, name) in self.sources.items() if name in self.tables[i].times)
-
-    @property
-    def rate(self) -> float | None:
-        return next((table.rate for table in self.tables if table.rate is not None), None)
-
-    def __len__(self) -> int:
-        return len(self.tables[0])
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         groups = groupby((self.sources[name] for name in columns), key=lambda source: source[0])
         parts = [
             self.tables[index].read(start, stop, [column for _, column in sources])
@@ -128,7 +111,7 @@ class ConcatTable:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
-def concat_tables(name: str, tables: Sequence[formats.Table]) -> formats.Table:
+def concat_tables(name: str, tables: Sequence[Table]) -> Table:
     """One table with the columns of all; a single one is returned as it is.
 
     A column name that several tables share gets the number of its file: `1.u` and `2.u`. Unlike
@@ -185,14 +168,11 @@ def is_array(value: object) -> bool:
 def is_rows(value: object) -> bool:
     """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
     return (
-        isinstance(value, (str, Path))
-        or has_columns(value)
-        or is_series(value)
-        or (is_array(value))
+        isinstance(value, (str, Path)) or has_columns(value) or is_series(value) or is_array(value)
     )
 
 
-def open_source(value: Any) -> FileTable:
+def open_source(value: Any) -> Table:
     """The table in a file, given by its path, or in an object that has columns."""
     return formats.open_table(Path(value)) if isinstance(value, (str, Path)) else open_object(value)
 
@@ -255,7 +235,7 @@ def _check_array(value: Any, name: str, role: str) -> None:
         )
 
 
-def value_columns(table: formats.Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
+def value_columns(table: Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
     """The columns of a table that are not time stamps, and not excluded."""
     others = {*table.times, *exclude}
     return tuple(name for name in table.columns if name not in others)
@@ -265,7 +245,7 @@ def value_columns(table: formats.Table, exclude: Sequence[str] = ()) -> tuple[st
 class TimeRows:
     """The times of rows, `datetime64[ns]` `(n,)`: of a column, or of a date and a time of day."""
 
-    table: formats.Table
+    table: Table
     columns: tuple[str, ...]
 
     @property
@@ -280,7 +260,7 @@ class TimeRows:
         return sum(rest, nanoseconds(first, self.source))
 
 
-def time_rows(table: formats.Table, exclude: Sequence[str] = ()) -> TimeRows | None:
+def time_rows(table: Table, exclude: Sequence[str] = ()) -> TimeRows | None:
     """The times of a table's rows: its first column of time stamps; `None` without one.
 
     To dates, the only column of times of day is added. That column alone is a time of 1970-01-01.
@@ -295,7 +275,7 @@ def time_rows(table: formats.Table, exclude: Sequence[str] = ()) -> TimeRows | N
     return TimeRows(table, (chosen, *clocks) if joined else (chosen,))
 
 
-def check_columns(table: formats.Table, names: Sequence[str], role: str) -> None:
+def check_columns(table: Table, names: Sequence[str], role: str) -> None:
     """Refuse names of columns that are missing or named twice."""
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:

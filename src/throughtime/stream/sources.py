@@ -18,11 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from throughtime.errors import DataError, listed
 from throughtime.stream import formats
+from throughtime.stream.formats.arrays import open_bytes
 from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
-from throughtime.stream.formats.table import RowSource
+from throughtime.stream.formats.table import FileTable, RowSource, Table
 from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
-from throughtime.stream.recording import Part, Recording
+from throughtime.stream.recording import Part, Recording, TableRecording
 from throughtime.stream.row_sources import (
     ColumnRows,
     as_rows,
@@ -33,6 +34,7 @@ from throughtime.stream.row_sources import (
     open_source,
     value_columns,
 )
+from throughtime.stream.tables import recording
 from throughtime.stream.targets import check_at, horizons, shift_targets
 
 Recordings: TypeAlias = Any
@@ -125,6 +127,36 @@ def windows(recordings: Recordings, length: int) -> list[Part]:
     ]
 
 
+def text(path: str | Path) -> Recording:
+    """A recording of the bytes of a file: each, 0 to 255, and as its target the one that follows.
+
+    The target of the last byte is missing. For the characters of a text make arrays:
+    `symbols, codes = np.unique(list(text), return_inverse=True)`, then
+    `{"inputs": codes, "targets": codes, "ahead": 1}`.
+
+    Raises:
+        DataError: no such file, or one of fewer than two bytes.
+
+    Cost: the file is memory-mapped.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from throughtime.stream import text
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "abra.txt"
+        >>> _ = path.write_text("abracadabra")
+        >>> steps = text(path).read(0, 4)
+        >>> bytes(steps.inputs.tolist()), bytes(steps.targets.tolist())
+        (b'abra', b'brac')
+    """
+    if not Path(path).is_file():
+        raise DataError(f"{path}: no such file")
+    table = FileTable(Path(path), open_bytes)
+    if not len(table):
+        raise DataError(f"{path}: the file is empty, expected text")
+    rows = ColumnRows(table, table.columns, flat=True)
+    return shift_targets(TableRecording(Path(path).name, rows, rows), 1)
+
+
 def _expand(data: Any, index: int | None) -> list[Recording]:
     """The recordings of an object; `index` is that of an item of a list."""
     name = str(index or 0)
@@ -204,27 +236,25 @@ def _from_dataset(data: Any) -> list[Recording]:
     return recordings
 
 
-def _from_table(name: str, table: formats.Table) -> Recording:
+def _from_table(name: str, table: Table) -> Recording:
     """The columns `inputs` and `targets`; without these, all columns but time stamps as inputs."""
     if "inputs" not in table.columns:
-        return lay_out(name, Layout().input_rows(table), Layout())
-    targets = tuple(c for c in table.columns if c == "targets")
-    layout = Layout(inputs=("inputs",), targets=targets)
-    return lay_out(name, layout.input_rows(table), layout, layout.target_rows(table))
+        return recording(table, name=name)
+    return recording(
+        table, name=name, inputs="inputs", targets=[c for c in table.columns if c == "targets"]
+    )
 
 
-def _from_path(text: str) -> list[Recording]:
+def _from_path(location: str) -> list[Recording]:
     """The recordings of a file, of a folder or of the files that match a pattern."""
-    path = Path(text)
-    if glob.has_magic(text) and not path.exists():
-        matches = sorted(glob.glob(text, recursive=True))  # noqa: PTH207  the pattern may be absolute
+    path = Path(location)
+    if glob.has_magic(location) and not path.exists():
+        matches = sorted(glob.glob(location, recursive=True))  # noqa: PTH207  the pattern may be absolute
         if not matches:
-            raise DataError(f"{text}: no file matches the pattern")
+            raise DataError(f"{location}: no file matches the pattern")
         return [r for match in matches for r in _from_path(match)]
     if path.suffix.lower() == ".txt":
-        from throughtime.stream.formats.text import text as text_recording
-
-        return [text_recording(path)]
+        return [text(path)]
     if not is_folder(path) and not is_manifest(path):
         return [_from_table(path.name, formats.open_table(path))]
     entries = find_recordings(path)
@@ -266,7 +296,7 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     layout = Layout(**settings)
     if layout.target_at is not None:
         check_at(name, layout.target_at)
-    recording = lay_out(
+    result = lay_out(
         name,
         _input_rows(values["inputs"], name),
         layout,
@@ -274,7 +304,7 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
-    return shift_targets(recording, values.get("ahead", 0))
+    return shift_targets(result, values.get("ahead", 0))
 
 
 def _hint(source: Mapping[str, Any]) -> str:

@@ -3,8 +3,8 @@
 Shapes: `T` steps, `D` input features, `C` target columns, `S` static features.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,15 @@ from throughtime.stream.formats.arrays import (
     MatrixColumns,
     longest_arrays,
 )
+from throughtime.stream.formats.arrow import ArrowFile, arrow_columns
 from throughtime.stream.formats.objects import (
-    ArrowColumns,
+    arrow_table,
     as_file_array,
     has_columns,
     is_series,
     open_object,
-    opened,
 )
-from throughtime.stream.formats.table import Array, FileTable, RowSource
+from throughtime.stream.formats.table import Array, RowSource, Table
 from throughtime.stream.layout import Layout, as_static, check_numbers, lay_out
 from throughtime.stream.recording import Part, Recording
 from throughtime.stream.row_sources import as_rows, check_columns, is_array
@@ -104,25 +104,29 @@ def recording(
         table = _renamed(table, columns)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
     targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
-    separate = None if targets is None or _is_names(targets) else targets
-    numbers = None if static is None or _is_names(static) else as_static(static, title)
-    constant = () if numbers is not None else names_of(static)
-    layout = _layout(
-        table,
-        inputs=inputs,
-        targets=None if separate is not None else targets,
-        exclude=exclude,
-        others=constant,
-        series=series,
-        ahead=ahead,
-        copies=allow_target_as_input,
+    constant = names_of(static) if _is_names(static) else ()
+    layout = Layout(
+        inputs=names_of(inputs),
+        targets=names_of(targets) if _is_names(targets) else (),
+        exclude=(*_excluded(table, exclude), *constant),
+        series=_series(series),
+        ahead=horizons(ahead),
+        allow_target_as_input=allow_target_as_input,
     )
-    if separate is None:
-        return _part(_chosen(title, table, layout, constant, classes, numbers), start, stop, ahead)
-    by_name = classes is not None and is_array(separate)
-    rows = ArrayRows("targets", separate) if by_name else as_rows(separate, title, "targets")
-    result = _chosen(title, table, layout, constant, classes, numbers, rows)
-    return _part(result, start, stop, ahead)
+    labels: RowSource | None = layout.target_rows(table)
+    if targets is not None and not layout.targets:
+        by_name = classes is not None and is_array(targets)
+        labels = ArrayRows("targets", targets) if by_name else as_rows(targets, title, "targets")
+    rows, others = layout.input_rows(table, layout.targets), layout.series_rows(table)
+    features = _constants(table, constant) if constant else static
+    features = None if features is None else as_static(features, title)
+    result = lay_out(title, rows, layout, labels, static=features, series=others)
+    check_numbers(rows, "inputs")
+    if classes is None:
+        check_numbers(labels, "targets")
+    for key, values in others.items():
+        check_numbers(values, f"series '{key}'")
+    return _part(with_classes(result, classes), start, stop, ahead)
 
 
 def from_frame(
@@ -175,99 +179,109 @@ def from_frame(
             f"got a {type(frame).__name__}, expected a data frame or an Arrow table; of a file make"
             " one: pandas.read_csv(path), or use tt.recording(path, ...)"
         )
-    whole = ArrowColumns.of(frame)
-    table = opened(str(whole.path), whole)
+    arrow = arrow_table(frame)
+    whole = arrow_columns(f"the {type(frame).__name__}", arrow)
     groups, times = names_of(by), names_of(time)
     used = (*groups, *times)
-    check_columns(replace(table, times=()), used or table.columns[:1], "by and time")
-    constant = names_of(static)
-    layout = _layout(
-        table,
-        inputs=inputs,
-        targets=targets,
-        exclude=exclude,
-        others=(*used, *constant),
-        series=series,
-        ahead=ahead,
-        copies=allow_target_as_input,
-    )
-    codes = _codes(whole, groups)
-    order = _order(whole, codes, times)
-    edges = np.flatnonzero(np.diff(codes[order])) + 1
+    check_columns(_with(whole, times=()), used or whole.columns[:1], "by and time")
     recordings: list[Recording] = []
-    for rows in np.split(order, edges) if len(order) else []:
-        first = whole.table.slice(int(rows[0]), 1)
+    for rows in _groups(whole, arrow, groups, times):
+        first = arrow.slice(int(rows[0]), 1)
         group = "/".join(str(first.column(column)[0].as_py()) for column in groups) or "0"
-        part = opened(f"group '{group}'", whole.take(rows))
-        result = _chosen(group, part, layout, constant, classes)
-        recordings.append(shift_targets(result, ahead))
+        adjacent = (np.diff(rows) == 1).all()
+        part = arrow.slice(rows[0], len(rows)) if adjacent else arrow.take(rows)
+        result = recording(
+            arrow_columns(f"group '{group}'", part, whole.content.nullable),
+            inputs=inputs,
+            targets=targets,
+            static=static,
+            name=group,
+            series=series,
+            exclude=(*_excluded(whole, exclude), *used),
+            classes=classes,
+            ahead=ahead,
+            allow_target_as_input=allow_target_as_input,
+        )
+        recordings.append(result)
     return recordings
 
 
-def _layout(
-    table: formats.Table,
-    *,
-    inputs: Any,
-    targets: Any,
-    exclude: Any,
-    others: tuple[str, ...],
-    series: Any,
-    ahead: int | Sequence[int],
-    copies: bool,
-) -> Layout:
-    """The layout of a table; `others` are columns with another use."""
-    left_out = names_of(exclude)
+def _with(table: Table, **attributes: Any) -> Table:
+    """A copy of a table with other attributes."""
+    other = copy.copy(table)
+    vars(other).update(attributes)
+    return other
+
+
+def _groups(
+    whole: ArrowFile, table: Any, names: tuple[str, ...], times: tuple[str, ...]
+) -> list[Array]:
+    """The rows of each group, in order of time; groups in order of appearance."""
+    import pyarrow as pa
+
+    groups = [np.arange(len(whole))] if len(whole) else []
+    if names and groups:
+        keys = [_key(whole, name, table.column(name).combine_chunks()) for name in names]
+        columns = {str(i): key for i, key in enumerate(keys)} | {"row": pa.array(groups[0])}
+        grouped = pa.table(columns).group_by([*columns][:-1], use_threads=False)
+        lists = grouped.aggregate([("row", "list")]).column("row_list").combine_chunks()
+        groups = np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
+    if not times:
+        return groups
+    values = _time_values(whole, *times)
+    groups = [rows[np.argsort(values[rows], kind="stable")] for rows in groups]
+    for rows in groups:
+        same = values[rows][1:] == values[rows][:-1]
+        if same.any():
+            first, second = rows[same.argmax() :][:2]
+            raise DataError(
+                f"{whole.path}: rows {first} and {second} have the same '{times[0]}',"
+                f" {values[first]}, in one group; which is first? Name another by=, or drop one"
+            )
+    return groups
+
+
+def _key(whole: ArrowFile, name: str, column: Any) -> Any:
+    """A column that names groups."""
+    if column.null_count:
+        row = column.is_null().to_pylist().index(True)
+        raise DataError(f"{whole.path}: row {row} has no '{name}', so it belongs to no group")
+    return column.dictionary_decode() if hasattr(column, "dictionary") else column  # a categorical
+
+
+def _time_values(whole: ArrowFile, name: str) -> Array:
+    """The values of the column of times, checked."""
+    values = whole.read(0, len(whole), (name,))[:, 0]
+    if values.dtype.kind not in "iufM":
+        raise DataError(
+            f"{whole.path}: time='{name}' holds {values.dtype}, such as '{values[0]}', expected"
+            f" numbers or time stamps: pandas.to_datetime(frame['{name}'])"
+        )
+    missing = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values.astype(np.float64))
+    if missing.any():
+        raise DataError(f"{whole.path}: row {int(missing.argmax())} has no time '{name}'")
+    return values
+
+
+def _excluded(table: Table, exclude: Any) -> tuple[str, ...]:
+    """The names of columns that are not used, checked."""
+    names = names_of(exclude)
+    if absent := [name for name in names if name not in table.columns]:
+        raise DataError(
+            f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
+            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
+        )
+    return names
+
+
+def _series(series: Any) -> dict[str, tuple[str, ...]]:
+    """The columns of each series, checked."""
     if not (series is None or (isinstance(series, Mapping) and all(map(_is_name, series)))):
         raise DataError(
             f"series={series!r}: expected the columns of each series by its name, such as"
             " series={'weight': 'w'}"
         )
-    if absent := [name for name in left_out if name not in table.columns]:
-        raise DataError(
-            f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
-            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
-        )
-    return Layout(
-        inputs=names_of(inputs),
-        targets=names_of(targets),
-        exclude=(*left_out, *others),
-        series={key: names_of(names) for key, names in (series or {}).items()},
-        ahead=horizons(ahead),
-        allow_target_as_input=copies,
-    )
-
-
-def _chosen(
-    name: str,
-    table: formats.Table,
-    layout: Layout,
-    constant: tuple[str, ...],
-    classes: Sequence[Any] | None,
-    static: Array | None = None,
-    targets: RowSource | None = None,
-) -> Recording:
-    """The recording of the columns of a table, its types checked.
-
-    Args:
-        name: of the recording.
-        table: has the columns.
-        layout: names them.
-        constant: columns with one value for the recording.
-        classes: the names that targets of text have.
-        static: features instead of these columns.
-        targets: rows instead of columns.
-    """
-    labels = layout.target_rows(table) if targets is None else targets
-    inputs = layout.input_rows(table, layout.targets)
-    features = _constants(table, constant) if constant else static
-    series = layout.series_rows(table)
-    result = lay_out(name, inputs, layout, labels, static=features, series=series)
-    check_numbers(inputs, "inputs")
-    if classes is None:
-        check_numbers(labels, "targets")
-    for key, rows in series.items():
-        check_numbers(rows, f"series '{key}'")
-    return with_classes(result, classes)
+    return {key: names_of(names) for key, names in (series or {}).items()}
 
 
 def _is_name(key: object) -> bool:
@@ -288,8 +302,10 @@ def names_of(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
-def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> FileTable:
+def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> Table:
     """The table of anything with named columns, see `tt.recording`."""
+    if isinstance(source, Table):
+        return source
     if isinstance(source, (str, Path)):
         return formats.open_table(Path(source), delimiter=delimiter, decimal=decimal)
     if delimiter is not None or decimal is not None:
@@ -299,22 +315,22 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
         )
     if has_columns(source) or is_series(source):
         return open_object(source)
-    path = Path(f"the {type(source).__name__}")
+    path = f"the {type(source).__name__}"
     if is_array(source) and len(source.shape) == 2:
-        return opened(str(path), MatrixColumns(as_file_array(source)))
+        return MatrixColumns(path, as_file_array(source))
     # scipy.io.loadmat adds '__header__' and the like
     items = source.items() if isinstance(source, Mapping) else ()
     arrays = {str(key): value for key, value in items if not str(key).startswith("__")}
     if arrays and all(map(is_array, arrays.values())):
         arrays = {key: as_file_array(value) for key, value in arrays.items()}
-        return opened(str(path), ArraysFile(path, longest_arrays(path, arrays)))
+        return ArraysFile(path, longest_arrays(path, arrays))
     raise DataError(
         f"tt.recording got a {type(source).__name__}, expected a path, a frame, a table or group of"
         " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
     )
 
 
-def _renamed(table: FileTable, names: Sequence[str]) -> FileTable:
+def _renamed(table: Table, names: Sequence[str]) -> Table:
     named = dict(zip(map(str, names), table.columns, strict=False))
     if len(names) != len(table.columns) or len(named) < len(names):
         raise DataError(
@@ -323,10 +339,10 @@ def _renamed(table: FileTable, names: Sequence[str]) -> FileTable:
             f" {listed(table.columns, quoted=True)}"
         )
     times = tuple(new for new, old in named.items() if old in table.times)
-    return replace(table, columns=tuple(named), times=times, names=named)
+    return _with(table, columns=tuple(named), times=times, names=named)
 
 
-def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
+def _constants(table: Table, names: tuple[str, ...]) -> Array:
     """The values of columns that do not change, `(S,)`."""
     first = table.read(0, 1, names)[0]
     for start in range(0, len(table), _BLOCK):
@@ -338,7 +354,7 @@ def _constants(table: formats.Table, names: tuple[str, ...]) -> Array:
                 f"{table.path}: static column '{names[column]}' is {first[column]} in row 0 and"
                 f" {rows[step, column]} in row {start + step}; a value that changes is an input"
             )
-    return as_static(first, str(table.path))
+    return first
 
 
 def _part(
@@ -353,46 +369,3 @@ def _part(
         )
     whole = end - start == len(recording)
     return shift_targets(recording if whole else Part(recording, start, end), ahead)
-
-
-def _codes(frame: ArrowColumns, names: tuple[str, ...]) -> Array:
-    """The group of each row as a number, in order of appearance."""
-    codes = np.zeros(frame.length, np.int64)
-    for name in names:
-        column = frame.table.column(name).combine_chunks()
-        if column.null_count:
-            row = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-            raise DataError(f"{frame.path}: row {row} has no '{name}', so it belongs to no group")
-        if hasattr(column, "dictionary"):  # a categorical
-            column = column.dictionary_decode()
-        own = column.dictionary_encode().indices.to_numpy(zero_copy_only=False)
-        codes = codes * (int(own.max(initial=0)) + 1) + own
-        _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
-        codes = np.argsort(np.argsort(first))[inverse]
-    return codes
-
-
-def _order(frame: ArrowColumns, codes: Array, times: tuple[str, ...]) -> Array:
-    """The rows by group, and within a group by time."""
-    if not times:
-        return np.argsort(codes, kind="stable")
-    (name,) = times
-    values = frame.read(0, frame.length, times)[:, 0]
-    if values.dtype.kind not in "iufM":
-        raise DataError(
-            f"{frame.path}: time='{name}' holds {values.dtype}, such as '{values[0]}', expected"
-            f" numbers or time stamps: pandas.to_datetime(frame['{name}'])"
-        )
-    missing = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values.astype(np.float64))
-    if missing.any():
-        raise DataError(f"{frame.path}: row {int(missing.argmax())} has no time '{name}'")
-    order = np.lexsort((values, codes))
-    same = (np.diff(codes[order]) == 0) & (values[order][1:] == values[order][:-1])
-    if same.any():
-        at = int(same.argmax())
-        first, second = sorted((int(order[at]), int(order[at + 1])))
-        raise DataError(
-            f"{frame.path}: rows {first} and {second} have the same '{name}',"
-            f" {values[first]}, in one group; which is first? Name another by=, or drop one"
-        )
-    return order

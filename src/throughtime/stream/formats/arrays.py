@@ -1,4 +1,4 @@
-"""Files of named arrays that a library slices: HDF5, Zarr and netCDF.
+"""Files of arrays: NumPy's, memory-mapped, and those that a library slices: HDF5, Zarr, netCDF.
 
 Opening reads the names and shapes; the longest arrays are the columns. Shorter arrays (means, names
 of channels), coordinates and arrays of more than two dimensions are no columns.
@@ -18,40 +18,38 @@ from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
-    TableFile,
+    Table,
     import_extra,
     unreadable,
 )
 
-ZARR_METADATA = ("zarr.json", ".zgroup", ".zarray", ".zmetadata")
 
-
-class ArraysFile(TableFile):
+class ArraysFile(Table):
     """Named arrays of one length, read by slices of rows; a matrix is one wide column.
 
     Arrays of `datetime64` are time stamps.
     """
 
-    def __init__(self, path: Path, arrays: Mapping[str, FileArray], file: Any = None) -> None:
+    def __init__(self, path: Path | str, arrays: Mapping[str, FileArray], file: Any = None) -> None:
         self.path, self._arrays, self._file, self.columns = path, arrays, file, tuple(arrays)
         self.times = tuple(name for name, array in arrays.items() if array.dtype.kind == "M")
         self.length = next((array.shape[0] for array in arrays.values()), 0)
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         rows = (ArrayRows(f"{self.path}: '{name}'", self._arrays[name]) for name in columns)
         parts = [part.read(start, stop).reshape(stop - start, -1) for part in rows]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
-class MatrixColumns(TableFile):
+class MatrixColumns(Table):
     """The columns of an array `(T, D)`, called `0`, `1` and so on; whole rows are read of it."""
 
-    def __init__(self, array: FileArray) -> None:
-        self._array = ArrayRows("the columns", array)
+    def __init__(self, path: Path | str, array: FileArray) -> None:
+        self.path, self._array = path, ArrayRows(str(path), array)
         self.length, width = map(int, array.shape)
         self.columns = tuple(map(str, range(width)))
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         rows = self._array.read(start, stop)
         return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
@@ -111,7 +109,7 @@ def with_fields(arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
     }
 
 
-def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
+def longest_arrays(path: Path | str, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
     """The longest numeric vectors and matrices, and time stamps of that length: the columns.
 
     Raises:
@@ -130,6 +128,56 @@ def longest_arrays(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, Fil
             " (steps, features); of others pass the array, reshaped"
         )
     return {name: array for name, array in usable.items() if array.shape[0] == longest}
+
+
+def open_npy(path: Path) -> Table:
+    """A vector is the column `0`; a matrix gives the columns `0`, `1`, ...
+
+    The fields of a structured vector are columns by their names.
+    """
+    with unreadable(f"{path}: not a readable .npy file"):
+        array: Any = np.lib.format.open_memmap(path, mode="r")
+    columns = _checked_fields(path, {"0": array})
+    if array.ndim > 2:
+        raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
+    is_matrix = array.ndim == 2 and not array.dtype.names
+    return MatrixColumns(path, array) if is_matrix else ArraysFile(path, columns)
+
+
+def open_bytes(path: Path) -> Table:
+    """The bytes of a file, memory-mapped, as the column `0`."""
+    with unreadable(f"{path}: cannot be read", "may you read it?"):
+        size = path.stat().st_size
+        array: Any = np.memmap(path, np.uint8, "r", shape=(size, 1)) if size else np.empty((0, 1))
+    return MatrixColumns(path, array)
+
+
+def open_npz(path: Path) -> ArraysFile:
+    """Every array is a column under its own name; a matrix is one wide column.
+
+    All arrays need the same number of rows. They are loaded: save large ones as `.npy`.
+    """
+    with unreadable(f"{path}: not a readable .npz file"), path.open("rb") as file:
+        members: Any = np.load(file)  # of a path, it leaves a damaged file open
+        columns = _checked_fields(path, dict(members))
+    lengths = {name: array.shape[0] for name, array in columns.items()}
+    if len(set(lengths.values())) > 1:
+        raise DataError(
+            f"{path}: arrays of different lengths, {lengths}; all need one row per step"
+        )
+    return ArraysFile(path, columns)
+
+
+def _checked_fields(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
+    """The arrays and fields, checked."""
+    columns = with_fields(arrays)
+    for name, array in columns.items():
+        if not array.shape or array.dtype.kind not in "biufUSM":
+            raise DataError(
+                f"{path}: array '{name}' has shape {array.shape} and type {array.dtype}, expected"
+                " numbers or labels with one row per step"
+            )
+    return columns
 
 
 def open_hdf5(path: Path) -> ArraysFile:
@@ -195,7 +243,10 @@ def open_zarr(path: Path) -> ArraysFile:
     with unreadable(f"{path}: not a readable Zarr folder"):
         root: Any = zarr.open(path, mode="r")
         arrays = {"0": root} if isinstance(root, zarr.Array) else arrays_of_zarr(root)
-    return ArraysFile(path, longest_arrays(path, arrays))
+    table = ArraysFile(path, longest_arrays(path, arrays))
+    names = (".zgroup", ".zarray", ".zmetadata", "zarr.json")  # of the group and of its own arrays
+    table.files = tuple(file for name in names for file in path.glob(f"**/{name}"))
+    return table
 
 
 def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
@@ -226,12 +277,6 @@ def arrays_of_xarray(data: Any) -> dict[str, FileArray]:
     """The variables of a data set, and its time stamps."""
     times = {name: array for name, array in data.coords.items() if array.dtype.kind == "M"}
     return {**data.data_vars, **times}
-
-
-def zarr_files(path: Path) -> tuple[Path, ...]:
-    """The files that must not change: the metadata of the group and of its own arrays."""
-    patterns = (parent + name for parent in ("", "*/") for name in ZARR_METADATA)
-    return tuple(file for pattern in patterns for file in sorted(path.glob(pattern)))
 
 
 def open_netcdf(path: Path) -> ArraysFile:

@@ -1,11 +1,14 @@
 """CSV: from a file to record batches, checked line by line.
 
-The first block shows the delimiter, the decimal mark, the names and what each column holds. pyarrow
-parses the usual block. Python's csv module reads, strictly, the first block, each with a quote
-within a field, and each that pyarrow refuses: it tells the line of a fault.
+The first block shows the delimiter, the decimal mark, the names and what each column holds: a list
+of kinds that fit, the likeliest first. pyarrow parses the usual block. Python's csv module reads,
+strictly, each block with a quote within a field and each that pyarrow or a kind refuses: it knows
+the line of a fault. A field that contradicts a kind begins the conversion again with the next kind
+of its column; if there is none, the column cannot be read.
 """
 
 import codecs
+import contextlib
 import csv
 import io
 import re
@@ -15,51 +18,38 @@ from functools import cache, partial
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from throughtime.errors import ConfigError, DataError
-from throughtime.stream.formats.arrow import Blocks, RestartError
-from throughtime.stream.formats.converted import converted
-from throughtime.stream.formats.table import Array, TableFile, is_number, number_pattern
-from throughtime.stream.formats.times import CLOCK, is_time, parse_times, time_forms, wrong_times
+from throughtime.stream.formats.arrow import Blocks, RestartError, converted
+from throughtime.stream.formats.table import Table, is_number
+from throughtime.stream.formats.times import (
+    CLOCK,
+    count_converted,
+    is_time,
+    parse_times,
+    time_forms,
+)
 
 BLOCK = 2**20  # bytes of a block, and the rest of its last record
 LONGEST = 2**24  # characters without the end of a record: more are an error
-WIDEST = 10_000  # columns
-LABEL = 256  # characters: a longer label would make every label of a block as long in memory
-DELIMITERS = ",;\t|"
+DELIMITERS = (",", ";", "\t", "|")
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
-NUMBER, BOOLEAN, TEXT = "number", "boolean", "text"  # columns; any other is a form of times
+UNKNOWN, NUMBER, BOOLEAN, TEXT = "unknown", "number", "boolean", "text"  # or a form of times
 _RECORDS = 200  # of the first block, which show the delimiter
+_UNDECIDED = "\1"  # the decimal mark of numbers that may have decimals, or thousands
 _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}([.,'\u2019 \u00a0\u202f])\d{3}(\1\d{3})*([.,]\d+)?")
-_EXACT = 2**53  # up to which float64 holds every whole number
-_DIGITS = r"[+-]?\d{16,}"
+_EXACT = 2.0**53  # up to which float64 holds every whole number
 _BOOLEANS = ("true", "false")
+_DIGITS = r"^[+-]?\d{16,}$"
 _MARKS = {codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 _PANDAS = "or read it with pandas or polars and pass the frame: tt.recording(frame, ...)"
 
 
-class Dialect(NamedTuple):
-    """How the fields of a file are written."""
-
-    delimiter: str = ","
-    decimal: str = "."
-
-    def is_number(self, field: str) -> bool:
-        """Whether a field holds a number."""
-        return is_number(field, self.decimal)
-
-    def kind_of(self, field: str) -> str:
-        """What a field holds, roughly: "number", "time", "text", or "" if it is missing."""
-        if field.strip() in MISSING:
-            return ""
-        return NUMBER if self.is_number(field) else "time" if is_time(field) else TEXT
-
-
-def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = None) -> TableFile:
+def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = None) -> Table:
     r"""A CSV file, converted once, see `converted`; every line is checked.
 
     A column whose first filled field is a number is float64; an empty field is missing, and so is
@@ -80,15 +70,10 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
             message names the line.
     """
     delimiter = "\t" if delimiter in ("tab", "\\t") else delimiter
-    if delimiter is not None and (
-        len(delimiter) != 1
-        or delimiter in "\"'\n\r\0.-+_ "
-        or delimiter.isalnum()
-        or delimiter > "~"
-    ):
+    if delimiter not in (None, ":", *DELIMITERS):
         raise ConfigError(
-            f"delimiter={delimiter!r}: expected one character between fields, such as ',' ';' '|'"
-            " or tab"
+            f"delimiter={delimiter!r}: expected ',' ';' ':' '|' or tab; of other files read a frame"
+            " by pandas, and pass it: tt.recording(frame, ...)"
         )
     if decimal not in (None, ".", ","):
         raise ConfigError(f"decimal={decimal!r}: expected '.' or ','")
@@ -102,103 +87,114 @@ class _Source:
     def __init__(self, path: Path, delimiter: str | None, decimal: str | None) -> None:
         self.path = path
         first, _ = next(_read_blocks(path), ("", 0))
-        self.dialect, rows = _detect_dialect(path, first, delimiter, decimal)
-        names, mark = _names(path, rows, self.dialect), self.dialect.delimiter
+        self.delimiter, self.decimal, rows = _detect_dialect(first, delimiter, decimal)
+        line, _ = next(self._records(first, 0), (0, []))
+        if not rows:
+            raise DataError(f"{path}: the file is empty, expected a header line with column names")
+        names = self._header(rows)
         self.names = tuple(names or map(str, range(len(rows[0]))))
-        if len(self.names) > WIDEST:
-            raise DataError(
-                f"{path}: has {len(self.names)} columns, expected at most {WIDEST}; if time runs"
-                " along its lines, pass the array numpy.loadtxt(path, delimiter=',').T"
-            )
-        self.width, self._named = len(self.names), bool(names)
-        blank = first[: len(first) - len(first.lstrip("\r\n"))]
-        self._header = 0  # lines before the first values
-        for line, record in self._records(first if names else blank, 0):
-            self._header = line
-            if record:
-                break
-        self.faults: dict[str, str] = {}
-        mark = re.escape(mark)
+        self._skipped = line if names else 0  # lines of the header
+        mark = re.escape(self.delimiter)
         self._quoted = re.compile(rf'(?<![^{mark}\n])"[^"\r\n]*"(?=[{mark}\r\n]|\Z)')
-        texts = next((self._texts(*block)[0] for block in self._data_blocks()), {})
-        self._ambiguous: dict[str, str] = {}  # columns whose dates may be several
-        self._seen = {name: [texts[name]] if texts else [] for name in self.names}
-        self.kinds = {name: self._kind(name) for name in self.names}
-        self._undecided = {*self.names}  # columns of which no filled field was seen
+        self.faults = dict[str, str]()
+        texts = next((self._texts(*block)[0] for block in self._blocks()), {})
+        self.kinds = {n: self._kinds(texts[n]) if texts else [UNKNOWN] for n in self.names}
+
+    def _header(self, rows: Sequence[Sequence[str]]) -> list[str]:
+        """The names in the first record; none if it holds values.
+
+        Raises:
+            DataError: names are missing or double, or the record may be either.
+        """
+        first, second = ([*map(self._kind_of, row)] for row in (*rows[:2], rows[0])[:2])
+        like = all(a == b or UNKNOWN in (a, b) for a, b in zip(first, second, strict=False))
+        if TEXT not in first and {*first} != {UNKNOWN} and (like or {*first} == {NUMBER}):
+            return []
+        if len(rows) > 1 and like and {*first} - {TEXT, UNKNOWN}:
+            raise DataError(
+                f"{self.path}: the first line, {self.delimiter.join(rows[0])[:60]!r}, may be names"
+                " or values like those below; read it with pandas.read_csv(path, header=0) or"
+                " header=None, and pass the frame"
+            )
+        names = [name.strip() for name in rows[0]]
+        if "" in names or len(set(names)) < len(names):
+            index = "an index of pandas? to_csv(path, index=False)"
+            hint = index if not names[0] else f"mend it, {_PANDAS}"
+            raise DataError(
+                f"{self.path}: the first line is {names}, expected distinct column names; {hint}"
+            )
+        return names
+
+    def _kind_of(self, field: str) -> str:
+        """What a field holds, roughly."""
+        if field.strip() in MISSING:
+            return UNKNOWN
+        return NUMBER if is_number(field, self.decimal) else CLOCK if is_time(field) else TEXT
 
     def blocks(self) -> Blocks:
         """Its batches, from the first on."""
         import pyarrow as pa
 
-        types = {NUMBER: pa.float64(), BOOLEAN: pa.bool_(), TEXT: pa.string()}
-        types[CLOCK] = pa.time64("ns")
-        dates = {True: pa.date32(), False: pa.timestamp("ns")}
+        empty = pa.array([], pa.string())
         self.schema = pa.schema(
-            {n: types.get(kind, dates[kind.endswith("+date")]) for n, kind in self.kinds.items()}
+            {n: self._converted(empty, k).type for n, (k, *_) in self.kinds.items()}
         )
         self.faults.clear()
-        self.faults.update(self._ambiguous)
         return Blocks(self.schema, self._batches, self.faults)
 
     def _batches(self) -> Iterator[Any]:
-        for block, line in self._data_blocks():
-            texts, lines = self._parsed(block), None
-            batch = None if texts is None else self._batch(texts, None)
-            if batch is None:
-                texts, lines = self._texts(block, line)
-                batch = self._batch(texts, lines)
-            yield batch
+        import pyarrow as pa
 
-    def _data_blocks(self) -> Iterator[tuple[str, int]]:
-        """The blocks without the header; without blank lines at the end if these may be values."""
-        pending, start = "", 0
-        for i, (block, line) in enumerate(_read_blocks(self.path)):
-            if not i and self._header:
-                lines = io.StringIO(block, newline="").readlines()
-                block, line = "".join(lines[self._header :]), self._header  # noqa: PLW2901
-            if self.width > 1:
-                yield block, line
-                continue
-            start = line if not pending else start
-            pending += block
-            body = pending.rstrip("\r\n")
-            end = len(body) + len(re.match(r"\r?\n?", pending[len(body) :])[0])  # pyright: ignore[reportOptionalSubscript]
-            if body:
-                yield pending[:end], start
-                start, pending = start + pending.count("\n", 0, end), pending[end:]
+        for block, line in self._blocks():
+            try:
+                yield self._batch(self._parsed(block))
+            except pa.ArrowInvalid:
+                yield self._batch(*self._texts(block, line))
+        for name in (name for name, kinds in self.kinds.items() if len(kinds) > 1):
+            self.faults[name] = (
+                f"column '{name}' holds times whose day and month cannot be told apart; write them"
+                f" as 2020-03-09, leave the column out, {_PANDAS}"
+            )
 
-    def _parsed(self, block: str) -> dict[str, Any] | None:
-        """The columns of a block by pyarrow; None unless it reads it as the csv module does."""
+    def _blocks(self) -> Iterator[tuple[str, int]]:
+        """The blocks without the header, and the lines before each."""
+        skipped = self._skipped
+        for block, line in _read_blocks(self.path):
+            yield block.split("\n", skipped)[-1], line + skipped
+            skipped = 0
+
+    def _parsed(self, block: str) -> dict[str, Any]:
+        """The columns of a block by pyarrow, where it reads it as the csv module does.
+
+        Raises:
+            pyarrow.ArrowInvalid: it does not.
+        """
         import pyarrow as pa
         from pyarrow import csv as arrow_csv
 
         quotes = block.count('"')
-        lenient = "n(" in block or "N(" in block  # nan(1) is a number to pyarrow
-        if lenient or block.count("\r") != block.count("\r\n"):
-            return None
-        if quotes and quotes != 2 * len(self._quoted.findall(block)):
-            return None
+        if block.count("\r") != block.count("\r\n") or (
+            quotes and quotes != 2 * len(self._quoted.findall(block))
+        ):
+            raise pa.ArrowInvalid("not as the csv module")
         data = block.encode()
-        numbers = [n for n, kind in self.kinds.items() if kind == NUMBER and n not in self.faults]
-        try:
-            table = arrow_csv.read_csv(
-                pa.BufferReader(data),
-                arrow_csv.ReadOptions(
-                    use_threads=False, block_size=len(data) + 1, column_names=self.names
-                ),
-                arrow_csv.ParseOptions(
-                    delimiter=self.dialect.delimiter, ignore_empty_lines=self.width > 1
-                ),
-                arrow_csv.ConvertOptions(
-                    column_types=dict.fromkeys(self.names, pa.string())
-                    | dict.fromkeys(numbers, pa.float64()),
-                    null_values=MISSING,
-                    strings_can_be_null=False,
-                    decimal_point=self.dialect.decimal,
-                ),
-            )
-        except pa.ArrowInvalid:
-            return None
+        numbers = [n for n, kinds in self.kinds.items() if NUMBER in kinds and n not in self.faults]
+        table = arrow_csv.read_csv(
+            pa.BufferReader(data),
+            arrow_csv.ReadOptions(
+                use_threads=False, block_size=len(data) + 1, column_names=self.names
+            ),
+            arrow_csv.ParseOptions(
+                delimiter=self.delimiter, ignore_empty_lines=len(self.names) > 1
+            ),
+            arrow_csv.ConvertOptions(
+                column_types=dict.fromkeys(self.names, pa.string())
+                | dict.fromkeys(numbers, pa.float64()),
+                null_values=MISSING,
+                strings_can_be_null=False,
+                decimal_point=self.decimal,
+            ),
+        )
         return {name: table[name].combine_chunks() for name in self.names}
 
     def _texts(self, block: str, line: int) -> tuple[dict[str, Any], list[int]]:
@@ -209,25 +205,27 @@ class _Source:
         """
         import pyarrow as pa
 
-        rows, lines = list[list[str]](), list[int]()
+        rows, lines, width = list[list[str]](), list[int](), len(self.names)
         for number, record in self._records(block, line):
-            if record and len(record) != self.width:
-                before = "the header has" if self._named else "the lines before it have"
+            if not record and width > 1:
+                continue
+            rows.append(record or [""])
+            lines.append(number)
+            if len(rows[-1]) != width:
+                repair = "mend it" if width > 1 else "delete lines before the header"
+                before = "header has" if self._skipped else "lines before it have"
                 raise DataError(
-                    f"{self.path}: line {number} has {len(record)} fields, {before} {self.width};"
-                    f" mend it, {_PANDAS}"
+                    f"{self.path}: line {number} has {len(record)} fields, the {before} {width};"
+                    f" {repair}, {_PANDAS}"
                 )
-            if record or self.width == 1:
-                rows.append(record or [""])
-                lines.append(number)
-        columns = zip(*rows, strict=True) if rows else [()] * self.width
+        columns = zip(*rows, strict=True) if rows else [()] * width
         arrays = [pa.array(column, pa.string()) for column in columns]
         return dict(zip(self.names, arrays, strict=True)), lines
 
     def _records(self, block: str, line: int) -> Iterator[tuple[int, list[str]]]:
         """The records of a block, each with the number of its last line, by the csv module."""
-        lines, first = io.StringIO(block, newline=""), line + 1
-        reader = csv.reader(lines, delimiter=self.dialect.delimiter, strict=True)
+        first, lines = line + 1, io.StringIO(block, newline="\n")
+        reader = csv.reader(lines, delimiter=self.delimiter, strict=True)
         try:
             for record in reader:
                 yield line + reader.line_num, record
@@ -237,75 +235,80 @@ class _Source:
                 f"{self.path}: line {first}: {error}; is a quote open? Mend it, {_PANDAS}"
             ) from error
 
-    def _batch(self, columns: Mapping[str, Any], lines: Sequence[int] | None) -> Any:
-        """The record batch of the columns of a block.
+    def _batch(self, columns: Mapping[str, Any], lines: Sequence[int] = ()) -> Any:
+        """The record batch of the columns of a block; with lines, a fault in it is recorded.
 
-        A field of another kind than that of its column is a fault; without lines to name, the
-        result is then None.
+        Raises:
+            pyarrow.ArrowInvalid: a field is of another kind than its column, and there are no
+                lines to name.
+            RestartError: a column is of another kind.
         """
         import pyarrow as pa
 
         arrays: list[Any] = []
         for name, texts in columns.items():
-            kind = self.schema.field(name).type
+            field = self.schema.field(name)
+            values = pa.nulls(len(texts), field.type)
             if name not in self.faults:
-                values, wrong = self._converted(texts, self.kinds[name])
-                if not wrong.any():
-                    values = pa.array(values)
-                    if values.null_count < len(values):
-                        self._undecided.discard(name)
-                    is_clock = self.kinds[name] == CLOCK
-                    arrays.append((values.cast("int64") if is_clock else values).cast(kind))
-                    continue
-                if lines is None:
-                    return None
-                self._add_fault(name, texts, lines, int(wrong.argmax()))
-            arrays.append(pa.nulls(len(texts), kind))
+                try:
+                    values = self._converted(texts, self.kinds[name][0])
+                except pa.ArrowInvalid:
+                    if not lines:
+                        raise
+                    self._contradict(name, texts, lines)
+                if self.kinds[name] == [UNKNOWN] and values.null_count < len(values):
+                    self.kinds[name] = [NUMBER]
+            arrays.append(values.cast(field.type))
         return pa.record_batch(arrays, schema=self.schema)
 
-    def _converted(self, texts: Any, kind: str) -> tuple[Any, Array]:
-        """The values of a column, and which of its fields are of another kind."""
-        compute: Any = import_module("pyarrow.compute")
-        if str(texts.type) == "double":
-            large = compute.greater_equal(compute.abs(texts), float(_EXACT)).fill_null(False)
-            infinite = compute.is_inf(texts).fill_null(False)
-            return texts, _flags(compute.and_not(large, infinite))
-        if kind == TEXT:
-            return texts, _flags(compute.greater(compute.utf8_length(texts), LABEL))
-        plain = compute.utf8_trim_whitespace(texts)
-        missing = compute.is_in(plain, import_module("pyarrow").array(MISSING))
-        plain = compute.if_else(missing, None, plain)
-        if kind == BOOLEAN:
-            lower = compute.utf8_lower(plain)
-            good = compute.is_in(lower, import_module("pyarrow").array(_BOOLEANS))
-            wrong = compute.and_not(compute.is_valid(plain), good)
-            return compute.if_else(good, compute.equal(lower, "true"), None), _flags(wrong)
-        if kind != NUMBER:
-            values = parse_times(plain, kind)
-            return values, wrong_times(plain, values)
-        good = compute.match_substring_regex(plain, f"^({number_pattern(self.dialect.decimal)})$")
-        good = compute.and_not(good, compute.match_substring_regex(plain, f"^{_DIGITS}$"))
-        point = compute.replace_substring(plain, self.dialect.decimal, ".")
-        point = compute.replace_substring_regex(point, r"^\+", "")
-        values = compute.if_else(good, point, None).cast("float64")
-        return values, _flags(compute.invert(good))
+    def _converted(self, texts: Any, kind: str) -> Any:
+        """The values of a column.
 
-    def _add_fault(self, name: str, texts: Any, lines: Sequence[int], row: int) -> None:
-        """Say why a column cannot be read.
+        Raises:
+            pyarrow.ArrowInvalid: a field is of another kind.
+        """
+        import pyarrow as pa
+
+        compute: Any = import_module("pyarrow.compute")
+        if kind == TEXT:
+            return texts
+        if str(texts.type) == "double":
+            values, whole = texts, compute.is_finite(texts)
+        else:
+            filled = _filled(texts)
+            if kind == BOOLEAN:
+                lower = compute.utf8_lower(filled)
+                if {*compute.unique(lower).to_pylist()} - {*_BOOLEANS, None}:
+                    raise pa.ArrowInvalid("no boolean")
+                return compute.equal(lower, "true")
+            if kind not in (NUMBER, UNKNOWN):
+                return parse_times(filled, kind)
+            whole = compute.match_substring_regex(filled, _DIGITS)
+            if self.decimal != ".":
+                filled = compute.replace_substring(filled, ".", "no decimal mark")
+                filled = compute.replace_substring(filled, self.decimal, ".")
+            filled = compute.replace_substring_regex(filled, r"^\+([\d.])", r"\1")
+            values = filled.cast("float64")
+        large = compute.greater_equal(compute.abs(values), _EXACT)
+        if compute.any(compute.and_(large, whole)).as_py():
+            raise pa.ArrowInvalid("a whole number that float64 may not hold")
+        return values
+
+    def _contradict(self, name: str, texts: Any, lines: Sequence[int]) -> None:
+        """Record why a column cannot be read.
 
         Raises:
             RestartError: it can, as a column of another kind.
         """
-        field, kind, is_open = texts[row].as_py(), self.kinds[name], name in self._undecided
-        if is_open or "+" in kind:
-            self._seen[name].append(texts)
-            other = self._kind(name)
-            if other != kind and (is_open or other != TEXT):
-                self.kinds[name] = other
-                raise RestartError
-        if kind == TEXT:
-            fault = f"holds a text of {len(field)} characters, expected labels; leave it out"
-        elif kind == NUMBER and re.fullmatch(_DIGITS, field.strip()):
+        kind, *others = self.kinds[name]
+        if kind == UNKNOWN:
+            others = self._kinds(texts)
+        if others:
+            self.kinds[name] = others
+            raise RestartError
+        row = count_converted(texts, partial(self._converted, kind=kind))
+        field = texts[row].as_py()
+        if kind == NUMBER and re.fullmatch(_DIGITS, field.strip()):
             fault = (
                 f"holds {field.strip()}, a whole number of so many digits that float64 would merge"
                 f" it with others; leave the column out, {_PANDAS}"
@@ -321,53 +324,53 @@ class _Source:
 
     def _reason(self, field: str) -> str:
         """Why a field is no number, if its marks show it."""
-        other = ".,"[self.dialect.decimal == "."]
-        option = f"--decimal {other} (decimal='{other}' in Python)"
-        is_decimal = self.dialect._replace(decimal=other).is_number(field)
+        marks = [m for m in ".," if m != self.decimal and is_number(field, m)]
+        option = " or ".join(f"--decimal {m} (decimal='{m}' in Python)" for m in marks)
         if _THOUSANDS.fullmatch(field):
             what = "does it separate thousands? Write it without"
-            return f"{what}; if its mark is that of decimals: {option}" if is_decimal else what
-        return f"is '{other}' its decimal mark? {option}" if is_decimal else ""
+            return f"{what}; if its mark is that of decimals: {option}" if marks else what
+        return f"is {marks[0]!r} its decimal mark? {option}" if marks else ""
 
-    def _kind(self, name: str) -> str:
-        """What a column holds, by the fields that were seen."""
-        import pyarrow as pa
-
-        texts = [text for array in self._seen[name] for text in array.to_pylist()]
-        filled = [text for text in texts if text.strip() not in MISSING]
-        if not filled or self.dialect.is_number(filled[0]) or self._reason(filled[0].strip()):
-            return NUMBER
-        if {text.strip().lower() for text in filled} <= {*_BOOLEANS}:
-            return BOOLEAN
-        forms = time_forms(pa.array(filled))
-        if len(forms) > 1:
-            self._ambiguous[name] = (
-                f"column '{name}' holds {filled[0]!r}, whose day and month cannot be told apart;"
-                f" write it as 2020-03-09, leave the column out, {_PANDAS}"
-            )
-        return [*forms, TEXT][0]
+    def _kinds(self, texts: Any) -> list[str]:
+        """What a column may hold, by the fields of a block."""
+        compute: Any = import_module("pyarrow.compute")
+        filled = _filled(texts).drop_null()
+        if not len(filled):
+            return [UNKNOWN]
+        first = filled[0].as_py()
+        if is_number(first, self.decimal) or self._reason(first):
+            return [NUMBER]
+        if {*compute.unique(compute.utf8_lower(filled)).to_pylist()} <= {*_BOOLEANS}:
+            return [BOOLEAN]
+        return time_forms(filled) or [TEXT]
 
 
-def _flags(values: Any) -> Array:
-    """An Arrow array of booleans as a mask; a missing one is false."""
-    return values.fill_null(fill_value=False).to_numpy(zero_copy_only=False)
+def _filled(texts: Any) -> Any:
+    """An Arrow array of text without spaces at the ends, null where a value is missing."""
+    compute: Any = import_module("pyarrow.compute")
+    plain = compute.utf8_trim_whitespace(texts)
+    missing = compute.is_in(plain, import_module("pyarrow").array(MISSING))
+    return compute.if_else(missing, None, plain)
 
 
 def _read_blocks(path: Path) -> Iterator[tuple[str, int]]:
     """The text of a file in blocks of whole records, and the number of lines before each.
 
+    Blank lines at the begin and the end of the file are left out.
+
     Raises:
         DataError: it is not UTF-8, nor UTF-16 with its mark, or holds a NUL, or a record without an
             end.
     """
-    rest, line = "", 0
+    rest, line, begun = "", 0, False
     with path.open("rb") as file:
         mark = file.read(2)
         encoding = _MARKS.get(mark, "utf-8")
         decoder = codecs.getincrementaldecoder(encoding)()
         if encoding == "utf-8":
             file.seek(3 if mark + file.read(1) == codecs.BOM_UTF8 else 0)
-        while True:
+        data = mark
+        while data:
             data = file.read(BLOCK)
             try:
                 rest += decoder.decode(data, final=not data)
@@ -380,27 +383,31 @@ def _read_blocks(path: Path) -> Iterator[tuple[str, int]]:
                     f"{path}: line {at} holds a NUL byte, expected text; if it is UTF-16 without a"
                     " byte order mark, save it as UTF-8"
                 )
+            if not begun:
+                filled = rest.lstrip("\r\n")
+                line, rest = line + rest.count("\n") - filled.count("\n"), filled
+            if not data:
+                rest = rest.rstrip("\r\n") + "\n"
             end = _record_end(rest) if data else len(rest)
-            if end:
+            if end > 1:
                 yield rest[:end], line
-                line, rest = line + rest.count("\n", 0, end), rest[end:]
+                line, rest, begun = line + rest.count("\n", 0, end), rest[end:], True
             if len(rest) > LONGEST:
                 raise DataError(
                     f"{path}: no record ends in {LONGEST} characters after line {line}; is a quote"
-                    " open there?"
+                    " open there, or do lines end with CR alone? Save the file with LF"
                 )
-            if not data:
-                return
 
 
 def _record_end(text: str) -> int:
-    """Where the last whole record of a text ends: a line end that is in no quotes."""
-    if '"' not in text:
-        return text.rfind("\n") + 1
-    codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8)
-    outside = np.cumsum(codes == ord('"')) % 2 == 0
-    ends = np.flatnonzero((codes == ord("\n")) & outside)
-    return int(ends[-1]) + 1 if len(ends) else 0
+    """Where the last whole record of a text ends: a line end in no quotes, after a filled line."""
+    end = text.rfind("\n") + 1
+    if '"' in text:
+        codes = np.frombuffer(text.encode("ascii", "replace"), np.uint8)
+        outside = np.cumsum(codes == ord('"')) % 2 == 0
+        end = int(np.flatnonzero((codes == ord("\n")) & outside).max(initial=-1)) + 1
+    filled = len(text[:end].rstrip("\r\n"))
+    return text.find("\n", filled) + 1 if filled else 0
 
 
 def encoding_hint(error: UnicodeDecodeError, path: Path) -> str:
@@ -417,120 +424,46 @@ def encoding_hint(error: UnicodeDecodeError, path: Path) -> str:
 def _first_records(text: str, delimiter: str) -> list[list[str]]:
     """The first records of a text; fewer where one is none, which the conversion reports."""
     rows = list[list[str]]()
-    try:
-        rows += islice(
-            filter(None, csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)), _RECORDS
-        )
-    except csv.Error:
-        return rows
+    reader = csv.reader(io.StringIO(text, newline="\n"), delimiter=delimiter)
+    with contextlib.suppress(csv.Error):
+        rows.extend(islice(filter(None, reader), _RECORDS))
     return rows
 
 
 def _detect_dialect(
-    path: Path, text: str, delimiter: str | None, decimal: str | None
-) -> tuple[Dialect, list[list[str]]]:
-    """The dialect of a file by its first block, and the first records.
+    text: str, delimiter: str | None, decimal: str | None
+) -> tuple[str, str, list[list[str]]]:
+    """The delimiter and the decimal mark of a file by its first block, and the first records.
 
-    The delimiter is that by which most records have as many fields as the first; of several, the
-    one whose fields are numbers and times.
-
-    Raises:
-        DataError: the file is empty, begins with a title or a comment, or has numbers with both
-            decimal marks, or only such as `1,234`.
+    The delimiter is that by which most records have the same number of fields; of several, the one
+    whose fields are numbers and times.
     """
-    samples = {mark: _first_records(text, mark) for mark in delimiter or DELIMITERS}
+    default = ";" if decimal == "," else ","  # of a single column
+    samples = {
+        m: _first_records(text, m) for m in delimiter or DELIMITERS if m != decimal or delimiter
+    }
 
-    def fit(mark: str) -> tuple[float, float, int]:
-        rows, either = samples[mark], [Dialect(mark, "."), Dialect(mark, ",")]
-        width = len(rows[0]) if rows else 0
-        share = sum(len(row) == width for row in rows) / max(1, len(rows)) * (width > 1)
-        fields = [f for row in rows[1:] or rows for f in row if f.strip()]
-        good = sum(any(d.kind_of(f) in (NUMBER, "time") for d in either) for f in fields)
-        return share > 0.5, good / max(1, len(fields)) * (share > 0.5), width
+    def fit(mark: str) -> tuple[bool, float, float, int]:
+        rows = samples[mark]
+        (width, count), *_ = Counter(map(len, rows)).most_common(1) or [(0, 0)]
+        fields = [field for row in rows[1:] or rows for field in row if field.strip()]
+        good = sum(is_number(f) or is_number(f, ",") or is_time(f) for f in fields)
+        share = count / max(1, len(rows))
+        return width > 1 and share > 0.5, share, good / max(1, len(fields)), width
 
     best = max(samples, key=fit)
-    rows = samples[best]
-    if not rows:
-        raise DataError(f"{path}: the file is empty, expected a header line with column names")
     if not fit(best)[0]:
-        best = delimiter or (";" if decimal == "," else ",")  # of a single column
-        for mark in [m for m in samples if m != decimal]:
-            if mark != best or len(samples[mark][0]) == 1:
-                _check_first_line(path, samples[mark], mark)
-        rows = _first_records(text, best)
-    if decimal is None:
-        decimal = "." if best == "," else _decimal(path, rows, text, best)
-    return Dialect(best, decimal), rows
+        best = delimiter or default
+    rows = samples[best]
+    return best, decimal or ("." if best == "," else _decimal(rows)), rows
 
 
-def _check_first_line(path: Path, rows: list[list[str]], mark: str) -> None:
-    """Refuse a line of one field before lines of several: no header is like that."""
-    (width, count), *_ = Counter(map(len, rows[1:])).most_common(1) or [(0, 0)]
-    if len(rows) > 2 and width > 1 and 2 * count > len(rows) - 1:
-        raise DataError(
-            f"{path}: the first line is {mark.join(rows[0])[:40]!r}, most lines after it have"
-            f" {width} fields separated by {mark!r}; it must name each column: delete lines before"
-            f" the header, {_PANDAS}. With decimal commas write --decimal , (decimal= in Python)"
-        )
-
-
-def _decimal(path: Path, rows: list[list[str]], text: str, delimiter: str) -> str:
-    """The decimal mark of the fields of records.
-
-    Raises:
-        DataError: both are used, or the numbers leave it open.
-    """
-    fields = [field for row in rows for field in row]
-    marked = {
-        mark: [f.strip() for f in fields if mark in f and Dialect(decimal=mark).is_number(f)]
-        for mark in ",."
-    }
-    sure = {
-        mark: next((f for f in numbers if not _MAYBE_THOUSANDS.fullmatch(f)), None)
-        for mark, numbers in marked.items()
-    }
-    if not marked[","] or (sure["."] and not sure[","]):
-        return "."
-    if sure[","] and not sure["."]:
-        return ","
-    what = (
-        f"{sure[',']!r} and {sure['.']!r} have two decimal marks"
-        if sure[","]
-        else f"{marked[','][0]!r} may have decimals, or thousands"
-    )
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    comma = sure[","] or marked[","][0]
-    column = next(i for row in reader for i, field in enumerate(row) if field.strip() == comma)
-    raise DataError(
-        f"{path}: line {reader.line_num}, column '{rows[0][column]}': {what}; write --decimal , or"
-        " --decimal . (in Python decimal=',' or '.')"
-    )
-
-
-def _names(path: Path, rows: list[list[str]], dialect: Dialect) -> list[str]:
-    """The names in the first record; none if it holds values.
-
-    Raises:
-        DataError: names are missing or double, or the record may be either.
-    """
-    first, second = ([*map(dialect.kind_of, row)] for row in (rows * 2)[:2])
-    like = all(a == b or "" in (a, b) for a, b in zip(first, second, strict=False))
-    if TEXT not in first and any(first) and (like or {*first} == {NUMBER}):
-        return []
-    if len(rows) > 1 and like and {NUMBER, "time"} & {*first}:
-        raise DataError(
-            f"{path}: the first line, {dialect.delimiter.join(rows[0])[:60]!r}, may be names"
-            " or values like those below; read it with pandas.read_csv(path, header=0) or"
-            " header=None, and pass the frame"
-        )
-    names = [name.strip() for name in rows[0]]
-    if "" in names or len(set(names)) < len(names):
-        index = "an index of pandas? to_csv(path, index=False)"
-        hint = index if not names[0] else f"mend it, {_PANDAS}"
-        raise DataError(
-            f"{path}: the first line is {names}, expected distinct column names; {hint}"
-        )
-    return names
+def _decimal(rows: Sequence[Sequence[str]]) -> str:
+    """The decimal mark of the fields of records; undecided if numbers leave it open."""
+    marks = [(m, f.strip()) for row in rows for f in row for m in ".," if m in f]
+    numbers = [(mark, field) for mark, field in marks if is_number(field, mark)]
+    sure = next((mark for mark, field in numbers if not _MAYBE_THOUSANDS.fullmatch(field)), None)
+    return sure or (_UNDECIDED if any(mark == "," for mark, _ in numbers) else ".")
 
 
 def header_of(path: Path) -> tuple[list[str], str]:
@@ -539,6 +472,6 @@ def header_of(path: Path) -> tuple[list[str], str]:
         return [], ","
     with path.open("rb") as file:  # which may be one long line
         first = file.readline(65_536).decode("utf-8-sig", errors="replace")
-    rows = {mark: (*_first_records(first, mark), [])[0] for mark in DELIMITERS}
-    mark = max(rows, key=lambda mark: len(rows[mark]))
-    return [field.strip() for field in rows[mark]], mark
+    mark = max(DELIMITERS, key=first.count)
+    names = next(iter(_first_records(first, mark)), [])
+    return [name.strip() for name in names], mark

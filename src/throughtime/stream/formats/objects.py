@@ -1,13 +1,11 @@
 """Tables of objects that the user has opened: frames, Arrow tables, groups of arrays, MNE's Raw.
 
 An object is recognised by its type, whose library is imported already where there is such an
-object. A dataset of h5py or a variable of netCDF4 is opened again, by path, in another process or
-after the user has closed its file.
+object. A dataset of h5py or a variable of netCDF4 is opened again, by its path.
 
 Shapes: `n` rows read, `D` columns.
 """
 
-import os
 import posixpath
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from throughtime.errors import DataError
@@ -28,14 +25,12 @@ from throughtime.stream.formats.arrays import (
     longest_arrays,
     open_variable,
 )
-from throughtime.stream.formats.arrow import named_columns, stack_columns
+from throughtime.stream.formats.arrow import arrow_columns
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
-    FileTable,
     Handle,
-    OpenObject,
-    TableFile,
+    Table,
     import_extra,
     unreadable,
 )
@@ -76,7 +71,7 @@ def is_series(value: object) -> bool:
     return _type_name(value, _SERIES) is not None
 
 
-def open_object(value: Any) -> FileTable:
+def open_object(value: Any) -> Table:
     """The columns of an object: those of a frame or a group; a series is one column.
 
     Raises:
@@ -88,58 +83,26 @@ def open_object(value: Any) -> FileTable:
     name, group = f"the {type(value).__name__}", _type_name(value, _GROUPS)
     if group is not None:
         arrays = {n: as_file_array(array) for n, array in _GROUPS[group](value).items()}
-        return opened(name, ArraysFile(Path(name), longest_arrays(Path(name), arrays)))
-    return opened(name, RawColumns(value) if _type_name(value, [_RAW]) else ArrowColumns.of(value))
+        return ArraysFile(name, longest_arrays(name, arrays))
+    if _type_name(value, [_RAW]):
+        return RawColumns(name, value)
+    return arrow_columns(name, arrow_table(value))
 
 
-def opened(name: str, file: TableFile) -> FileTable:
-    """The table of a file that is open already; `name` is for messages."""
-    return FileTable(OpenObject(name, file), (), file.columns, file.length, file.times, file.rate)
+def arrow_table(value: Any) -> Any:
+    """A frame, series or Arrow object as a `pyarrow.Table`; a column without a name is `0`."""
+    import pyarrow as pa
 
-
-class ArrowColumns(TableFile):
-    """The columns of a frame or an Arrow table; one without a name is called `0`.
-
-    Args:
-        path: for messages.
-        table: a `pyarrow.Table`.
-        nullable: columns with a missing value, here or in the table that this one is a part of:
-            their integers are float64.
-    """
-
-    def __init__(self, path: Path, table: Any, nullable: frozenset[str]) -> None:
-        self.path, self.table, self.length, self._nullable = path, table, table.num_rows, nullable
-        self.columns, self.times = named_columns(path, table.schema)
-
-    @classmethod
-    def of(cls, value: Any) -> "ArrowColumns":
-        """The columns of an object that has them in Arrow's layout, or is of pandas."""
-        import pyarrow as pa
-
-        name = f"the {type(value).__name__}"
-        if _type_name(value, ["pandas.DataFrame", "pandas.Series"]):
-            table: Any = _from_pandas(value)
-        else:
-            arrow = value.to_arrow() if has(value, "to_arrow") else value  # of polars
-            column = getattr(value, "name", "") or "0"
-            table = pa.table({column: arrow} if is_series(value) else arrow)
-        for i, field in enumerate(table.schema):
-            if str(field.type) == "string_view":  # of which Arrow takes no rows
-                table = table.set_column(i, field.name, table.column(i).cast(pa.large_string()))
-        nullable = (
-            n for n, c in zip(table.column_names, table.columns, strict=True) if c.null_count
-        )
-        return cls(Path(name), table, frozenset(nullable))
-
-    def take(self, rows: Array) -> "ArrowColumns":
-        """Some rows; not copied where they follow one another."""
-        adjacent = (np.diff(rows) == 1).all()
-        table = self.table.slice(rows[0], len(rows)) if adjacent else self.table.take(rows)
-        return ArrowColumns(self.path, table, self._nullable)
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = self.table.slice(start, stop - start).select(list(columns)).combine_chunks()
-        return stack_columns(self.path, rows.to_batches()[0], columns, self._nullable)
+    if _type_name(value, ["pandas.DataFrame", "pandas.Series"]):
+        table: Any = _from_pandas(value)
+    else:
+        arrow = value.to_arrow() if has(value, "to_arrow") else value  # of polars
+        column = getattr(value, "name", "") or "0"
+        table = pa.table({column: arrow} if is_series(value) else arrow)
+    for i, field in enumerate(table.schema):
+        if str(field.type) == "string_view":  # of which Arrow takes no rows
+            table = table.set_column(i, field.name, table.column(i).cast(pa.large_string()))
+    return table
 
 
 def _from_pandas(value: Any) -> Any:
@@ -165,21 +128,21 @@ def _from_pandas(value: Any) -> Any:
     return pa.table(arrays, names=[name for name, _ in named])
 
 
-class RawColumns(TableFile):
+class RawColumns(Table):
     """The channels of an MNE `Raw`, which holds them as (channels, time); read without a load."""
 
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
+    def __init__(self, path: str, raw: Any) -> None:
+        self.path, self._raw = path, raw
         self.columns, self.length = tuple(raw.ch_names), int(raw.n_times)
         self.rate = float(raw.info["sfreq"])
 
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         picks = [self.columns.index(name) for name in columns]
         return self._raw.get_data(picks=picks, start=start, stop=stop).T
 
 
-class ReopenedArray:
-    """An array of an open file, opened again by its path in another process, or once it is closed.
+class PathArray:
+    """An array of an open file, read by its path: also in another process, or once it is closed.
 
     Args:
         array: a dataset of h5py, or a variable of netCDF4.
@@ -190,24 +153,13 @@ class ReopenedArray:
 
     def __init__(self, array: Any, path: Path, name: str, opener: Callable[..., FileArray]) -> None:
         self.shape, self.dtype, self._what = array.shape, array.dtype, f"{path}: '{name}'"
-        self._array, self._process = array, os.getpid()
         self._handle = Handle(path, partial(opener, name=name))
 
     def __getitem__(self, rows: slice, /) -> Array:
-        if self._process == os.getpid() and _is_open(self._array):
-            return self._array[rows]
         hint = "close a file that is open for writing, and keep it at its path"
         with unreadable(f"{self._what} cannot be opened again", hint):
             array = self._handle.get()
         return array[rows]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_array": None, "_process": -1}
-
-
-def _is_open(array: Any) -> bool:
-    """Whether the file of a dataset of h5py or a variable of netCDF4 is open."""
-    return _root(array).isopen() if has(array, "group") else bool(array)
 
 
 def _root(variable: Any) -> Any:
@@ -232,8 +184,8 @@ def as_file_array(value: Any, name: str = "the arrays") -> Any:
             )
         return value.detach().cpu().numpy()
     if _type_name(value, ["h5py.Dataset"]):
-        return ReopenedArray(value, Path(value.file.filename), value.name, _open_dataset)
+        return PathArray(value, Path(value.file.filename), value.name, _open_dataset)
     if _type_name(value, ["netCDF4.Variable"]):
         path = posixpath.join(value.group().path, value.name)
-        return ReopenedArray(value, Path(_root(value).filepath()), path, open_variable)
+        return PathArray(value, Path(_root(value).filepath()), path, open_variable)
     return value

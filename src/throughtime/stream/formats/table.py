@@ -9,11 +9,9 @@ import mmap
 import os
 import re
 import weakref
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache, partial
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -47,46 +45,47 @@ class RowSource(Protocol):
         ...
 
 
-class Table(Protocol):
-    """The columns of a file, and any rows of them.
+class Table:
+    """The columns of a file or an object, and any rows of them.
 
-    A table can be pickled: the copy reopens the file.
+    Attributes:
+        path: the file, or in words what else has the columns, for messages.
+        columns: their names, in the order of the file.
+        length: the number of rows.
+        times: the columns of time, which are no inputs. Time stamps are read as `datetime64`, of
+            whole days (`[D]`) where they are dates, and times of day as `timedelta64`; see
+            `row_sources.time_rows`.
+        rate: rows per second; `None` where the file does not say.
+        names: those that the file has for the columns, where they have others here.
+        files: those that must not change while it is read; the path itself if there are none.
     """
 
-    @property
-    def path(self) -> Path | str:
-        """The file, or in words what else has the columns, for messages."""
-        ...
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The names of the columns, in the order of the file.
-
-        Every name that is `in` it can be read, also one that it does not list.
-        """
-        ...
-
-    @property
-    def times(self) -> tuple[str, ...]:
-        """The columns of time, which are no inputs.
-
-        Time stamps are read as `datetime64`, of whole days (`[D]`) where they are dates, and times
-        of day as `timedelta64`; see `row_sources.time_rows`.
-        """
-        ...
-
-    @property
-    def rate(self) -> float | None:
-        """Rows per second; `None` where the file does not say."""
-        ...
+    path: Path | str
+    columns: tuple[str, ...]
+    length: int
+    times: tuple[str, ...] = ()
+    rate: float | None = None
+    names: Mapping[str, str] = {}
+    files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
-        """The number of rows: steps."""
-        ...
+        return self.length
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         """Rows `start` to before `stop` of `columns`, side by side: `(n, D)`, read-only."""
-        ...
+        if start < 0 or stop < 0:
+            raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
+        stop = min(stop, self.length)
+        if not self.length:
+            return np.empty((0, len(columns)))
+        columns = [self.names.get(name, name) for name in columns] if self.names else columns
+        if start < stop:
+            return self.rows(start, stop, columns)
+        return self.rows(0, 1, columns)[:0]  # one row has the type of none
+
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        """Rows that exist, at least one, of columns by their names in the file."""
+        raise NotImplementedError
 
 
 class FileStamp(NamedTuple):
@@ -129,113 +128,54 @@ class FileStamp(NamedTuple):
             )
 
 
-class TableFile:
-    """An open file of named columns. Its `read` gets rows that exist, at least one."""
-
-    columns: tuple[str, ...]
-    length: int
-    times: tuple[str, ...] = ()
-    rate: float | None = None
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        """Rows `start` to before `stop` of `columns`, side by side."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class OpenObject:
-    """An object that is open already, in the place of a `Handle` on a file."""
-
-    path: str
-    file: TableFile
-
-    def get(self) -> TableFile:
-        return self.file
-
-
-@dataclass(frozen=True)
-class FileTable:
+class FileTable(Table):
     """A table of one file, which every read compares with the file that was opened.
 
-    `names` are those that the file has for the columns, where they have others here.
+    It can be pickled: the copy reopens the file.
+
+    Args:
+        path: the file or folder.
+        opener: see `Handle`.
     """
 
-    handle: "Handle[TableFile] | OpenObject"
-    stamps: tuple[FileStamp, ...]
-    columns: tuple[str, ...]
-    length: int
-    times: tuple[str, ...]
-    rate: float | None
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    def __init__(self, path: Path, opener: Callable[[Path], Table]) -> None:
+        stamp = FileStamp.of(path)
+        self.path, self.handle = path, Handle(path, opener)
+        file = self.handle.get()
+        self._stamps = tuple(map(FileStamp.of, file.files)) or (stamp,)
+        self.columns, self.length = file.columns, file.length
+        self.times, self.rate = file.times, file.rate
 
-    @classmethod
-    def open(
-        cls, path: Path, opener: Callable[[Path], TableFile], files: Sequence[Path]
-    ) -> "FileTable":
-        """Open a file.
-
-        Args:
-            path: the file or folder.
-            opener: see `Handle`.
-            files: those that must not change while it is read.
-        """
-        stamps = tuple(map(FileStamp.of, files))
-        handle = Handle(path, opener)
-        file = handle.get()
-        return cls(handle, stamps, file.columns, file.length, file.times, file.rate)
-
-    @property
-    def path(self) -> Path | str:
-        return self.handle.path
-
-    def __len__(self) -> int:
-        return self.length
-
-    def read(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        for stamp in self.stamps:
+    def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        for stamp in self._stamps:
             stamp.check()
-        start, stop = rows_between(start, stop, self.length)
-        if not self.length:
-            return np.empty((0, len(columns)))
-        columns = [self.names.get(name, name) for name in columns] if self.names else columns
-        if start < stop:
-            return self.handle.get().read(start, stop, columns)
-        return self.handle.get().read(0, 1, columns)[:0]  # one row has the type of none
+        return self.handle.get().rows(start, stop, columns)
 
 
-class _Format(NamedTuple):
-    """Where a format is read, by names: its module, and its library, are imported when needed."""
-
-    module: str
-    opener: str
-    files: str = ""  # a function: those that must not change while it is read; default: the path
-    folder: bool = False
-
-
-_FORMATS = {
-    ".arrow": _Format("arrow", "open_arrow"),
-    ".bdf": _Format("edf", "EdfFile"),
-    ".csv": _Format("csv", "open_csv"),
-    ".edf": _Format("edf", "EdfFile"),
-    ".feather": _Format("arrow", "open_arrow"),
-    ".flac": _Format("audio", "AudioFile"),
-    ".h5": _Format("arrays", "open_hdf5"),
-    ".hdf5": _Format("arrays", "open_hdf5"),
-    ".hea": _Format("wfdb", "WfdbFile", "wfdb_files"),
-    ".nc": _Format("arrays", "open_netcdf"),
-    ".npy": _Format("npy", "open_npy"),
-    ".npz": _Format("npy", "open_npz"),
-    ".ogg": _Format("audio", "AudioFile"),
-    ".parquet": _Format("arrow", "open_parquet"),
-    ".wav": _Format("audio", "AudioFile"),
-    ".zarr": _Format("arrays", "open_zarr", "zarr_files", folder=True),
+_FORMATS = {  # where a format is read: its module, and its library, are imported when needed
+    ".arrow": "arrow.open_arrow",
+    ".bdf": "signals.EdfFile",
+    ".csv": "csv.open_csv",
+    ".edf": "signals.EdfFile",
+    ".feather": "arrow.open_arrow",
+    ".flac": "signals.AudioFile",
+    ".h5": "arrays.open_hdf5",
+    ".hdf5": "arrays.open_hdf5",
+    ".hea": "signals.WfdbFile",
+    ".nc": "arrays.open_netcdf",
+    ".npy": "arrays.open_npy",
+    ".npz": "arrays.open_npz",
+    ".ogg": "signals.AudioFile",
+    ".parquet": "arrow.open_parquet",
+    ".wav": "signals.AudioFile",
+    ".zarr": "arrays.open_zarr",
 }
 _HINTS = {
     ".txt": "; text is read as tokens: throughtime.stream.text(path)",
     ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
 SUFFIXES = tuple(_FORMATS)
-FOLDERS = tuple(suffix for suffix, form in _FORMATS.items() if form.folder)
+FOLDERS = (".zarr",)
 
 
 def open_table(
@@ -256,36 +196,30 @@ def open_table(
         DataError: no such file, an unknown suffix, or a file that is cut short or unreadable.
         MissingExtraError: the format needs an extra that is not installed.
     """
-    form = _FORMATS.get(path.suffix.lower())
-    if path.is_dir() and not (form is not None and form.folder):
+    suffix = path.suffix.lower()
+    kind = "folder" if suffix in FOLDERS else "file"
+    if path.is_dir() and kind == "file":
         raise DataError(f"{path}: is a folder, expected one file")
-    if form is None:
-        hint = _HINTS.get(path.suffix.lower(), "")
+    if suffix not in SUFFIXES:
         raise DataError(
             f"{path}: the format '{path.suffix}' is unknown, expected one of"
-            f" {', '.join(SUFFIXES)}{hint}"
+            f" {', '.join(SUFFIXES)}{_HINTS.get(suffix, '')}"
         )
-    if not path.exists() or not (path.is_dir() if form.folder else path.is_file()):
-        raise DataError(f"{path}: no such {'folder' if form.folder else 'file'}")
-    module = importlib.import_module(f"throughtime.stream.formats.{form.module}")
-    files = getattr(module, form.files)(path) if form.files else (path,)
-    opener = getattr(module, form.opener)
-    if path.suffix.lower() == ".csv" and (delimiter is not None or decimal is not None):
+    if not (path.is_dir() if kind == "folder" else path.is_file()):
+        raise DataError(f"{path}: no such {kind}")
+    module, _, name = _FORMATS[suffix].partition(".")
+    opener = getattr(importlib.import_module(f"throughtime.stream.formats.{module}"), name)
+    if suffix == ".csv" and (delimiter is not None or decimal is not None):
         opener = partial(opener, delimiter=delimiter, decimal=decimal)
-    return FileTable.open(path, opener, files)
-
-
-@cache
-def number_pattern(decimal: str = ".") -> str:
-    """A regular expression of a number with this decimal mark; `1_000` is a label."""
-    mark = re.escape(decimal)
-    digits = rf"[+-]?(\d+({mark}\d*)?|{mark}\d+)([eE][+-]?\d+)?"
-    return rf"{digits}|[+-]?(?i:nan|inf|infinity)"
+    return FileTable(path, opener)
 
 
 def is_number(text: str, decimal: str = ".") -> bool:
-    """Whether a field holds a number."""
-    return re.fullmatch(number_pattern(decimal), text.strip(), re.ASCII) is not None
+    """Whether a field holds a number with this decimal mark; `1_000` is a label."""
+    mark = re.escape(decimal)
+    digits = rf"[+-]?(\d+({mark}\d*)?|{mark}\d+)([eE][+-]?\d+)?"
+    pattern = rf"{digits}|[+-]?(?i:nan|inf|infinity)"
+    return re.fullmatch(pattern, text.strip(), re.ASCII) is not None
 
 
 @contextlib.contextmanager
@@ -306,15 +240,6 @@ def unreadable(
         raise DataError(f"{what} ({error}); {hint}") from error
 
 
-def refuse_shorter(path: Path, expected: int) -> None:
-    """Refuse a file of fewer bytes than its header promises: libraries read what is left."""
-    size = path.stat().st_size
-    if size < expected:
-        raise DataError(
-            f"{path}: holds {size} bytes, its header promises {expected}; the file is cut short"
-        )
-
-
 def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
     """The library that reads a kind of file.
 
@@ -327,34 +252,6 @@ def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
         raise MissingExtraError(
             f"{path}: {kind} needs {library}; pip install 'throughtime[{extra}]'"
         ) from error
-
-
-def rows_between(start: int, stop: int, length: int) -> tuple[int, int]:
-    """The rows `start` to before `stop`, cut to those that exist; negative ones are refused."""
-    if start < 0 or stop < 0:
-        raise DataError(f"rows {start} to {stop} asked for, expected numbers from 0 on")
-    return min(start, length), max(min(start, length), min(stop, length))
-
-
-def block_slices(starts: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The blocks that hold the rows `start` to before `stop`: index, first and last row within it.
-
-    Args:
-        starts: the first row of each block, and the end of the last one.
-        start: the first row.
-        stop: the row after the last one.
-    """
-    block = bisect_right(starts, start) - 1
-    while start < stop:
-        first, end = starts[block], min(stop, starts[block + 1])
-        if end > start:  # an empty block has no rows
-            yield block, start - first, end - first
-        start, block = end, block + 1
-
-
-def concat_blocks(parts: Sequence[Array]) -> Array:
-    """Rows one after another."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class Handle(Generic[T]):

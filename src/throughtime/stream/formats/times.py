@@ -3,14 +3,18 @@
 A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/20`, `3/9/2020` or
 `9-Mar-2020`, with or without a time of day, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`,
 `UTC` or `+01:00`. Times with a zone are converted to UTC. Whether 3/9 is March or September is
-decided by all stamps of the first megabyte together: by a number above 12, or else by the order
-that ascends, in the shorter time. Two digits of a year are one of 1969 to 2068.
+decided by all stamps together: by a number above 12, or else by the order that ascends, in the
+shorter time. Two digits of a year are one of 1969 to 2068.
+
+A form is a list of patterns and replacements that make a text ISO 8601, which pyarrow reads.
 """
 
 import importlib
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -18,140 +22,149 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 
-ORDERS = {
-    "ymd": r"(?P<year>\d{4})[-/.](?P<month>\d{1,2})[-/.](?P<day>\d{1,2})",
-    "dmy": r"(?P<day>\d{1,2})[-/](?P<month>\d{1,2})[-/](?P<year>\d{4}|\d{2})",
-    "d.m.y": r"(?P<day>\d{1,2})\.(?P<month>\d{1,2})\.(?P<year>\d{4})",
-    "dd.mm.yy": r"(?P<day>\d{2})\.(?P<month>\d{2})\.(?P<year>\d{2})",  # 1.2.00 is a version
-    "mdy": r"(?P<month>\d{1,2})[-/](?P<day>\d{1,2})[-/](?P<year>\d{4}|\d{2})",
-    "dby": r"(?P<day>\d{1,2})[-/ ](?P<month>[A-Za-z]{3})[-/ ](?P<year>\d{4}|\d{2})",
-    "yymd": r"(?P<year>\d{2})[-/](?P<month>\d{1,2})[-/](?P<day>\d{1,2})",
-    "": "",  # a time of day
-}
-_MONTHS = ["jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"]
-_CLOCK = (
-    r"(?P<hour>\d{1,2}):(?P<minute>\d{2})(?::(?P<second>\d{2})(?:[.,](?P<fraction>\d{1,9}))?)?"
-    r" *(?P<half>[AaPp][Mm])?"
+_DATES = (
+    r"\d{4}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/]\d\d?[-/](\d{4}|\d\d)|\d\d?\.\d\d?\.\d{4}|\d\d\.\d\d\.\d\d"
+    r"|\d\d?[-/ ][A-Za-z]{3}[-/ ](\d{4}|\d\d)"  # 1.2.00 is a version
 )
-_TIME = rf"(?:(?:[Tt]|,? +){_CLOCK})?"
-_ZONE = r" *(?:[Zz]|UTC|GMT|(?P<ahead>[+-])(?P<hours>\d{2})(?::?(?P<minutes>\d{2}))?)"
-_RESTS = {"date": "", "time": _TIME, "zone": _TIME + _ZONE, "clock": _CLOCK}  # after the date
-CLOCK = "+clock"  # the form of times of day
-_FORMS = [f"{order}+{rest}" for rest in ("date", "time", "zone") for order in ORDERS if order]
-_NAT, _LONGEST = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+_MINUTES = r":\d\d(:\d\d([.,]\d{1,9})?)?"
+_CLOCK = rf"(\d\d?{_MINUTES}|(0?[1-9]|1[0-2]){_MINUTES} *[AaPp][Mm])"
+_ZONE = r" *([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)"
+_ANY = rf"^({_CLOCK}|({_DATES})(([Tt]|,? +){_CLOCK}({_ZONE})?)?)$"
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_ISO = r"^\d{4}-\d\d-\d\d([T ]([01]\d|2[0-3]):\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d)?)?$"
+_OTHER = (r"^\d{4}", "another form")  # of dates that do not begin with a year
+_ORDERS = {
+    "ymd": [(r"^\d\d?[-/]", "another form"), (r"^(\d{4})[-/.](\d+)[-/.](\d+)", r"\1-\2-\3")],
+    "dmy": [_OTHER, (r"^(\d+)[-/.](\d+)[-/.](\d+)", r"\3-\2-\1")],
+    "mdy": [_OTHER, (r"^(\d+)[-/](\d+)[-/](\d+)", r"\3-\1-\2")],
+    "yymd": [_OTHER, (r"^(\d\d)[-/](\d+)[-/](\d+)", r"\1-\2-\3")],
+    "dby": [(r"^\d+[-/.]\d", "another form")]
+    + [
+        (rf"(?i)^(\d+)[-/ ]{month}[-/ ](\d+)", rf"\2-{number}-\1")
+        for number, month in enumerate(_MONTHS, 1)
+    ],
+    "": [("^", "1970-01-01 ")],  # a time of day
+}
+_REPAIRS = [
+    (r"^([0-6]\d)-", r"20\1-"),  # two digits of a year, as POSIX has it
+    (r"^(\d\d)-", r"19\1-"),
+    (r"^(\d+)-(\d)-", r"\1-0\2-"),
+    (r"^(\d+-\d+)-(\d)\b", r"\1-0\2"),
+    (r"(\d)(?:[Tt]|,? +)(\d+:)", r"\1 \2"),
+    (r" (\d):", r" 0\1:"),
+    (" 12(.*[AaPp][Mm])$", r" 00\1"),
+    (" *[AaPp][Mm]$", ""),
+    (" 24:00(:00)?$", r" 00:00\1"),
+    (r",(\d)", r".\1"),
+    ("(:.*?) *([Zz]|UTC|GMT)$", r"\1Z"),
+    (r"(:.*?) *([+-]\d+:?\d*)$", r"\1\2"),
+]
+_LATER = {"[Pp][Mm]$": 43_200 * 10**9, "[Tt ]24:00(:00)?$": 86_400 * 10**9}  # nanoseconds
+CLOCK, DATE = "+clock", "+date"  # ends of forms: of times of day, of dates
+_FORMS = [order + rest for rest in (DATE, "+time", "+zone") for order in _ORDERS if order]
+_FORMS.append(CLOCK)
 _EPOCH = np.datetime64(0, "ns")
 _BLOCK = 65_536  # rows read at once
 _FEW = 10  # steps: fewer may be evenly spaced by chance
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
-def _pattern(form: str) -> str:
-    order, _, rest = form.partition("+")
-    return rf"\s*(?:{ORDERS[order]}){_RESTS[rest]}\s*"
-
-
-_PATTERNS = {form: re.compile(_pattern(form)) for form in (*_FORMS, CLOCK)}
-
-
-_ANY = re.sub(r"\?P<\w+>", "?:", "|".join(p.pattern for p in _PATTERNS.values()))
-
-
 def is_time(text: str) -> bool:
     """Whether a text is written like a time stamp or a time of day; `2020-02-31` is, too."""
-    return any(pattern.fullmatch(text) for pattern in _PATTERNS.values())
+    return re.match(_ANY, text.strip(), re.ASCII) is not None
 
 
 def time_forms(texts: Any) -> list[str]:
-    """The forms of an Arrow array of texts that are times; none if the first is no time.
+    """The form of an Arrow array of texts that are times; none if the first is no time.
 
-    Those that most of them have; of several, one whose times ascend, in the shorter time, then with
-    the day before the month. There are several if the choice would change the spacing of dates
-    without a time of day, or the year. More than half of the texts are written like times, or all.
+    That by which most of them are read until one is not; of several, one whose times ascend, in the
+    shorter time. Both are returned where that leaves open which is the day, or the year. More than
+    half of the texts are written like times, or all.
 
     Example:
         >>> import pyarrow as pa
-        >>> [time_forms(pa.array([text])) for text in ("2020-03-09 10:14:33", "1:14 PM", "x")]
+        >>> [time_forms(pa.array([text])) for text in ("2020-03-19 10:14:33", "1:14 PM", "x")]
         [['ymd+time'], ['+clock'], []]
         >>> time_forms(pa.array(["1/2/2020", "1/3/2020"]))
         ['dmy+date', 'mdy+date']
     """
     compute: Any = importlib.import_module("pyarrow.compute")
-    first, spans = texts[0].as_py(), dict[str, tuple[int, bool, int]]()
-    like = compute.sum(compute.match_substring_regex(texts, f"^(?:{_ANY})$")).as_py()
-    years = dict[str, Any]()
-    for form, pattern in _PATTERNS.items():
-        us = first[-1] in "Mm" and form.startswith(("dmy", "yymd"))  # 1 PM: the month comes first
-        if us or not pattern.fullmatch(first) or (len(texts) > like <= len(texts) / 2):
-            continue
-        values = parse_times(texts, form)
-        times = values[~np.isnat(values)].astype(np.int64)
-        is_date, span = form.endswith("date"), _LONGEST
-        if len(times) and (np.diff(times) >= 0).all():
-            span = 0 if is_date else int(times[-1] - times[0])
-        spans[form] = (-len(times), not is_date, span)
-        years[form] = "each" if is_date else values[0].astype("M8[Y]")
-    best = min(spans.values(), default=None)
-    forms = [form for form, span in spans.items() if span == best]
-    several = len({years[form] for form in forms}) > 1 or any("date" in form for form in forms)
-    is_open = best is not None and -best[0] == len(texts) and best[2] < _LONGEST and several
-    return forms if is_open else forms[:1]
+    like = compute.sum(compute.match_substring_regex(texts, _ANY)).as_py()
+    if 2 * like <= len(texts) != like:
+        return []
+    readings = dict[str, tuple[tuple[int, bool, bool, int], list[int]]]()
+    for form in _FORMS:
+        if texts[0].as_py()[-1] in "Mm" and form.startswith(("dmy", "yymd")):
+            continue  # with 1 PM the month comes first
+        convert = partial(_parse, form=form)
+        count = count_converted(texts[:1], convert) and count_converted(texts, convert)
+        if count:
+            values = _parse(texts[:count], form).to_numpy()
+            ascends, is_date = bool((np.diff(values) >= 0).all()), form.endswith(DATE)
+            span = int(values[-1] - values[0]) if ascends and not is_date else 0
+            readings[form] = (-count, not is_date, not ascends, span), values.tolist()
+    best = min((rank for rank, _ in readings.values()), default=None)
+    forms = [form for form, (rank, _) in readings.items() if rank == best]
+    first, *others = forms or _FORMS[:1]  # as of 2020-02-30 alone
+    return [first, *(form for form in others if readings[form] != readings[first])]
 
 
-def wrong_times(texts: Any, values: Array) -> Array:
-    """Which texts are no times, though they are not missing."""
-    return np.isnat(values) & texts.is_valid().to_numpy(zero_copy_only=False)
+def count_converted(texts: Any, convert: Callable[[Any], object]) -> int:
+    """How many of the first texts are converted without an `ArrowInvalid`, by bisection."""
+    import pyarrow as pa
+
+    first, last, middle = 0, len(texts), len(texts)
+    while first < last:
+        try:
+            convert(texts[first:middle])
+            first = middle
+        except pa.ArrowInvalid:
+            last = middle - 1
+        middle = (first + last + 1) // 2
+    return first
 
 
-def parse_times(texts: Any, form: str) -> Array:
-    """An Arrow array of text as `datetime64[ns]`; NaT where it has another form.
+def parse_times(texts: Any, form: str) -> Any:
+    """An Arrow array of text as time stamps, dates or times of day; what is null stays so.
 
-    Dates of a form `...+date` are `datetime64[D]`, times of day `timedelta64[ns]`.
+    Raises:
+        pyarrow.ArrowInvalid: a text has another form, or is no time, such as 2020-02-30.
 
-    Cost: two microseconds for each text.
+    Cost: one microsecond for each text with two digits for day, month and hour; four for others.
     """
-    compute: Any = importlib.import_module("pyarrow.compute")
-    order, _, rest = form.partition("+")
-    parts = compute.extract_regex(texts, f"^{_pattern(form)}$")
-    columns = dict(zip([f.name for f in parts.type], parts.flatten(), strict=True))
-    valid: Array = parts.is_valid().to_numpy(zero_copy_only=False).copy()
-    if order == "dby":
-        months = importlib.import_module("pyarrow").array(_MONTHS)
-        index = compute.index_in(compute.utf8_lower(columns["month"]), months)
-        columns["month"] = compute.add(index, 1).cast("string")
-    if "fraction" in columns:
-        columns["fraction"] = compute.utf8_rpad(columns["fraction"], 9, "0")
+    import pyarrow as pa
 
-    def number(name: str, default: int = 0) -> Array:
-        if name not in columns:
-            return np.full(len(valid), default)
-        digits = compute.if_else(compute.equal(columns[name], ""), "0", columns[name])
-        return digits.cast("int64").fill_null(0).to_numpy(zero_copy_only=False)
-
-    def text(name: str) -> Array:
-        return compute.utf8_lower(columns[name]).fill_null("").to_numpy(zero_copy_only=False)
-
-    year, month, day = number("year", 1970), number("month", 1), number("day", 1)
-    year = np.where(year < 100, year + np.where(year < 69, 2000, 1900), year)  # as POSIX has it
-    hour, minute, second = map(number, ("hour", "minute", "second"))
-    if "half" in columns:
-        half = text("half")
-        valid &= (half == "") | ((hour >= 1) & (hour <= 12))
-        hour = np.where(half == "", hour, hour % 12 + 12 * (half == "pm"))
-    valid &= (year > 1677) & (year < 2262) & (month >= 1) & (month <= 12) & (day >= 1)
-    valid &= (hour < 24) | ((hour == 24) & (minute + second == 0))
-    valid &= (minute < 60) & (second < 60) & (number("hours") < 24) & (number("minutes") < 60)
-    months = (np.where(valid, year, 1970) - 1970) * 12 + np.where(valid, month, 1) - 1
-    begin = months.astype("M8[M]")
-    days = begin.astype("M8[D]") + np.where(valid, day, 1) - 1
-    valid &= days.astype("M8[M]") == begin
-    seconds = ((days.astype(np.int64) * 24 + hour) * 60 + minute) * 60 + second
-    if rest == "zone":
-        ahead = number("hours") * 3600 + number("minutes") * 60
-        seconds = seconds - np.where(text("ahead") == "-", -ahead, ahead)
-    result = np.where(valid, seconds * 10**9 + number("fraction"), _NAT)
+    times = _parse(texts, form)
     if form == CLOCK:
-        return result.view("m8[ns]")
-    return result.view("M8[ns]").astype("M8[D]" if rest == "date" else "M8[ns]")
+        return times.cast(pa.time64("ns"))
+    stamps = times.cast(pa.timestamp("ns"))
+    return stamps.cast(pa.date32()) if form.endswith(DATE) else stamps
+
+
+def _parse(texts: Any, form: str) -> Any:
+    """The nanoseconds since 1970 of an Arrow array of text."""
+    import pyarrow as pa
+
+    compute: Any = importlib.import_module("pyarrow.compute")
+    order, rest = form.split("+")
+
+    def match(pattern: str) -> bool:
+        return compute.all(compute.match_substring_regex(texts, pattern), min_count=0).as_py()
+
+    if not match(_ANY):
+        raise pa.ArrowInvalid("a text is no time")
+    later = [
+        compute.multiply(compute.match_substring_regex(texts, pattern).cast("int64"), shift)
+        for pattern, shift in _LATER.items()
+    ]
+    for rewrites in (_ORDERS[order], _REPAIRS):
+        if rewrites not in (_ORDERS["ymd"], _REPAIRS) or not match(_ISO):
+            for pattern, replacement in rewrites:
+                texts = compute.replace_substring_regex(texts, pattern, replacement)
+    if form.endswith(DATE):
+        texts = texts.cast(pa.date32())
+    times = texts.cast(pa.timestamp("ns", "UTC" if rest == "zone" else None)).cast("int64")
+    return reduce(compute.add, later, times)
 
 
 def nanoseconds(values: Array, source: str) -> Array:
@@ -201,7 +214,7 @@ class TimeSummary:
     missing: int = 0
     backward: tuple[int, str, str] | None = None
     longest: tuple[int, int] = (0, 0)
-    shortest: int = _LONGEST
+    shortest: int = np.iinfo(np.int64).max
     unit: int = 0
     _span: int = 0
     _count: int = 0
