@@ -266,14 +266,9 @@ class ModuleAdapter(Adapter):
             self._hooks.remove()
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
-        c, hints, (outputs, *others) = (
-            self.convention,
-            self.convention.hints,
-            self.convention.outputs,
-        )
-        changes = (
-            c.drop or hints.context or hints.inputs or c.written or self._touched or self.unpack
-        )
+        c, outputs = self.convention, self.convention.outputs[0]
+        changes = c.drop or c.hints.context or c.hints.inputs or c.written or self._touched
+        changes = changes or self.unpack
         if c.call != "chunk" or changes or c.order != outputs.order:
             return None
         if not c.arguments:
