@@ -128,7 +128,7 @@ class Carried(nn.Module):
         """
         shape = x.shape  # a slice of it takes half of a microsecond in every call
         features = shape[2] if len(shape) == 3 else shape[2:]
-        kind = x.is_floating_point(), features, self.module.training
+        kind = x.is_floating_point(), features, self.adapter.module.training
         if kind in self._tried or not x.numel():
             return
         if torch.compiler.is_compiling() or is_sharded(self.module):
