@@ -75,7 +75,7 @@ class Adapter(ABC):
         hints: what trials of the module take into account; None if there are none.
     """
 
-    module: nn.Module
+    module: Any  # of a kind of its own in each adapter
     hints: "Hints | None" = None
     unpack: Callable[[Tensor], Any] | None = None
     is_known: bool = True
@@ -454,7 +454,7 @@ class ModuleAdapter(Adapter):
             if state is None:  # what is optional has a default of its own
                 required = {p.name for p in parameters_of(module.forward) if p.default is p.empty}
                 names, states = required.intersection(names), repeat(None)
-            named = dict(zip(names, states, strict=False))
+            named: dict[str, Any] = dict(zip(names, states, strict=False))
             if resets is not None:
                 named["resets"] = resets.transpose(0, 1) if c.order == LANES_FIRST else resets
             result = module(*args, **named)

@@ -296,10 +296,10 @@ class Laboratory:
         x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
         leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
         try:
-            ys = [self.run(x, *chunks)[0] for chunks in ((), self._lengths)]
-            if not leaves or not all(y.requires_grad for y in ys):
+            y, z = (self.run(x, *chunks)[0] for chunks in ((), self._lengths))
+            if not leaves or not (y.requires_grad and z.requires_grad):
                 return 0.0
-            deviation = gradient_difference(*ys, leaves)
+            deviation = gradient_difference(y, z, leaves)
             return math.inf if self._by_step and self._cuts_credit() else deviation
         except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
             if self.training is None:

@@ -35,7 +35,7 @@ def item_at(result: Any, path: Path) -> Any:
     try:
         for key in path:
             is_index = isinstance(key, int | slice) or isinstance(result, Mapping)
-            result = result[key] if is_index else getattr(result, key)
+            result = result[key] if is_index else getattr(result, str(key))
     except (LookupError, TypeError, AttributeError) as error:
         raise MisfitError(f"the result has no item {error}") from error
     return result

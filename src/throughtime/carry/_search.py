@@ -34,7 +34,6 @@ from throughtime.carry._calls import (
 from throughtime.carry._inside import (
     Key,
     attributes,
-    copied,
     is_turned,
     names_state,
     parameters_of,
@@ -168,7 +167,7 @@ def remembered(
 
         def call(part: Tensor, values: dict[Key, Any], twin: Twin = twin) -> list[Any]:
             twin.restore()
-            set_attributes(twin.module, {key: copied(value) for key, value in values.items()})
+            set_attributes(twin.module, values)
             return [twin.first_call(c, part)[0], attributes(twin.module)]
 
         twin.restore()
@@ -179,10 +178,12 @@ def remembered(
             last = longer.get(key)
             is_fixed = is_state(value) and is_state(last) and shapes_of(value) == shapes_of(last)
             changed[key] = is_fixed and changed.get(key, True)
-        rows = [call(parts[1], start) for start in ({}, values)] if values else []
+        if not values:
+            continue
+        rows = [call(parts[1], start) for start in ({}, values)]
         for row in rows:  # of attributes, those that hold a state
             row[1] = [row[1].get(key) for key, is_fixed in changed.items() if is_fixed]
-        is_read |= bool(rows) and difference(*rows) > 0
+        is_read |= difference(*rows) > 0
         twin.restore()
     return (*changed,), tuple(key for key, is_fixed in changed.items() if is_fixed and is_read)
 
@@ -234,17 +235,19 @@ class Search:
 
     def _note(
         self,
-        stage: float,
-        c: Convention | None,
-        law: Law | None = None,
+        c: Convention,
+        stage: float = 0.0,
         error: Exception | None = None,
+        law: Law | None = None,
     ) -> bool:
         """Remember a way that was not accepted; report that a search goes on, or end it.
 
         Raises:
             OutOfTimeError: it has taken too long.
         """
-        self.failures.append(Failure(stage - 30 * (c is not None and c.is_one_lane), c, law, error))
+        if law is not None:
+            stage = 2.9 + RANK[law.name] + 15 * law.training
+        self.failures.append(Failure(stage - 30 * c.is_one_lane, c, law, error))
         return self._check_time()
 
     def _check_time(self) -> bool:
@@ -279,7 +282,8 @@ class Search:
                 LANES_FIRST if hints.batch_first else TIME_FIRST,
                 *[TIME_FIRST] * self._is_link,
             ]
-        for call in [call for call in CALLS if call == hints.call] or CALLS:
+        calls: list[Any] = [hints.call] if hints.call in CALLS else [*CALLS]
+        for call in calls:
             own = [TIME_FIRST] if call == "step" or hints.inputs else orders
             for order, drop in product(own, (False, True) if x.shape[2:] == (1,) else (False,)):
                 yield Convention(hints, call, order, drop)
@@ -295,7 +299,7 @@ class Search:
                 raise MisfitError("takes its state before its inputs")
             options = parameters[len(base.arrange(x)) :]
         except CALL_ERRORS as error:
-            self._note(0, base, error=error)
+            self._note(base, error=error)
             return
         required = [p.name for p in options if p.default is p.empty]
         if required:
@@ -327,13 +331,11 @@ class Search:
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
-        starts, parts = (
-            self._starts(base),
-            x.split((2, 2, 3) if base.call == "chunk" else (1, 1, 5)),
-        )
-        x = x if base.call == "chunk" else x[:1]
+        starts, parts = self._starts(base), x.split((2, 2, 3))
+        if base.call != "chunk":
+            x, parts = x[:1], x.split((1, 1, 5))
         self.has_state |= not base.is_inside
-        is_given, located = self.hints.start is not None, None
+        is_given, held, located, kept = self.hints.start is not None, base, None, ()
         # other starts show the layout of the state if that of the user is not in it
         for start in (*starts, None, ZEROS) if is_given else starts:
             first = replace(base, start=start)
@@ -342,12 +344,12 @@ class Search:
                     # a method may put back what the first call has left
                     plain = replace(base, start=None) if base.is_inside else first
                     changed, kept = remembered(self.twins, plain, parts)
-                    base = replace(base, attributes=kept * base.is_inside, scratch=changed)
-                first = replace(base, start=start)
+                    held = replace(base, attributes=kept * base.is_inside, scratch=changed)
+                first = replace(held, start=start)
                 self.twins[0].restore()
                 result, after = self.twins[0].first_call(first, x)
             except CALL_ERRORS as error:
-                self._note(0, first, error=error)
+                self._note(first, error=error)
                 continue
             if located is None:
                 self.is_callable, self.has_state = True, self.has_state or bool(kept)
@@ -383,7 +385,7 @@ class Search:
                     c = replace(c, scratch=())  # nobody will restore it
                 yield c, choices
             except CALL_ERRORS as error:
-                self._note(1 + isinstance(error, StateError), c, error=error)
+                self._note(c, 1 + isinstance(error, StateError), error)
 
     def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[Outputs]:
         """What of a result could be the outputs: one tensor each, or several where all are asked.
@@ -407,7 +409,8 @@ class Search:
             ]
         orders = (c.order, *ORDERS) if c.call == "chunk" else (TIME_FIRST, LANES_FIRST)
         fits = [
-            OutputLayout.of(path, y, orders, *x.shape[:2], c.hints.context) for path, y in leaves
+            OutputLayout.of(path, y, orders, len(x), x.shape[1], c.hints.context)
+            for path, y in leaves
         ]
         layouts = [layout for layout in fits if layout is not None]
         if not layouts or (self.hints.several and None in fits):
@@ -446,13 +449,13 @@ class Search:
                     if law.name in LIVE:
                         live[law.name] = law if law.holds else live.get(law.name, law)
                     elif not law.holds:
-                        return self._note(2.9 + RANK[law.name] + 15 * law.training, c, law)
+                        return self._note(c, law=law)
             except CALL_ERRORS as error:
-                return self._note(1.5, c, error=error)
+                return self._note(c, 1.5, error)
         is_stateless = self._is_link and c.is_inside and not c.is_stateful
         for law in () if is_stateless else live.values():
             if not law.holds:
-                return self._note(2.9 + RANK[law.name], c, law)
+                return self._note(c, law=law)
         return True
 
     def _laws(self, c: Convention, twin: Twin, x: Tensor) -> Iterator[Law]:

@@ -278,7 +278,7 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
             carried = ", ".join(["T", "B", *map(str, before.example.shape[2:])])
             error.add_note(f"throughtime: the module was carried with inputs ({carried})")
         raise error
-    if not convention.is_stateful:
+    if link and not convention.is_stateful:
         return StatelessAdapter(adapter.module)
     if before is not None and before.convention.where == convention.where:
         return before
