@@ -399,6 +399,32 @@ def test_any_error_of_a_call_is_one_way_of_calling_less() -> None:
     assert_author(tt.carry(module), x, module.gru(x)[0])
 
 
+class ResetFails(nn.Module):
+    """Keeps its state in an attribute; its own method for a new recording raises an error."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.hidden = nn.GRUCell(FEATURES, HIDDEN), None
+
+    def reset_hidden(self) -> None:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.gru(x, self.hidden)
+        return self.hidden * 2
+
+
+def test_a_method_that_fails_is_one_start_less() -> None:
+    module, h, expected = ResetFails(), None, list[Tensor]()
+    x = torch.randn(STEPS, LANES, FEATURES)
+    for step in x:
+        h = module.gru(step, h)
+        expected.append(h * 2)
+    net = tt.carry(module, x)
+    assert "attribute hidden" in net.explain()
+    assert_author(net, x, torch.stack(expected))
+
+
 class StartsInFloat32(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime._device import send
-from throughtime.carry._refusal import refuse_shapes, whole_numbers_hint
+from throughtime.carry._refusal import inputs_hint, refuse_shapes
 from throughtime.carry.carried import (
     Carried,
     device_of,
@@ -216,7 +216,7 @@ class Predictor:
             raise DataError(
                 f"the inputs {tuple(x.shape)} have {x.shape[1]} lanes, the predictor has"
                 f" {self.lanes}: write tt.Predictor(net, lanes={x.shape[1]}), and for one step"
-                " predictor.step(inputs)" + whole_numbers_hint(self.net.module, x)
+                " predictor.step(inputs)" + inputs_hint(self.net.module, x)
             )
         before = self.state
         with self._alone:

@@ -46,10 +46,10 @@ def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
 
 def is_turned(parameters: list[inspect.Parameter]) -> bool:
     """Whether a method takes its state before its inputs, by their names: no law would show it."""
-    if len(parameters) < 2 or parameters[0].name in INPUT_NAMES:
+    first, second = [*(p.name for p in parameters), "", ""][:2]
+    if first in INPUT_NAMES or not second:
         return False
-    first, second = (p.name for p in parameters[:2])
-    return second in INPUT_NAMES or (names_state(first) and not names_state(second))
+    return second in INPUT_NAMES or names_state(first) > names_state(second)
 
 
 def names_state(name: str) -> bool:
@@ -94,7 +94,7 @@ class PortCall:
     after: dict[str, State] = field(default_factory=dict[str, State])
 
 
-_active: ContextVar[tuple["PortHooks", PortCall] | None] = ContextVar("_active", default=None)
+_active: ContextVar[Any] = ContextVar("_active", default=(None, None))  # hooks and their call
 
 
 class PortHooks:
@@ -138,8 +138,8 @@ class PortHooks:
 
     def _enter(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         """Before a call: its arguments with the carried state, if they change."""
-        (hooks, call), count = _active.get() or (None, None), self.ports[name].arguments
-        if hooks is not self or call is None:
+        hooks, call = _active.get()
+        if hooks is not self:
             # torch.utils.checkpoint itself notices a running backward pass so
             if torch._C._current_graph_task_id() != -1:
                 raise ModelError(
@@ -148,30 +148,29 @@ class PortHooks:
                     " return (y, state), so that the state is an argument of what is checkpointed."
                 )
             return None
-        args = _positional(args, kwargs)
+        x, *states = _positional(args, kwargs)
         if isinstance(layer, nn.RNNBase):
-            sequence, time = args[0], int(layer.batch_first)
-            if not isinstance(sequence, Tensor):
+            if not isinstance(x, Tensor):
                 raise ModelError(
-                    f"layer '{name}' gets a {type(sequence).__name__}; a stream needs no packing:"
+                    f"layer '{name}' gets a {type(x).__name__}; a stream needs no packing:"
                     " pass the tensor of its steps"
                 )
-            if call.context and sequence.shape[time] == call.steps:
-                sequence = sequence.narrow(time, call.context, call.steps - call.context)
-            args = (sequence, *args[1:])
+            time = int(layer.batch_first)
+            if call.context and x.shape[time] == call.steps:
+                x = x.narrow(time, call.context, call.steps - call.context)
         if name not in call.after:
+            count = self.ports[name].arguments
             if name in call.before:
                 state = call.before[name]
-                states = (state,) if count == 1 else state
-                return (args[0], *states, *args[1 + count :]), kwargs
-            call.passed[name] = args[1:] if count > 1 else (*args[1:], None)[0]
-        return args, kwargs
+                states[:count] = (state,) if count == 1 else state
+            else:
+                call.passed[name] = (*states,) if count > 1 else [*states, None][0]
+        return (x, *states), kwargs
 
-    def _leave(self, name: str, layer: nn.Module, args: Any, result: Any) -> None:
+    def _leave(self, name: str, layer: nn.Module, _: Any, result: Any) -> None:
         """After a call: the state that it returned is carried."""
-        del args
-        hooks, call = _active.get() or (None, None)
-        if hooks is self and call is not None:
+        hooks, call = _active.get()
+        if hooks is self:
             is_layer = isinstance(layer, nn.RNNBase)  # the usual case, in every chunk
             call.after[name] = result[1] if is_layer else self.ports[name].leaving(result)
 
@@ -205,34 +204,38 @@ def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> list[
     finally:
         for handle in handles:
             handle.remove()
-    ports: dict[str, Port] = {}
-    for name, of_part in calls.items():
-        part, ((x, *state), result) = parts[name], of_part[-1]
-        if isinstance(part, nn.RNNBase):
-            # it may run over another dimension, such as frequency
-            batches = isinstance(x, Tensor) and x.dim() == 3 and len(of_part) == 1
-            over_time = not batches or x.shape[int(part.batch_first)] == steps
-            state = [result[1]] if over_time and not part.bidirectional else []
-        elif (
-            len(of_part) == 1 and isinstance(result, tuple) and {*map(type, state)} <= {type(None)}
-        ):
-            # a part with an optional state
-            names = [p.name for p in parameters_of(part.forward)[1:]]
-            state = [result[-1]] if len(names) == 1 and names_state(names[0]) else []
-        elif len(of_part) != steps or steps == 1:
-            state = []
-        elif isinstance(part, nn.RNNCellBase):
-            state = [result]
-        leaves, last = pytree.tree_leaves(state), pytree.tree_leaves(result)
-        shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in (leaves, last)]
-        is_cell = shapes[1][-len(leaves) :] == shapes[0] and None not in shapes[0]
-        if state and is_cell:
-            count = len(state)
-            ports[name] = Port(pytree.tree_structure(state[0] if count == 1 else (*state,)), count)
-    inner = [name for name in ports for other in ports if name.startswith(f"{other}.")]
+    ports = {
+        name: port
+        for name, of_part in calls.items()
+        if (port := _port(parts[name], of_part, steps)) is not None
+    }
     layers = {name: port for name, port in ports.items() if isinstance(parts[name], RECURRENT)}
-    every = {name: port for name, port in ports.items() if name not in inner}
-    return [layers, every] if layers and layers != every else [every]
+    for inner in [name for name in ports for other in ports if name.startswith(f"{other}.")]:
+        ports.pop(inner, None)
+    return [layers, ports] if layers and layers != ports else [ports]
+
+
+def _port(part: nn.Module, calls: list[tuple[tuple[Any, ...], Any]], steps: int) -> Port | None:
+    """How a submodule takes and returns a state, by its calls; None if it has none."""
+    (x, *state), result = calls[-1]
+    if isinstance(part, nn.RNNBase):
+        # it may run over another dimension, such as frequency
+        batches = isinstance(x, Tensor) and x.dim() == 3 and len(calls) == 1
+        over_time = not batches or x.shape[int(part.batch_first)] == steps
+        state = [result[1]] if over_time and not part.bidirectional else []
+    elif len(calls) == 1 and isinstance(result, tuple) and {*map(type, state)} <= {type(None)}:
+        # a part with an optional state
+        names = [p.name for p in parameters_of(part.forward)[1:]]
+        state = [result[-1]] if len(names) == 1 and names_state(names[0]) else []
+    elif len(calls) != steps or steps == 1:
+        state = []
+    elif isinstance(part, nn.RNNCellBase):
+        state = [result]
+    leaves, last = pytree.tree_leaves(state), pytree.tree_leaves(result)
+    shapes = [[getattr(leaf, "shape", None) for leaf in row] for row in (leaves, last)]
+    if not state or shapes[1][-len(leaves) :] != shapes[0] or None in shapes[0]:
+        return None
+    return Port(pytree.tree_structure(state[0] if len(state) == 1 else (*state,)), len(state))
 
 
 _OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()
@@ -244,7 +247,7 @@ def attributes(module: nn.Module) -> dict[Key, Any]:
     return {
         (name, key): copied(value)
         for name, part in module.named_modules()
-        for key, value in (vars(part) | dict(part._buffers)).items()
+        for key, value in (vars(part) | part._buffers).items()
         if key not in _OF_EVERY_MODULE and isinstance(value, HOLDS)
     }
 
@@ -267,7 +270,7 @@ def get_attributes(module: nn.Module, keys: Iterable[Key]) -> dict[Key, Any]:
 
 
 def set_attributes(module: nn.Module, values: Mapping[Key, Any]) -> None:
-    """Set attributes, without the checks of `nn.Module.__setattr__`."""
+    """Set attributes to copies, without the checks of `nn.Module.__setattr__`."""
     for (path, name), value in values.items():
         owner = module.get_submodule(path)
         own = owner._buffers if name in owner._buffers else owner.__dict__

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import Adapter
+from throughtime.carry._calls import Adapter
+from throughtime.carry._layout import shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
     Snapshot,
@@ -196,8 +197,7 @@ class Laboratory:
         self.adapter, self.module, self.x = adapter, module, x
         self._by_step, self._lengths = by_step, [*chunks]
         self._early, self._late = x[: chunks[0]], x[chunks[0] :]
-        self._snapshot = Snapshot(module)
-        weight = weight_of(module)
+        self._snapshot, weight = Snapshot(module), weight_of(module)
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         self._rounding = 100 * torch.finfo(dtype).eps
         # a module in float64 may compute in float32 inside
@@ -214,9 +214,9 @@ class Laboratory:
                 numbers replaced by constants; None for evaluation.
             credit: whether to measure this law; it takes as long as all others.
         """
-        self.training = training
-        evaluated = (self.outputs, self.end) if training is not None else None
-        with torch.set_grad_enabled(training is not None):  # as in use
+        self.training, is_training = training, training is not None
+        evaluated = (self.outputs, self.end) if is_training else None
+        with torch.set_grad_enabled(is_training):  # as in use
             y, end = self.run(self.x)
             self.outputs, self.end = y.detach(), trees.detach(end)
             self._first, self._middle = self.run(self._early)
@@ -230,19 +230,19 @@ class Laboratory:
         for name in names if credit else names[:-1]:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
-                with torch.set_grad_enabled(training is not None or name == "credit"):
+                with torch.set_grad_enabled(is_training or name == "credit"):
                     deviation, error = measure(), ""
             except MISFIT_ERRORS as raised:
-                deviation, error = float("nan"), str(raised).split("\n")[0]
+                deviation, error = math.nan, str(raised).split("\n")[0]
             tolerance = 0.0 if name in ("value", "inputs", "memory", "shape") else self.tolerance
-            yield Law(name, deviation, tolerance, error, training is not None)
+            yield Law(name, deviation, tolerance, error, is_training)
 
     def _repeat(self) -> float:
         # in evaluation, what the first run left in attributes and buffers must not matter
         return self._apart(*self.run(self.x, restore=False))
 
     def _value(self) -> float:
-        return state_difference(self._middle, self._before)
+        return difference(self._middle, self._before)
 
     def _inputs(self) -> float:
         self._change = self._moved(self.x.shape[1] - 1)
@@ -260,28 +260,32 @@ class Laboratory:
         if (lanes := self.x.shape[1]) == 1:
             return 0.0
         mixed = max(float(self._change[:, :-1].max()), float(self._moved(0)[:, 1:].max()))
-        index = torch.tensor([lanes - 1, 0], device=self.x.device)
-        try:
-            alone, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
-        except MISFIT_ERRORS:  # it is made for a number of lanes: reorder them
-            index = torch.arange(lanes - 1, -1, -1, device=self.x.device)
-            alone, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
+        # a module that is made for a number of lanes takes them in another order
+        for order in ([lanes - 1, 0], [*range(lanes)][::-1]):
+            index = torch.tensor(order, device=self.x.device)
+            try:
+                alone, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
+                break
+            except MISFIT_ERRORS as error:
+                fault = error
+        else:
+            raise fault
         # in training a mask may be drawn for each row of the batch
-        same = 0.0 if self.training else difference(alone, self._later[0][:, index])
-        return max(mixed, same)
+        return max(mixed, 0.0 if self.training else difference(alone, self._later[0][:, index]))
 
     def _shape(self) -> float:
-        states = self.adapter.initial_state(self.x.shape[1], None), self._before, self.end
-        kinds = [[(name, leaf.shape) for name, leaf in trees.leaves(state)] for state in states]
-        return 0.0 if kinds[0] == kinds[1] == kinds[2] else math.inf
+        states = self.adapter.initial_state(self.x.shape[1]), self._before, self.end
+        first, *others = map(shapes_of, states)
+        return 0.0 if others == [first, first] else math.inf
 
     def _whole(self) -> float:
         y, end = self._later
-        deviation = self._apart(torch.cat([self._first, y]), end)
-        for chunks in ([*self._lengths], [1] * len(self.x)) if self.training is None else ():
+        deviations = [self._apart(torch.cat([self._first, y]), end)]
+        if self.training is None:
             # what a call leaves in attributes and buffers must not matter either
-            deviation = max(deviation, self._apart(*self.run(self.x, *chunks)))
-        return deviation
+            both = self._lengths, [1] * len(self.x)
+            deviations += [self._apart(*self.run(self.x, *chunks)) for chunks in both]
+        return max(deviations)
 
     def _memory(self) -> float:
         y, _ = self.run(self._late)
@@ -292,33 +296,34 @@ class Laboratory:
         x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
         leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
         try:
-            ys = [self.run(x, *chunks)[0] for chunks in ((), self._lengths)]
-            if not leaves or not all(y.requires_grad for y in ys):
+            y, z = (self.run(x, *chunks)[0] for chunks in ((), self._lengths))
+            if not leaves or not (y.requires_grad and z.requires_grad):
                 return 0.0
-            grads = [gradients(y, leaves) for y in ys]
-            cut = self._by_step and self._cuts_credit()
+            deviation = gradient_difference(y, z, leaves)
+            return math.inf if self._by_step and self._cuts_credit() else deviation
         except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
             if self.training is None:
                 raise
             return 0.0
-        return math.inf if cut else max(map(relative_difference, *grads))
 
     def _cuts_credit(self) -> bool:
         """Whether a tensor of the state changes outputs and gets no gradient from them.
 
-        Where the module gets one step at a call, it is detached however the steps are divided. The
+        Where the module gets one step at a time, it is detached however the steps are divided. The
         first step after it and the later ones are two questions: what a step returns may be cut
         where what it computes is not.
         """
         state = trees.map_leaves(_fresh_leaf, self.run(self._early)[1])
         y, _ = self.run(self._late, state=state)
-        for leaf in trees.tensors(state):
+        for leaf in filter(trees.differentiable, trees.tensors(state)):
             other = trees.map_leaves(lambda t, k=leaf: t * 0.5 + 0.1 if t is k else t, state)
             with torch.no_grad():
                 changed, _ = self.run(self._late, state=other)
             for part, moved in ((y[:1], changed[:1]), (y[1:], changed[1:])):
-                reaches = leaf.requires_grad and gradients(part, [leaf])[0].any()
-                if leaf.requires_grad and not reaches and difference(moved, part) > self.tolerance:
+                if (
+                    difference(moved, part) > self.tolerance
+                    and not gradients(part, [leaf])[0].any()
+                ):
                     return True
         return False
 
@@ -336,7 +341,7 @@ class Laboratory:
         if restore:
             self.restore()
         if state == ():
-            state = self.adapter.initial_state(x.shape[1], None)
+            state = self.adapter.initial_state(x.shape[1])
         outputs: list[Tensor] = []
         for part in x.split(chunks or (len(x),)):
             if self.training is not None:
@@ -345,7 +350,7 @@ class Laboratory:
             with self.constant_randomness():
                 y, state = self.adapter.run(part, state)
             outputs.append(y)
-        y = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        y = torch.cat(outputs)
         if not torch.isfinite(y).all():
             raise NotFiniteError("the outputs are not finite")
         return y, state
@@ -361,7 +366,7 @@ class Laboratory:
 
     def _apart(self, y: Tensor, end: State) -> float:
         """The difference from one call."""
-        return max(difference(y, self.outputs), state_difference(end, self.end))
+        return difference((y, end), (self.outputs, self.end))
 
     @torch.no_grad()
     def measure_long(self, x: Tensor) -> Law:
@@ -371,9 +376,8 @@ class Laboratory:
             x: inputs `(T, B, ...)`.
         """
         self.training = None
-        middle = len(x) // 2
         whole, _ = self.run(x)
-        chunks, _ = self.run(x, middle, len(x) - middle)
+        chunks, _ = self.run(x, len(x) // 2, len(x) - len(x) // 2)
         scale = 1 + float(whole.abs().max())
         return Law("long", difference(whole, chunks), 10 * self._relative * scale)
 
@@ -387,41 +391,36 @@ def gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     """The gradients of a loss of all outputs; zeros without a graph."""
     if not leaves or not y.requires_grad:
         return [*map(torch.zeros_like, leaves)]
-    weights = random_normal(y.shape, torch.Generator("cpu").manual_seed(2)).to(y)
-    loss = (y * weights).sum()
+    loss = (y * random_normal(y.shape, 2).to(y)).sum()
     grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
     return [grad.to_dense() for grad in grads]
 
 
-def relative_difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two gradients, relative to the largest number of the first."""
-    return difference(a, b) / (1 + float(a.abs().max())) if a.numel() else 0.0
+def gradient_difference(y: Tensor, z: Tensor, leaves: Sequence[Tensor]) -> float:
+    """The largest difference of two gradients, relative to the largest number of each tensor."""
+    pairs = zip(gradients(y, leaves), gradients(z, leaves), strict=True)
+    return max(
+        (difference(a, b) / (1 + float(a.abs().max())) for a, b in pairs if a.numel()), default=0.0
+    )
 
 
-def difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two tensors; infinite if their shapes differ.
+def difference(first: Any, second: Any) -> float:
+    """The largest difference of the tensors of two nestings; infinite if their shapes differ.
 
     Infinities of one sign are equal, and so are two NaN.
     """
-    a, b = a.detach().to_dense(), b.detach().to_dense()
-    if a.shape != b.shape:
+    rows = [trees.named_tensors([tree]) for tree in (first, second)]
+    if [(name, leaf.shape) for name, leaf in rows[0]] != [(n, leaf.shape) for n, leaf in rows[1]]:
         return math.inf
+    return max((_distance(a, b) for (_, a), (_, b) in zip(*rows, strict=True)), default=0.0)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().to_dense(), b.detach().to_dense()
     if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):  # usually: one operator
         return 0.0
-    if a.dtype == b.dtype and a.is_floating_point():
-        distance = float(torch.dist(a, b, math.inf))
-        if math.isfinite(distance):
-            return distance
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
+    a, b = a.cpu().to(wide), b.cpu().to(wide)
     distance = (a - b).abs().nan_to_num(math.inf, math.inf)  # one NaN would hide the others
     same = (a == b) | (a.isnan() & b.isnan())
     return float(distance.masked_fill(same, 0).max())
-
-
-def state_difference(a: State, b: State) -> float:
-    """The largest difference of the tensors of two states; infinite if one has more of them."""
-    first, second = trees.tensors(a), trees.tensors(b)
-    if len(first) != len(second):
-        return math.inf
-    return max(map(difference, first, second), default=0.0)

@@ -9,18 +9,15 @@ import re
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import (
-    Convention,
-    MisfitError,
-    layer_zeros,
-    path_name,
-)
+from throughtime.carry._calls import Convention, layer_zeros
 from throughtime.carry._inside import is_turned, names_state, parameters_of
 from throughtime.carry._laws import LAWS, Law
+from throughtime.carry._layout import MisfitError, path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
 from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
 
+EMPTY = inspect.Parameter.empty
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
 GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
@@ -47,12 +44,19 @@ CAUSES = {  # parts that usually break a law over time
 }
 
 
-def refusal(search: Search, convention: Convention | None) -> ModelError:
-    """The error for a module of which no convention obeys every law, or several outputs do."""
-    module, name = search.module, type(search.module).__name__
+def refusal(search: Search, convention: Convention | None, link: str) -> ModelError:
+    """The error for a module of which no convention obeys every law, or several outputs do.
+
+    Args:
+        search: that has ended.
+        convention: the one with several outputs, if any.
+        link: the name of the module in a chain, or nothing.
+    """
+    module = search.module
+    name = f"'{link}' of this nn.Sequential" if link else type(module).__name__
     if convention is not None:
-        choices = [f"{path_name(o.path)} with features {o.features}" for o in search.choices]
-        path = search.choices[0].path
+        choices = [f"{path_name(y.path)} with features {y.features}" for (y,) in search.choices]
+        path = search.choices[0][0].path
         return ModelError(
             f"{name} returns several tensors with one output per step: {', '.join(choices)}. Choose"
             " the one that the loss gets: tt.carry(module,"
@@ -132,7 +136,7 @@ def _uncallable(module: nn.Module, search: Search, error: Exception | None) -> s
     past = reach_of(module)
     if past and isinstance(error, MisfitError):
         return (
-            f"cannot be carried: it {error}. If it is a convolution over time that shortens the"
+            f"cannot be carried: {error}. If it is a convolution over time that shortens the"
             f" sequence, keep the steps before a chunk: tt.carry(module, context={past})."
         )
     is_own = isinstance(error, ThroughtimeError)
@@ -154,8 +158,7 @@ def _line(search: Search, failure: Failure) -> str:
     name = "memory" if failure.law is None else failure.law.name
     if name in ("random", "start"):
         return f"\nWrite: tt.carry(module, start={_start(search, failure)})"
-    call = _call(search)
-    if name != "memory" or not call:
+    if name != "memory" or not (call := _call(search)):
         return ""
     return (
         f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, start="
@@ -167,56 +170,53 @@ def _line(search: Search, failure: Failure) -> str:
 def _call(search: Search) -> str:
     """A call of a method that takes a state, or of forward; empty if none does."""
     module, kind = search.module, type(search.module)
-    own = [n for n in vars(kind) if inspect.isfunction(getattr(kind, n)) and n[0] != "_"]
+    own = [n for n, value in vars(kind).items() if inspect.isfunction(value) and n[0] != "_"]
     own = [n for n in own if n not in search.own_methods and n != "forward"]
-    steps = [n for n in own if "step" in n] or ([] if has_forward(module) else own)
+    steps = [n for n in own if "step" in n or not has_forward(module)]
     name = f"m.{steps[0]}" if steps else "m"
     parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
     if len(parameters) < 2:
         return "" if search.is_callable else f"{name}((x, state))"
-    (first, *others), turned = parameters, is_turned(parameters)
-    if turned:
-        others[0], first = parameters[:2]
-    states = [p.name for p in others if names_state(p.name) and p.default in (None, p.empty)]
-    states = states or [others[0].name]
-    one = len(states) == 1
-    passed = [f"{first.name}=x" if turned else "x"]
-    for p in others:
-        if p.name in states:
-            passed.append(f"{p.name}=state{'' if one else [states.index(p.name)]}")
-        elif p.default is p.empty and GOES_ON.search(p.name):
-            passed.append(f"{p.name}=x.new_ones(*x.shape[:-1], 1)")
-        elif p.default is p.empty:
-            passed.append(f"{p.name}=x.new_zeros(x.shape[:-1])")
-        elif p.default is False and ASKS.search(p.name):
-            passed.append(f"{p.name}=True")
+    turned = is_turned(parameters)
+    first, other = [p.name for p in parameters[:2]][:: -1 if turned else 1]
+    defaults = {p.name: p.default for p in parameters if p.name != first}
+    states = [n for n, d in defaults.items() if names_state(n) and d in (None, EMPTY)] or [other]
+    passed = [f"{first}=x" if turned else "x"]
+    for n, default in defaults.items():
+        if n in states:
+            passed.append(f"{n}=state{'' if len(states) == 1 else [states.index(n)]}")
+        elif default is EMPTY:
+            is_mask = GOES_ON.search(n)
+            passed.append(
+                f"{n}=x.new_{'ones(*x.shape[:-1], 1)' if is_mask else 'zeros(x.shape[:-1])'}"
+            )
+        elif default is False and ASKS.search(n):
+            passed.append(f"{n}=True")
     line = f"{name}({', '.join(passed)})"
-    return line + "[::-1]" * turned if one else f"(lambda y, *s: (y, s))(*{line})"
+    return line + "[::-1]" * turned if len(states) == 1 else f"(lambda y, *s: (y, s))(*{line})"
 
 
 def _start(search: Search, failure: Failure) -> str:
     """A start from tensors of the module that have the sizes of the state, a method, or zeros."""
-    c, state = failure.convention, layer_zeros(search.module, MARK)
+    module, c, state = search.module, failure.convention, layer_zeros(search.module, MARK)
     if c is not None and c.lanes.dims:
-        tensors = [*search.module.named_parameters(), *search.module.named_buffers()]
+        tensors = [*module.named_parameters(), *module.named_buffers()]
         fits = [
-            [n for n, t in tensors if t.numel() == leaf.numel() and _names_start(n)]
+            [f"m.{n}" for n, t in tensors if t.numel() == leaf.numel() and _names_start(n)]
             for leaf in trees.tensors(c.lanes.example)
         ]
         if all(fits):
-            own = [f"m.{names[min(i, len(names) - 1)]}" for i, names in enumerate(fits)]
+            own = [names[min(i, len(names) - 1)] for i, names in enumerate(fits)]
             return f"lambda m, lanes: {own[0] if len(own) == 1 else '(' + ', '.join(own) + ')'}"
         state = c.lanes.to_module(c.lanes.zeros(MARK, None)) if c.arguments else state
     if search.own_methods and failure.law is None:
         return f"lambda m, lanes: m.{search.own_methods[0]}(lanes)"
     leaves = [] if state is None else trees.tensors(state)
-    if any(GOES_ON.search(p.name) for p in parameters_of(search.module.forward)):
+    if any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
         leaves = [leaf.reshape(MARK, -1) for leaf in leaves]  # such a mask is multiplied with it
-    shapes = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves]
+    shapes = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves] or ["torch.zeros(lanes, N)"]
     text = shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
-    return f"lambda m, lanes: {text}".replace(str(MARK), "lanes").replace(
-        "()", "torch.zeros(lanes, N)"
-    )
+    return f"lambda m, lanes: {text}".replace(str(MARK), "lanes")
 
 
 def _names_start(name: str) -> bool:
@@ -252,7 +252,7 @@ def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:
     """
     if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
         return
-    if hint := whole_numbers_hint(module, x) or _tokens_hint(module, x):
+    if hint := inputs_hint(module, x):
         raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
     refuse_width(error, module, x)
 
@@ -266,8 +266,9 @@ def refuse_width(error: Exception | None, module: nn.Module, x: Tensor) -> None:
     matrix = next((weight for weight in module.parameters() if weight.dim() == 2), x)
     own, net = x.shape[-1], matrix.shape[-1]
     # of a layer, a linear map and a cell
-    texts = f"Expected {net}, got {own} ", f"x{own} and {net}x", f"got {own} expected {net} "
-    if any(text in f"{error} " for text in texts):
+    if re.search(
+        f"Expected {net}, got {own} |x{own} and {net}x|got {own} expected {net} ", f"{error} "
+    ):
         raise DataError(
             f"the inputs have {counted(own, 'feature')} in each step, the net expects {net}: write"
             f" inputs of shape (..., {net}), in a stream those of its recordings, or build the net"
@@ -275,11 +276,16 @@ def refuse_width(error: Exception | None, module: nn.Module, x: Tensor) -> None:
         ) from error
 
 
-def _tokens_hint(module: nn.Module, x: Tensor) -> str:
-    """What is wrong with the inputs of a net that embeds tokens; empty of other nets."""
+def inputs_hint(module: nn.Module, x: Tensor) -> str:
+    """What to do with whole numbers, and with tokens of a net that embeds them; empty of others."""
     embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    if not embeddings or x.is_complex():
+    if x.is_complex() or (x.is_floating_point() and not embeddings):
         return ""
+    if not embeddings:
+        return (
+            f"; whole numbers ({x.dtype}) are read as indexes, without a dimension of features:"
+            " convert features first, such as inputs.astype(np.float32)"
+        )
     if x.is_floating_point():
         return f": an embedding takes whole numbers, not {x.dtype}: write inputs.long()"
     most = min(m.num_embeddings for m in embeddings)
@@ -289,14 +295,3 @@ def _tokens_hint(module: nn.Module, x: Tensor) -> str:
             f" {most - 1}"
         )
     return ": tokens are whole numbers of shape (T, B), those of a single step (B,)"
-
-
-def whole_numbers_hint(module: nn.Module, x: Tensor) -> str:
-    """What to do with features that are whole numbers; empty of others, or with an embedding."""
-    embeds = any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in module.modules())
-    if embeds or x.is_floating_point() or x.is_complex():
-        return ""
-    return (
-        f"; whole numbers ({x.dtype}) are read as indexes, without a dimension of features:"
-        " convert features first, such as inputs.astype(np.float32)"
-    )

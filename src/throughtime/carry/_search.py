@@ -7,45 +7,33 @@ nothing. All of a result that may be the outputs is listed before a law is measu
 Shapes: `T` steps, `B` lanes.
 """
 
-import contextlib
 import logging
 import math
 import re
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
-from itertools import chain, product
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._adapter import LaneLayout, is_state
 from throughtime.carry._calls import (
     CALLS,
-    FEATURES_FIRST,
-    LANES_FIRST,
-    ORDERS,
     OWN,
     STATE,
-    TIME_FIRST,
     Convention,
     Hints,
-    MisfitError,
     ModuleAdapter,
-    Order,
-    OutputLayout,
-    Path,
-    item_at,
-    items_of,
     layer_zeros,
-    tensor_paths,
 )
 from throughtime.carry._inside import (
     Key,
     attributes,
-    copied,
     is_turned,
     names_state,
     parameters_of,
@@ -58,12 +46,26 @@ from throughtime.carry._laws import (
     Law,
     NotFiniteError,
     difference,
-    gradients,
-    relative_difference,
-    state_difference,
+    gradient_difference,
+)
+from throughtime.carry._layout import (
+    FEATURES_FIRST,
+    LANES_FIRST,
+    ORDERS,
+    TIME_FIRST,
+    LaneLayout,
+    MisfitError,
+    OutputLayout,
+    Path,
+    is_state,
+    item_at,
+    items_of,
+    shapes_of,
+    tensor_paths,
 )
 from throughtime.carry._trial import (
     LANES,
+    LONG_STEPS,
     STEPS,
     Snapshot,
     copy_of,
@@ -71,8 +73,8 @@ from throughtime.carry._trial import (
     modes_of,
     perturb,
     quiet,
+    sample_inputs,
     set_modes,
-    trial_inputs,
     weight_of,
 )
 from throughtime.errors import StateError
@@ -83,6 +85,8 @@ LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hid
 PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
 ZEROS = (layer_zeros,)  # a start
 STARTS = re.compile(r"_*(init|begin|zero|start|reset)")  # methods that say the start
+RANK = {name: i for i, name in enumerate(["last", *LAWS])} | {"last": 0}
+Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
 
 
@@ -115,8 +119,10 @@ class Twin:
     """
 
     def __init__(self, module: nn.Module, example: Tensor, scale: float = 0.0) -> None:
-        self.module, self._example, self._scale = module, example, scale
+        self.module, self._example = module, example
         self._snapshot = Snapshot(module)
+        # inputs of a trial for lanes and steps
+        self.inputs = partial(sample_inputs, example, scale=scale, weight=weight_of(module))
         self.restore()
 
     def restore(self) -> None:
@@ -124,19 +130,9 @@ class Twin:
         self._snapshot.restore()
         set_modes(self.module, None)
 
-    def inputs(self, lanes: int, steps: int = STEPS) -> Tensor:
-        """Inputs of a trial, in the dtype of the weights."""
-        return trial_inputs(self._example, self.module, lanes, steps, self._scale)
-
-    @contextlib.contextmanager
-    def bound(self, c: Convention) -> Generator[ModuleAdapter]:
-        """The copy, called by a convention."""
-        bound = ModuleAdapter(self.module)
-        bound.bind(c, self._example)
-        try:
-            yield bound
-        finally:
-            bound.release()
+    def bound(self, c: Convention) -> closing[ModuleAdapter]:
+        """The copy, called by a convention, as a context."""
+        return closing(ModuleAdapter(self.module, c, self._example))
 
     def first_call(self, c: Convention, x: Tensor) -> tuple[Any, State]:
         """The result of a call from the start of a recording, and the state after it."""
@@ -167,29 +163,27 @@ def remembered(
     """
     changed: dict[Key, bool] = {}
     is_read = False
-    for twin in {id(twin): twin for twin in (twins[0], twins[-1])}.values():
+    for twin in dict.fromkeys((twins[0], twins[-1])):
 
         def call(part: Tensor, values: dict[Key, Any], twin: Twin = twin) -> list[Any]:
             twin.restore()
-            set_attributes(twin.module, {key: copied(value) for key, value in values.items()})
+            set_attributes(twin.module, values)
             return [twin.first_call(c, part)[0], attributes(twin.module)]
 
         twin.restore()
         before = attributes(twin.module)
-        first = call(parts[0], {})[1]
-        values = {k: v for k, v in first.items() if k not in before or not _is_same(before[k], v)}
+        first, longer = call(parts[0], {})[1], call(parts[2], {})[1]
+        values = {k: v for k, v in first.items() if difference(before.get(k, parts), v)}
+        for key, value in values.items():
+            last = longer.get(key)
+            is_fixed = is_state(value) and is_state(last) and shapes_of(value) == shapes_of(last)
+            changed[key] = is_fixed and changed.get(key, True)
         if not values:
             continue
-        after, (_, longer) = call(parts[1], {}), call(parts[2], {})
-        for key, value in values.items():
-            form = _state_form(value)
-            is_fixed = form is not None and form == _state_form(longer.get(key))
-            changed[key] = is_fixed and changed.get(key, True)
-        # of attributes, those that hold a state
-        other = call(parts[1], values)
-        for row in (after, other):
+        rows = [call(parts[1], start) for start in ({}, values)]
+        for row in rows:  # of attributes, those that hold a state
             row[1] = [row[1].get(key) for key, is_fixed in changed.items() if is_fixed]
-        is_read |= not _is_same(after, other)
+        is_read |= difference(*rows) > 0
         twin.restore()
     return (*changed,), tuple(key for key, is_fixed in changed.items() if is_fixed and is_read)
 
@@ -201,17 +195,21 @@ class Search:
         module: the user's; it is copied.
         x: example inputs `(T, B, ...)`.
         hints: what the user says.
+        steps: of the chunks of the stream.
+        is_link: whether the module is in a chain, and may compute each step alone, without a state.
     """
 
-    def __init__(self, module: nn.Module, x: Tensor, hints: Hints) -> None:
+    def __init__(
+        self, module: nn.Module, x: Tensor, hints: Hints, steps: int, *, is_link: bool = False
+    ) -> None:
         self.module, self.x, self.hints = module, x, hints
+        self._steps, self._is_link = steps, is_link
         self.failures: list[Failure] = []
         self.modes = modes_of(module)
-        self.choices: list[OutputLayout] = []  # more than one where the user must choose
+        self.choices: list[Outputs] = []  # more than one where the user must choose
         self.began = self._reported = time.monotonic()
         self.own_methods = _own_methods(module)
-        self.is_late = self.is_callable = self.has_state = False
-        self._beside = False
+        self.is_late = self.is_callable = self.has_state = self._beside = False
 
     def find(self) -> Convention | None:
         """The first convention that obeys every law on every twin; None if there is none."""
@@ -219,44 +217,37 @@ class Search:
             snapshot = Snapshot(self.module)
             self.twins = twins_of(self.module, self.x)
             try:
-                return self._find()
+                # a module may be made for a number of lanes, or for one
+                for lanes in dict.fromkeys((LANES, self.x.shape[1], 1)):
+                    for convention in self._conventions(self.twins[0].inputs(lanes)):
+                        if self._accepts(convention, lanes):
+                            return convention
+                        law = self.failures[-1].law
+                        if law is not None and law.name in ("value", "credit", "long", "random"):
+                            return None  # right but for a cut gradient or a long lag
+                    if any(failure.stage >= 2 for failure in self.failures):
+                        return None  # it takes so many lanes, and breaks a law
             except OutOfTimeError:
                 self.is_late = True
-                return None
             finally:
-                if self.twins[0].module is self.module:
-                    snapshot.restore()
-
-    def _find(self) -> Convention | None:
-        # a module may be made for a number of lanes, or for one
-        for lanes in dict.fromkeys((LANES, self.x.shape[1], 1)):
-            x = self.twins[0].inputs(lanes)
-            for base in self._layouts(x):
-                started = chain.from_iterable(map(self._started, self._places(base, x)))
-                for convention in chain.from_iterable(self._complete(c, x) for c in started):
-                    if self._accepts(convention, lanes):
-                        return convention
-                    law = self.failures[-1].law
-                    if law is not None and law.name in ("value", "credit", "long", "random"):
-                        return None  # right but for a cut gradient or a long lag
-            if any(failure.stage >= 2 for failure in self.failures):
-                return None  # it takes so many lanes, and breaks a law
+                snapshot.restore()
         return None
 
     def _note(
         self,
-        stage: float,
-        c: Convention | None,
-        law: Law | None = None,
+        c: Convention,
+        stage: float = 0.0,
         error: Exception | None = None,
+        law: Law | None = None,
     ) -> bool:
         """Remember a way that was not accepted; report that a search goes on, or end it.
 
         Raises:
             OutOfTimeError: it has taken too long.
         """
-        one_lane = c is not None and any(dim.dim is None for dim in c.lanes.dims)
-        self.failures.append(Failure(stage - 30 * one_lane, c, law, error))
+        if law is not None:
+            stage = 2.9 + RANK[law.name] + 15 * law.training
+        self.failures.append(Failure(stage - 30 * c.is_one_lane, c, law, error))
         return self._check_time()
 
     def _check_time(self) -> bool:
@@ -273,17 +264,26 @@ class Search:
 
     # ------------------------------------------------------------ ways
 
+    def _conventions(self, x: Tensor) -> Iterator[Convention]:
+        """Conventions to measure, the usual ones first."""
+        for base in self._layouts(x):
+            for placed in self._places(base, x):
+                yield from self._complete(placed, x)
+
     def _layouts(self, x: Tensor) -> Iterator[Convention]:
-        """Calls and layouts of inputs, the usual ones first."""
+        """Calls and layouts of inputs."""
         hints = self.hints
         orders = [TIME_FIRST, LANES_FIRST]
         if any(isinstance(m, nn.RNNBase) and m.batch_first for m in self.module.modules()):
             orders.reverse()
         orders += [FEATURES_FIRST] if x.dim() == 3 and x.is_floating_point() else []
         if hints.batch_first is not None:
-            orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
-        calls: list[Any] = [*CALLS]
-        for call in [call for call in calls if call == hints.call] or calls:
+            orders = [
+                LANES_FIRST if hints.batch_first else TIME_FIRST,
+                *[TIME_FIRST] * self._is_link,
+            ]
+        calls: list[Any] = [hints.call] if hints.call in CALLS else [*CALLS]
+        for call in calls:
             own = [TIME_FIRST] if call == "step" or hints.inputs else orders
             for order, drop in product(own, (False, True) if x.shape[2:] == (1,) else (False,)):
                 yield Convention(hints, call, order, drop)
@@ -294,25 +294,25 @@ class Search:
             yield base
             return
         try:
-            count = len(base.arrange(x))
             parameters = parameters_of(self.module.forward)
             if base.hints.inputs is None and is_turned(parameters):
                 raise MisfitError("takes its state before its inputs")
+            options = parameters[len(base.arrange(x)) :]
         except CALL_ERRORS as error:
-            self._note(0, base, error=error)
+            self._note(base, error=error)
             return
-        required = [p.name for p in parameters[count:] if p.default is p.empty]
+        required = [p.name for p in options if p.default is p.empty]
         if required:
             if len({*map(names_state, required)}) == 1:
                 yield replace(base, arguments=(*required,))
             return
         yield base  # attributes: an argument is an option then
-        named = [p.name for p in parameters[count:] if names_state(p.name)]
-        others = [p.name for p in parameters[count:] if p.default is None and p.name not in named]
+        named = [p.name for p in options if names_state(p.name)]
+        others = [p.name for p in options if p.default is None and p.name not in named]
         for names in _together(named):
             yield replace(base, arguments=names)
         twin, steps = self.twins[0], len(x) + base.hints.context
-        with contextlib.suppress(*CALL_ERRORS):
+        with suppress(*CALL_ERRORS):
             whole = replace(base, call="chunk")
             for ports in ports_of(twin.module, lambda: twin.first_call(whole, x), steps):
                 if ports and base.call != "step":
@@ -320,85 +320,106 @@ class Search:
         for names in _together(others):
             yield replace(base, arguments=names)
 
-    def _started(self, c: Convention) -> Iterator[Convention]:
-        """A convention with each start, or with that of the user."""
-        starts: list[Any] = [None, OWN] if c.ports else [*self.own_methods, None]
-        if c.arguments and layer_zeros(self.module, 1) is not None:
-            starts.append(ZEROS)
-        for start in starts if self.hints.start is None else [(self.hints.start,)]:
-            yield replace(c, start=start)
+    def _starts(self, c: Convention) -> list[Any]:
+        """The starts to try, or that of the user."""
+        if self.hints.start is not None:
+            return [(self.hints.start,)]
+        if c.ports:
+            return [None, OWN]
+        has_layer = c.arguments and layer_zeros(self.module, 1) is not None
+        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
-        twin, sizes = self.twins[0], (2, 2, 3) if base.call == "chunk" else (1, 1, 5)
-        inside = not base.arguments and not base.ports and base.written is None
-        self.has_state |= not inside
-        parts = x.split(sizes)
-        x = x if base.call == "chunk" else x[:1]
+        starts, parts = self._starts(base), x.split((2, 2, 3))
+        if base.call != "chunk":
+            x, parts = x[:1], x.split((1, 1, 5))
+        self.has_state |= not base.is_inside
+        is_given, held, located, kept = self.hints.start is not None, base, None, ()
         # other starts show the layout of the state if that of the user is not in it
-        for start in (base.start, None, ZEROS) if self.hints.start is not None else (base.start,):
+        for start in (*starts, None, ZEROS) if is_given else starts:
             first = replace(base, start=start)
             try:
-                # a method may put back what the first call has left
-                plain = replace(first, start=None) if inside else first
-                changed, kept = remembered(self.twins, plain, parts)
-                first = replace(first, attributes=kept if inside else (), scratch=changed)
-                twin.restore()
-                result, after = twin.first_call(first, x)
-                break
+                if located is None:
+                    # a method may put back what the first call has left
+                    plain = replace(base, start=None) if base.is_inside else first
+                    changed, kept = remembered(self.twins, plain, parts)
+                    held = replace(base, attributes=kept * base.is_inside, scratch=changed)
+                first = replace(held, start=start)
+                self.twins[0].restore()
+                result, after = self.twins[0].first_call(first, x)
             except CALL_ERRORS as error:
-                self._note(0, first, error=error)
-        else:
-            return
-        base = replace(first, start=base.start)
-        self.is_callable, self.has_state = True, self.has_state or bool(kept)
-        self._beside = bool(kept) and not inside
-        for path in _state_paths(base, result):
-            located = replace(first, result=path)
+                self._note(first, error=error)
+                continue
+            if located is None:
+                self.is_callable, self.has_state = True, self.has_state or bool(kept)
+                self._beside = bool(kept) and not base.is_inside
+                located = [*self._located(first, result, after, x)]
+            for c, self.choices in located:
+                for outputs in self.choices:
+                    yield replace(c, start=starts[0] if is_given else start, outputs=outputs)
+            if is_given:
+                return
+
+    def _located(
+        self, first: Convention, result: Any, after: State, x: Tensor
+    ) -> Iterator[tuple[Convention, list[Outputs]]]:
+        """Conventions with the places of state and lanes, and what could be the outputs."""
+        is_link = self._is_link and (first.call, first.order, first.drop) == (
+            "chunk",
+            (0, 1),
+            False,
+        )
+        for path in _state_paths(first, result):
+            c = replace(first, result=path)
             try:
-                state = item_at(result, path) if base.arguments else after
-                choices = self._outputs(located, result, state, x)
-                if not choices:
-                    raise MisfitError(_no_outputs(result, x))
-                is_named = self.hints.output is not None
-                if is_named and path and any(_is_under(o.path, path) for o in choices):
+                state = item_at(result, path) if c.arguments else after
+                choices = self._outputs(c, result, state, x)
+                if self.hints.output is not None and path and _is_under(choices[0][0].path, path):
                     continue  # the user names it as an output
                 if is_state(state):
-                    located = replace(located, lanes=self._lanes(located, x, state))
-                elif inside and not base.hints.context:
-                    return
+                    c = replace(c, lanes=self._lanes(c, x, state))
+                elif c.is_inside and not c.hints.context:
+                    if not is_link or not isinstance(result, Tensor):
+                        return
+                    c = replace(c, scratch=())  # nobody will restore it
+                yield c, choices
             except CALL_ERRORS as error:
-                self._note(1 + isinstance(error, StateError), located, error=error)
-                continue
-            for outputs in choices:
-                yield replace(located, start=base.start, outputs=outputs)
+                self._note(c, 1 + isinstance(error, StateError), error)
 
-    def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[OutputLayout]:
-        """The tensors of a result that could be the outputs; a row of them where all are asked."""
-        hint, leaves = self.hints.output, [*tensor_paths(result)]
+    def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[Outputs]:
+        """What of a result could be the outputs: one tensor each, or several where all are asked.
+
+        Raises:
+            MisfitError: there is nothing.
+        """
+        hint, leaves = self.hints.output, tensor_paths(result)
         if hint is None or hint == "all":
             held = [*map(id, trees.tensors(state))] if is_state(state) else []
-            is_argument = bool(c.arguments)
             leaves = [
                 (path, y)
                 for path, y in leaves
-                if not (_is_under(path, c.result) if is_argument else id(y) in held)
+                if not (_is_under(path, c.result) if c.arguments else id(y) in held)
             ] or leaves
         else:
             keys = hint if isinstance(hint, list) else [hint]
             paths = [key if isinstance(key, tuple) else (key,) for key in keys]
-            leaves = [leaf for path in paths for leaf in tensor_paths(item_at(result, path), path)]
+            leaves = [
+                ((*at, *key), y) for at in paths for key, y in tensor_paths(item_at(result, at))
+            ]
         orders = (c.order, *ORDERS) if c.call == "chunk" else (TIME_FIRST, LANES_FIRST)
-        skips = {c.hints.context, 0}
-        fits = [[_fit(path, y, orders, x, skip) for skip in skips] for path, y in leaves]
-        layouts = [next(filter(None, row)) for row in fits if any(row)]
-        if isinstance(hint, list) or (hint == "all" and not isinstance(result, Tensor)):
-            if len(layouts) < len(fits) or len({layout.order for layout in layouts}) != 1:
-                return []
-            row = OutputLayout((), layouts[0].order, (), 0, tuple(layouts))
-            layouts = [replace(row, features=tuple(row.read(result, *x.shape[:2]).shape[2:]))]
-        self.choices = layouts
-        return layouts
+        fits = [
+            OutputLayout.of(path, y, orders, len(x), x.shape[1], c.hints.context)
+            for path, y in leaves
+        ]
+        layouts = [layout for layout in fits if layout is not None]
+        if not layouts or (self.hints.several and None in fits):
+            shapes = [tuple(leaf.shape) for _, leaf in tensor_paths(result)]
+            raise MisfitError(
+                f"it returned tensors of shapes {shapes} for {x.shape[0]} steps of {x.shape[1]}"
+                " lanes, without one output per step in what is to be the outputs"
+            )
+        return [tuple(layouts)] if self.hints.several else [(layout,) for layout in layouts]
 
     def _lanes(self, c: Convention, x: Tensor, state: State) -> LaneLayout:
         """Where the lanes of the state are: shown by a call with fewer lanes."""
@@ -406,11 +427,11 @@ class Search:
         if x.shape[1] > 1:
             twin.restore()
             # a module that was made for a number of lanes raises an error
-            with contextlib.suppress(*CALL_ERRORS):
+            with suppress(*CALL_ERRORS):
                 states[x.shape[1] - 1] = twin.first_call(c, x[:, :-1])[1]
-        shapes = [[leaf.shape for leaf in trees.tensors(one)] for one in states.values()]
+        shapes = [shapes_of(one) for one in states.values()]
         if len(shapes) == 2 and shapes[0] == shapes[1]:
-            raise MisfitError("has a state without a dimension for lanes")
+            raise MisfitError("it has a state without a dimension for lanes")
         return LaneLayout.infer(states, weight_of(twin.module))
 
     # ------------------------------------------------------------ the proof
@@ -428,12 +449,13 @@ class Search:
                     if law.name in LIVE:
                         live[law.name] = law if law.holds else live.get(law.name, law)
                     elif not law.holds:
-                        return self._note(2.9 + RANK[law.name] + 15 * law.training, c, law)
+                        return self._note(c, law=law)
             except CALL_ERRORS as error:
-                return self._note(1.5, c, error=error)
-        for law in live.values():
+                return self._note(c, 1.5, error)
+        is_stateless = self._is_link and c.is_inside and not c.is_stateful
+        for law in () if is_stateless else live.values():
             if not law.holds:
-                return self._note(2.9 + RANK[law.name], c, law)
+                return self._note(c, law=law)
         return True
 
     def _laws(self, c: Convention, twin: Twin, x: Tensor) -> Iterator[Law]:
@@ -444,15 +466,15 @@ class Search:
         twin.restore()
         with twin.bound(c) as bound:
             laboratory = Laboratory(bound, twin.module, x, by_step=c.call != "chunk")
-            states = [bound.initial_state(x.shape[1], None) for _ in range(2)]
-            yield Law("random", state_difference(*states), 0.0)
+            states = [bound.initial_state(x.shape[1]) for _ in range(2)]
+            yield Law("random", difference(*states), 0.0)
             yield from laboratory.measure(credit=twin is self.twins[0] or not self.modes.get(""))
             yield Law("kept", math.inf if self._beside else 0.0, 0.0)
             if twin is self.twins[:2][-1]:
-                steps = long_steps(len(self.x), twin.module)
-                long = twin.inputs(x.shape[1], steps)
+                steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
                 if c.call == "chunk" and steps > STEPS:
                     yield from self._long(c, x.shape[1], steps)
+                long = twin.inputs(x.shape[1], steps)
                 yield from self._own(bound, twin, laboratory, long)
                 if self.modes.get(""):
                     try:
@@ -468,7 +490,7 @@ class Search:
         """The law of long chunks, on weights that hide nothing and let no recurrence grow."""
         for twin in reversed(self.twins[:2]):
             x = twin.inputs(lanes, steps)
-            with contextlib.suppress(NotFiniteError), twin.bound(c) as bound:
+            with suppress(NotFiniteError), twin.bound(c) as bound:
                 yield Laboratory(bound, twin.module, x).measure_long(x)
                 return
 
@@ -480,51 +502,44 @@ class Search:
         It shows the start; and that a module that returns its last output, and would else be run
         on each step alone, was not made for whole sequences.
         """
-        c, training = bound.convention, laboratory.training is not None
+        c, law = bound.convention, partial(Law, training=laboratory.training is not None)
         is_last = c.call == "last" and not c.hints.context and c.written is None
         if c.start not in (None, OWN, ZEROS) and not c.attributes and not is_last:
             return  # the user says it, or the author in a method for that
         x = long if is_last else laboratory.x if c.call == "chunk" else laboratory.x[:1]
 
-        def own(start: Any) -> tuple[Any, State]:
+        def own(start: Any) -> tuple[Tensor, State]:
             laboratory.restore()
             author = replace(c, start=start, call="chunk" if is_last else c.call)
             with laboratory.constant_randomness(), twin.bound(author) as module:
                 result, after = module.first_call(x)
             if is_last:
-                return item_at(result, c.outputs.path), ()
-            return bound.read(result, bound.padded(x)), c.lanes.lanes_first(after)
+                return item_at(result, c.outputs[0].path), ()
+            return bound.read(result, c.padded(x)), c.lanes.lanes_first(after)
 
-        calls: list[tuple[Any, State]] = []
+        calls: list[tuple[Tensor, State]] = []
         for start in (None, ZEROS) if c.start == ZEROS else (c.start,):
-            with contextlib.suppress(*CALL_ERRORS):
+            with suppress(*CALL_ERRORS):
                 calls = calls or [own(start), own(start)]
-        name, tolerance = (
-            ("last", 10 * laboratory.tolerance) if is_last else ("start", laboratory.tolerance)
-        )
+        name, tolerance = "start", laboratory.tolerance
+        if is_last:
+            name, tolerance = "last", 10 * tolerance
         if not calls:  # it needs a state
-            yield Law(name, math.inf if is_last else 0.0, 0.0, training=training)
+            yield law(name, math.inf if is_last else 0.0, 0.0)
             return
-        yield Law(
-            "random", difference(_row(*calls[0]), _row(*calls[1])), tolerance, training=training
-        )
+        yield law("random", difference(*calls), tolerance)
         (y, state), (z, end) = calls[0], laboratory.run(x)
         end = () if is_last else end[STATE] if c.hints.context else end
         if is_last:  # all outputs, or the last
-            fits = [_fit((), y, (order,), x) for order in ORDERS]
-            ys = [fit.read(y, *x.shape[:2]) for fit in fits if fit is not None]
-            pairs = [
-                (w, part) for w in [*ys, y] for part in (z, z[-1]) if w.numel() == part.numel()
-            ]
-            pairs = [(w.reshape(part.shape), part) for w, part in pairs]
-            y, z = min(pairs, key=lambda pair: difference(*pair), default=(y, z))
-        rows = [_row(y, state), _row(z, end)]
+            fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
+            fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
+            z = min(fits, key=partial(difference, y), default=z)
+        deviation = difference((y, state), (z, end))
         leaves = [p for p in twin.module.parameters() if p.requires_grad]
-        deviation = difference(*rows)
-        with contextlib.suppress(RuntimeError):  # of a layer whose outputs are written in place
-            grads = [gradients(row, leaves) for row in rows]
-            deviation = max(deviation, *map(relative_difference, *grads), 0.0)
-        yield Law(name, deviation, tolerance, training=training)
+        with suppress(RuntimeError):  # of a layer whose outputs are written in place
+            rows = _row(y, state), _row(z, end)
+            deviation = max(deviation, gradient_difference(*rows, leaves))
+        yield law(name, deviation, tolerance)
 
 
 def _row(y: Tensor, state: State) -> Tensor:
@@ -533,38 +548,23 @@ def _row(y: Tensor, state: State) -> Tensor:
     return torch.cat([leaf.to(y.dtype).flatten() for leaf in leaves])
 
 
-RANK = {name: i for i, name in enumerate(["last", *LAWS])} | {"last": 0}
-
-
 def _own_methods(module: nn.Module) -> list[str]:
     """The methods of a module that make a state or put one back, by their names."""
     kind = type(module)
-    names = [n for n in dir(kind) if not hasattr(nn.Module, n) and STARTS.match(n)]
-    names = [n for n in names if callable(getattr(kind, n)) and not re.search("weight|param", n)]
-    names = [n for n in names if names_state(n) or re.search("init|reset", n)]  # not `zeros(x)`
+    names = [n for n in dir(kind) if STARTS.match(n) and not hasattr(nn.Module, n)]
+    names = [
+        n
+        for n in names
+        if callable(getattr(kind, n))
+        and not re.search("weight|param", n)
+        and (names_state(n) or re.search("init|reset", n))  # not `zeros(x)`
+    ]
     return sorted(names, key=lambda n: (n != "initial_state", not names_state(n), n))
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Whether two nestings have equal tensors; what else they hold does not count."""
-    rows = [trees.named_tensors([tree]) for tree in (a, b)]
-    return [*map(_form, rows[0])] == [*map(_form, rows[1])] and all(
-        difference(s, t) == 0 for (_, s), (_, t) in zip(*rows, strict=True)
-    )
-
-
-def _form(leaf: tuple[str, Tensor]) -> tuple[str, torch.Size]:
-    return leaf[0], leaf[1].shape
-
-
-def _state_form(value: Any) -> Any:
-    """The names and shapes of the tensors of a state; None for what is none."""
-    return [*map(_form, trees.named_tensors(value))] if is_state(value) else None
 
 
 def _together(names: list[str]) -> Iterable[tuple[str, ...]]:
     """All names together, then each alone."""
-    return dict.fromkeys(([tuple(names)] if names else []) + [(name,) for name in names])
+    return dict.fromkeys([tuple(names), *zip(names, strict=True)] if names else ())
 
 
 def _state_paths(c: Convention, result: Any) -> list[Path]:
@@ -572,8 +572,7 @@ def _state_paths(c: Convention, result: Any) -> list[Path]:
     count, pairs = len(c.arguments), items_of(result)
     if not count or not pairs:
         return [()]
-    named = [pair for pair in pairs if pair[0] in c.arguments]
-    key, item = (named or pairs)[-1]
+    key, item = ([pair for pair in pairs if pair[0] in c.arguments] or pairs)[-1]
     paths: list[Path] = [(key,)] if count in (1, len(items_of(item))) else []
     if isinstance(result, (tuple, list)) and len(pairs) > 2:
         paths.append((slice(len(pairs) - count if count > 1 else 1, None),))
@@ -587,29 +586,3 @@ def _is_under(path: Path, outer: Path) -> bool:
     if isinstance(first, slice):
         return path[0] in range(100)[first]
     return path[: len(outer)] == outer
-
-
-def _fit(
-    path: Path, y: Any, orders: Iterable[Order], x: Tensor, skip: int = 0
-) -> OutputLayout | None:
-    """The layout of a tensor with one output for each step and lane; None for others."""
-    steps, lanes, orders = len(x) + skip, x.shape[1], [*orders]
-    shape = y.shape if isinstance(y, Tensor) and y.is_floating_point() else ()
-    layouts = [
-        OutputLayout(path, (t, b), tuple(n for i, n in enumerate(shape) if i not in (t, b)), skip)
-        for t, b in orders
-        if len(shape) > max(t, b) and (shape[t], shape[b]) == (steps, lanes)
-    ]
-    is_flat = shape[:1] == (steps * lanes,)
-    flat = [OutputLayout(path, orders[0], tuple(shape[1:]), skip)] * is_flat
-    single = [OutputLayout(path, orders[0], tuple(shape), skip)] * (steps * lanes == 1)
-    layouts = flat + layouts if steps == 1 else layouts + flat
-    return next(iter(layouts + single * bool(shape)), None)
-
-
-def _no_outputs(result: Any, x: Tensor) -> str:
-    shapes = [tuple(leaf.shape) for _, leaf in tensor_paths(result)]
-    return (
-        f"returned tensors of shapes {shapes} for {x.shape[0]} steps of {x.shape[1]} lanes, without"
-        " one output per step in what is to be the outputs"
-    )

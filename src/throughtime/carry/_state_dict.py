@@ -20,12 +20,12 @@ def plain_names(
     del net, local_metadata
     inner = prefix + WRAPPED
     for name in [name for name in state_dict if name.startswith(inner)]:
-        state_dict[prefix + name.removeprefix(inner)] = state_dict.pop(name)
+        state_dict[name.replace(inner, prefix, 1)] = state_dict.pop(name)
     # the versions of modules: under both names, so that both kinds of module read them
     versions: dict[str, Any] = getattr(state_dict, "_metadata", {})
     for name, version in [*versions.items()]:
         if f"{name}.".startswith(inner):
-            versions[(prefix + f"{name}.".removeprefix(inner))[:-1]] = version
+            versions[f"{name}.".replace(inner, prefix, 1)[:-1]] = version
 
 
 def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -35,18 +35,12 @@ def own_names(net: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: An
     """
     *_, messages = rest
     others = {*net._parameters, *net._buffers, *net._modules} - {"module"}
-    names = [
-        name.removeprefix(prefix)
-        for name in state_dict
-        if name.startswith(prefix) and name.removeprefix(prefix).partition(".")[0] not in others
-    ]
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+    names = [name for name in names if name.partition(".")[0] not in others]
     expected = net.get_submodule("module").state_dict().keys()
-    is_wrapped = not expected & set(names) and any(
-        name.removeprefix(WRAPPED) in expected for name in names
-    )
+    is_wrapped = expected.isdisjoint(names) and any(WRAPPED + n in names for n in expected)
     if not is_wrapped:
-        values = {name: state_dict.pop(prefix + name) for name in names}
-        state_dict.update({prefix + WRAPPED + name: value for name, value in values.items()})
+        state_dict.update({prefix + WRAPPED + n: state_dict.pop(prefix + n) for n in names})
     net.__dict__[_LOADING] = prefix, prefix + WRAPPED * (not is_wrapped), messages
 
 

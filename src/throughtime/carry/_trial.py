@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from throughtime._device import fork_rng
 
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
-LONG_STEPS, MAX_STEPS = 32, 256  # of one on more steps, and where convolutions reach further
+LONG_STEPS, MAX_STEPS = 32, 256  # of one of a link on more steps, and of any at most
 
 _DRAWS = {
     *("rand", "randn", "rand_like", "randn_like", "normal", "bernoulli"),
@@ -34,15 +34,10 @@ class ConstantRandomness(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         if "dropout" in name:
             positional = dict(zip(("input", "p", "training"), args, strict=False))
             options: dict[str, Any] = {"p": 0.5, "training": True} | positional | kwargs
@@ -66,10 +61,9 @@ def quiet(device: torch.device) -> Generator[None]:
             torch.autocast(device.type, enabled=False),
             torch.backends.cudnn.flags(enabled=False),
             torch.inference_mode(False),
-            warnings.catch_warnings(),
+            warnings.catch_warnings(action="ignore"),
             torch.enable_grad(),
         ):
-            warnings.simplefilter("ignore")
             yield
     finally:
         random.setstate(python)
@@ -83,13 +77,10 @@ def copy_of(module: T) -> T | None:
 
     Tensors with a graph in attributes, which torch does not copy, are detached.
     """
-    memo: dict[int, Any] = {}
-    for part in module.modules():
-        for leaf in pytree.tree_leaves([*vars(part).values()]):
-            if isinstance(leaf, Tensor) and not leaf.is_leaf:
-                memo[id(leaf)] = leaf.detach().clone()
+    held = pytree.tree_leaves([[*vars(part).values()] for part in module.modules()])
+    graphs = [leaf for leaf in held if isinstance(leaf, Tensor) and not leaf.is_leaf]
     try:
-        twin = copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, {id(leaf): leaf.detach().clone() for leaf in graphs})
     # whatever a class raises that is not made for copies: FSDP, locks, handles
     except Exception:  # noqa: BLE001
         return None
@@ -106,8 +97,8 @@ class Snapshot:
         containers: list[Any] = []
         for part in module.modules():
             own = vars(part)
+            public = [value for name, value in own.items() if name[:1] != "_"]
             containers += [own, part._buffers, part._parameters]
-            public = [value for name, value in own.items() if not name.startswith("_")]
             containers += [value for value in public if isinstance(value, (list, dict))]
         self._containers = [(values, copy.copy(values)) for values in containers]
         self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
@@ -118,8 +109,7 @@ class Snapshot:
             if isinstance(values, list):
                 values[:] = before
             else:
-                for name in values.keys() - before.keys():
-                    del values[name]
+                values.clear()
                 values.update(before)
         for buffer, value in self._buffers:
             if buffer.shape != value.shape or not torch.equal(buffer, value):
@@ -151,54 +141,43 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return next((p for p in module.parameters() if p.is_floating_point()), None)
 
 
-def random_normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def random_normal(shape: Sequence[int], seed: int) -> Tensor:
     """Standard normal numbers on the host, whatever the default device and dtype are."""
+    generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
-def sample_inputs(x: Tensor, steps: int, lanes: int, scale: float = 0.0) -> Tensor:
-    """Example inputs for any number of steps and lanes, all rows different if possible.
+def sample_inputs(
+    x: Tensor, lanes: int, steps: int = STEPS, *, scale: float = 0.0, weight: Tensor | None = None
+) -> Tensor:
+    """Example inputs for any number of lanes and steps, all rows different if possible.
 
     Rows are drawn from those of `x` `(T, B, ...)`; numbers get noise, tokens stay what they are.
-    With a `scale` they are normal numbers of that deviation instead.
+    With a `scale` they are normal numbers of that deviation instead, in the dtype of a `weight`.
     """
-    generator, rows = torch.Generator("cpu").manual_seed(0), x.detach().flatten(0, 1)
+    rows = x.detach().flatten(0, 1)
     if not x.is_floating_point():
         rows = rows.unique(dim=0)
-    order = torch.randperm(steps * lanes, generator=generator, device="cpu") % len(rows)
+    order = random_normal((steps * lanes,), 0).argsort() % len(rows)
     sample = rows[order.to(rows.device)].unflatten(0, (steps, lanes))
     if not x.is_floating_point():
         return sample
     sample = sample.nan_to_num(0.0, 0.0, 0.0)
-    noise = random_normal(sample.shape, generator).to(sample)
-    if scale:
-        return noise * scale
-    spread = sample.std()
-    return sample + noise * torch.where(spread > 0, spread * 0.5, torch.ones_like(spread))
-
-
-def trial_inputs(
-    x: Tensor, module: nn.Module, lanes: int, steps: int = STEPS, scale: float = 0.0
-) -> Tensor:
-    """Inputs of a trial, in the dtype of the weights; see `sample_inputs`."""
-    sample = sample_inputs(x, steps, lanes, scale)
-    weight = weight_of(module)
-    return sample.to(weight.dtype) if weight is not None and x.is_floating_point() else sample
+    noise, spread = random_normal(sample.shape, 3).to(sample), sample.std()
+    sample = noise * scale if scale else sample + noise * (spread * 0.5 if spread > 0 else 1)
+    return sample if weight is None else sample.to(weight.dtype)
 
 
 def guessed_inputs(module: nn.Module) -> Tensor | None:
     """Inputs for the first layer of a module that declares what it takes; None if none does."""
-    generator = torch.Generator("cpu").manual_seed(0)
     weight = weight_of(module)
     for part in module.modules():
         if isinstance(part, nn.Embedding):
-            tokens = torch.randint(
-                part.num_embeddings, (STEPS, LANES), generator=generator, device="cpu"
-            )
-            return tokens.to(part.weight.device)
+            tokens = torch.arange(STEPS * LANES, device=part.weight.device) % part.num_embeddings
+            return tokens.view(STEPS, LANES)
         features = getattr(part, "input_size", None) or getattr(part, "in_features", None)
         if isinstance(features, int):
-            x = random_normal((STEPS, LANES, features), generator)
+            x = random_normal((STEPS, LANES, features), 0)
             return x if weight is None else x.to(weight)
     return None
 
@@ -223,9 +202,8 @@ def changed_inputs(x: Tensor, step: int, lane: int) -> Tensor:
     if x.is_floating_point():
         other[step, lane] = row * -1.5 + 0.7
         return other
-    rows = x.flatten(0, 1)
-    different = rows[(rows != row).reshape(len(rows), -1).any(1)]
-    other[step, lane] = different[0] if len(different) else (row == 0).to(x.dtype)
+    different = [o for o in x.flatten(0, 1).unique(dim=0) if not torch.equal(o, row)]
+    other[step, lane] = different[0] if different else (row == 0).to(x.dtype)
     return other
 
 
@@ -235,14 +213,13 @@ def perturb(module: nn.Module) -> None:
     Weights get noise of their own size, at least .1, and stay positive where all of them were, as
     under a root; buffers keep their zeros and signs.
     """
-    generator = torch.Generator("cpu").manual_seed(1)
     with torch.no_grad():
-        for p in module.parameters():
+        for i, p in enumerate(module.parameters()):
             if p.is_floating_point() and p.numel():
                 spread = max(0.1, float(p.detach().square().mean().sqrt()))
                 is_positive = bool((p > 0).all())
-                p.add_(random_normal(p.shape, generator).to(p) * spread)
+                p.add_(random_normal(p.shape, i).to(p) * spread)
                 p.copy_(p.abs() if is_positive else p)
-        for b in module.buffers():
+        for i, b in enumerate(module.buffers()):
             if b.is_floating_point():
-                b.mul_(1 + 0.1 * random_normal(b.shape, generator).to(b).clamp(-3, 3))
+                b.mul_(1 + 0.1 * random_normal(b.shape, i).to(b).clamp(-3, 3))

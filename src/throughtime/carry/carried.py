@@ -10,6 +10,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -21,11 +22,13 @@ from torch.utils._pytree import tree_map
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._adapter import Adapter
-from throughtime.carry._calls import CALLS, Hints, ModuleAdapter
+from throughtime.carry._calls import CALLS, Adapter, Hints, ModuleAdapter
+from throughtime.carry._laws import MISFIT_ERRORS
+from throughtime.carry._layout import shapes_of
 from throughtime.carry._refusal import device_error, refuse_width
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
-from throughtime.carry.layers import MISFIT_ERRORS, ChainAdapter, Trials, adapter_for
+from throughtime.carry._trial import guessed_inputs, is_sharded
+from throughtime.carry.layers import ChainAdapter, UnknownAdapter, adapter_for, prepared
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -72,8 +75,8 @@ class Carried(nn.Module):
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         super().__init__()
-        self.module = module
-        self.adapter = adapter
+        self.module, self.adapter = module, adapter
+        self._tried = set[Any]()  # kinds of inputs
         self.register_state_dict_post_hook(plain_names)
         self.register_load_state_dict_pre_hook(own_names)
         self.register_load_state_dict_post_hook(report_plain_names)
@@ -109,7 +112,10 @@ class Carried(nn.Module):
         """
         if like is not None:
             self.prepare(like)
-        return self.adapter.initial_state(lanes, like)
+        elif not self.adapter.is_known and (guess := guessed_inputs(self.module)) is not None:
+            with suppress(*MISFIT_ERRORS):  # it may take other inputs
+                self.prepare(guess)
+        return self.adapter.initial_state(lanes)
 
     def prepare(self, x: Tensor) -> None:
         """Find out how the module is called, and test that, unless this has been done.
@@ -120,25 +126,33 @@ class Carried(nn.Module):
         Raises:
             ModelError: no way of calling the module obeys the laws of carrying a state.
         """
+        shape = x.shape  # a slice of it takes half of a microsecond in every call
+        features = shape[2] if len(shape) == 3 else shape[2:]
+        kind = x.is_floating_point(), features, self.adapter.module.training
+        if kind in self._tried or not x.numel():
+            return
+        if torch.compiler.is_compiling() or is_sharded(self.module):
+            return  # no trials; what stands between known layers is taken as it is
         try:
-            self.adapter.prepare(x)
+            self.adapter = prepared(self.adapter, x)
         except ModelError:
-            whole = self._as_written(x) if isinstance(self.adapter, ChainAdapter) else None
-            if whole is None:
+            # an nn.Sequential may be called as its author does
+            if not isinstance(self.adapter, ChainAdapter) or not self._is_found(x):
                 raise
-            self.adapter = whole
         except MISFIT_ERRORS as error:
             self._explain(error, x)
             raise
+        self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
 
-    def _as_written(self, x: Tensor) -> ModuleAdapter | None:
-        """An adapter that calls an nn.Sequential as its author does; None if that is refused."""
-        adapter = ModuleAdapter(self.module, Trials(Hints()))
+    def _is_found(self, x: Tensor) -> bool:
+        """Whether an nn.Sequential can be called as its author does, as any other module."""
         try:
-            adapter.prepare(x)
+            adapter = prepared(UnknownAdapter(self.module, Hints()), x)
         except ModelError:
-            return None
-        return None if adapter.is_one_lane else adapter
+            return False
+        is_one_lane = isinstance(adapter, ModuleAdapter) and adapter.convention.is_one_lane
+        self.adapter = self.adapter if is_one_lane else adapter
+        return not is_one_lane
 
     def explain(self) -> str:
         """How the module is called, what its state is and where that starts."""
@@ -197,13 +211,18 @@ class Carried(nn.Module):
             split = (not x.is_cpu and cudnn_rules(x)) or (
                 resets is not None and not adapter.takes_resets()
             )
-            y, after = (self._run_split if split else adapter.run)(x, state, resets)
-            if not split and torch.is_autocast_enabled(x.device.type):
-                after = _as_entering(after, state)
+            y, after = (self._run_split if split else self._run)(x, state, resets)
         except MISFIT_ERRORS as error:
             self._explain(error, x, state)
             raise
         return (y if adapter.unpack is None else adapter.unpack(y)), after
+
+    def _run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+        """One call. The state keeps its dtypes under autocast: bfloat16 loses bits over hours."""
+        y, after = self.adapter.run(x, state, resets)
+        if torch.is_autocast_enabled(x.device.type):
+            after = trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
+        return y, after
 
     def _run_split(self, x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
         """One call for each segment between resets, and for at most `CUDNN_STEPS` with cuDNN."""
@@ -214,10 +233,7 @@ class Carried(nn.Module):
         for start, stop in pairwise([*starts, steps]):
             if resets is not None and start in reset_steps:
                 state = trees.reset(state, self.initial_state(x.shape[1], like=x), resets[start])
-            y, after = self.adapter.run(x[start:stop], state)
-            state = (
-                _as_entering(after, state) if torch.is_autocast_enabled(x.device.type) else after
-            )
+            y, state = self._run(x[start:stop], state)
             outputs.append(y)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs), state
 
@@ -235,8 +251,8 @@ class Carried(nn.Module):
             raise fault from error
         refuse_width(error, self.module, x)
         if state is not None:
-            expected = _leaf_shapes(self.initial_state(x.shape[1], like=x))
-            got = _leaf_shapes(state)
+            expected = shapes_of(self.initial_state(x.shape[1], like=x))
+            got = shapes_of(state)
             if expected != got:
                 raise StateError(
                     f"the state has the leaves {got}, this net carries {expected}, lanes first;"
@@ -256,8 +272,8 @@ def pack(y: Any) -> Tensor:
     """Several outputs `(..., C)` side by side, as one tensor; a tensor as it is."""
     if isinstance(y, Tensor):
         return y
-    items: list[Tensor] = [*(y.values() if isinstance(y, dict) else y)]
-    return torch.cat([item.flatten(2) if item.dim() > 2 else item[..., None] for item in items], -1)
+    items = y.values() if isinstance(y, dict) else y
+    return torch.cat([item.reshape(*item.shape[:2], -1) for item in items], -1)
 
 
 def segment_starts(steps: int, resets: Iterable[int], limit: int) -> list[int]:
@@ -435,20 +451,10 @@ def refuse_wrappers(net: nn.Module) -> None:
                 )
 
 
-def _as_entering(after: State, state: State) -> State:
-    """The state in the dtypes of the entering one: bfloat16 would lose bits over hours."""
-    return trees.map_leaves(lambda new, old: new.to(old.dtype), after, state)
-
-
 def _lanes_error(state: State, lanes: int) -> StateError:
-    shapes = _leaf_shapes(state).items()
-    name, shape = next(item for item in shapes if item[1][:1] != (lanes,))
+    name, shape = next(item for item in shapes_of(state).items() if item[1][:1] != (lanes,))
     return StateError(
         f"state leaf '{name}' has shape {shape}, the chunk has {lanes} lanes, and lanes come first."
         " A state belongs to one batch layout; take tt.state.select(state, lanes) or"
         f" net.initial_state(lanes={lanes})."
     )
-
-
-def _leaf_shapes(state: State) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(leaf.shape) for name, leaf in trees.leaves(state)}

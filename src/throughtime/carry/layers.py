@@ -1,121 +1,71 @@
-"""Recurrent layers and cells of torch.nn, layers of tt.nn, nn.Sequential, and any other module.
+"""The adapter of any module: layers and cells, nn.Sequential, and modules that trials measure.
+
+Adapters do not change: `prepared` returns the one for example inputs.
 
 Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
 """
 
-import contextlib
-import math
-from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from throughtime import state as trees
-from throughtime._device import cudnn_rules
-from throughtime.carry._adapter import Adapter, LaneLayout, input_kind
 from throughtime.carry._calls import (
-    LANES_FIRST,
-    ORDERS,
-    TIME_FIRST,
-    Convention,
+    Adapter,
     Hints,
     ModuleAdapter,
-    OutputLayout,
-    layer_zeros,
-    state_shapes,
+    layer_adapter,
 )
-from throughtime.carry._inside import RECURRENT, parameters_of
-from throughtime.carry._laws import MISFIT_ERRORS, Laboratory, Law
-from throughtime.carry._refusal import (
-    bidirectional_error,
-    broken,
-    refusal,
-)
-from throughtime.carry._search import CALL_ERRORS, Search, remembered, twins_of
+from throughtime.carry._inside import RECURRENT
+from throughtime.carry._layout import LaneLayout
+from throughtime.carry._refusal import bidirectional_error, refusal
+from throughtime.carry._search import Search
 from throughtime.carry._trial import (
     LANES,
-    LONG_STEPS,
-    STEPS,
     Snapshot,
-    guessed_inputs,
-    is_sharded,
-    long_steps,
-    modes_of,
     quiet,
+    sample_inputs,
     set_modes,
-    trial_inputs,
+    weight_of,
 )
 from throughtime.errors import ModelError, StateError
 from throughtime.nn.affine import Difference, Standardise
-from throughtime.nn.layers import Recurrent
 from throughtime.state import State
 
-RecurrentModule: TypeAlias = nn.RNNBase | nn.RNNCellBase
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
 
 
 @dataclass(frozen=True)
-class LayerAdapter(Adapter):
-    """nn.LSTM, nn.GRU, nn.RNN."""
+class UnknownAdapter(Adapter):
+    """A module before its first inputs, at which it is measured."""
 
-    module: nn.RNNBase
+    module: nn.Module
+    hints: Hints  # pyright: ignore[reportIncompatibleVariableOverride]
+    is_known = False
 
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        del like
-        layer = self.module
-        # registered by name, typed Tensor | Module
-        weight: Tensor = layer.weight_ih_l0  # pyright: ignore[reportAssignmentType]
-        h = weight.new_zeros(lanes, layer.num_layers, layer.proj_size or layer.hidden_size)
-        if not isinstance(layer, nn.LSTM):
-            return h
-        return h, weight.new_zeros(lanes, layer.num_layers, layer.hidden_size)
+    def initial_state(self, lanes: int) -> State:
+        method: Any = getattr(self.module, "initial_state", None)
+        if self.hints != Hints() or not callable(method):
+            self.run(lanes)
+        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
+        return layout.lanes_first(method(lanes))
 
-    def takes_resets(self) -> bool:
-        return isinstance(self.module, Recurrent)
-
-    def leaf_names(self, state: State) -> list[str]:
-        return ["h"] if isinstance(state, Tensor) else ["h", "c"]
+    def run(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise StateError(
+            f"how {type(self.module).__name__} is called, and the layout of its state, is not known"
+            " yet: call net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)."
+            " It is found by trials on a copy, which is impossible while torch compiles or exports,"
+            " and for weights that are spread over ranks: do that before, and before"
+            " fully_shard(net)"
+        )
 
     def explain(self) -> str:
-        order = ORDERS[LANES_FIRST if self.module.batch_first else TIME_FIRST]
-        state = self.initial_state(1, None)
         return (
-            f"{type(self.module).__name__}: called with {order.format(self.module.input_size)}: one"
-            " call for each chunk\n  state, lanes first:"
-            f" {state_shapes(self.leaf_names(state), state)}\n  start: zeros"
+            f"{type(self.module).__name__}: how it is called is found by trials at the first"
+            " inputs; tt.carry(module, x) finds it at once"
         )
-
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        # (L, B, H) to (B, L, H) and back, without a call: every chunk passes here
-        is_single = isinstance(state, Tensor)
-        entering = (
-            state.transpose(0, 1)
-            if is_single
-            else (state[0].transpose(0, 1), state[1].transpose(0, 1))
-        )
-        if not x.is_cpu and cudnn_rules(x):  # which refuses a strided state
-            entering = trees.map_leaves(Tensor.contiguous, entering)
-        batch_first = self.module.batch_first
-        options = () if resets is None else (resets.transpose(0, 1) if batch_first else resets,)
-        y, after = self.module(x.transpose(0, 1) if batch_first else x, entering, *options)
-        after = (
-            after.transpose(0, 1)
-            if is_single
-            else (after[0].transpose(0, 1), after[1].transpose(0, 1))
-        )
-        return y.transpose(0, 1) if batch_first else y, after
-
-
-def cell_adapter(cell: nn.RNNCellBase) -> ModuleAdapter:
-    """An adapter of nn.LSTMCell, nn.GRUCell or nn.RNNCell, which is called for each step."""
-    adapter, is_pair = ModuleAdapter(cell), isinstance(cell, nn.LSTMCell)
-    lanes = LaneLayout.infer({n: layer_zeros(cell, n) for n in (3, 2)}, cell.weight_hh)
-    outputs = OutputLayout((0,) if is_pair else (), features=(cell.hidden_size,))
-    x = cell.weight_hh.new_zeros(1, 1, cell.input_size)
-    adapter.bind(Convention(Hints(), "step", arguments=("hx",), outputs=outputs, lanes=lanes), x)
-    return adapter
 
 
 @dataclass(frozen=True)
@@ -124,8 +74,7 @@ class StandardiseAdapter(Adapter):
 
     module: Standardise
 
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        del like
+    def initial_state(self, lanes: int) -> State:
         return self.module.initial_state(lanes)
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
@@ -141,9 +90,10 @@ class StatelessAdapter(Adapter):
     """A child of a chain that carries nothing: it runs on all steps at once."""
 
     module: nn.Module
+    hints = Hints(batch_first=False)
 
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        del lanes, like
+    def initial_state(self, lanes: int) -> State:
+        del lanes
         return ()
 
     def takes_resets(self) -> bool:
@@ -154,45 +104,19 @@ class StatelessAdapter(Adapter):
         return self.module(x), state
 
 
-def stepwise_law(module: nn.Module, x: Tensor, steps: int) -> Law | None:
-    """The law broken by a module that is to compute each step of each lane alone; None if none is.
-
-    Args:
-        module: a child of a chain; it is copied.
-        x: its inputs `(T, B, ...)`.
-        steps: of the chunks of the stream.
-    """
-    modes = modes_of(module)
-    for twin in twins_of(module, x):
-        x = twin.inputs(LANES)
-        try:
-            if remembered([twin], Convention(), x.split((2, 2, 3)))[1]:
-                return Law("repeat", math.inf, 0.0)
-            laboratory = Laboratory(StatelessAdapter(twin.module), twin.module, x)
-            laws = [*laboratory.measure()]
-            long = twin.inputs(LANES, max(LONG_STEPS, long_steps(steps, module)))
-            laws += [laboratory.measure_long(long)]
-            laws += laboratory.measure(modes) if modes.get("") else ()
-        except CALL_ERRORS as error:
-            return Law("whole", math.nan, 0.0, str(error).split("\n")[0])
-        for law in laws:
-            if not law.holds and law.name not in ("inputs", "memory", "credit"):
-                return law
-    return None
-
-
 @dataclass(frozen=True)
 class DifferenceAdapter(Adapter):
     """Difference: its state is that of its module."""
 
     module: Difference
-    link: "Link"
+    link: Adapter
 
-    def prepare(self, x: Tensor) -> None:
-        self.link.prepare(x)
+    @property
+    def is_known(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.link.is_known
 
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        return self.link.initial_state(lanes, like)
+    def initial_state(self, lanes: int) -> State:
+        return self.link.initial_state(lanes)
 
     def takes_resets(self) -> bool:
         return self.link.takes_resets()
@@ -215,166 +139,37 @@ class DifferenceAdapter(Adapter):
 
 
 @dataclass(frozen=True)
-class Trials:
-    """Binds an adapter to the convention that obeys the laws of carrying a state.
-
-    Args:
-        hints: what the user says.
-    """
-
-    hints: Hints
-
-    def __call__(self, adapter: ModuleAdapter, x: Tensor | None) -> bool:
-        """As `Find`.
-
-        Raises:
-            ModelError: no way of calling the module obeys the laws.
-            StateError: trials are impossible.
-        """
-        if x is None:
-            _guess(adapter)
-            return False
-        if not _can_be_measured(adapter, x):
-            return False
-        search = Search(adapter.module, x, self.hints)
-        convention = search.find()
-        if convention is None or len(search.choices) > 1:
-            error = refusal(search, convention)
-            if adapter.example is not None:
-                carried = ", ".join(["T", "B", *map(str, adapter.example.shape[2:])])
-                error.add_note(f"throughtime: the module was carried with inputs ({carried})")
-            raise error
-        if adapter.example is None or adapter.convention.where != convention.where:
-            adapter.bind(convention, x)
-        if x.shape[1] > 1:
-            adapter.initial_state(x.shape[1], None)  # refused where it takes one lane
-        return True
-
-
-def _guess(adapter: ModuleAdapter) -> None:
-    """Prepare an adapter for inputs that the first layer of its module declares.
-
-    Raises:
-        StateError: none does, or they are not those that the module takes.
-    """
-    refused, x = None, guessed_inputs(adapter.module)
-    try:
-        if x is not None:
-            adapter.prepare(x)
-    except ModelError as error:  # it may take other inputs
-        refused = error
-    if adapter.example is None:
-        raise StateError(
-            f"the layout of the state of {type(adapter.module).__name__} is not known yet: call"
-            " net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)"
-        ) from refused
-
-
-def _can_be_measured(adapter: ModuleAdapter, x: Tensor) -> bool:
-    """Whether trials are possible now; they were made before where they are not.
-
-    Raises:
-        ModelError, StateError: they are impossible.
-    """
-    module, name = adapter.module, type(adapter.module).__name__
-    if torch.compiler.is_compiling() or is_sharded(module):
-        if adapter.example is None:
-            raise StateError(
-                f"how {name} is called is not known yet. It is found by trials on a copy, which is"
-                " impossible while torch compiles or exports, and for weights that are spread over"
-                " ranks: call net = tt.carry(module, x) with example inputs first, before"
-                " fully_shard(net)"
-            )
-        return False
-    if x.is_meta or any(p.is_meta for p in module.parameters()):
-        raise ModelError(
-            f"{name} or its inputs are on the meta device, where nothing can be measured:"
-            " module.to_empty(device=...), load its weights, then carry it"
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ModelError(
-            "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
-            " be set. Carry the module that was scripted: net = tt.carry(module)"
-        )
-    return True
-
-
-@dataclass(frozen=True)
 class ChainAdapter(Adapter):
     """nn.Sequential: the outputs of each child are the inputs of the next.
 
-    The state is a dict by the child's name. A child of the user's has none if it is shown to
-    compute each step of each lane alone; otherwise it is carried by the search for any module.
+    The state is a dict by the child's name. A child of the user's is carried by the search for any
+    module; it has no state if it is shown to compute each step of each lane alone.
     """
 
     module: nn.Sequential
     children: tuple[nn.Module, ...]
-    links: dict[str, "Link"]
-    _tried: set[Hashable] = field(default_factory=set[Hashable], init=False, repr=False)
+    links: Mapping[str, Adapter]
 
-    def prepare(self, x: Tensor) -> None:
-        kind = input_kind(self.module, x)
-        if kind in self._tried or not x.numel() or torch.compiler.is_compiling():
-            return
-        if is_sharded(self.module):
-            return  # its layers are known; what stands between them is taken as it is
-        steps, x = len(x), trial_inputs(x, self.module, LANES, STEPS)
-        for name, link in self.links.items():
-            with quiet(x.device):
-                x = self._outputs(name, link, x, steps)
-        _require_state(self.links)
-        self._tried.add(kind)
+    @property
+    def is_known(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return all(link.is_known for link in self.links.values())
 
-    def _outputs(self, name: str, link: "Link", x: Tensor, steps: int) -> Tensor:
-        """What a child makes of inputs, once it is known whether and how it carries a state."""
-        module, law = link.module, None
-        is_open = (
-            isinstance(link, ModuleAdapter) and link.example is None and not has_layers(module)
-        )
-        if is_open or (isinstance(link, StatelessAdapter) and type(module) not in STEPWISE):
-            law = stepwise_law(module, x, steps)
-            if law is None:
-                self.links[name] = link = StatelessAdapter(module)
-            elif not is_open:
-                raise ModelError(f"'{name}' of this nn.Sequential {broken(module, law)}")
-        try:
-            link.prepare(x)
-        except ModelError as error:
-            if law is None or len(parameters_of(module.forward)) > 1:
-                raise
-            raise ModelError(f"'{name}' of this nn.Sequential {broken(module, law)}") from error
-        snapshot = Snapshot(module)
-        try:
-            set_modes(module, None)
-            with torch.no_grad():
-                y, _ = link.run(x, link.initial_state(LANES, x))
-        finally:
-            snapshot.restore()
-        _require_steps(name, x, y)
-        return y
-
-    def initial_state(self, lanes: int, like: Tensor | None) -> State:
-        if like is not None:
-            self.prepare(like)
-        elif not self._tried and any(isinstance(c, ModuleAdapter) for c in self.links.values()):
-            guess = guessed_inputs(self.module)
-            with contextlib.suppress(ModelError, *MISFIT_ERRORS):  # it may take other inputs
-                if guess is not None:
-                    self.prepare(guess)
-        return {name: link.initial_state(lanes, None) for name, link in self.links.items()}
+    def initial_state(self, lanes: int) -> State:
+        return {name: link.initial_state(lanes) for name, link in self.links.items()}
 
     def leaf_names(self, state: State) -> list[str]:
         return [f"{k}.{leaf}" for k, v in self.links.items() for leaf in v.leaf_names(state[k])]
 
     def explain(self) -> str:
         lines = ["Sequential: each module gets the outputs (T, B, ...) of the one before"]
+        stateless: list[str] = []
         for name, link in self.links.items():
-            if not isinstance(link, StatelessAdapter):
-                first, *others = link.explain().split("\n")
-                lines += [f"'{name}', {first}", *others]
-        stateless = [n for n, link in self.links.items() if isinstance(link, StatelessAdapter)]
+            if isinstance(link, StatelessAdapter):
+                stateless.append(repr(name))
+            else:
+                lines += f"'{name}', {link.explain()}".split("\n")
         if stateless:
-            lines.append(f"no state, one call for each chunk: {', '.join(map(repr, stateless))}")
+            lines.append(f"no state, one call for each chunk: {', '.join(stateless)}")
         return "\n  ".join(lines)
 
     def takes_resets(self) -> bool:
@@ -388,36 +183,26 @@ class ChainAdapter(Adapter):
             )
         after: dict[str, State] = {}
         for name, link in self.links.items():
-            y, after[name] = link.run(x, state[name], resets)
-            _require_steps(name, x, y)
-            x = y
+            x, after[name] = link_outputs(name, link, x, state[name], resets)
         return x, after
 
 
-Link: TypeAlias = (
-    LayerAdapter
-    | StandardiseAdapter
-    | DifferenceAdapter
-    | StatelessAdapter
-    | ModuleAdapter
-    | ChainAdapter
-)
+def link_outputs(
+    name: str, link: Adapter, x: Tensor, state: State, resets: Tensor | None = None
+) -> tuple[Tensor, State]:
+    """What a child of a chain makes of inputs.
 
-
-def _require_steps(name: str, x: Tensor, y: Tensor) -> None:
+    Raises:
+        ModelError: it has another number of steps or lanes.
+    """
+    y, after = link.run(x, state, resets)
     if y.shape[:2] != x.shape[:2]:
         raise ModelError(
             f"module '{name}' of this nn.Sequential turns {tuple(x.shape)} into {tuple(y.shape)},"
             " expected one output per step and lane. A carried recurrent layer returns its outputs"
             " only: drop a module that picks them out of a tuple, or the last step."
         )
-
-
-def _require_state(links: dict[str, Link]) -> None:
-    if all(isinstance(link, StatelessAdapter) for link in links.values()):
-        raise ModelError(
-            "none of the modules in this nn.Sequential carries a state; nothing to carry"
-        )
+    return y, after
 
 
 def has_layers(module: nn.Module) -> bool:
@@ -425,30 +210,115 @@ def has_layers(module: nn.Module) -> bool:
     return any(isinstance(part, RECURRENT) for part in module.modules())
 
 
-def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Link:
-    """The adapter that fits a module."""
+def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
+    """The adapter of a module before its first inputs."""
     is_script = isinstance(module, torch.jit.ScriptModule)
-    if hints == Hints(batch_first=hints.batch_first) and not is_script:
-        # not the forward of a subclass
-        home = type(module).forward.__module__ or ""  # of a class without a file
-        is_known = home.startswith(("torch.nn.", "throughtime.nn."))
-        if isinstance(module, nn.RNNBase) and is_known:
-            if module.bidirectional:
-                raise bidirectional_error(name or type(module).__name__)
-            return LayerAdapter(module)
-        if isinstance(module, nn.RNNCellBase) and is_known:
-            return cell_adapter(module)
-        if type(module) is Standardise:
-            return StandardiseAdapter(module)
-        if type(module) is Difference:
-            return DifferenceAdapter(module, adapter_for(module.module, hints, name))
-        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
-            links: dict[str, Link] = {}
-            # named_children leaves out the second position of a module
-            for key, child in zip(module._modules, module, strict=True):
-                is_plain = all(type(m).__module__.startswith("torch.") for m in child.modules())
-                plain = StatelessAdapter(child) if is_plain and not has_layers(child) else None
-                links[key] = plain or adapter_for(child, hints, key)
-            _require_state(links)
-            return ChainAdapter(module, tuple(module), links)
-    return ModuleAdapter(module, Trials(hints), hints)
+    if hints != Hints(batch_first=hints.batch_first) or is_script:
+        return UnknownAdapter(module, hints)
+    # not the forward of a subclass
+    home = type(module).forward.__module__ or ""  # of a class without a file
+    if isinstance(module, RECURRENT) and home.startswith(("torch.nn.", "throughtime.nn.")):
+        if getattr(module, "bidirectional", False):
+            raise bidirectional_error(name or type(module).__name__)
+        return layer_adapter(module)
+    if type(module) is Standardise:
+        return StandardiseAdapter(module)
+    if type(module) is Difference:
+        return DifferenceAdapter(module, adapter_for(module.module, hints, name))
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        links: dict[str, Adapter] = {}
+        # named_children leaves out the second position of a module
+        for key, child in zip(module._modules, module, strict=True):
+            is_plain = all(type(m).__module__.startswith("torch.") for m in child.modules())
+            plain = StatelessAdapter(child) if is_plain and not has_layers(child) else None
+            links[key] = plain or adapter_for(child, hints, key)
+        return chain_of(module, links)
+    return UnknownAdapter(module, hints)
+
+
+def chain_of(module: nn.Sequential, links: dict[str, Adapter]) -> ChainAdapter:
+    """The adapter of a chain.
+
+    Raises:
+        ModelError: nothing in it carries a state.
+    """
+    if all(isinstance(link, StatelessAdapter) for link in links.values()):
+        raise ModelError(
+            "none of the modules in this nn.Sequential carries a state; nothing to carry"
+        )
+    return ChainAdapter(module, tuple(module), links)
+
+
+def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Adapter:
+    """The adapter of a module that trials have measured with example inputs `(T, B, ...)`.
+
+    Args:
+        adapter: known or unknown.
+        x: example inputs.
+        steps: of the chunks of the stream; those of the examples if they are more.
+        link: the name of the module in an nn.Sequential. It may have no state there.
+
+    Raises:
+        ModelError: no way of calling the module obeys the laws.
+    """
+    steps = max(steps, len(x))
+    if isinstance(adapter, DifferenceAdapter):
+        return replace(adapter, link=prepared(adapter.link, x, steps))
+    if isinstance(adapter, ChainAdapter):
+        return _prepared_chain(adapter, x, steps)
+    if adapter.hints is None or (link and type(adapter.module) in STEPWISE):
+        return adapter
+    _require_measurable(adapter.module, x)
+    search = Search(adapter.module, x, adapter.hints, steps, is_link=bool(link))
+    convention = search.find()
+    before = adapter if isinstance(adapter, ModuleAdapter) else None
+    if convention is None or len(search.choices) > 1:
+        error = refusal(search, convention, link)
+        if before is not None:
+            carried = ", ".join(["T", "B", *map(str, before.example.shape[2:])])
+            error.add_note(f"throughtime: the module was carried with inputs ({carried})")
+        raise error
+    if link and not convention.is_stateful:
+        return StatelessAdapter(adapter.module)
+    if before is not None and before.convention.where == convention.where:
+        return before
+    if before is not None:
+        before.close()
+    after = ModuleAdapter(adapter.module, convention, x)
+    if x.shape[1] > 1:
+        after.initial_state(x.shape[1])  # refused where it takes one lane
+    return after
+
+
+def _require_measurable(module: nn.Module, x: Tensor) -> None:
+    """Refuse modules of which no trial is possible.
+
+    Raises:
+        ModelError: on the meta device, or TorchScript.
+    """
+    if x.is_meta or any(p.is_meta for p in module.parameters()):
+        raise ModelError(
+            f"{type(module).__name__} or its inputs are on the meta device, where nothing can be"
+            " measured: module.to_empty(device=...), load its weights, then carry it"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ModelError(
+            "the module is TorchScript, whose layers have no hooks and whose attributes cannot"
+            " be set. Carry the module that was scripted: net = tt.carry(module)"
+        )
+
+
+def _prepared_chain(chain: ChainAdapter, x: Tensor, steps: int) -> ChainAdapter:
+    """A chain whose children are known, each by the outputs of those before it."""
+    links, x = dict(chain.links), sample_inputs(x, LANES, weight=weight_of(chain.module))
+    for name, before in chain.links.items():
+        with quiet(x.device):
+            links[name] = link = prepared(before, x, steps, name)
+            snapshot = Snapshot(link.module)
+            try:
+                set_modes(link.module, None)
+                with torch.no_grad():
+                    x, _ = link_outputs(name, link, x, link.initial_state(LANES))
+            finally:
+                snapshot.restore()
+    return chain if links == chain.links else chain_of(chain.module, links)

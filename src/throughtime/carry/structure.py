@@ -30,9 +30,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from throughtime.carry._calls import LayerAdapter
 from throughtime.carry.carried import Carried
 from throughtime.carry.guards import Guards
-from throughtime.carry.layers import ChainAdapter, LayerAdapter, StatelessAdapter
+from throughtime.carry.layers import ChainAdapter, StatelessAdapter
 from throughtime.state import State
 
 # of classes whose subclasses may compute something else
@@ -163,7 +164,8 @@ def _read_chain(adapter: ChainAdapter) -> Structure:
     if (*adapter.module._modules.values(),) != adapter.children:
         raise UnknownError("a module that was replaced after tt.carry")
     for name, link in adapter.links.items():
-        if not isinstance(link, (StatelessAdapter, LayerAdapter)):
+        is_layer = isinstance(link, LayerAdapter) and isinstance(link.module, nn.RNNBase)
+        if not (is_layer or isinstance(link, StatelessAdapter)):
             raise UnknownError(
                 f"'{name}', a {type(link.module).__name__}, with a state of its own,"
             )

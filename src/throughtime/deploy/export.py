@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._files import write_together
-from throughtime.carry._refusal import whole_numbers_hint
+from throughtime.carry._refusal import inputs_hint
 from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import session
@@ -277,7 +277,7 @@ def _check_call(net: Carried, example: Tensor) -> None:
         raise DataError(
             f"inputs: the net does not take the example, {tuple(example.shape)} {example.dtype}"
             f" from {example.min():.4g} to {example.max():.4g}: {one_line(error)}"
-            f"{whole_numbers_hint(net.module, example)}. Give inputs like those that it was trained"
+            f"{inputs_hint(net.module, example)}. Give inputs like those that it was trained"
             " on"
         ) from error
     if not isinstance(y, Tensor):

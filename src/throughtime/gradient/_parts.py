@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import fork_rng
-from throughtime.carry._adapter import Adapter
+from throughtime.carry._calls import Adapter, LayerAdapter, layer_adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
 from throughtime.carry.guards import Guards
-from throughtime.carry.layers import ChainAdapter, LayerAdapter
+from throughtime.carry.layers import ChainAdapter
 from throughtime.carry.structure import Around, Structure, is_foreign, structure_of
 from throughtime.gradient.segment import preserve_rng_and_buffers, tolerance
 from throughtime.nn.layers import Recurrent
@@ -168,7 +168,7 @@ def _computes_the_same(net: Carried, parts: Parts, inputs: Tensor) -> bool:
         z = x if parts.front is None else parts.front(x)
         ends: dict[str, State] = {}
         for name, layer in parts.layers.items():
-            z, ends[name] = LayerAdapter(layer).run(z, own[name])
+            z, ends[name] = layer_adapter(layer).run(z, own[name])
         z = parts.tail(z, x)
         pairs = zip([y, *trees.tensors(after)], [z, *trees.tensors(ends)], strict=True)
         return all(

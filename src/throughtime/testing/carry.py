@@ -75,7 +75,7 @@ def check_carry(
         carried = carried.cpu()
     x, steps = x.to(device_of(carried)), sum(chunks) if inputs is None else len(x)
     if inputs is None or x.shape[1] == 1:
-        x = sample_inputs(x, steps, 3)
+        x = sample_inputs(x, 3, steps)
     try:
         carried.prepare(x)  # in its own dtype, for the rounding that it has there
     except ModelError as refused:
