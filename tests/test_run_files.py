@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from processes import elsewhere
 from test_cli import ended
-from test_run import COMMAND, command, finish, flags, settings, write_recordings
+from test_run import COMMAND, command, finish, flags, settings, stop_at, write_recordings
 from throughtime import _files, _safetensors
 from throughtime import state as trees
 from throughtime.app.config import make_config
@@ -279,7 +279,7 @@ def test_lost_lines_of_the_log_are_named_and_a_new_log_is_begun(folder: RunFolde
     folder.metrics.unlink()
     code, _, errors = ended("train", "--resume", folder.path, "--updates", "80")
     assert code == 0, errors
-    rows = folder.read_metrics(["accuracy"])
+    rows = folder.read_metrics()
     assert rows[0]["kind"] == "data"
     assert [row["update"] for row in rows if row["kind"] == "train"] == list(range(61, 81))
 
@@ -343,7 +343,7 @@ def test_a_live_run_is_locked_until_it_is_killed(tmp_path: Path, workers: int) -
     finally:
         live.send_signal(signal.SIGKILL)
         live.wait()
-    last = int(load_checkpoint(folder.checkpoint)["counts"][0])
+    last = int(load_checkpoint(folder.checkpoint)["done"]["count"])
     resumed = elsewhere(COMMAND, "train", "--resume", out, "--updates", str(last + 400))
     assert resumed.code == 0, resumed.errors
     assert not (out / ".lock").exists()
@@ -378,7 +378,7 @@ def test_of_two_starts_one_trains(tmp_path: Path) -> None:
     started = elsewhere(COMMAND, *flags(values))
     assert started.code == 2
     assert f"process {os.getpid()} on " in started.errors
-    list(training.run())
+    training.run()
     assert not (out / ".lock").exists()
     again = elsewhere(COMMAND, "train", "--resume", out, "--updates", "70")
     assert again.code == 0, again.errors
@@ -496,9 +496,7 @@ def test_a_full_disk_keeps_model_and_checkpoint_of_one_update(tmp_path: Path) ->
     data = write_recordings(tmp_path / "data")
     values = settings(data, tmp_path / "run", hidden=64)
     training = Training.begin(make_config(values))
-    for progress in training.run():
-        if progress.update == 30:
-            training.stop()
+    stop_at(training, 30)
     folder = training.folder
     before = folder.model.read_bytes(), folder.checkpoint.read_bytes()
     size = (len(before[0]) + len(before[1])) // 2
