@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from test_run import finish, settings, write_recordings
 from throughtime.app.audit import AuditJob, AuditReport
 from throughtime.app.config import AuditOptions
+from throughtime.app.evaluate import keep_results
 from throughtime.app.load import load_run
 from throughtime.app.report import figures
 from throughtime.app.run_folder import RunFolder
@@ -195,14 +196,15 @@ def test_infinite_norm_is_stored_and_has_no_colour(
     assert drawn != whole
     assert "inf" not in re.sub(r'"data:[^"]*"', "", drawn)
     audited = replace(audit_job(RunFolder(Path(look.config.out))).run(), trace=broken)
-    audited.write(tmp_path / "audit.json")
+    keep_results(load_run(Path(look.config.out)), tmp_path / "audit.json", audited.facts())
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert AuditReport.read(tmp_path / "audit.json") == audited
 
 
 def test_file_without_a_trace_is_read(traced: tuple[AuditJob, RunTrace], tmp_path: Path) -> None:
     look, _ = traced
-    audit_job(RunFolder(Path(look.config.out))).run().write(tmp_path / "audit.json")
+    found = audit_job(RunFolder(Path(look.config.out))).run()
+    keep_results(load_run(Path(look.config.out)), tmp_path / "audit.json", found.facts())
     content = json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"))
     assert content.pop("trace")
     (tmp_path / "audit.json").write_text(json.dumps(content), encoding="utf-8")

@@ -566,13 +566,10 @@ def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
 def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(
     tmp_path: Path,
 ) -> None:
-    from throughtime.app.evaluate import evaluate_run
-    from throughtime.app.train import Training
-
     data = write_recordings(tmp_path / "data")
     more = {"valid_every": 0, "schedule": "constant"}
     short = finish(settings(data, tmp_path / "run", **more))
-    evaluate_run(load_run(short.path), None, "valid")
+    short.scores("valid").write_text("{}", encoding="utf-8")
     training = Training.resume(short.path, updates=90)
     training.run()
     assert not short.scores("valid").is_file()  # scores of the model as it was
@@ -652,10 +649,12 @@ def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
 
 
 def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
-    from throughtime.app.evaluate import evaluate_run
+    from throughtime.app.evaluate import evaluate_run, keep_results
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    scores = evaluate_run(load_run(folder.path), None, "valid")
+    trained = load_run(folder.path)
+    scores = evaluate_run(trained, None, "valid")
+    assert "written" in keep_results(trained, folder.scores("valid"), scores)
     assert scores["split"] == "valid"
     content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
     assert content["metrics"] == pytest.approx(scores["metrics"], nan_ok=True)

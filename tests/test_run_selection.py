@@ -53,7 +53,7 @@ def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: 
     torch.testing.assert_close(net.module.state_dict(), expected, rtol=0, atol=0)
     scores = evaluate_run(load_run(folder.path), None, "valid")
     assert scores["metrics"] == {name: best[name] for name in scores["metrics"]}
-    assert json.loads(folder.scores("valid").read_text(encoding="utf-8"))["update"] == spec.update
+    assert scores["update"] == spec.update
     last = finish(settings(data, tmp_path / "last", **UNSTEADY, task=task, keep="last"))
     assert load_model(last.model)[1].update == 60
     assert _lines(last) == _lines(folder)  # what is kept changes no training

@@ -4,7 +4,6 @@ The gradients are those of training: the recordings and lanes of the run, its lo
 weights. The results, with the advice that follows from them, are kept in a file of the run.
 """
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,13 +12,11 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from throughtime._files import write_atomically
 from throughtime.app.config import AuditOptions, Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, one_thread, without_dropout
 from throughtime.app.recordings import OnPhase
-from throughtime.app.run_folder import json_safe
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose.audit import Truncation
@@ -119,13 +116,9 @@ class AuditReport:
         enough = None if row is None else {"stride": row.stride, "horizon": row.horizon}
         return {**asdict(self), "enough": enough, "warning": self.warning()}
 
-    def write(self, path: Path) -> None:
-        """Write the facts as JSON, atomically."""
-        write_atomically(path, json.dumps(json_safe(self.facts(), texts=True), indent=1).encode())
-
     @classmethod
     def read(cls, path: Path) -> "AuditReport":
-        """Read the file that `write` wrote.
+        """Read the file of the facts.
 
         Raises:
             RunError: the file holds something else.

@@ -406,7 +406,8 @@ class _Training:
             **values,
             "seconds": round(done.seconds, 3),
             "training_seconds": round(done.seconds - done.aside, 3),
-            "waiting": round(waited / done.seconds, 4) if done.seconds else 0.0,
+            # a clock that was set back must not show -0 %
+            "waiting": round(max(0.0, waited) / max(done.seconds, 1e-9), 4),
             "peak_memory": peak_memory(),
             "frames": done.frames,
         }
