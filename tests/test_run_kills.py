@@ -26,9 +26,9 @@ PATIENCE = 300.0
 RUNS: dict[str, dict[str, Any]] = {
     "stream": {},
     "horizon": {"horizon": 25, "model": "gru", "layers": 2, "dropout": 0.3},
-    "epochs": {"epochs": 12, "updates": None, "warm_up": 5, "offset": 20},
+    "epochs": {"epochs": 12 * KILLS, "updates": None, "warm_up": 5, "offset": 20},
     "exact": {"gradient": "exact", "cut_every": 25, "stride": None},
-    "adaptive": {"gradient": "adaptive", "stride": None},
+    "randomized": {"gradient": "randomized", "gradient-arg": "mean_horizon=12", "stride": None},
     "windows": {"train_on": "windows", "dtype": "float64"},
     "hand-off": {"hand_off": True, "lanes": 3},
     "schedule": {"task": "regress", "schedule": "cosine", "lr_warmup": 7, "workers": 1},
@@ -64,7 +64,7 @@ def killed(process: "subprocess.Popen[bytes]", folder: RunFolder, draw: random.R
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_killed_at_random_moments_ends_with_the_same_bits(tmp_path: Path, name: str) -> None:
     data = write_recordings(tmp_path / "data", (4000, 2500, 300))
-    values = {"updates": 600, "valid_every": 50, "checkpoint_every": 0.2, **RUNS[name]}
+    values = {"updates": 500 * KILLS, "valid_every": 50, "checkpoint_every": 0.2, **RUNS[name]}
     whole, folder = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "killed")
     assert started(arguments(settings(data, whole.path, **values)), name).wait(PATIENCE) == 0
     words = arguments(settings(data, folder.path, **values))
