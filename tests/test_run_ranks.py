@@ -333,7 +333,7 @@ def test_a_run_that_cannot_go_on_prints_one_message_and_ends_on_all_ranks(
 def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
     with pytest.raises(
         RunError,
-        match=r"holds the positions of 2 ranks.*there is 1 now: go on with as many as before",
+        match=r"holds the positions of 2 ranks.*there is 1 now: start as many as before",
     ):
         Training.resume(ran.of("whole-horizon").path).run()
 
