@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-def started(words: list[str], name: str) -> "subprocess.Popen[bytes]":
+def started(words: list[str], name: str) -> "subprocess.Popen[Any]":
     """The command, on two ranks if the name says so, in a group of processes of its own."""
     two = [*torchrun(2), "-m", "throughtime"] if name.startswith("ranks") else command()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -45,7 +45,7 @@ def started(words: list[str], name: str) -> "subprocess.Popen[bytes]":
     return subprocess.Popen([*two, *words], env=environment, start_new_session=True, **quiet)
 
 
-def killed(process: "subprocess.Popen[bytes]", folder: RunFolder, draw: random.Random) -> bool:
+def killed(process: "subprocess.Popen[Any]", folder: RunFolder, draw: random.Random) -> bool:
     """Whether the process was killed, and not over before, at a random moment of its training."""
     before = folder.metrics.stat().st_mtime_ns if folder.metrics.exists() else 0
     deadline = time.monotonic() + PATIENCE

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -181,6 +181,8 @@ def fit(
     """
     if valid is None and patience is not None:
         raise ConfigError(f"patience={patience} counts validations; give recordings as valid=")
+    if valid is None and isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau waits for validations; give recordings as valid=")
     if updates is not None and epochs is not None:
         raise ConfigError(f"updates={updates} and epochs={epochs}: give one of them")
     if keep not in ("best", "last"):
@@ -379,7 +381,7 @@ class _Training:
 
     def _evaluate(self) -> Evaluation:
         if callable(self.valid):
-            return self.valid()
+            return cast("Evaluation", self.valid())
         return evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
 
     def _write(self, kind: str, values: Row) -> None:
