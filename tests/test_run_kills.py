@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "horizon": {"horizon": 25, "model": "gru", "layers": 2, "dropout": 0.3},
     "epochs": {"epochs": 12 * KILLS, "updates": None, "warm_up": 5, "offset": 20},
     "exact": {"gradient": "exact", "cut_every": 25, "stride": None},
-    "randomized": {"gradient": "randomized", "gradient-arg": "mean_horizon=12", "stride": None},
+    "last": {"dropout": 0.5, "layers": 2, "dtype": "float64", "keep": "last"},
     "windows": {"train_on": "windows", "dtype": "float64"},
     "hand-off": {"hand_off": True, "lanes": 3},
     "schedule": {"task": "regress", "schedule": "cosine", "lr_warmup": 7, "workers": 1},
