@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from test_cli import run
-from test_run import finish, settings, write_recordings
+from test_run import finish, kill_at, settings, stop_at, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.loggers import Loggers
 from throughtime.app.run_folder import RunFolder
@@ -21,19 +21,12 @@ from throughtime.errors import ConfigError, MissingExtraError, RunError
 MORE: dict[str, Any] = {"updates": 20, "valid_every": 5, "lr": 0.02, "schedule": "cosine"}
 
 
-def stop_and_resume(values: dict[str, Any], stop_at: int = 13, lost: int = 4) -> RunFolder:
+def stop_and_resume(values: dict[str, Any], killed: int = 13, lost: int = 4) -> RunFolder:
     """A run that is killed after its checkpoint, with log lines since, and resumed."""
     training = Training.begin(make_config(values))
-    saved: Any = None
-    for progress in training.run():
-        if progress.update == stop_at - lost:
-            training.save()
-            saved = True
-        if progress.update == stop_at:
-            break
-    assert saved
-    training.folder.unlock()
-    list(Training.resume(training.folder.path).run())
+    stop_at(training, killed - lost)
+    kill_at(Training.resume(training.folder.path), killed)
+    Training.resume(training.folder.path).run()
     return training.folder
 
 
@@ -103,8 +96,7 @@ def test_mlflow_continues_in_the_same_run(tmp_path: Path, file_store: str) -> No
     stopped = Training.begin(
         make_config(settings(data, tmp_path / "stopped", **MORE, logger=["mlflow"]))
     )
-    for _ in stopped.run():
-        stopped.stop()
+    stop_at(stopped, 1)
     ids = json.loads(stopped.folder.loggers.read_text(encoding="utf-8"))
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
 
@@ -163,8 +155,13 @@ def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 class Broken:
-    def start(self, _: Any) -> str:
-        return "1"
+    id = "1"
+
+    def __init__(self, *_: Any) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """It can."""
 
     def log(self, *_: Any) -> None:
         raise OSError("the server is gone")
@@ -174,7 +171,7 @@ class Broken:
 
 
 class Refusing(Broken):
-    def start(self, _: Any) -> str:
+    def start(self) -> None:
         raise ConnectionError("refused\nand more")
 
 
@@ -189,7 +186,9 @@ def test_a_logger_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert folder.model.read_bytes() == plain.model.read_bytes()
     monkeypatch.setitem(loggers._LOGGERS, "tensorboard", Refusing)
     values = settings(data, tmp_path / "refused", **MORE, logger=["tensorboard"])
-    with pytest.raises(RunError, match=r"cannot start \(ConnectionError: refused\); the ids"):
+    with pytest.raises(
+        RunError, match=r"cannot start \(ConnectionError: refused and more\); the ids"
+    ):
         finish(values)
 
 
@@ -208,7 +207,7 @@ def test_a_log_of_another_hand_is_refused_and_a_new_start_forgets_it(tmp_path: P
     for content in ("[1]", "{", '{"wandb": 3}'):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(RunError, match="remove it to begin new logs"):
-            Loggers(["tensorboard"]).start(path, {}, 0)
+            Loggers(["tensorboard"], path, {}, 0)
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
     training.folder.loggers.write_text('{"tensorboard": "old"}', encoding="utf-8")

@@ -179,21 +179,20 @@ def evaluate(
 ) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
-    from throughtime.app.evaluate import evaluate_run
-    from throughtime.app.report.page import write_report
+    from throughtime.app.evaluate import evaluate_run, keep_results
 
     trained = _open_run(run, trust_code=trust_code)
     with ProgressDisplay(enabled=not as_json) as display:
         scores = evaluate_run(_treating(trained, missing), data, split, display.phase)
     path = trained.files.scores(scores["split"])
-    write_report(trained)
+    written = keep_results(trained, path, scores)
     if as_json:
         print_json(scores)
         return
     print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
     out.print(
         f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
-        f" {path} written"
+        f" {written}"
     )
 
 
@@ -377,7 +376,7 @@ def audit(
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
     from throughtime.app.audit import AuditJob
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
-    from throughtime.app.report.page import write_report
+    from throughtime.app.evaluate import keep_results
 
     if options["horizons"] is not None:
         try:
@@ -393,13 +392,12 @@ def audit(
         if not as_json:
             out.print(job.describe())
         report = job.run(display.phase)
-    report.write(trained.files.audit)
-    write_report(trained)
+    written = keep_results(trained, trained.files.audit, report.facts())
     if as_json:
         print_json(report.facts())
         return
     print_audit(report, trained.config)
-    out.print(f"{trained.files.audit} and {trained.files.report} written")
+    out.print(written)
 
 
 @app.command(

@@ -13,6 +13,7 @@ References: I. Loshchilov and F. Hutter, SGDR: stochastic gradient descent with 
 import math
 
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from throughtime.app.config import Config
 from throughtime.errors import ConfigError
@@ -35,6 +36,11 @@ def make_optimizer(config: Config, net: nn.Module) -> AdamW:
     if not groups:
         raise ConfigError(f"model={config.model!r}: has no weights, so there is nothing to train")
     return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, max_norm=config.max_norm)
+
+
+def make_schedule(optimizer: AdamW, config: Config, updates: int) -> LambdaLR:
+    """The learning rate of each update of so many."""
+    return LambdaLR(optimizer, lambda count: learning_rate(config, count + 1, updates) / config.lr)
 
 
 def learning_rate(config: Config, update: int, updates: int) -> float:

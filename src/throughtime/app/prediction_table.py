@@ -6,19 +6,19 @@ Shapes: `T` steps, `n` of a chunk, `C` classes or output columns.
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from throughtime.app.model import ModelSpec
 from throughtime.stream import Recording
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
 from throughtime.stream.recording import step_times
 from throughtime.stream.targets import later_times
 
 Columns: TypeAlias = dict[str, Array]
-_GROUP = 65_536  # rows of a row group of Parquet
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first character of one
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,6 @@ class PredictedSteps:
         return np.arange(steps.start, steps.stop) * size + size - 1 + ahead * size
 
 
-class Writer(Protocol):
-    """Writes the predictions of consecutive steps."""
-
-    def write(self, steps: slice, outputs: Array) -> None:
-        """Append the rows of some steps; `outputs` `(n, C)` are probabilities, or values."""
-        ...
-
-
 class _NpyWriter:
     """A `.npy` of shape `(T, C)`, appended to; mapping it would keep its pages in memory."""
 
@@ -100,7 +92,7 @@ class _CsvWriter:
         columns = self._table.columns(steps, outputs)
         rows = csv.writer(self._file)
         if not self._header:
-            rows.writerow(columns)
+            rows.writerow(map(plain_text, columns))
             self._header = True
         rows.writerows(zip(*map(_texts, columns.values()), strict=True))
 
@@ -108,30 +100,36 @@ class _CsvWriter:
 def _texts(values: Array) -> Sequence[Any]:
     if values.dtype.kind == "M":
         return time_texts(values)
+    if values.dtype.kind == "U":
+        return [plain_text(v) for v in values.tolist()]
     return [f"{v:.6g}" for v in values.tolist()] if values.dtype.kind == "f" else values.tolist()
 
 
+def plain_text(text: str) -> str:
+    """The text with an apostrophe before it where a spreadsheet would compute it as a formula.
+
+    Example:
+        >>> plain_text("=1+1"), plain_text("-5"), plain_text("beat")
+        ("'=1+1", '-5', 'beat')
+    """
+    return f"'{text}" if text.startswith(_FORMULA) and not is_number(text) else text
+
+
 class _ParquetWriter:
-    """A `.parquet` in row groups; a time without a value is null."""
+    """A `.parquet` with a row group for each chunk; a time without a value is null."""
 
     def __init__(self, file: Any, table: PredictedSteps) -> None:
         self._file, self._table = file, table
         self._writer: Any = None
-        self._parts: list[Any] = []
 
     def write(self, steps: slice, outputs: Array) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
+        from pyarrow import array, parquet, table
 
         columns = self._table.columns(steps, outputs)
-        self._parts.append(pa.table({name: pa.array(v) for name, v in columns.items()}))
-        last = steps.stop >= len(self._table.recording)
-        if last or sum(part.num_rows for part in self._parts) >= _GROUP:
-            group = pa.concat_tables(self._parts)
-            self._writer = self._writer or parquet.ParquetWriter(self._file, group.schema)
-            self._writer.write_table(group)
-            self._parts = []
-        if last:
+        rows = table({name: array(values) for name, values in columns.items()})
+        self._writer = self._writer or parquet.ParquetWriter(self._file, rows.schema)
+        self._writer.write_table(rows)
+        if steps.stop >= len(self._table.recording):
             self._writer.close()
 
 
