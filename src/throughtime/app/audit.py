@@ -224,7 +224,7 @@ class AuditJob:
         self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
         _check_shorter(self.horizons[-1], self.steps, self.stream)
         without_dropout(self.net)
-        self.loss_fn = make_loss(self.spec, self.net)
+        self.loss_fn = make_loss(self.spec, self.net, config.loss)
         self.first = recordings[0]
 
     def describe(self) -> str:

@@ -49,7 +49,7 @@ class ModelSelection:
         """
         if config.patience is not None and not validates:
             raise ConfigError(
-                f"patience={config.patience} counts validations during training, and there are"
+                f"--patience {config.patience} counts validations during training, and there are"
                 " none: hold recordings out (--holdout, or a split valid), with --valid-every"
                 " above 0"
             )

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from throughtime._device import seed_generators
 from throughtime._files import write_atomically, write_together
@@ -25,6 +26,7 @@ from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.load import resolve_task, task_remark
 from throughtime.app.loggers import Loggers, Status, check_installed
 from throughtime.app.model import (
+    MODEL_ARGUMENTS,
     build_model,
     check_device,
     check_memory,
@@ -34,12 +36,12 @@ from throughtime.app.model import (
     prepare_own,
     set_statistics,
 )
-from throughtime.app.optimizer import learning_rate, make_optimizer
+from throughtime.app.optimizer import make_optimizer, make_schedule
 from throughtime.app.policy import make_policy, resolve_gradient, updates_per_epoch
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes
 from throughtime.app.selection import NOT_VALIDATED, ModelSelection, selection_score
-from throughtime.app.user_class import model_arguments, remember
+from throughtime.app.user_class import remember
 from throughtime.carry.carried import device_of
 from throughtime.distributed import RankError
 from throughtime.errors import ConfigError, DataError, RunError
@@ -95,8 +97,8 @@ class Training:
         if own is not None:
             prepare_own(self.net, dataset.spec)
         self.device = device_of(self.net)
-        self.optimizer = make_optimizer(config, self.net)
-        self.loss_fn = make_loss(dataset.spec, self.net)
+        self.optimizer, self.lr = make_optimizer(self.net, config), config.lr
+        self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.policy = make_policy(config)
@@ -105,6 +107,7 @@ class Training:
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, team.count)
         # By epochs an estimate, since the order of recordings moves an epoch's end.
         self.total = config.updates or (config.epochs or 1) * self.epoch_updates
+        self.schedule = make_schedule(self.optimizer, config, self.total)
         self._valid_every = config.valid_every
         if self._valid_every is None:
             self._valid_every = max(1, self.total // 5)
@@ -230,11 +233,6 @@ class Training:
         return training
 
     @property
-    def lr(self) -> float:
-        """The learning rate of the last update."""
-        return learning_rate(self.config, self.count, self.total)
-
-    @property
     def waiting(self) -> float:
         """The share of the time so far that was spent waiting for data."""
         return (self._waited + self.stream.wait_seconds) / self.seconds if self.seconds else 0.0
@@ -313,7 +311,7 @@ class Training:
                 if self._is_over():
                     return
             if self.count == 0:
-                cause = f"warm_up={self.config.warm_up} or missing targets mask all of them"
+                cause = f"--warm-up {self.config.warm_up} or missing targets mask all of them"
                 self.team.raise_together(
                     DataError(f"an epoch passed without a single step that counts: {cause}")
                 )
@@ -353,10 +351,11 @@ class Training:
 
     def _apply(self, update: Update) -> None:
         self.count += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+        self.lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if not isinstance(self.schedule, ReduceLROnPlateau):
+            self.schedule.step()
         self.frames += update.steps
         self._loss_sum += update.loss * update.steps
         self._loss_steps += update.steps
@@ -395,6 +394,8 @@ class Training:
         if self.dataset.valid:
             score = self.team.on_first(self._validate)
             self.selection.add(self.count, score, self.net.module)
+            if isinstance(self.schedule, ReduceLROnPlateau):
+                self.schedule.step(-score)
             self.rows += 1
 
     def _validate(self) -> float:
@@ -489,13 +490,13 @@ def _trusted(config: Config) -> Config:
     for own in config.code():
         own.trust()
         if own.setting == "model":
-            model_arguments(own)
+            own.accepted(nn.Module, dict.fromkeys(MODEL_ARGUMENTS))
         path = own.path.resolve()
         config = replace(config, **{own.setting: f"{path}:{own.name}"})
         if paths.setdefault(path.name, path) != path:
             raise ConfigError(
-                f"model and gradient are two files {path.name}, and the run folder keeps both;"
-                " rename one"
+                f"{path} and {paths[path.name]} are two files {path.name}, and the run folder keeps"
+                " both; rename one"
             )
     return config
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LambdaLR
+
 from throughtime._device import generators, set_generators
 from throughtime.app.dataset import changed_data
 from throughtime.app.model import check_layout, statistics_of
@@ -32,6 +34,7 @@ def content(training: "Training", positions: list[dict[str, Any]]) -> dict[str, 
     return {
         "net": dict(training.net.state_dict()),
         "optimizer": training.optimizer.state_dict(),
+        "schedule": training.schedule.state_dict(),
         "selection": training.selection.state_dict(),
         "ranks": positions,
         "counts": [training.count, training.rows, training.frames, training._loss_steps],
@@ -78,12 +81,20 @@ def _restore(training: "Training", saved: Mapping[str, Any]) -> None:
     moments = saved["optimizer"]["state"]  # its settings are those of the run
     parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
     for i, values in moments.items():
-        for name in (name for name, value in values.items() if value.ndim):
+        for name in (name for name, value in values.items() if getattr(value, "ndim", 0)):
             check_layout({name: values[name]}, {name: parameters[i]})
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
     if saved["selection"]["weights"]:
         check_layout(saved["selection"]["weights"], expected)
     training.selection.load_state_dict(saved["selection"])
+    schedule = training.schedule
+    own = {k: v for k, v in saved["schedule"].items() if k != "base_lrs"}
+    schedule.load_state_dict(schedule.state_dict() | own)
+    rates = schedule.get_last_lr()
+    if isinstance(schedule, LambdaLR):  # of the settings now, which may name another end
+        rates = [training.config.lr * schedule.lr_lambdas[0](schedule.last_epoch)] * len(rates)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
     training.count, training.rows, training.frames, training._loss_steps = saved["counts"]
     training.seconds, training._overhead = saved["seconds"]
     training._loss_sum.copy_(saved["loss_sum"])
