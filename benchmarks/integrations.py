@@ -36,12 +36,11 @@ import lightning.pytorch as pl
 import torch
 from ignite.contrib.engines.tbptt import create_supervised_tbptt_trainer as upstream_trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import throughtime as tt
 from throughtime.integrations import accelerate as accelerated
 from throughtime.integrations.ignite import StreamTrainer, create_supervised_tbptt_trainer
-from throughtime.integrations.lightning import LightningModule, Loader, StreamModule
+from throughtime.integrations.lightning import Loader, StreamModule
 
 CHUNK, FEATURES, HIDDEN, NORM = 100, 4, 50, 1.0
 BLOCK = 100  # updates timed at a time, as many as the longest of the training steps
@@ -150,40 +149,6 @@ def lightning_stream(task: Task, chunks: int) -> Implementation:
     )
 
 
-class OldExample(LightningModule):
-    """A module as it was written for Lightning 1.9."""
-
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__()
-        self.net, self.optimizer_ = net, optimizer
-        self.truncated_bptt_steps = CHUNK
-
-    def training_step(self, batch: Any, batch_idx: int, hiddens: State | None) -> dict[str, Any]:
-        del batch_idx
-        x, target = batch
-        y, after = self.net(x.transpose(0, 1), hiddens)
-        return {"loss": LOSS(y, target.transpose(0, 1)), "hiddens": after}
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer_
-
-
-def lightning_old(task: Task) -> Implementation:
-    """As in 1.9: the trainer splits a batch and steps the optimizer for each split."""
-    net, optimizer = task.net()
-    module, batches = (
-        OldExample(net, optimizer),
-        DataLoader(TensorDataset(task.x.transpose(0, 1), task.y.transpose(0, 1))),
-    )
-    return Implementation(
-        net,
-        optimizer,
-        lambda: pl.Trainer(max_epochs=1, accelerator="cpu", gradient_clip_val=NORM, **QUIET).fit(
-            module, batches
-        ),
-    )
-
-
 def ignite_stream(task: Task, chunks: int) -> Implementation:
     """An engine on a stream, so many chunks in an iteration."""
     net, optimizer = task.net()
@@ -237,7 +202,6 @@ IMPLEMENTATIONS: dict[str, Callable[[Task], Implementation]] = {
     "Lightning, 1 chunk a step": lambda task: lightning_stream(task, 1),
     "Lightning, 10 chunks a step": lambda task: lightning_stream(task, 10),
     "Lightning, 100 chunks a step": lambda task: lightning_stream(task, 100),
-    "Lightning, module of 1.9": lightning_old,
     "Ignite, 1 chunk an iteration": lambda task: ignite_stream(task, 1),
     "Ignite, 100 chunks an iteration": lambda task: ignite_stream(task, 100),
     "Ignite, supervised": ignite_batches,

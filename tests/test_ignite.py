@@ -503,8 +503,7 @@ def test_a_plain_script_needs_no_attribute_in_an_old_checkpoint() -> None:
     assert mine.run(batches(3)).iteration == 3
 
 
-@pytest.mark.parametrize("horizon", [None, 6], ids=["model", "updates"])
-def test_loss_that_is_not_finite_ends_the_run_before_the_step(horizon: int | None) -> None:
+def test_loss_that_is_not_finite_ends_the_run_before_the_step() -> None:
     """The square of a huge target is infinite, its gradient is not."""
     model = Leaky()
     x, y = torch.randn(9, 2, 3), torch.randn(9, 2, 2)
@@ -512,9 +511,7 @@ def test_loss_that_is_not_finite_ends_the_run_before_the_step(horizon: int | Non
     steps = list[Any]()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    trainer = create_supervised_tbptt_trainer(
-        model, optimizer, nn.functional.mse_loss, 3, horizon=horizon
-    )
-    with pytest.raises(RunError, match=r"steps 3 to 5 of the (batch|epoch)"):
+    trainer = create_supervised_tbptt_trainer(model, optimizer, nn.functional.mse_loss, 3)
+    with pytest.raises(RunError, match="steps 3 to 5 of the batch"):
         trainer.run([(x, y)])
     assert len(steps) == 1

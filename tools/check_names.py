@@ -73,7 +73,7 @@ PARTS = {
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(34_718, 18_000),
     "deploy": Part(13_090, 13_000),
-    "integrations": Part(9_940, 8_000),
+    "integrations": Part(8_000, 8_000),
     "app": Part(51_449, 24_000),
     "testing": Part(2_714, 3_300),
 }

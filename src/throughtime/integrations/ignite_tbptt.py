@@ -6,7 +6,6 @@ With default arguments it computes the same as
 Shapes: `T` steps, `B` lanes, `C` outputs, `N` steps times lanes.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +18,12 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, listed
 from throughtime.integrations._ignite_step import OptimizerStep
 from throughtime.state import map_tensors, named_tensors
 
 Batch: TypeAlias = Any  # a nesting of tensors and anything else; `_count_steps` checks it
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]
-Resets: TypeAlias = str | Callable[[Batch], Tensor] | None
 
 
 class Tbptt_Events(EventEnum):  # noqa: N801  # the name that scripts import
@@ -88,8 +85,6 @@ def create_supervised_tbptt_trainer(
     *,
     static: Sequence[str] = (),
     carry: bool = False,
-    resets: Resets = None,
-    horizon: int | None = None,
     max_norm: float | None = None,
     amp_mode: Literal["amp"] | None = None,
     scaler: torch.amp.GradScaler | None = None,
@@ -98,15 +93,14 @@ def create_supervised_tbptt_trainer(
     """An Ignite engine that trains on chunks of `tbtt_step` steps of each batch.
 
     Takes the place of the function of the same name in `ignite.contrib.engines`, and makes an
-    update after each chunk. For recordings longer than a batch can hold, or for another policy than
-    truncation, use `StreamTrainer`.
+    update after each chunk. For recordings longer than a batch can hold, resets where a recording
+    starts, or credit across chunks, use `StreamTrainer`.
 
     Args:
         model: maps `x` to `(outputs, hidden)`, and `(x, hidden)` as well; any nested `hidden`, see
-            `tt.state`. One made by `tt.carry` runs as with `horizon`.
+            `tt.state`.
         optimizer: any.
-        loss_fn: of `(outputs, targets)` of a chunk. With `resets` or `horizon` it is as for
-            `tt.updates`: a mean over N rows.
+        loss_fn: of `(outputs, targets)` of a chunk.
         tbtt_step: steps of a chunk; the last one of a batch may be shorter.
         dim: the time dimension of the batches.
         device: batches are moved there; the model stays where it is.
@@ -117,10 +111,6 @@ def create_supervised_tbptt_trainer(
             chunk; all others are cut.
         carry: row i of a batch continues row i of the batch before; every epoch starts anew. The
             state is `trainer.state.hidden`, and `trainer.state_dict()` has it.
-        resets: rows whose recording starts with the batch: the batch's key of, or a function
-            giving, `(B,)` bool.
-        horizon: steps that credit flows back, within the batch, at least `tbtt_step`; default
-            `tbtt_step`.
         max_norm: the gradient is clipped to this global norm.
         amp_mode: "amp" runs model and loss under `torch.autocast`.
         scaler: a `torch.amp.GradScaler`; only with `amp_mode`.
@@ -133,11 +123,9 @@ def create_supervised_tbptt_trainer(
         after the present chunk.
 
     Raises:
-        ConfigError: arguments that contradict each other.
-        ModelError: `resets` or `horizon` with a model that cannot be carried. A batch that does not
-            fit raises `DataError`.
+        ConfigError: an argument out of its range. A batch that does not fit raises `DataError`.
 
-    Cost: that of the loop by hand; with `horizon` `horizon / tbtt_step` times as much.
+    Cost: that of the loop by hand.
 
     Example:
         >>> import torch
@@ -151,49 +139,28 @@ def create_supervised_tbptt_trainer(
     References: R. J. Williams and J. Peng, Neural Computation 2 (1990).
     """
     step = OptimizerStep(optimizer, max_norm, amp_mode, scaler)
-    _check_arguments(tbtt_step, dim, static, carry, resets, horizon)
+    _check_arguments(model, tbtt_step, static)
     prepare = partial(prepare_batch, device=device, non_blocking=non_blocking)
-    if resets is not None or horizon is not None or isinstance(model, Carried):
-        net = tt.carry(model, batch_first=dim == 1)
-        gradient = tt.Truncated(tbtt_step, horizon)
-        mode = _UpdatesMode(net, loss_fn, step, prepare, gradient, dim, tuple(static), resets)
-    else:
-        mode = _ModelMode(model, loss_fn, step, prepare, tbtt_step, dim, tuple(static))
-    paths = (*static, resets) if isinstance(resets, str) else tuple(static)
-    return _Iteration(
-        mode.run, partial(_count_lanes, dim=dim, static=paths), carry, weighted
-    ).engine()
+    chunks = _Chunks(model, loss_fn, step, prepare, tbtt_step, dim, tuple(static))
+    return _Iteration(chunks, carry, weighted).engine()
 
 
-def _check_arguments(
-    tbtt_step: int,
-    dim: int,
-    static: Sequence[str],
-    carry: bool,
-    resets: Resets,
-    horizon: int | None,
-) -> None:
-    faults: list[str] = []
+def _check_arguments(model: nn.Module, tbtt_step: int, static: Sequence[str]) -> None:
     steps: Any = tbtt_step  # a user's 1e2 is a float
     if not isinstance(steps, int) or steps < 1:
-        faults.append(f"tbtt_step={tbtt_step!r}: expected a number of steps, at least 1")
+        raise ConfigError(f"tbtt_step={tbtt_step!r}: expected a number of steps, at least 1")
     if isinstance(static, str):
-        faults.append(f"static={static!r} is a string, expected several: static=({static!r},)")
-    if resets is not None and not carry:
-        faults.append(
-            "resets without carry=True: without it every row of every batch starts from the initial"
-            " state anyway"
+        raise ConfigError(f"static={static!r} is a string, expected several: static=({static!r},)")
+    if isinstance(model, Carried):
+        raise ConfigError(
+            "the model is made by tt.carry, which needs a stream to know where recordings start:"
+            " StreamTrainer(net, optimizer, loss_fn, gradient=tt.Truncated(...)).run(stream),"
+            " or give net.module"
         )
-    if (resets is not None or horizon is not None) and dim not in (0, 1):
-        faults.append(
-            f"dim={dim} with resets or horizon: expected 0 for (T, B, ...) or 1 for (B, T, ...)"
-        )
-    if faults:
-        raise ConfigError("; ".join(faults))
 
 
 class _ChunkResult(NamedTuple):
-    """Mean loss of a chunk, the steps it is over (0: none valid), and the state after it."""
+    """Mean loss of a chunk, the steps it is over, and the state after it."""
 
     loss: float
     steps: int
@@ -201,8 +168,8 @@ class _ChunkResult(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _ModelMode:
-    """Calls `model(x)`, then `model(x, hidden)`: credit stays in its chunk; any batch and state."""
+class _Chunks:
+    """Trains on a batch chunk by chunk; credit stays in its chunk."""
 
     model: nn.Module
     loss_fn: LossFn
@@ -232,115 +199,31 @@ class _ModelMode:
             start += steps
 
 
-@dataclass(frozen=True)
-class _UpdatesMode:
-    """Runs `tt.updates` over the chunks: credit crosses them, and rows are reset on request."""
-
-    net: Carried
-    loss_fn: LossFn
-    step: OptimizerStep
-    prepare: Callable[[Batch], tuple[Any, Any]]
-    gradient: tt.Truncated
-    dim: int
-    static: tuple[str, ...]
-    resets: Resets
-
-    def run(self, batch: Batch, hidden: Any, begin: Callable[[], None]) -> Iterator[_ChunkResult]:
-        """As `_ModelMode.run`."""
-        chunks = list(self._chunks(batch))
-        options: dict[str, Any] = {"gradient": self.gradient, "scaler": self.step.scaler}
-        updates = tt.updates(self.net, chunks, self.loss_fn, state=hidden, **options)
-        for _ in chunks:
-            begin()
-            self.net.train()
-            update = self.step.next_update(updates, self.net)
-            if update is None:  # no valid target is left
-                yield _ChunkResult(math.nan, 0, updates.state)
-                return
-            self.step.clip()
-            self.step.step()
-            yield _ChunkResult(update.loss.item(), update.steps, updates.state)
-
-    def _chunks(self, batch: Batch) -> Iterator[Chunk]:
-        """The batch as adjacent chunks, time first."""
-        first_resets = self._first_resets(batch)
-        if isinstance(self.resets, str):
-            batch = {key: entry for key, entry in batch.items() if key != self.resets}
-        start = 0
-        for part, steps in _cut(batch, self.gradient.stride, self.dim, self.static):
-            x, y = (self._time_first(tensor) for tensor in self.prepare(part))
-            resets = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
-            if first_resets is not None and start == 0:
-                resets[0] = _check_rows(first_resets, x.shape[1])
-            position = torch.arange(start, start + steps, device=x.device)
-            position = position.unsqueeze(1).expand(x.shape[:2])
-            yield Chunk.from_tensors(x, y, resets=resets, position=position)
-            start += steps
-
-    def _time_first(self, part: Any) -> Tensor:
-        if not isinstance(part, Tensor) or part.dim() < 2:
-            got = f"{tuple(part.shape)} tensor" if isinstance(part, Tensor) else type(part).__name__
-            raise DataError(
-                f"prepare_batch gave a {got}, expected a tensor (T, B, ...), or (B, T, ...) with"
-                " dim=1: resets and horizon need lanes. Without both of them any nesting will do"
-            )
-        return part.transpose(0, 1) if self.dim == 1 else part
-
-    def _first_resets(self, batch: Batch) -> Any:
-        """The rows whose recording starts with this batch, or None."""
-        if self.resets is None or callable(self.resets):
-            return None if self.resets is None else self.resets(batch)
-        if isinstance(batch, Mapping) and self.resets in batch:
-            return batch[self.resets]
-        keys = list(batch) if isinstance(batch, Mapping) else None
-        raise DataError(
-            f"resets={self.resets!r} names no entry of the batch, which has"
-            f" {f'a {type(batch).__name__}' if keys is None else f'the keys {keys}'}: give the key,"
-            " or a function, resets=lambda batch: ..."
-        )
-
-
-def _check_rows(rows: Any, lanes: int) -> Tensor:
-    if isinstance(rows, Tensor) and rows.dtype == torch.bool and rows.shape == (lanes,):
-        return rows
-    is_tensor = isinstance(rows, Tensor)
-    got = f"{rows.dtype} of shape {tuple(rows.shape)}" if is_tensor else type(rows).__name__
-    raise DataError(
-        f"resets gave {got}, expected torch.bool of shape ({lanes},): true for each row whose"
-        " recording starts here"
-    )
-
-
 @dataclass
 class _Iteration:
     """The process function of the engine; `state.hidden` of the engine is what it carries."""
 
-    run: Callable[[Batch, Any, Callable[[], None]], Iterator[_ChunkResult]]
-    count_lanes: Callable[[Batch], int | None]
+    chunks: _Chunks
     carry: bool
     weighted: bool
     carried: Any = None  # the `state.hidden` that this object set
     carried_lanes: int | None = None
 
-    def __call__(self, engine: Engine, batch: Batch) -> float | None:
+    def __call__(self, engine: Engine, batch: Batch) -> float:
         losses: list[float] = []
         steps: list[int] = []
         state: Any = engine.state
         begin = partial(self._begin_chunk, engine)
-        for result in self.run(batch, self._entering_state(state, batch), begin):
+        for result in self.chunks.run(batch, self._entering_state(state, batch), begin):
             if self.carry:
                 hidden = result.hidden
                 self.carried = state.hidden = None if hidden is None else _detach_hidden(hidden)
-            if not result.steps:
-                break
             state.output = result.loss
             losses.append(result.loss)
             steps.append(result.steps)
             engine.fire_event(Tbptt_Events.TIME_ITERATION_COMPLETED)
             if engine.should_terminate or engine.should_terminate_single_epoch:
                 break
-        if not losses:
-            return None
         return fmean(losses, steps) if self.weighted else sum(losses) / len(losses)
 
     @staticmethod
@@ -352,7 +235,7 @@ class _Iteration:
     def _entering_state(self, state: Any, batch: Batch) -> Any:
         if not self.carry:
             return None
-        lanes = self.count_lanes(batch)
+        lanes = _count_lanes(batch, self.chunks.dim, self.chunks.static)
         is_own = state.hidden is not None and state.hidden is self.carried
         if is_own and lanes != self.carried_lanes:
             raise DataError(

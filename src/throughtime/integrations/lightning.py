@@ -1,7 +1,7 @@
 """Lightning 2.6: a module that trains on a stream, under any gradient policy.
 
-A training step makes many updates, and the state is carried from one to the next. Modules written
-for 1.9's truncated backpropagation use `LightningModule`, of `lightning_tbptt`.
+A training step makes many updates, and the state is carried from one to the next. A recipe in
+docs/how-to/migrating/lightning-1.9.md replaces `truncated_bptt_steps` of Lightning 1.9.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -32,19 +32,17 @@ try:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-
-    from throughtime.integrations.lightning_tbptt import TBPTT, AttachedModule, LightningModule
 except ModuleNotFoundError as error:
     raise MissingExtraError(
         "throughtime.integrations.lightning needs Lightning: pip install 'throughtime[lightning]'"
     ) from error
 
-__all__ = ["TBPTT", "LightningModule", "Loader", "StreamModule"]
+__all__ = ["Loader", "StreamModule"]
 
 CHECKPOINT_KEY = "throughtime"
 
 
-class StreamModule(AttachedModule):
+class StreamModule(pl.LightningModule):
     """A carried net that a Trainer trains on a `tt.Stream`.
 
     Write `configure_optimizers`, and hooks as you like. The Trainer gets `Loader(stream,
@@ -123,8 +121,17 @@ class StreamModule(AttachedModule):
         self._evaluators: dict[tuple[str, int], tuple[tt.Stream, Evaluator]] = {}
         self._predictors: dict[int, tt.Predictor] = {}
 
-    def _install(self, trainer: pl.Trainer) -> None:
-        if not any(isinstance(c, _StreamHooks) for c in _callbacks(trainer)):
+    @property
+    def trainer(self) -> pl.Trainer:
+        """The Trainer; attaching one adds the callback that does the module's own work."""
+        return super().trainer
+
+    @trainer.setter
+    def trainer(self, trainer: pl.Trainer | None) -> None:
+        pl.LightningModule.trainer.__set__(self, trainer)
+        if trainer is not None and not any(
+            isinstance(c, _StreamHooks) for c in _callbacks(trainer)
+        ):
             _callbacks(trainer).insert(0, _StreamHooks())
 
     def on_update(self, update: Update) -> None:
