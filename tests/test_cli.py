@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pyarrow import parquet
 
 import throughtime as tt
 from throughtime.app.cli import main
-from throughtime.app.model import load_model, model_bytes
+from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
 
 STEPS = 600
@@ -433,11 +434,12 @@ def test_predict_refuses_weights_that_are_not_finite(
 ) -> None:
     folder = tmp_path / "run"
     shutil.copytree(trained[0], folder)
-    model = RunFolder(folder).model
-    net, spec = load_model(model)
+    files = RunFolder(folder)
+    net, spec = load_model(files.model)
     parameter = next(net.parameters())
     parameter.data.view(-1)[0] = float("nan")
-    model.write_bytes(model_bytes(net.module.state_dict(), spec))
+    files.description = asdict(spec)
+    files.model.write_bytes(files.model_bytes(net.module.state_dict(), 1, 0))
     out = tmp_path / "p.csv"
     code, _, complained = ended("predict", folder, trained[1], "--out", out)
     assert code == 2

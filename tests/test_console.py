@@ -43,7 +43,7 @@ def settings(folder: Path, **values: Any) -> dict[str, Any]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     place = tmp_path_factory.mktemp("run")
     training = Training.begin(make_config(settings(place, updates=5)))
-    list(training.run())
+    training.run()
     return training.folder
 
 
@@ -146,7 +146,7 @@ def test_speed_and_time_left_leave_out_validation(
     """An update takes a second of a false clock, a validation a thousand."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    evaluate, apply = train.evaluate_recordings, Training._apply
+    evaluate = train.evaluate_recordings
 
     def pass_time(seconds: float, step: Any) -> Any:
         def timed(*arguments: Any) -> Any:
@@ -157,15 +157,18 @@ def test_speed_and_time_left_leave_out_validation(
         return timed
 
     monkeypatch.setattr(train, "evaluate_recordings", pass_time(1000.0, evaluate))
-    monkeypatch.setattr(Training, "_apply", pass_time(1.0, apply))
     values = settings(tmp_path, updates=10, valid_every=2)
-    training = Training.begin(make_config(values))
-    lines = list(training.run())
-    again = Training.resume(tmp_path / "run", updates=14)
-    lines += again.run()
+    lines = list[TrainProgress]()
+    for training in (
+        lambda: Training.begin(make_config(values)),
+        lambda: Training.resume(tmp_path / "run", updates=14),
+    ):
+        prepared = training()
+        prepared.optimizer.register_step_post_hook(pass_time(1.0, lambda *_: None))
+        prepared.run(lines.append)
     assert [line.frames_per_second for line in lines] == pytest.approx([40.0] * 14, abs=13)
     assert [line.remaining_seconds for line in lines] == [*range(9, -1, -1), 3, 2, 1, 0]
-    rows = [row for row in training.folder.read_metrics() if row["kind"] == "train"]
+    rows = [row for row in RunFolder(tmp_path / "run").read_metrics() if row["kind"] == "train"]
     assert [row["training_seconds"] for row in rows] == [*range(1, 15)]
     assert rows[-1]["seconds"] == 14 + 1000 * 6
 

@@ -4,13 +4,16 @@ Killed at any moment it goes on to the bit.
 """
 
 import copy
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +81,36 @@ def command(*arguments: str) -> list[str]:
 
 def finish(values: dict[str, Any]) -> RunFolder:
     training = Training.begin(make_config(values))
-    for _ in training.run():
-        pass
+    training.run()
     return training.folder
+
+
+def after_update(training: Training, update: int, act: Callable[[], object]) -> None:
+    """Act once the optimizer has made its step of this update, on this rank."""
+    steps = itertools.count(training.done.count + 1)
+    training.optimizer.register_step_post_hook(lambda *_: act() if next(steps) == update else None)
+
+
+def stop_at(training: Training, update: int, *, pressed: bool = True) -> Training:
+    """Run until Ctrl-C, on this rank or another one, during this update: the run saves after it."""
+    if pressed:
+        after_update(training, update, partial(os.kill, os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt, match=f"stopped at update {update}"):
+        training.run()
+    assert not load_checkpoint(training.folder.checkpoint)["done"]["finished"]
+    return training
+
+
+def kill_at(training: Training, update: int) -> Training:
+    """Run until an error during this update: nothing is saved."""
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    after_update(training, update, fail)
+    with pytest.raises(ZeroDivisionError):
+        training.run()
+    return training
 
 
 def test_a_checkpoint_gives_back_what_was_put_in(tmp_path: Path) -> None:
@@ -207,16 +237,11 @@ def test_training_that_diverges_says_so_and_keeps_the_checkpoint(tmp_path: Path)
             settings(write_recordings(tmp_path / "data"), tmp_path / "run", task="regress", lr=1e30)
         )
     )
-    training.save()
+    stop_at(training, 1)
     before = training.folder.checkpoint.read_bytes()
-    with pytest.raises(
-        RunError,
-        match=(
-            r"((the loss|part of the loss) is (nan|inf)|not finite).*try a lower --lr \(now"
-            r" 1e\+30\)"
-        ),
-    ):
-        list(training.run())
+    reason = r"((the loss|part of the loss) is (nan|inf)|not finite).*take a lower learning rate"
+    with pytest.raises(RunError, match=rf"{reason} \(now 1e\+30\)"):
+        Training.resume(training.folder.path).run()
     assert training.folder.checkpoint.read_bytes() == before
 
 
@@ -257,24 +282,20 @@ RESUMED = [
 
 @pytest.mark.covering
 @pytest.mark.parametrize("more", RESUMED, ids=lambda more: "-".join(map(str, more.values())))
-@pytest.mark.parametrize("stop_at", [1, 23, 32, 33, 47])
+@pytest.mark.parametrize("at", [1, 23, 32, 33, 47])
 def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
-    tmp_path: Path, more: dict[str, Any], stop_at: int
+    tmp_path: Path, more: dict[str, Any], at: int
 ) -> None:
     from throughtime.app.train import Training
 
     data = write_recordings(tmp_path / "data")
     whole = finish(settings(data, tmp_path / "whole", **more))
     stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for moment in stopped.run():
-        if moment.update >= stop_at:
-            stopped.stop()
-    assert not stopped.finished
+    stop_at(stopped, at)
     torch.manual_seed(999)
     resumed = Training.resume(stopped.folder.path)
-    assert resumed.count == stop_at
-    for _ in resumed.run():
-        pass
+    assert resumed.done.count == at
+    resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
 
@@ -297,7 +318,7 @@ def test_a_run_killed_without_warning_goes_on_to_the_same_bits(tmp_path: Path) -
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert seen
-    assert not load_checkpoint(folder.checkpoint)["finished"]
+    assert not load_checkpoint(folder.checkpoint)["done"]["finished"]
     resumed = elsewhere(COMMAND, "train", "--resume", folder.path)
     assert resumed.code == 0, resumed.errors
     assert "resumed at update" in resumed.output
@@ -328,15 +349,14 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "go on with: throughtime train --resume" in output
-    assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")["counts"][0] > 0
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.safetensors")["done"]["count"] > 0
 
 
 def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     """The system refuses the write: a limit on the size of the files of this process."""
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", hidden=64)
     training = Training.begin(make_config(values))
-    training.save()
-    training.folder.unlock()
+    stop_at(training, 1)
     before = training.folder.checkpoint.read_bytes()
     limit = len(before) // 2
 
@@ -358,8 +378,7 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
 
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
-    training.save()
-    training.folder.unlock()
+    stop_at(training, 1)
     write_recordings(data, (400, 260, 330))
     with pytest.raises(DataError, match=r"a statistic of the training split, was .* and is now"):
         Training.resume(training.folder.path)
@@ -372,8 +391,7 @@ def test_a_checkpoint_that_lacks_a_field_of_the_description_goes_on(tmp_path: Pa
 
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
-    training.save()
-    training.folder.unlock()
+    stop_at(training, 1)
     content = load_checkpoint(training.folder.checkpoint)
     del content["spec"]["layout"]["rate_set"]
     training.folder.checkpoint.write_bytes(checkpoint_bytes(content))
@@ -405,10 +423,10 @@ def test_a_run_ended_before_its_first_checkpoint_starts_again(tmp_path: Path) ->
     data = write_recordings(tmp_path / "data")
     whole = finish(settings(data, tmp_path / "whole"))
     ended = Training.begin(make_config(settings(data, tmp_path / "ended")))
-    next(ended.run())
+    kill_at(ended, 2)
     (ended.folder.path / "model.safetensors.123.tmp").write_bytes(b"left by a kill")
     resumed = Training.resume(ended.folder.path)
-    assert list(resumed.run())
+    resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
     assert not list(resumed.folder.path.glob("*.tmp"))
@@ -420,8 +438,7 @@ def test_a_run_goes_on_with_its_own_data_only(tmp_path: Path, changed: str) -> N
 
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
-    training.save()
-    training.folder.unlock()
+    stop_at(training, 1)
     labels, inputs = np.load(data / "0_y.npy"), np.load(data / "0_x.npy")
     if changed == "another class by name":
         for name in ("0", "1", "2"):
@@ -457,12 +474,18 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
     training = Training.begin(
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     )
-    training.save()
+    stop_at(training, 3)
     before = training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes()
-    with torch.no_grad():
-        next(training.net.parameters())[0] = torch.nan
-    with pytest.raises(RunError, match=r"diverged at update \d+: the weights are not finite"):
-        training.save()
+    resumed = Training.resume(training.folder.path)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            next(resumed.net.parameters())[0] = torch.nan
+        os.kill(os.getpid(), signal.SIGINT)
+
+    after_update(resumed, 4, spoil)
+    with pytest.raises(RunError, match=r"diverged at update 4: the weights are not finite"):
+        resumed.run()
     assert before == (training.folder.checkpoint.read_bytes(), training.folder.model.read_bytes())
 
 
@@ -479,6 +502,7 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path, weight_decay: floa
                 tmp_path / "run",
                 updates=4,
                 max_norm=1e-3,
+                keep="last",
                 dtype="float64",
                 **rule,
             )
@@ -505,7 +529,7 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path, weight_decay: floa
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-    list(training.run())
+    training.run()
     rows = [row for row in training.folder.read_metrics() if row["kind"] == "train"]
     assert [row["lr"] for row in rows] == pytest.approx(rates)
     for old, ours, theirs in zip(
@@ -542,15 +566,12 @@ def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:
 def test_a_finished_run_trains_on_to_another_end_as_if_it_had_been_asked_at_once(
     tmp_path: Path,
 ) -> None:
-    from throughtime.app.evaluate import evaluate_run
-    from throughtime.app.train import Training
-
     data = write_recordings(tmp_path / "data")
     more = {"valid_every": 0, "schedule": "constant"}
     short = finish(settings(data, tmp_path / "run", **more))
-    evaluate_run(load_run(short.path), None, "valid")
+    short.scores("valid").write_text("{}", encoding="utf-8")
     training = Training.resume(short.path, updates=90)
-    assert list(training.run())
+    training.run()
     assert not short.scores("valid").is_file()  # scores of the model as it was
     whole = finish(settings(data, tmp_path / "whole", updates=90, **more))
     assert whole.model.read_bytes() == short.model.read_bytes()
@@ -615,7 +636,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     before = folder.model.read_bytes(), folder.metrics.read_bytes()
-    assert list(Training.resume(folder.path).run()) == []
+    Training.resume(folder.path).run(pytest.fail)
     assert before == (folder.model.read_bytes(), folder.metrics.read_bytes())
 
 
@@ -624,14 +645,16 @@ def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=10_000))
     )
     with pytest.raises(DataError, match="without a single step that counts"):
-        list(training.run())
+        training.run()
 
 
 def test_scores_are_written_where_the_report_finds_them(tmp_path: Path) -> None:
-    from throughtime.app.evaluate import evaluate_run
+    from throughtime.app.evaluate import evaluate_run, keep_results
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    scores = evaluate_run(load_run(folder.path), None, "valid")
+    trained = load_run(folder.path)
+    scores = evaluate_run(trained, None, "valid")
+    assert "written" in keep_results(trained, folder.scores("valid"), scores)
     assert scores["split"] == "valid"
     content = json.loads(folder.scores("valid").read_text(encoding="utf-8"))
     assert content["metrics"] == pytest.approx(scores["metrics"], nan_ok=True)

@@ -20,7 +20,7 @@ from throughtime.app.config import AuditOptions, Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.load import load_run
 from throughtime.app.model import StandardisedMSE, one_thread
-from throughtime.app.run_folder import RunFolder
+from throughtime.app.run_folder import RunFolder, json_safe
 from throughtime.app.train import Training
 from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
@@ -55,7 +55,6 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     assert "what cutting the gradient costs, against the exact one" in said
     assert "whole state" in said
     assert "recurrent.c" in said
-    assert "gradient step by step: steps 0 to 400 of 0, 40 windows" in said
     content = json.loads(folder.audit.read_text(encoding="utf-8"), parse_constant=pytest.fail)
     assert content["update"] == 60
     page = folder.report.read_text(encoding="utf-8")
@@ -183,17 +182,17 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
         (
             ["--horizons", "500"],
             (
-                "horizon 500 is not shorter than the 400 steps audited, so it would cut nothing."
-                " Take fewer --lanes"
+                "horizon 500 is not shorter than the 400 steps audited of a lane, so it would cut"
+                " nothing: take shorter --horizons, fewer --lanes"
             ),
         ),
-        (["--horizons", "100", "--steps", "60"], "Take more --steps: there are 400"),
         (
-            ["--stride", "300"],
-            (
-                "a lane plays 400 steps in an epoch, too few to cut at a stride of 300. Take fewer"
-                " --lanes"
-            ),
+            ["--horizons", "100", "--steps", "60"],
+            "take more --steps, of 400, or shorter --horizons",
+        ),
+        (
+            ["--stride", "400"],
+            "horizon 400 is not shorter than the 400 steps",
         ),
         (["--lanes", "1000"], "--lanes 1000 but the recordings have 650 steps"),
         (["--tolerance", "1.5"], "--tolerance 1.5: expected a share from 0 to below 1"),
@@ -287,7 +286,7 @@ def noisy() -> AuditReport:
         (
             audited(truncation(50, 0.4), truncation(200, 0.05)),
             CONFIG,
-            "Train with --stride 200, or --stride 100 --horizon 200 for more",
+            "Train with --stride 200: a bias of 0.05, within the tolerance of 0.1. A shorter",
         ),
         (
             audited(truncation(50, 0.4), truncation(200, 0.05, 50)),
@@ -298,8 +297,8 @@ def noisy() -> AuditReport:
             audited(truncation(50, 0.02)),
             CONFIG,
             (
-                "Train with --stride 50: a bias of 0.02, within the tolerance of 0.1. It is the"
-                " shortest"
+                "Train with --stride 50: a bias of 0.02, within the tolerance of 0.1. A"
+                " shorter stride"
             ),
         ),
         (
@@ -310,15 +309,12 @@ def noisy() -> AuditReport:
         (
             audited(truncation(50, 0.4)),
             CONFIG,
-            (
-                "Audit longer ones, --horizons 200,800, or train with the exact gradient,"
-                " --gradient exact"
-            ),
+            ("Audit longer ones by --horizons, or train with the exact gradient, --gradient exact"),
         ),
         (
             audited(truncation(60_000, 0.4)),
             CONFIG,
-            "Train with the exact gradient, --gradient exact",
+            "train with the exact gradient, --gradient exact",
         ),
         (audited(truncation(50, math.inf)), CONFIG, "No audited horizon is long enough"),
         (
@@ -370,7 +366,8 @@ def test_a_reach_as_long_as_the_lags_names_the_option_to_raise() -> None:
 def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
     tmp_path: Path, found: AuditReport
 ) -> None:
-    found.write(tmp_path / "audit.json")
+    content = json_safe(found.facts(), texts=True)
+    (tmp_path / "audit.json").write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
     assert AuditReport.read(tmp_path / "audit.json") == found
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import throughtime as tt
 from test_cli import run
-from test_run import finish, settings, write_recordings
+from test_run import finish, settings, stop_at, write_recordings
 from throughtime.app.config import Config, make_config
 from throughtime.app.data_statistics import collect_statistics
 from throughtime.app.dataset import open_dataset
@@ -418,13 +418,13 @@ def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
         make_config(settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
     )
     assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
-    list(handed.run())
+    handed.run()
     assert handed.stream._entering_state(handed.net) is not None
     assert "from the state in which the part before it ended the last epoch" in "; ".join(
         handed.dataset.remarks
     )
     cold = Training.begin(make_config(settings(data, tmp_path / "cold", **more)))
-    list(cold.run())
+    cold.run()
     assert cold.stream._entering_state(cold.net) is None
     assert not all(
         torch.equal(a, b)
@@ -459,9 +459,9 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     [{"horizon": 30}, {"gradient": "exact", "cut_every": 30, "stride": None}],
     ids=["truncated", "exact"],
 )
-@pytest.mark.parametrize("stop_at", [1, 8, 9, 10, 14])
+@pytest.mark.parametrize("at", [1, 8, 9, 10, 14])
 def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
-    tmp_path: Path, stop_at: int, more: dict[str, Any]
+    tmp_path: Path, at: int, more: dict[str, Any]
 ) -> None:
     """Five parts of some 130 steps: the tenth update begins the third epoch."""
     data = write_recordings(tmp_path / "data")
@@ -476,13 +476,10 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
     }
     whole = finish(settings(data, tmp_path / "whole", **more))
     stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for moment in stopped.run():
-        if moment.update >= stop_at:
-            stopped.stop()
-    assert not stopped.finished
+    stop_at(stopped, at)
     resumed = Training.resume(stopped.folder.path)
-    assert resumed.count == stop_at
-    list(resumed.run())
+    assert resumed.done.count == at
+    resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
@@ -492,7 +489,7 @@ def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Pa
     more = {"lanes": 5, "stride": 30, "updates": None, "hand_off": True, "valid_every": 0}
     more |= {"schedule": "constant"}  # a cosine is that of the new end
     short = finish(settings(data, tmp_path / "run", epochs=2, **more))
-    list(Training.resume(short.path, epochs=4).run())
+    Training.resume(short.path, epochs=4).run()
     whole = finish(settings(data, tmp_path / "whole", epochs=4, **more))
     assert whole.model.read_bytes() == short.model.read_bytes()
     cold = finish(settings(data, tmp_path / "cold", epochs=4, **(more | {"hand_off": False})))
@@ -521,8 +518,9 @@ def test_the_time_spent_waiting_for_data_is_printed(tmp_path: Path) -> None:
     shares = [row["waiting"] for row in rows if row["kind"] == "train"]
     assert all(0 < share < 1 for share in shares)
     training = Training.begin(make_config(settings(data, tmp_path / "other")))
-    next(training.run())
-    assert training.waiting == pytest.approx(training.stream.wait_seconds / training.seconds)
+    training.run()
+    waited, row = training.stream.wait_seconds, training.folder.read_metrics()[-1]
+    assert row["waiting"] == pytest.approx(waited / row["seconds"], abs=1e-3)
 
 
 def test_idle_lanes_are_remarked_where_they_are_many(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from test_run import finish, settings, write_recordings
+from test_run import finish, settings, stop_at, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.dataset import training_stream
 from throughtime.app.load import load_run
@@ -29,12 +29,10 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
         range(1, 9)
     )
     stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for moment in stopped.run():
-        if moment.update >= 3:
-            stopped.stop()
+    stop_at(stopped, 3)
     resumed = Training.resume(stopped.folder.path)
-    assert resumed.count == 3
-    list(resumed.run())
+    assert resumed.done.count == 3
+    resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
@@ -71,12 +69,11 @@ def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(
     stopped = Training.begin(
         make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more))
     )
-    for _ in stopped.run():
-        stopped.stop()
+    stop_at(stopped, 1)
     lengths.clear()
     resumed = Training.resume(stopped.folder.path)
-    assert resumed.count == 1
-    list(resumed.run())
+    assert resumed.done.count == 1
+    resumed.run()
     assert lengths == expected[1:]
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
@@ -90,6 +87,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         "max_norm": 1e3,
         "dtype": "float64",
         "schedule": "constant",
+        "keep": "last",
     }
     training = Training.begin(
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
@@ -108,7 +106,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
     ):
         optimizer.step()
         optimizer.zero_grad()
-    list(training.run())
+    training.run()
     for mine, theirs in zip(training.net.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
@@ -165,8 +163,8 @@ def test_an_epoch_makes_as_many_updates_as_are_announced(
         make_config({**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
     )
     assert training.epoch_updates == expected
-    list(training.run())
-    assert training.count == expected
+    training.run()
+    assert training.done.count == expected
 
 
 def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) -> None:

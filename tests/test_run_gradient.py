@@ -19,6 +19,7 @@ from test_run import (
     command,
     finish,
     settings,
+    stop_at,
     write_recordings,
 )
 from throughtime.app.cli import new_settings
@@ -91,20 +92,18 @@ def values(folder: Path, name: str, policy: str, own: str) -> dict[str, Any]:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("stop_at", [7, 26])
+@pytest.mark.parametrize("at", [7, 26])
 def test_a_run_with_any_policy_goes_on_to_the_same_bits(
-    tmp_path: Path, own: str, policy: str, stop_at: int
+    tmp_path: Path, own: str, policy: str, at: int
 ) -> None:
     write_recordings(tmp_path / "data")
     whole = finish(values(tmp_path, "whole", policy, own))
     stopped = Training.begin(make_config(values(tmp_path, "stopped", policy, own)))
-    for progress in stopped.run():
-        if progress.update >= stop_at:
-            stopped.stop()
+    stop_at(stopped, at)
     torch.manual_seed(999)
     resumed = Training.resume(stopped.folder.path)
-    assert resumed.count == stop_at
-    list(resumed.run())
+    assert resumed.done.count == at
+    resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
 
@@ -118,7 +117,7 @@ def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next(
         name = type(policy).__name__
         training = Training.begin(make_config(values(tmp_path, name, "adaptive", "")))
         training.policy = policy
-        list(training.run())
+        training.run()
     ends, starts = zip(*policies[0].hand_overs(), strict=True)
     assert ends == starts
     assert min(starts) > 10
@@ -133,7 +132,7 @@ def test_a_finished_run_trains_on_for_more_epochs_as_if_asked_at_once(
     more = {"updates": None, "valid_every": 0, "schedule": "constant"}
     whole = finish(values(tmp_path, "whole", policy, own) | more | {"epochs": 4})
     short = finish(values(tmp_path, "short", policy, own) | more | {"epochs": 2})
-    list(Training.resume(short.path, epochs=4).run())
+    Training.resume(short.path, epochs=4).run()
     assert whole.model.read_bytes() == short.model.read_bytes()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from test_cli import run
-from test_run import finish, settings, write_recordings
+from test_run import finish, kill_at, settings, stop_at, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.loggers import Loggers
 from throughtime.app.run_folder import RunFolder
@@ -21,19 +21,12 @@ from throughtime.errors import ConfigError, MissingExtraError, RunError
 MORE: dict[str, Any] = {"updates": 20, "valid_every": 5, "lr": 0.02, "schedule": "cosine"}
 
 
-def stop_and_resume(values: dict[str, Any], stop_at: int = 13, lost: int = 4) -> RunFolder:
+def stop_and_resume(values: dict[str, Any], killed: int = 13, lost: int = 4) -> RunFolder:
     """A run that is killed after its checkpoint, with log lines since, and resumed."""
     training = Training.begin(make_config(values))
-    saved: Any = None
-    for progress in training.run():
-        if progress.update == stop_at - lost:
-            training.save()
-            saved = True
-        if progress.update == stop_at:
-            break
-    assert saved
-    training.folder.unlock()
-    list(Training.resume(training.folder.path).run())
+    stop_at(training, killed - lost)
+    kill_at(Training.resume(training.folder.path), killed)
+    Training.resume(training.folder.path).run()
     return training.folder
 
 
@@ -103,8 +96,7 @@ def test_mlflow_continues_in_the_same_run(tmp_path: Path, file_store: str) -> No
     stopped = Training.begin(
         make_config(settings(data, tmp_path / "stopped", **MORE, logger=["mlflow"]))
     )
-    for _ in stopped.run():
-        stopped.stop()
+    stop_at(stopped, 1)
     ids = json.loads(stopped.folder.loggers.read_text(encoding="utf-8"))
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
 

@@ -12,7 +12,7 @@ import torch
 
 from processes import torchrun
 from test_cli import run
-from test_run import _lines, finish, flags, settings, write_recordings
+from test_run import _lines, finish, flags, settings, stop_at, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
@@ -153,11 +153,9 @@ def test_a_module_of_ones_own_is_trained_resumed_and_scored(
     stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
     weights = stopped.net.module.state_dict()
     initial = next(value.clone() for name, value in weights.items() if "weight_ih" in name)
-    for progress in stopped.run():
-        if progress.update == 23:
-            stopped.stop()
+    stop_at(stopped, 23)
     resumed = Training.resume(stopped.folder.path)
-    list(resumed.run())
+    resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
     net, spec = load_model(whole.model)
@@ -181,7 +179,7 @@ def test_a_run_finds_its_module_again_from_its_own_copy(
     before = scored(folder)
     code.write_text(CODE.replace("torch.relu(y)", "0 * y"), encoding="utf-8")
     assert scored(folder) == before
-    list(Training.resume(folder.path, updates=30).run())
+    Training.resume(folder.path, updates=30).run()
     assert folder.read_config().model == "nets.py:Explicit"
     code.unlink()
     moved = RunFolder(Path(shutil.move(folder.path, tmp_path / "moved")))
@@ -191,7 +189,7 @@ def test_a_run_finds_its_module_again_from_its_own_copy(
     assert "what cutting the gradient costs" in audit
     page = moved.report.read_text(encoding="utf-8")
     assert f"Explicit of nets.py (SHA-256 {load_model(moved.model)[1].sha256})" in page
-    list(Training.resume(moved.path, updates=40).run())
+    Training.resume(moved.path, updates=40).run()
     copy = moved.path / "nets.py"
     copy.write_text(CODE + "\n# edited\n", encoding="utf-8")
     for refused in (lambda: load_model(moved.model), lambda: Training.resume(moved.path)):
@@ -210,7 +208,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_its_copy(
     started = Training.begin(make_config(values))
     started.folder.unlock()
     Path(code).unlink()
-    list(Training.resume(started.folder.path).run())
+    Training.resume(started.folder.path).run()
     assert load_model(started.folder.model)[1].model == "nets.py:Cell"
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from processes import free_port, in_processes, torchrun
-from test_run import _lines, finish, settings, write_recordings
+from test_run import _lines, finish, settings, stop_at, write_recordings
 from throughtime import state as trees
 from throughtime.app.config import make_config
 from throughtime.app.distributed import LostRankError, Team, TeamError, _lost_rank_errors
@@ -173,10 +173,8 @@ def test_a_lost_rank_is_reported_with_its_meaning() -> None:
 # --- a run ---
 
 
-def through(training: Training, stop_at: int | None = None) -> Training:
-    for moment in training.run():
-        if stop_at is not None and moment.update >= stop_at:
-            training.stop()
+def through(training: Training) -> Training:
+    training.run()
     return training
 
 
@@ -185,18 +183,15 @@ def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
     team = Team.of_group(torch.device("cpu"))
     for variant in VARIANTS:
         through(Training.begin(make_config(values(folder, f"whole-{variant}", variant)), team))
-        stopped = through(
-            Training.begin(make_config(values(folder, f"stopped-{variant}", variant)), team),
-            13 if rank else None,
-        )
+        stopped = Training.begin(make_config(values(folder, f"stopped-{variant}", variant)), team)
+        stop_at(stopped, 13, pressed=rank == 1)
         torch.manual_seed(999 + rank)
         resumed = Training.resume(stopped.folder.path, team=team)
-        yield f"stopped-{variant}", (stopped.finished, stopped.count, resumed.count)
+        yield f"stopped-{variant}", resumed.done.count
         through(resumed)
         if variant == "horizon":
-            through(
-                Training.begin(make_config(values(folder, "mutant", "horizon")), team), 7
-            )  # where the lanes of rank 1 still play
+            mutant = Training.begin(make_config(values(folder, "mutant", "horizon")), team)
+            stop_at(mutant, 7)  # where the lanes of rank 1 still play
             if team.is_first:
                 forget_the_state_of_the_second(RunFolder(folder / "mutant"))
             team.barrier()
@@ -207,7 +202,7 @@ def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
             lambda: Training.begin(make_config(values(folder, "whole-horizon", "horizon")), team)
         ),
     )
-    yield "alone", outcome(lambda: Training.resume(folder / "one-horizon", team=team))
+    yield "alone", outcome(lambda: through(Training.resume(folder / "one-horizon", team=team)))
     yield (
         "apart",
         outcome(
@@ -298,7 +293,7 @@ def test_the_lines_of_a_run_are_those_of_one_process_written_once(ran: Ran, vari
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_stopped_by_one_rank_goes_on_to_the_same_bits_on_all(ran: Ran, variant: str) -> None:
-    assert [mine[f"stopped-{variant}"] for mine in ran.reports] == [(False, 13, 13)] * 2
+    assert [mine[f"stopped-{variant}"] for mine in ran.reports] == [13] * 2
     whole, resumed = ran.of(f"whole-{variant}"), ran.of(f"stopped-{variant}")
     assert whole.model.read_bytes() == resumed.model.read_bytes()
     assert _lines(whole) == _lines(resumed)
@@ -311,8 +306,8 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
     alone, together = (
         load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole")
     )
-    names = {"net", "optimizer", "ranks", "counts", "seconds", "loss_sum", "finished", "spec"}
-    names |= {"selection", "code", "settings"}
+    names = {"net", "optimizer", "rules", "schedule", "best", "loss", "done", "ranks"}
+    names |= {"spec", "code", "settings"}
     assert set(alone) == set(together) == names
     assert [position["stream"]["rank"] for position in together["ranks"]] == [0, 1]
     for position in (*alone["ranks"], *together["ranks"]):
@@ -353,7 +348,7 @@ def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
         RunError,
         match=r"holds the positions of 2 ranks.*there is 1 now: go on with as many as before",
     ):
-        Training.resume(ran.of("whole-horizon").path)
+        Training.resume(ran.of("whole-horizon").path).run()
 
 
 # --- the command ---
@@ -438,7 +433,7 @@ def endless(folder: Path, name: str) -> list[str]:
 
 
 def updates_in(folder: RunFolder) -> int:
-    return int(load_checkpoint(folder.checkpoint)["counts"][0])
+    return int(load_checkpoint(folder.checkpoint)["done"]["count"])
 
 
 def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
@@ -446,7 +441,9 @@ def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
     values_ = values(folder, f"whole-{updates}", "horizon") | {"updates": updates}
     yield (
         str(rank),
-        through(Training.begin(make_config(values_), Team.of_group(torch.device("cpu")))).count,
+        through(
+            Training.begin(make_config(values_), Team.of_group(torch.device("cpu")))
+        ).done.count,
     )
 
 
@@ -511,7 +508,7 @@ def test_after_a_killed_rank_the_run_resumes_to_the_same_bits(data: Path, rank: 
         killed.wait_for(folder.checkpoint.is_file)
         killed.rank(rank).kill()
         assert killed.ended() != 0, killed.output
-    assert not load_checkpoint(folder.checkpoint)["finished"]
+    assert not load_checkpoint(folder.checkpoint)["done"]["finished"]
     before = updates_in(folder)
     last = before + 17
     words = throughtime_on_two("train", "--resume", folder.path, "--updates", str(last))

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from test_cli import run
-from test_run import _lines, finish, flags, settings, write_recordings
+from test_run import _lines, finish, flags, settings, stop_at, write_recordings
 from throughtime.app.config import make_config
 from throughtime.app.evaluate import evaluate_run
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, load_checkpoint
-from throughtime.app.selection import ModelSelection
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError
 
@@ -36,9 +35,7 @@ def best_of(rows: list[dict[str, Any]], task: str) -> dict[str, Any]:
 def weights_at(data: Path, out: Path, update: int, **more: Any) -> dict[str, torch.Tensor]:
     """The weights of the run at an update, of a training that is stopped there."""
     training = Training.begin(make_config(settings(data, out, **UNSTEADY | more)))
-    for progress in training.run():
-        if progress.update == update:
-            training.stop()
+    stop_at(training, update)
     return dict(training.net.module.state_dict())
 
 
@@ -56,7 +53,7 @@ def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: 
     torch.testing.assert_close(net.module.state_dict(), expected, rtol=0, atol=0)
     scores = evaluate_run(load_run(folder.path), None, "valid")
     assert scores["metrics"] == {name: best[name] for name in scores["metrics"]}
-    assert json.loads(folder.scores("valid").read_text(encoding="utf-8"))["update"] == spec.update
+    assert scores["update"] == spec.update
     last = finish(settings(data, tmp_path / "last", **UNSTEADY, task=task, keep="last"))
     assert load_model(last.model)[1].update == 60
     assert _lines(last) == _lines(folder)  # what is kept changes no training
@@ -64,21 +61,17 @@ def test_the_model_has_the_weights_of_the_best_validation(tmp_path: Path, task: 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("stop_at", [5, 6, 29, 59])
-def test_a_stopped_run_keeps_the_same_best_to_the_bit(
-    tmp_path: Path, task: str, stop_at: int
-) -> None:
+@pytest.mark.parametrize("at", [5, 6, 29, 59])
+def test_a_stopped_run_keeps_the_same_best_to_the_bit(tmp_path: Path, task: str, at: int) -> None:
     data = write_recordings(tmp_path / "data")
     more = UNSTEADY | {"task": task, "schedule": "cosine", "lr_warmup": 7, "weight_decay": 0.1}
     more |= {"dropout": 0.3, "layers": 2}
     whole = finish(settings(data, tmp_path / "whole", **more))
     stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
-    for progress in stopped.run():
-        if progress.update >= stop_at:
-            stopped.stop()
+    stop_at(stopped, at)
     torch.manual_seed(999)
     resumed = Training.resume(stopped.folder.path)
-    list(resumed.run())
+    resumed.run()
     assert load_model(whole.model)[1].update < 60
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
     assert _lines(whole) == _lines(resumed.folder)
@@ -88,28 +81,11 @@ def test_a_lost_model_is_written_again_as_the_best(tmp_path: Path) -> None:
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **UNSTEADY))
     content = folder.model.read_bytes()
     folder.model.unlink()
-    Training.resume(folder.path)
+    Training.resume(folder.path).run()
     assert folder.model.read_bytes() == content
     saved = load_checkpoint(folder.checkpoint)
-    assert saved["selection"]["best"] == load_model(folder.model)[1].update
-    assert math.isfinite(saved["selection"]["score"])
-
-
-def test_a_score_that_is_no_number_or_equal_is_never_better() -> None:
-    net = torch.nn.Linear(1, 1)
-    selection = ModelSelection(keep_best=True, patience=3)
-    for update, score in enumerate((math.nan, 0.5, 0.5, math.nan), 1):
-        selection.add(update, score, net)
-    assert (selection.best, selection.stale, selection.exhausted) == (2, 2, False)
-    selection.add(5, 0.4, net)
-    assert selection.exhausted
-    other = ModelSelection(keep_best=True, patience=3)
-    other.load_state_dict(selection.state_dict())
-    assert (other.best, other.score, other.last, other.stale) == (2, 0.5, 5, 3)
-    blind = ModelSelection(keep_best=True)
-    blind.add(1, math.nan, net)
-    assert blind.kept(7, net)[0] == 7
-    assert blind.state_dict()["score"] is None
+    assert saved["done"]["best"] == load_model(folder.model)[1].update
+    assert math.isfinite(saved["done"]["score"])
 
 
 @pytest.mark.parametrize("more", [{"valid_every": 0}, {"holdout": 0.0}], ids=str)
@@ -122,7 +98,7 @@ def test_without_validation_the_last_weights_are_kept_with_a_remark(
             "id,inputs,targets\n0,0_x.npy,0_y.npy\n1,1_x.npy,1_y.npy\n", encoding="utf-8"
         )
     training = Training.begin(make_config(settings(data, tmp_path / "run", updates=5, **more)))
-    list(training.run())
+    training.run()
     assert load_model(training.folder.model)[1].update == 5
     assert any("the last weights are kept" in remark for remark in training.dataset.remarks)
     quiet = Training.begin(
@@ -150,7 +126,7 @@ def test_patience_stops_early_says_so_and_trains_on_when_asked(tmp_path: Path) -
     assert _lines(full)[: len(_lines(folder))] == _lines(folder)
     assert "already finished" in run("train", "--resume", folder.path)
     run("train", "--resume", folder.path, "--updates", "60")
-    assert load_checkpoint(folder.checkpoint)["counts"][0] > rows[-1]["update"]
+    assert load_checkpoint(folder.checkpoint)["done"]["count"] > rows[-1]["update"]
 
 
 def test_the_report_marks_the_best_update_beside_the_last(tmp_path: Path) -> None:

@@ -3,13 +3,14 @@
 import time
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from test_cli import ended, run
-from test_run import flags, settings, write_recordings
+from test_run import flags, settings, stop_at, write_recordings
 from throughtime import _safetensors
 from throughtime.app import console
 from throughtime.app.config import Config
@@ -22,9 +23,7 @@ def stopped(out: Path, **more: object) -> RunFolder:
     """A run of 60 updates that is stopped at its third."""
     values = settings(write_recordings(out.parent / "data", (400, 250, 300)), out, **more)
     training = Training.begin(Config(**values))
-    for progress in training.run():
-        if progress.update == 3:
-            training.stop()
+    stop_at(training, 3)
     return training.folder
 
 
@@ -90,19 +89,18 @@ def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
     )
     training = Training.begin(Config(**values))
     saves = list[float]()
-    apply, save = training._apply, training.save
+    save = training.folder.save
 
-    def slow_apply(update: object) -> None:
+    def pass_time(*_: object) -> None:
         now[0] += 0.1
-        apply(update)  # pyright: ignore[reportArgumentType]
 
-    def noted_save() -> None:
+    def noted_save(*content: Any) -> None:
         saves.append(round(now[0], 1))
-        save()
+        save(*content)
 
-    monkeypatch.setattr(training, "_apply", slow_apply)
-    monkeypatch.setattr(training, "save", noted_save)
-    list(training.run())
+    training.optimizer.register_step_post_hook(pass_time)
+    monkeypatch.setattr(training.folder, "save", noted_save)
+    training.run()
     gaps = np.diff([0.0, *saves[:-2]])
     assert gaps[0] == pytest.approx(1.0, abs=0.11)
     assert (np.diff(gaps) > -0.11).all()

@@ -5,13 +5,13 @@ not import torch. What functions return stays in its module, such as `throughtim
 """
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from throughtime import deploy, metrics, nn, optim, state, testing
+    from throughtime.app.fit import fit
     from throughtime.app.load import load_run, recordings
     from throughtime.carry import carry
     from throughtime.deploy.export import export
@@ -43,6 +43,7 @@ __all__ = [
     "draw",
     "evaluate",
     "export",
+    "fit",
     "from_frame",
     "fuse",
     "linear_scan",
@@ -66,6 +67,7 @@ __version__ = "0.1.0"
 
 _MODULES = {"deploy", "metrics", "nn", "optim", "state", "testing"}
 _EXPORTS = {
+    "app.fit": "fit",
     "app.load": "load_run recordings",
     "carry": "carry",
     "deploy.export": "export",
@@ -108,7 +110,7 @@ class _Package(ModuleType):
         if not (name in _SOURCE and isinstance(value, ModuleType)):
             super().__setattr__(name, value)
 
-    def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by name; cloudpickle, as Ray uses it, does so for plain modules only."""
         return import_module, (self.__name__,)
 

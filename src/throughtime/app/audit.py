@@ -4,44 +4,39 @@ The gradients are those of training: the recordings and lanes of the run, its lo
 weights. The results, with the advice that follows from them, are kept in a file of the run.
 """
 
-import json
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from throughtime._files import write_atomically
+from pydantic import TypeAdapter
+
 from throughtime.app.config import AuditOptions, Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, one_thread, without_dropout
 from throughtime.app.recordings import OnPhase
-from throughtime.app.run_folder import from_plain, json_safe
 from throughtime.app.trace import RunTrace, trace_run
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose.audit import Truncation
-from throughtime.errors import ConfigError, DataError, RunError, counted
+from throughtime.errors import ConfigError, RunError, counted, one_line
 from throughtime.stream import Stream
 
-HORIZONS = (50, 200, 800)
-LENGTHS = 8  # times the longest horizon: steps that are audited
-ANCHORS = 64  # losses whose gradient is traced back
+T = TypeVar("T")
+_HORIZONS = (50, 200, 800)
+_LENGTHS = 8  # times the longest horizon: steps that are audited
+_ANCHORS = 64  # losses whose gradient is traced back
 _MAX_PASSES = 8  # to trace them; each pass takes one loss of every lane
-SHORTER_STRIDE = (
+_SHORTER_STRIDE = (
     "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
-    " more passes."
+    " more passes. Compared after equal numbers of updates, rows have read unequal amounts of data."
 )
-NOISE = (
-    "|g| is small against its sampling noise ({:.2g} times |g|), as near a minimum: these relative"
-    " biases are noise. Audit more steps, or the weights of an earlier update."
+_NOISE = (
+    "These figures cannot choose a window. |g| is small against its sampling noise ({:.2g} times"
+    " |g|), as near a minimum: these relative biases are noise. Audit more steps, or the weights of"
+    " an earlier update."
 )
-UNEQUAL_DATA = (
-    "An update reads as many steps as its stride, one of tt.Exact() all of them. Compared after"
-    " equal numbers of updates, rows have read unequal amounts of data."
-)
-_MORE_STEPS = "Take fewer --lanes, or longer recordings."
 
 
 @dataclass(frozen=True)
@@ -83,55 +78,32 @@ class AuditReport:
         setting = (config.update_steps(), config.credit_steps())
         return next((row for row in self.audit.rows if (row.stride, row.horizon) == setting), None)
 
-    def extent(self) -> str:
-        """How much of the stream was measured, in words."""
-        return extent_in_words(self.audit.steps, self.epoch, self.audit.lanes)
-
     def advice(self, config: Config) -> str:
         """The window to train with, and the bias of the run's own."""
-        own = self.own(config)
-        if own is None:
-            return self._window(config)
-        return (
-            f"{self._window(config)} The run was trained with {_flags(own)}, whose bias is"
-            f" {own.bias:.2g}."
-        )
-
-    def _window(self, config: Config) -> str:
+        row, last, own = self.enough, self.audit.rows[-1], self.own(config)
         if not self.audit.norm:
-            return "The gradient is zero everywhere, so it cannot say which window to take."
-        if self.audit.noise >= math.sqrt(0.5):
-            return f"These figures cannot choose a window. {NOISE.format(self.audit.noise)}"
-        if self.enough is None:
-            return self._too_short()
-        if not self.reach.memory_used:
-            return (
+            text = "The gradient is zero everywhere, so it cannot say which window to take."
+        elif self.audit.noise >= math.sqrt(0.5):
+            text = _NOISE.format(self.audit.noise)
+        elif row is None:
+            text = (
+                "No audited horizon is long enough: the longest,"
+                f" {counted(last.horizon, 'step')}, has a bias of {last.bias:.2g}, above the"
+                f" tolerance of {self.tolerance:g}. Audit longer ones by --horizons, or train with"
+                " the exact gradient, --gradient exact."
+            )
+        elif not self.reach.memory_used:
+            text = (
                 "These figures cannot choose a window, because the net does not use its past yet."
                 " Train on, then audit again."
             )
-        return self._long_enough(self.enough, config)
-
-    def _long_enough(self, row: Truncation, config: Config) -> str:
-        stride = config.update_steps()
-        more_updates = config.gradient == "truncated" and stride is not None and stride < row.stride
-        flags = _flags(row)
-        if more_updates:
-            flags += f", or --stride {stride} --horizon {row.horizon} for more updates"
-        advice = f"Train with {flags}: a bias of {row.bias:.2g}, within the tolerance of"
-        advice += f" {self.tolerance:g}."
-        if row is self.audit.rows[0] and row.horizon > 1:
-            advice += " It is the shortest audited window; a shorter one may be enough."
-        return f"{advice} {SHORTER_STRIDE} {UNEQUAL_DATA}"
-
-    def _too_short(self) -> str:
-        row = self.audit.rows[-1]
-        longer = [str(n) for n in (4 * row.horizon, 16 * row.horizon) if 2 * n <= self.epoch]
-        first = f"Audit longer ones, --horizons {','.join(longer)}, or train" if longer else "Train"
-        return (
-            f"No audited horizon is long enough: the longest, {counted(row.horizon, 'step')}, has a"
-            f" bias of {row.bias:.2g}, above the tolerance of {self.tolerance:g}. {first} with the"
-            " exact gradient, --gradient exact."
-        )
+        else:
+            text = (
+                f"Train with {_flags(row)}: a bias of {row.bias:.2g}, within the tolerance of"
+                f" {self.tolerance:g}. {_SHORTER_STRIDE}"
+            )
+        trained = "" if own is None else f" The run was trained with {_flags(own)}, whose bias is"
+        return text + (f"{trained} {own.bias:.2g}." if own is not None else "")
 
     def warning(self) -> str:
         """The limits of the figures, as a sentence."""
@@ -139,36 +111,32 @@ class AuditReport:
         return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
     def facts(self) -> dict[str, Any]:
-        """Plain numbers for JSON, `None` where one is not finite."""
+        """Plain numbers."""
         row = self.enough
         enough = None if row is None else {"stride": row.stride, "horizon": row.horizon}
-        return json_safe({**asdict(self), "enough": enough, "warning": self.warning()})
-
-    def write(self, path: Path) -> None:
-        """Write the facts as JSON, atomically."""
-        write_atomically(path, json.dumps(self.facts(), indent=1, allow_nan=False).encode())
+        return {**asdict(self), "enough": enough, "warning": self.warning()}
 
     @classmethod
     def read(cls, path: Path) -> "AuditReport":
-        """Read the file that `write` wrote.
+        """Read the file of the facts.
 
         Raises:
             RunError: the file holds something else.
         """
         try:
-            return from_plain(cls, json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except (OSError, ValueError) as error:
             raise RunError(
-                f"{path}: not what `throughtime audit` wrote ({error!r}); remove it, or run audit"
-                " again"
+                f"{path}: not what `throughtime audit` wrote ({one_line(error)}); remove it, or run"
+                " audit again"
             ) from error
 
 
-def extent_in_words(steps: int, epoch: int, lanes: int) -> str:
+def extent(steps: int, epoch: int, lanes: int) -> str:
     """The measured part of the stream, in words.
 
     Example:
-        >>> extent_in_words(6400, 20_000, 16), extent_in_words(500, 500, 1)
+        >>> extent(6400, 20_000, 16), extent(500, 500, 1)
         ('the first 6,400 of 20,000 steps of 16 lanes', 'all 500 steps of 1 lane')
     """
     part = f"all {counted(steps, 'step')}"
@@ -220,9 +188,16 @@ class AuditJob:
             dtype=self.spec.torch_dtype,
             missing=config.missing,
         )
-        self.options, self.horizons = options, _horizons(options, config, self.stream)
-        self.steps = min(options.steps or LENGTHS * self.horizons[-1], self.stream.steps)
-        _check_shorter(self.horizons[-1], self.steps, self.stream)
+        self.options, self.horizons = options, _horizons(options, config, self.stream.steps)
+        self.steps = min(options.steps or _LENGTHS * self.horizons[-1], self.stream.steps)
+        longest, epoch = self.horizons[-1], self.stream.steps
+        if longest >= self.steps:
+            more = f"take more --steps, of {epoch:,}, or" if self.steps < epoch else "take"
+            raise ConfigError(
+                f"horizon {longest:,} is not shorter than the {counted(self.steps, 'step')} audited"
+                f" of a lane, so it would cut nothing: {more} shorter --horizons, fewer --lanes, or"
+                " longer recordings"
+            )
         without_dropout(self.net)
         self.loss_fn = make_loss(self.spec, self.net, config.loss)
         self.first = recordings[0]
@@ -232,7 +207,7 @@ class AuditJob:
         options = self.options
         every = "each its own stride" if options.stride is None else f"stride {options.stride}"
         return (
-            f"auditing {extent_in_words(self.steps, self.stream.steps, self.stream.lanes)} of split"
+            f"auditing {extent(self.steps, self.stream.steps, self.stream.lanes)} of split"
             f" '{self.split}': horizons {', '.join(map(str, self.horizons))}, {every}; credit"
             f" traced back through at most"
             f" {counted(min(options.max_lag, self.steps), 'step')}"
@@ -245,24 +220,32 @@ class AuditJob:
             on_phase: called as each of the four parts begins and ends.
         """
         net, stream, loss_fn, options = self.net, self.stream, self.loss_fn, self.options
+
+        def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
+            on_phase(name, 0, 0)
+            result = measure(net, *arguments, **more)
+            on_phase(name, 1, 1)
+            return result
+
+        size: dict[str, Any] = {"steps": self.steps}
         with one_thread(when=self.spec.is_small(stream.lanes)):
-            with _shown(on_phase, "comparing horizons"):
-                costs = audit(
-                    net, stream, loss_fn, self.horizons, stride=options.stride, steps=self.steps
-                )
-            with _shown(on_phase, "tracing losses back"):
-                decay = reach(
-                    net,
-                    stream,
-                    loss_fn,
-                    max_lag=options.max_lag,
-                    anchors=min(ANCHORS, _MAX_PASSES * stream.lanes),
-                    steps=self.steps,
-                )
-            with _shown(on_phase, "comparing cold starts"):
-                settling = settling_time(net, stream, span=options.max_lag, steps=self.steps)
-            with _shown(on_phase, "tracing updates"):
-                steps = trace_run(net, self.spec, self.first, loss_fn, self.config)
+            costs = measured(
+                "comparing horizons",
+                audit,
+                stream,
+                loss_fn,
+                self.horizons,
+                stride=options.stride,
+                **size,
+            )
+            size["max_lag"] = options.max_lag
+            anchors = min(_ANCHORS, _MAX_PASSES * stream.lanes)
+            decay = measured("tracing losses back", reach, stream, loss_fn, anchors=anchors, **size)
+            size["span"] = size.pop("max_lag")
+            settling = measured("comparing cold starts", settling_time, stream, **size)
+            steps = measured(
+                "tracing updates", trace_run, self.spec, self.first, loss_fn, self.config
+            )
         return AuditReport(
             self.split,
             str(self.data),
@@ -276,39 +259,11 @@ class AuditJob:
         )
 
 
-@contextmanager
-def _shown(on_phase: OnPhase, name: str) -> Generator[None]:
-    """A phase of unknown length."""
-    on_phase(name, 0, 0)
-    yield
-    on_phase(name, 1, 1)
-
-
-def _horizons(options: AuditOptions, config: Config, stream: Stream) -> tuple[int, ...]:
+def _horizons(options: AuditOptions, config: Config, epoch: int) -> tuple[int, ...]:
     """The given horizons, or the usual ones and the run's own if an epoch is twice as long."""
     if options.horizons is not None:
         return tuple(sorted(set(options.horizons)))
-    run_horizon = config.credit_steps() if config.gradient == "truncated" else None
+    own = config.credit_steps() if config.gradient == "truncated" else None
     least = options.stride or 1
-    candidates = {*HORIZONS, *([] if run_horizon is None else [run_horizon])}
-    fitting = sorted(h for h in candidates if h >= least and 2 * h <= stream.steps)
-    if not fitting and stream.steps < 2 * least:
-        raise DataError(
-            f"a lane plays {counted(stream.steps, 'step')} in an epoch, too few to cut at a stride"
-            f" of {least}. {_MORE_STEPS}"
-        )
-    return tuple(fitting or [stream.steps // 2])
-
-
-def _check_shorter(longest: int, steps: int, stream: Stream) -> None:
-    """Refuse a horizon that cuts nothing: its bias of zero would mean nothing."""
-    if longest >= steps:
-        more = (
-            _MORE_STEPS
-            if steps == stream.steps
-            else f"Take more --steps: there are {stream.steps:,}."
-        )
-        raise ConfigError(
-            f"horizon {longest:,} is not shorter than the {counted(steps, 'step')} audited, so it"
-            f" would cut nothing. {more}"
-        )
+    usual = {*_HORIZONS, own or least}
+    return tuple(sorted(h for h in usual if least <= h <= epoch // 2)) or (max(epoch // 2, least),)

@@ -18,6 +18,7 @@ from throughtime.app.flags import Command, failures_printed
 from throughtime.app.values import (
     Device,
     Natural,
+    Settings,
     build,
     checked_by,
     declared,
@@ -51,7 +52,7 @@ def _raise_file_limit() -> None:
 
 
 @declared
-class TrainOptions:
+class TrainOptions(Settings):
     """The flags of `train` that are no settings of a run."""
 
     config: Path | None = None
@@ -114,7 +115,7 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
 
 
 @declared
-class RunOptions:
+class RunOptions(Settings):
     """The flags of each command on a run."""
 
     run: Path
@@ -142,21 +143,20 @@ def evaluate(values: dict[str, Any]) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
     options = build(EvalOptions, values)
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
-    from throughtime.app.evaluate import evaluate_run
-    from throughtime.app.report.page import write_report
+    from throughtime.app.evaluate import evaluate_run, keep_results
 
     trained = _open_run(options, missing=options.missing)
     with ProgressDisplay(enabled=not options.json) as display:
         scores = evaluate_run(trained, options.data, options.split, display.phase)
     path = trained.files.scores(scores["split"])
-    write_report(trained)
+    written = keep_results(trained, path, scores)
     if options.json:
         print_json(scores)
         return
     print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
     out.print(
         f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
-        f" {path} written"
+        f" {written}"
     )
 
 
@@ -312,7 +312,7 @@ def audit(values: dict[str, Any]) -> None:
     what, options = build(AuditOptions, measured), build(AuditFlags, values)
     from throughtime.app.audit import AuditJob
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
-    from throughtime.app.report.page import write_report
+    from throughtime.app.evaluate import keep_results
 
     trained = _open_run(options, options.device, options.missing)
     run = _with_own_loss(trained, trust_code=options.trust_code)
@@ -321,13 +321,12 @@ def audit(values: dict[str, Any]) -> None:
         if not options.json:
             out.print(job.describe())
         report = job.run(display.phase)
-    report.write(trained.files.audit)
-    write_report(trained)
+    written = keep_results(trained, trained.files.audit, report.facts())
     if options.json:
         print_json(report.facts())
         return
     print_audit(report, trained.config)
-    out.print(f"{trained.files.audit} and {trained.files.report} written")
+    out.print(written)
 
 
 def _with_own_loss(run: "Run", *, trust_code: bool) -> "Run":
@@ -343,7 +342,7 @@ def _with_own_loss(run: "Run", *, trust_code: bool) -> "Run":
 
 
 @declared
-class DoctorOptions:
+class DoctorOptions(Settings):
     """The flags of `doctor`."""
 
     script: str

@@ -25,6 +25,7 @@ from throughtime.app.values import (
     Device,
     Natural,
     Positive,
+    Settings,
     Share,
     build,
     checked_by,
@@ -51,11 +52,12 @@ CODE = ("model", "gradient", "loss", "optimizer")
 
 
 @declared
-class Config:
+class Config(Settings):
     """The settings of `throughtime train`; every field is a flag and a key of `--config run.toml`.
 
     Raises:
-        ValidationError: pydantic's, of which `make_config` says each fault in plain words.
+        ConfigError: unknown or missing settings, values of the wrong type or out of range, or what
+            does not go together; all at once.
     """
 
     data: Annotated[str, Field(min_length=1), "a path"]
@@ -277,7 +279,7 @@ def make_config(
 
 
 @declared
-class AuditOptions:
+class AuditOptions(Settings):
     """What `throughtime audit` measures; `None` means what the run and its data suggest."""
 
     horizons: (

@@ -2,11 +2,9 @@
 
 import json
 import math
-import signal
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -21,7 +19,7 @@ from throughtime.app.distributed import LostRankError
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.tables import DataTable, audit_table, lifetime_table, scores_table
+from throughtime.app.report.tables import DataTable, audit_table, scores_table
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
 _BAR = 10  # characters
 _MAX_ROWS = 40  # recordings in a table of scores
 _PLAIN_EVERY = 10.0  # seconds between two plain lines
-_ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
 out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns may hold brackets
 
 
@@ -161,22 +158,20 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
         SystemExit: it was stopped; with code 130.
         RunError, DataError: why it could not go on.
     """
-    team, path, finished = training.team, training.folder.path, training.finished
+    team, path, finished = training.team, training.folder.path, training.done.finished
     if team.is_first:
         _print_start(training)
     small = training.dataset.spec.is_small(training.stream.lanes)
     try:
-        with _stopped_by_signals(training), one_thread(when=small):
-            for progress in training.run():
-                display.train(progress)
-        if not training.finished:
-            if team.is_first:
-                out.print(
-                    f"stopped at update {training.count}; go on with: throughtime train --resume"
-                    f" {path}"
-                )
-            raise SystemExit(130)
+        with one_thread(when=small):
+            training.run(display.train)
         team.on_first(lambda: _print_end(training, was_finished=finished))
+    except KeyboardInterrupt as stop:
+        if not stop.args:  # not saved
+            raise
+        if team.is_first:
+            out.print(f"{stop}; go on with: throughtime train --resume {path}")
+        raise SystemExit(130) from stop
     except LostRankError as error:
         raise LostRankError(
             f"{error}. Start all ranks again from the last checkpoint: throughtime train --resume"
@@ -212,59 +207,38 @@ def _print_start(training: Training) -> None:
             f"about {counted(count, 'update')} an epoch; --cut-every N makes one every"
             " N steps, credit cut between them"
         )
-    if training.count:
-        out.print(f"resumed at update {training.count}")
+    if training.done.count:
+        out.print(f"resumed at update {training.done.count}")
     elif training.resumed:
         out.print("no checkpoint yet: starting again at update 0")
-
-
-@contextmanager
-def _stopped_by_signals(training: Training) -> Generator[None]:
-    """Save and stop at the first signal, stop at once at a second one.
-
-    Several signals of one press of a key count as one.
-    """
-    times: list[float] = []
-
-    def stop(*_: object) -> None:
-        times.append(time.monotonic())
-        if times[-1] - times[0] > _ONE_PRESS:
-            raise KeyboardInterrupt
-        training.stop()
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_end(training: Training, *, was_finished: bool) -> None:
     """Print the scores and where the results are; write the report."""
     from throughtime.app.report.page import write_report  # imports matplotlib
 
-    folder, count = training.folder, training.count
+    folder, done = training.folder, training.done
     if was_finished:
-        again = f"throughtime train --resume {folder.path} --updates {2 * count}"
-        out.print(f"already finished at update {count}; to train on: {again}")
+        again = f"throughtime train --resume {folder.path} --updates {2 * done.count}"
+        out.print(f"already finished at update {done.count}; to train on: {again}")
     if training.stopped_early:
         out.print(
-            f"stopped early: no better one in {counted(training.selection.stale, 'validation')};"
+            f"stopped early: no better one in {counted(done.stale, 'validation')};"
             f" to train on: throughtime train --resume {folder.path} --updates N"
         )
     names = list(training.dataset.spec.metrics().compute())
-    kept, _ = training.selection.kept(count, training.net.module)
-    for row in folder.read_metrics(names):
+    run, rows = load_run(folder.path), folder.read_metrics()
+    kept = run.spec.update
+    for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
             print_scores("valid", metrics, row["recordings"], folder.metrics, training.config)
-    if kept < count:
+    if kept < done.count:
         out.print(f"the model is that of update {kept}, the best on validation")
-    write_report(load_run(folder.path))
+    write_report(run)
     out.print(
-        f"{counted(count, 'update')} in {duration(training.seconds)}, {training.waiting:.0%} of it"
-        f" waiting for data; model, metrics and report.html are in {folder.path}"
+        f"{counted(done.count, 'update')} in {duration(done.seconds)}, {rows[-1]['waiting']:.0%} of"
+        f" it waiting for data; model, metrics and report.html are in {folder.path}"
     )
 
 
@@ -297,11 +271,6 @@ def print_audit(report: "AuditReport", config: Config) -> None:
         f"steps back within which the credit of a loss lies, mean of {report.reach.anchors} losses",
         _reach_table(report.reach),
     )
-    trace = report.trace
-    if trace is not None:
-        steps = f"steps {trace.start} to {trace.start + trace.steps} of {trace.recording}"
-        title = f"gradient step by step: {steps}, {counted(trace.windows, 'window')}"
-        print_table(title, lifetime_table(trace))
     contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
     out.print(
         f"loss by steps of context from a zero state: {contexts}; with the whole past, state"

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from throughtime.app.baselines import baseline_lags
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import (
     StandardisedRecording,
@@ -138,6 +139,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     remarks = (
         remark + _split_counts(listed),
         *_ahead_remarks(layout),
+        *_season_remarks(config, layout),
         *_folder_remarks(Path(config.data)),
         *_lane_remarks(config, len(train)),
         *_statistics_remarks(statistics, spec),
@@ -180,6 +182,7 @@ def recordings_for(
         DataError: no such split, or recordings that the model does not fit; all are listed.
     """
     entries = find_recordings(data or Path(config.data), spec.layout.static)
+    unnamed = split is None
     if split is None:
         usual = [name for name in ("test", "valid") if any(e.split == name for e in entries)]
         split = usual[0] if usual else "valid" if data is None else "all"
@@ -187,6 +190,11 @@ def recordings_for(
     sources = open_recordings(chosen, spec.layout, on_phase, targets=targets)
     numeric = _fitting(sources, spec)
     splits, _ = split_recordings(numeric, 0.0 if split == "all" else config.holdout)
+    if unnamed and data is None and set(splits) == {"train"}:
+        raise DataError(
+            "nothing of the data was held out from training: give other data, or write --split"
+            " train to take those of the training"
+        )
     recordings = choose_split(splits, split)
     return split, as_played(recordings, spec.layout, spec.classes) if targets else recordings
 
@@ -407,6 +415,17 @@ def _ahead_remarks(layout: Layout) -> list[str]:
     which = counted(steps[0], "step") if len(steps) == 1 else f"{listed(steps)} steps"
     last = counted(steps[-1], "step")
     return [f"targets are {which} later: the last {last} of each recording have none"]
+
+
+def _season_remarks(config: Config, layout: Layout) -> list[str]:
+    """Where the comparison with the last season says nothing."""
+    if config.season is None:
+        return []
+    if layout.task == "multilabel":
+        return ["--season has no effect: labels are not compared with baselines"]
+    if "season" not in baseline_lags(layout.steps_ahead, config.season // layout.frame_size):
+        return [f"--season {config.season} has no effect: the value a season before is that of now"]
+    return []
 
 
 def _check_present(recording: Recording, spec: ModelSpec) -> None:

@@ -1,7 +1,7 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
 from throughtime.app.recordings import OnPhase
+from throughtime.app.run_folder import json_safe
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.stream import Recording
 
@@ -114,7 +115,7 @@ def evaluate_recordings(
 def evaluate_run(
     run: Run, data: Path | None = None, split: str | None = None, on_phase: OnPhase | None = None
 ) -> dict[str, Any]:
-    """Compute the metrics of a run on a split and write them to `scores-SPLIT.json`.
+    """Compute the metrics of a run on a split.
 
     Args:
         run: its model and settings.
@@ -123,9 +124,9 @@ def evaluate_run(
         on_phase: called as recordings are opened and evaluated.
 
     Returns:
-        What the file holds: `split`, `update` of the weights, `data`, `steps`, `metrics`, and
-        those of each of the `recordings`; for classes the scores of each of the `classes` and the
-        `confusion`, a row for each true class.
+        What `scores-SPLIT.json` holds: `split`, `update` of the weights, `data`, `steps`,
+        `metrics`, and those of each of the `recordings`; for classes the scores of each of the
+        `classes` and the `confusion`, a row for each true class.
     """
     spec = run.spec
     split, recordings = recordings_for(spec, run.config, data, split, on_phase=on_phase)
@@ -143,5 +144,25 @@ def evaluate_run(
     }
     if classes is not None:
         content |= {"classes": classes.compute(), "confusion": classes.confusion.tolist()}
-    write_atomically(run.files.scores(split), json.dumps(content, indent=1).encode())
     return content
+
+
+def keep_results(run: Run, path: Path, content: Mapping[str, Any]) -> str:
+    """Write results into the folder of a run, and its report; in words what is written or not.
+
+    Args:
+        run: its model and settings.
+        path: the file of the results.
+        content: plain values.
+    """
+    from throughtime.app.report.page import write_report  # imports matplotlib
+
+    report = run.files.report
+    try:
+        text = json.dumps(json_safe(content, texts=True), indent=1, allow_nan=False)
+        write_atomically(path, text.encode())
+        write_report(run)
+    except OSError as error:
+        why = error.strerror or error
+        return f"{path.name} and {report.name} are not saved in {run.folder}: {why}"
+    return f"{path} and {report} written"

@@ -6,24 +6,24 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn import functional
 
-from throughtime import _safetensors
 from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.contradictions import LOSSES
 from throughtime.app.data_statistics import Statistics
 from throughtime.app.multilabel import MultiLabel
 from throughtime.app.recordings import SourceRecording, layout_of
-from throughtime.app.run_folder import from_plain, load_tensors
+from throughtime.app.run_folder import MODEL, check_layout, load_tensors
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
 from throughtime.app.values import named_numbers
 from throughtime.carry.carried import Carried, carry, running
@@ -39,14 +39,11 @@ from throughtime.errors import (
 from throughtime.metrics import Classification, Metric, Regression
 from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
-from throughtime.state import differences
 from throughtime.stream import Recording, Stream
 from throughtime.stream.classes import class_name, sorted_classes
 from throughtime.stream.layout import Layout
-from throughtime.stream.manifest import join_faults
 
 MODEL_ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a user's module
-_MODEL = "throughtime.model/1"
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
 # about 10 in which the threads wait for each other.
 _WORTH_THREADS = 2e6
@@ -473,14 +470,8 @@ def unbroken_stream(
     )
 
 
-def model_bytes(weights: Mapping[str, Tensor], spec: ModelSpec) -> bytes | bytearray:
-    """The content of a model file: weights and statistics by name, and the description."""
-    tensors = {k: v.detach().cpu().contiguous() for k, v in weights.items()}
-    return _safetensors.to_bytes(_MODEL, asdict(spec), tensors)
-
-
 def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelSpec]:
-    """The net and its description from a file that holds `model_bytes`.
+    """The net and its description from the model file of a run.
 
     Args:
         path: of the file.
@@ -491,10 +482,10 @@ def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelS
             is not trusted.
     """
     hint = f"`throughtime train --resume {path.parent}` writes it from the last checkpoint"
-    values, tensors = load_tensors(path, _MODEL, hint)
+    values, tensors = load_tensors(path, MODEL, hint)
     own = None
     try:
-        spec: ModelSpec = from_plain(ModelSpec, values)
+        spec = TypeAdapter(ModelSpec).validate_python(values)
         if is_reference(spec.model):
             named = ClassReference.parse("model", spec.model)
             own = kept_class(path.parent, named, spec.sha256, trust_code=trust_code)
@@ -517,13 +508,3 @@ def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelS
     if own is not None:
         prepare_own(net, spec)
     return net, spec
-
-
-def check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Refuse tensors of other names, shapes or types than those expected.
-
-    Raises:
-        ValueError: how they differ.
-    """
-    if faults := differences(values, expected, "tensor"):
-        raise ValueError(join_faults(faults))

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from throughtime.app.config import Config
 from throughtime.app.user_class import ClassReference
@@ -82,9 +82,7 @@ def learning_rate(config: Config, update: int, updates: int) -> float:
     return config.lr * (1 + math.cos(math.pi * progress)) / 2
 
 
-def make_schedule(
-    optimizer: Optimizer, config: Config, updates: int
-) -> LambdaLR | ReduceLROnPlateau:
+def make_schedule(optimizer: Optimizer, config: Config, updates: int) -> LRScheduler:
     """The schedule of torch that the settings describe, of a run of so many updates.
 
     `step()` belongs after each update; that of a plateau after each validation, with a loss.

@@ -12,13 +12,14 @@ import numpy as np
 
 from throughtime.app.model import ModelSpec
 from throughtime.stream import Recording
-from throughtime.stream.formats.table import Array
+from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
 from throughtime.stream.recording import step_times
 from throughtime.stream.shift import later_times
 
 Columns: TypeAlias = dict[str, Array]
 _GROUP = 65_536  # rows of a row group of Parquet
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first character of one
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class _CsvWriter:
         columns = self._table.columns(steps, outputs)
         rows = csv.writer(self._file)
         if not self._header:
-            rows.writerow(columns)
+            rows.writerow(map(plain_text, columns))
             self._header = True
         rows.writerows(zip(*map(_texts, columns.values()), strict=True))
 
@@ -108,7 +109,19 @@ class _CsvWriter:
 def _texts(values: Array) -> Sequence[Any]:
     if values.dtype.kind == "M":
         return time_texts(values)
+    if values.dtype.kind == "U":
+        return [plain_text(v) for v in values.tolist()]
     return [f"{v:.6g}" for v in values.tolist()] if values.dtype.kind == "f" else values.tolist()
+
+
+def plain_text(text: str) -> str:
+    """The text with an apostrophe before it where a spreadsheet would compute it as a formula.
+
+    Example:
+        >>> plain_text("=1+1"), plain_text("-5"), plain_text("beat")
+        ("'=1+1", '-5', 'beat')
+    """
+    return f"'{text}" if text.startswith(_FORMULA) and not is_number(text) else text
 
 
 class _ParquetWriter:

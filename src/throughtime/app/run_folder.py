@@ -1,7 +1,7 @@
 """The folder of a run: its files, and how models and checkpoints are stored in them.
 
 Models and checkpoints are safetensors files with a description in JSON, no pickle. A checkpoint
-holds any nesting of plain values and tensors.
+holds any nesting of plain values and tensors. Every line of the log has a checksum.
 
 One process at a time trains a run: it holds the lock of its folder. Readers need none, since every
 file is replaced as a whole.
@@ -11,50 +11,44 @@ import errno
 import json
 import math
 import os
+import re
 import socket
 import warnings
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from throughtime import _safetensors
-from throughtime._files import exclusive, named_errors, sync, write_atomically
+from throughtime._files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.app.config import Config, make_config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
 from throughtime.errors import RunError, ThroughtimeError
-from throughtime.state import map_tensors
+from throughtime.state import differences, map_tensors
+from throughtime.stream.manifest import join_faults
 
+T = TypeVar("T")
+MODEL = "throughtime.model/1"
 _CHECKPOINT = "throughtime.checkpoint/1"
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
-_NUMBER = (int, float)
-_COMMON = {
-    "update": int,
-    "frames": int,
-    "seconds": _NUMBER,
-    "training_seconds": _NUMBER,
-    "peak_memory": (int, NoneType),
-}
-_LINES: dict[str, dict[str, Any]] = {
-    "data": {"train": int, "valid": int, "steps": int, "remarks": list},
-    "train": {"epoch": int, "loss": _NUMBER, "lr": _NUMBER},
-    "valid": {"loss": _NUMBER, "recordings": dict},
-}
-"""The kinds of log lines, and what each has besides `_COMMON` and the metrics."""
+_SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 
 
 class RunFolder:
-    """The files of a run.
+    """The files of a run, and what they say of it besides weights and numbers.
+
+    Args:
+        path: the folder.
 
     Attributes:
         path: the folder.
@@ -66,6 +60,11 @@ class RunFolder:
         report: the HTML report.
         audit: the results of `audit`.
         loggers: the ids by which loggers continue.
+        facts: the first line of the log.
+        description: plain values that the model file holds beside the weights.
+        kept: further values of a checkpoint.
+        checkpoint_every: seconds between two checkpoints.
+        patient: whether a run goes on though its patience has ended.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +76,12 @@ class RunFolder:
         self.report = path / "report.html"
         self.audit = path / "audit.json"
         self.loggers = path / "loggers.json"
-        self._lock = ExitStack()
+        self.facts: Mapping[str, Any] = {}
+        self.description: Mapping[str, Any] = {}
+        self.kept: Mapping[str, Any] = {}
+        self.checkpoint_every = 30.0
+        self.patient = False
+        self._lock: ExitStack | None = None
 
     def lock(self) -> None:
         """Hold the lock of the folder until `unlock`, or until this process ends.
@@ -88,9 +92,11 @@ class RunFolder:
             RunError: another process holds it.
             OSError: the folder does not exist or is not writable.
         """
-        path = self.path / ".lock"
+        if self._lock is not None:
+            return
+        path, lock = self.path / ".lock", ExitStack()
         try:
-            self._lock.enter_context(exclusive(path, wait=False))
+            lock.enter_context(exclusive(path, wait=False))
         except TimeoutError as error:
             owner = ""
             with suppress(OSError):
@@ -110,26 +116,37 @@ class RunFolder:
         else:
             with suppress(PermissionError):  # Windows locks the content as well
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
+        self._lock = lock
 
     def unlock(self) -> None:
         """Let another process train the run; nothing happens if this one holds no lock."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def check_free(self) -> None:
         """Refuse a folder in which a new run cannot start.
 
         Raises:
-            RunError: it is a file, holds a run with a checkpoint or a model, or another process
-                trains in it.
+            RunError: it is a file, or holds more than an unfinished start: settings that `train`
+                wrote, and a log.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose another --out")
-        if self.path.exists():
-            self.lock()
-            try:
-                self._refuse_run()
-            finally:
-                self.unlock()
+        if os.path.lexists(self.checkpoint):
+            raise RunError(
+                f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
+                " choose another --out"
+            )
+        results = (self.model, self.report, self.audit)
+        names = [path.name for path in results if os.path.lexists(path)]
+        if not names and self.config.exists() and not self._has_own_config():
+            names = [f"a {self.config.name} that `throughtime train` did not write"]
+        if names:
+            raise RunError(
+                f"{self.path}: holds {', '.join(names)} and no checkpoint to continue from; choose"
+                " another --out, or remove the folder"
+            )
 
     def create(self, config: Config) -> None:
         """Create the folder, lock it, and write the resolved settings.
@@ -142,8 +159,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
         try:
-            self._refuse_run()
-            self.remove_temporary_files()
+            self.check_free()
             self.metrics.unlink(missing_ok=True)
             self.loggers.unlink(missing_ok=True)
             for own in config.code():
@@ -182,23 +198,6 @@ class RunFolder:
         )
         return [f"{self.config.name} has changed since: {changed}"] if changed else []
 
-    def _refuse_run(self) -> None:
-        """Refuse a folder with more than an unfinished start: settings that we wrote, and a log."""
-        results = (self.model, self.checkpoint, self.report, self.audit)
-        if os.path.lexists(self.checkpoint):
-            raise RunError(
-                f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
-                " choose another --out"
-            )
-        names = [path.name for path in results if os.path.lexists(path)]
-        if not names and self.config.exists() and not self._has_own_config():
-            names = [f"a {self.config.name} that `throughtime train` did not write"]
-        if names:
-            raise RunError(
-                f"{self.path}: holds {', '.join(names)} and no checkpoint to continue from; choose"
-                " another --out, or remove the folder"
-            )
-
     def _has_own_config(self) -> bool:
         try:
             return self.read_config().to_toml() == self.config.read_text(encoding="utf-8")
@@ -231,43 +230,60 @@ class RunFolder:
         if not (os.path.lexists(self.checkpoint) or os.path.lexists(self.model)):
             return None
         content = load_checkpoint(self.checkpoint)
-        counts = content.get("counts")
-        kept = all(isinstance(content.get(name), dict) for name in ("code", "settings"))
-        if not (kept and isinstance(counts, list) and counts):
+        if not {"done", *self.kept} <= content.keys():
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
-    def read_metrics(self, names: Iterable[str] = ()) -> list[dict[str, Any]]:
-        """The lines of the log; an incomplete last line is dropped.
-
-        Args:
-            names: the metrics that lines of training and validation must have.
+    def save(self, content: Mapping[str, Any], model: bytes | bytearray) -> None:
+        """Write checkpoint and model, after the lines of the log that the checkpoint counts.
 
         Raises:
-            RunError: a complete line that `throughtime train` did not write.
+            OSError: the disk is full or not writable; the previous ones are untouched.
         """
-        return self._rows(self._complete_lines(), tuple(names))
+        if self.metrics.exists():
+            sync(self.metrics)
+        write_together(
+            {self.checkpoint: checkpoint_bytes({**self.kept, **content}), self.model: model}
+        )
 
-    def _complete_lines(self) -> list[bytes]:
+    def model_bytes(self, weights: Mapping[str, Tensor], update: int, planned: int) -> bytearray:
+        """The content of the model file: weights and statistics by name, and the description.
+
+        Args:
+            weights: by name.
+            update: the one that they are of.
+            planned: updates of the whole run while it is not finished; else 0.
+        """
+        values = {**self.description, "update": update, "planned": planned}
+        return _safetensors.to_bytes(MODEL, values, to_cpu(dict(weights)))
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of the log; a last line that a kill has cut is dropped.
+
+        Raises:
+            RunError: a line that `throughtime train` did not write.
+        """
+        return [json.loads(line) for line in self._lines()]
+
+    def _lines(self) -> list[bytes]:
+        """The lines in JSON without their checksums, which are right."""
         try:
-            return self.metrics.read_bytes().split(b"\n")[:-1]
+            *lines, rest = self.metrics.read_bytes().split(b"\n")
         except FileNotFoundError:
             return []
         except OSError as error:
             raise RunError(f"{self.metrics}: cannot be read ({error.strerror}); {_LOG}") from error
-
-    def _rows(self, lines: Iterable[bytes], names: tuple[str, ...] = ()) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = []
+        if _SEALED.fullmatch(rest[:-1]):  # only the end of the line is damaged
+            lines.append(rest)
+        contents: list[bytes] = []
         for number, line in enumerate(lines, start=1):
-            try:
-                row = json.loads(line)
-                _check_row(row, names)
-            except (TypeError, ValueError) as error:
-                raise RunError(
-                    f"{self.metrics}: line {number} is damaged ({error}); {_LOG}"
-                ) from error
-            rows.append(row)
-        return rows
+            match = _SEALED.fullmatch(line)
+            content = b"" if match is None else match[1] + b"}"
+            if match is None or _checksum(content) != match[2]:
+                what = "it has no checksum" if match is None else "its checksum differs"
+                raise RunError(f"{self.metrics}: line {number} is damaged ({what}); {_LOG}")
+            contents.append(content)
+        return contents
 
     def remove_temporary_files(self) -> None:
         """Remove files left by an interrupted write."""
@@ -296,7 +312,7 @@ class RunFolder:
         Raises:
             RunError: some of these lines are lost or damaged.
         """
-        lines = self._complete_lines()
+        lines = self._lines()
         if not lines:
             return 0
         if len(lines) < count:
@@ -304,19 +320,22 @@ class RunFolder:
                 f"{self.metrics}: has {len(lines)} complete lines, and the checkpoint was written"
                 f" after {count}; {_LOG}"
             )
-        self._rows(lines[:count])
-        write_atomically(self.metrics, b"".join(line + b"\n" for line in lines[:count]))
+        write_atomically(self.metrics, b"".join(map(_sealed, lines[:count])))
         return count
 
     def add_metrics(self, row: Mapping[str, Any]) -> None:
         """Append a line to the log."""
-        with named_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with named_errors(self.metrics), self.metrics.open("ab") as file:
+            file.write(_sealed(json.dumps(row).encode()))
 
-    def sync_metrics(self) -> None:
-        """Make the lines so far durable, before a checkpoint that counts them."""
-        if self.metrics.exists():
-            sync(self.metrics)
+
+def _checksum(content: bytes) -> bytes:
+    return f"{zlib.crc32(content):08x}".encode()
+
+
+def _sealed(content: bytes) -> bytes:
+    """The line of a JSON object, with a checksum as its last entry."""
+    return content[:-1] + b', "crc32": "' + _checksum(content) + b'"}\n'
 
 
 def plain_settings(config: Config) -> dict[str, str]:
@@ -324,73 +343,14 @@ def plain_settings(config: Config) -> dict[str, str]:
     return {name: json.dumps(value) for name, value in config.kept().settings().items()}
 
 
-def _check_row(row: Any, names: Iterable[str]) -> None:
-    """Refuse what is no line of the log, with these metrics.
-
-    Raises:
-        TypeError, ValueError: what is wrong with it.
-    """
-    kind = row.get("kind") if isinstance(row, dict) else None
-    if kind not in _LINES:
-        raise ValueError(f"expected an object whose 'kind' is one of {', '.join(_LINES)}")
-    metrics = dict.fromkeys(names, _NUMBER)
-    _check_types(row, _COMMON | _LINES[kind] | (metrics if kind != "data" else {}))
-    for name, scores in row["recordings"].items() if kind == "valid" else ():
-        if not isinstance(scores, dict):
-            raise TypeError(f"expected the metrics of recording '{name}', got {scores!r}")
-        _check_types(scores, metrics)
-
-
-def _check_types(values: dict[str, Any], types: Mapping[str, Any]) -> None:
-    for name, kind in types.items():
-        value = values.get(name)
-        if not isinstance(value, kind):
-            raise TypeError(f"'{name}' is {'missing' if name not in values else repr(value)}")
-
-
-def json_safe(value: Any) -> Any:
-    """The value with `None` for floats that are not finite, which JSON cannot express."""
+def json_safe(value: Any, *, texts: bool = False) -> Any:
+    """The value with `None`, or texts, for floats that are not finite: JSON has none."""
     if isinstance(value, dict):
-        return {key: json_safe(item) for key, item in value.items()}
+        return {key: json_safe(item, texts=texts) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [json_safe(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def from_plain(kind: Any, value: Any) -> Any:
-    """The value of a type of which JSON keeps the plain values, as `dataclasses.asdict` has them.
-
-    Fields that JSON lacks get their defaults; a number that it cannot express is read as infinite.
-
-    Args:
-        kind: a dataclass, a named tuple, or a type of their fields.
-        value: as `json.loads` returns it.
-
-    Raises:
-        TypeError: a value of another type, or a field without a default that is missing.
-        ValueError: a named tuple with more or fewer values.
-    """
-    origin, options = get_origin(kind), get_args(kind)
-    if hasattr(kind, "__dataclass_fields__") or hasattr(kind, "_fields"):
-        types = get_type_hints(kind)
-        values = value if isinstance(value, dict) else dict(zip(types, value, strict=True))
-        known = types.keys() & values.keys()
-        return kind(**{name: from_plain(types[name], values[name]) for name in known})
-    if origin is tuple and isinstance(value, list):
-        return tuple(from_plain(options[0], item) for item in value)
-    if origin is dict and isinstance(value, dict):
-        return {options[0](key): from_plain(options[1], item) for key, item in value.items()}
-    if NoneType in options:
-        return None if value is None else from_plain(options[0], value)
-    if kind is float and value is None:
-        return math.inf
-    fits = (
-        value in options
-        if origin is Literal
-        else type(value) in ({kind, int} if kind is float else {kind, *options})
-    )
-    if not fits:
-        raise TypeError(f"{value!r} is not of the type {kind}")
+        return [json_safe(item, texts=texts) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value) if texts else None
     return value
 
 
@@ -406,6 +366,16 @@ def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tenso
         raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
     except ValueError as error:
         raise RunError(f"{path}: {error}; {hint}") from error
+
+
+def check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Refuse tensors of other names, shapes or types than those expected.
+
+    Raises:
+        ValueError: how they differ.
+    """
+    if faults := differences(values, expected, "tensor"):
+        raise ValueError(join_faults(faults))
 
 
 def checkpoint_bytes(content: Mapping[str, Any]) -> bytes | bytearray:
@@ -425,10 +395,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     unused = set(tensors)
     try:
         content = _unflatten(plan, tensors, unused)
-        if not isinstance(content, dict):
-            raise TypeError(f"expected a dict, got {content!r:.40}")
-        if unused:
-            raise ValueError(f"tensor '{min(unused)}' belongs to no value")
+        if unused or not isinstance(content, dict):
+            raise ValueError(f"tensors {sorted(unused)} belong to no value")
     except (TypeError, ValueError, KeyError) as error:
         raise RunError(
             f"{path}: not what `throughtime train` wrote ({error!r}); {_NO_CHECKPOINT}"
@@ -436,7 +404,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     return content
 
 
-def to_cpu(content: Any) -> Any:
+def to_cpu(content: T) -> T:
     """The content with its tensors copied to the CPU, to be sent to another process."""
     return map_tensors(_copy, content)
 

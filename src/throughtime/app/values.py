@@ -47,6 +47,20 @@ ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 _FLAGS = {"gradient_args": "--gradient-arg", "module": "-m"}
 
 
+class _Checked(type):
+    """Makes the faults of a class of settings a ConfigError; that of pydantic is the cause."""
+
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        try:
+            return super().__call__(*values, **settings)
+        except ValidationError as error:
+            raise ConfigError(in_words(cls, error, settings, None)) from error
+
+
+class Settings(metaclass=_Checked):
+    """The base of classes of settings, each of which is `declared`."""
+
+
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
 def declared(kind: type[T]) -> type[T]:
     """Make a class of annotated fields a frozen pydantic dataclass, a field's help below it."""
@@ -136,9 +150,17 @@ def build(
     present = {name: value for name, value in settings.items() if value is not None}
     try:
         return kind(**present)
-    except ValidationError as error:
-        faults = [_faults(kind, fault, present, flags) for fault in error.errors()]
-    raise ConfigError(source + "; ".join(dict.fromkeys(text for each in faults for text in each)))
+    except (ConfigError, ValidationError) as error:
+        fault = error if isinstance(error, ValidationError) else error.__cause__
+        raise ConfigError(source + in_words(kind, fault, present, flags)) from error
+
+
+def in_words(
+    kind: Any, error: Any, settings: Mapping[str, Any], flags: Collection[str] | None
+) -> str:
+    """All faults that pydantic reports of settings, in words; see `build`."""
+    faults = (text for fault in error.errors() for text in _faults(kind, fault, settings, flags))
+    return "; ".join(dict.fromkeys(faults))
 
 
 class Contradictions(ValueError):  # noqa: N818 (pydantic wraps it)

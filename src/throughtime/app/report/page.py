@@ -15,7 +15,7 @@ import numpy as np
 
 from throughtime._files import write_atomically
 from throughtime.app import optimizer
-from throughtime.app.audit import AuditReport
+from throughtime.app.audit import AuditReport, extent
 from throughtime.app.baselines import baseline_table
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
@@ -35,7 +35,6 @@ from throughtime.app.report.tables import (
     METRIC_NAMES,
     DataTable,
     audit_table,
-    lifetime_table,
     scores_table,
 )
 from throughtime.errors import DataError, RunError, counted, listed
@@ -64,7 +63,7 @@ def write_report(run: Run) -> Path:
     Cost: a forward pass over at most 100,000 steps.
     """
     folder, names = run.files, list(run.spec.metrics().compute())
-    rows = folder.read_metrics(names)
+    rows = folder.read_metrics()
     if not any(row["kind"] == "train" for row in rows) or rows[0]["kind"] != "data":
         raise RunError(
             f"{folder.metrics}: has no log lines of training, so {folder.report.name} was not"
@@ -405,9 +404,8 @@ def _audit_sections(run: Run) -> dict[str, str]:
     if not run.files.audit.exists():
         return {}
     report, config = AuditReport.read(run.files.audit), run.config
-    source = (
-        f"Measured on {report.extent()} of the split '{report.split}' of {Path(report.data).name}"
-    )
+    measured = extent(report.audit.steps, report.epoch, report.audit.lanes)
+    source = f"Measured on {measured} of the split '{report.split}' of {Path(report.data).name}"
     if report.update is not None:
         source += f", with the weights of update {report.update:,}"
         if report.update != run.spec.update:
@@ -425,12 +423,11 @@ def _audit_sections(run: Run) -> dict[str, str]:
     }
     if trace is None:
         return sections
-    where = f"steps {trace.start:,} to {trace.start + trace.steps:,} of recording {trace.recording}"
+    where = f"the first {trace.steps:,} steps of recording {trace.recording}"
     alt = "The norm of the gradient of the training losses, added up, with respect to each state"
     alt += f" and gate, {where}. Dotted lines: an update ends."
-    figure = gradient_figure(trace.norms, trace.start, trace.edges, alt)
-    heat = _figures(figure, caption=alt, wide=True)
-    return sections | {"Where the gradient goes": heat + _table(lifetime_table(trace))}
+    figure = gradient_figure(trace.norms, 0, trace.edges, alt)
+    return sections | {"Where the gradient goes": _figures(figure, caption=alt, wide=True)}
 
 
 def audit_charts(report: AuditReport, config: Config) -> list[Chart]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from throughtime.app.trace import GradientLifetime, RunTrace
 from throughtime.diagnose import Audit
 from throughtime.errors import DataError, counted
 
@@ -105,41 +104,3 @@ def audit_table(audit: Audit) -> DataTable:
         f" its sampling noise {audit.noise:.2g} times that.",
         numeric=(0, 1, 2, 3, 5),
     )
-
-
-def lifetime_table(trace: RunTrace) -> DataTable:
-    """For each state and gate, how far back its gradient goes and what crosses the edge."""
-    rows = [
-        [
-            x.name,
-            f"{x.largest:.2g}" if math.isfinite(x.largest) else "infinite",
-            f"{x.at:,}",
-            f"{x.lived:,.0f}",
-            "" if x.edge is None else f"{x.edge:.2g}",
-            _outcome(x, trace.windows),
-        ]
-        for x in trace.lifetimes
-    ]
-    source = "The excerpt is one window."
-    if trace.windows > 1:
-        source = f"Medians of {trace.windows} windows."
-    return DataTable(
-        ["gradient of", "largest", "at step", "steps back", "crosses the edge", "outcome"],
-        rows,
-        f"{source} Gates are not carried, so nothing of theirs crosses an edge.",
-        numeric=(1, 2, 3, 4),
-    )
-
-
-def _outcome(lifetime: GradientLifetime, windows: int) -> str:
-    """What happens to the gradient, and in how many windows."""
-    if not lifetime.largest:
-        return "no gradient reaches it"
-    if not (lifetime.exploded or lifetime.died):
-        return "reaches the first step"
-    if lifetime.exploded:
-        verb, steps, count = "explodes", lifetime.burst, lifetime.exploded
-    else:
-        verb, steps, count = "vanishes", lifetime.lived, lifetime.died
-    share = "" if windows == 1 else f" in {count} of {windows}"
-    return f"{verb} {steps:,.0f} steps back{share}"

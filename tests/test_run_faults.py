@@ -1,0 +1,95 @@
+"""What a user is told where a command cannot do all of it, and what a spreadsheet may not do."""
+
+import csv
+import errno
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from test_cli import ended, run
+from test_run import finish, flags, settings, write_recordings
+from throughtime import _files
+from throughtime.app.config import make_config
+from throughtime.app.dataset import open_dataset
+from throughtime.app.run_folder import RunFolder
+
+
+@pytest.mark.parametrize("words", [["eval", "--split", "valid"], ["audit", "--horizons", "10"]])
+def test_a_folder_that_cannot_be_written_costs_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=5))
+    before = {path: path.read_bytes() for path in folder.path.iterdir()}
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    command = [words[0], folder.path, *words[1:]]
+    with monkeypatch.context() as patch:
+        patch.setattr(_files, "write_together", refuse)
+        code, printed, errors = ended(*command)
+    assert code == 0, errors
+    assert "macro-F1" in printed if words[0] == "eval" else "bias" in printed
+    assert f"report.html are not saved in {folder.path}: Read-only file system" in printed
+    assert before == {path: path.read_bytes() for path in folder.path.iterdir()}
+    assert "not saved" not in run(*command)
+
+
+def test_predictions_hold_no_formula(tmp_path: Path) -> None:
+    rows = [f"{i % 7},{'=1+1' if i % 7 < 3 else '-2' if i % 7 < 5 else '@x'}" for i in range(300)]
+    (tmp_path / "a.csv").write_text("u,y\n" + "\n".join(rows) + "\n", encoding="utf-8")
+    values = settings(tmp_path / "a.csv", tmp_path / "run", targets="y", updates=150, lr=0.05)
+    run(*flags(values))
+    run("predict", tmp_path / "run", tmp_path / "a.csv", "--out", tmp_path / "p.csv")
+    with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
+        head, *lines = csv.reader(file)
+    assert head == ["step", "class", "p[-2]", "p[=1+1]", "p[@x]"]
+    assert {line[1] for line in lines} == {"'=1+1", "-2", "'@x"}
+
+
+def test_a_clock_that_was_set_back_shows_no_negative_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(1e6, -0.25)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    printed = run(*flags(settings(write_recordings(tmp_path / "data"), tmp_path / "run")))
+    assert "0% of it waiting for data" in printed
+    assert "-0%" not in printed
+    assert all(row["waiting"] == 0 for row in RunFolder(tmp_path / "run").read_metrics())
+
+
+def test_scores_of_a_run_that_held_nothing_out_name_the_flag(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", inputs=np.zeros((90, 1)), targets=np.arange(90) // 9 % 2)
+    values = settings(tmp_path / "a.npz", tmp_path / "run", holdout=0, updates=3)
+    run(*flags(values))
+    code, _, errors = ended("eval", tmp_path / "run")
+    assert code == 2
+    assert "nothing of the data was held out" in errors
+    assert "--split train" in errors
+    assert "accuracy" in run("eval", tmp_path / "run", "--split", "train")
+    assert "accuracy" in run("eval", tmp_path / "run", tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"ahead": 24, "season": 24}, "--season 24 has no effect: the value a season before"),
+        ({"ahead": 5, "season": 24}, ""),
+        ({"ahead": 5, "season": 24, "task": "multilabel"}, "--season has no effect: labels"),
+    ],
+)
+def test_a_season_that_compares_nothing_is_said(
+    tmp_path: Path, more: dict[str, Any], said: str
+) -> None:
+    lines = [f"{i % 24},{int(i % 24 < 6)},{int(i % 24 < 9)}" for i in range(400)]
+    (tmp_path / "a.csv").write_text("u,y,z\n" + "\n".join(lines) + "\n", encoding="utf-8")
+    targets = ["y", "z"] if more.get("task") == "multilabel" else ["y"]
+    values = settings(tmp_path / "a.csv", tmp_path / "run", inputs=["u"], targets=targets) | more
+    remarks = "; ".join(open_dataset(make_config({"task": "regress"} | values)).remarks)
+    assert said in remarks
+    assert bool(said) == ("--season" in remarks)
