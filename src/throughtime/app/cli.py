@@ -90,11 +90,8 @@ def new_settings(file: Path | None, flags: Mapping[str, Any]) -> Config:
     """The settings of a file with the flags over them; arguments of another policy are dropped."""
     base = {} if file is None else read_toml(file)
     merged = {**base, **flags}
-    if file is not None and merged.get("gradient") == base.get("gradient"):
-        named = (
-            build(Config, {"data": "", **flags}).gradient_args if "gradient_args" in flags else {}
-        )
-        merged["gradient_args"] = base.get("gradient_args", {}) | named
+    kept = base.get("gradient_args", {}) if merged.get("gradient") == base.get("gradient") else {}
+    merged["gradient_args"] = [kept, *flags.get("gradient_args", [])]
     return make_config(merged, source="" if file is None else f"{file}: ", flags=flags)
 
 

@@ -54,7 +54,7 @@ class _Checked(type):
         try:
             return super().__call__(*values, **settings)
         except ValidationError as error:
-            raise ConfigError(in_words(cls, error, settings, None)) from error
+            raise ConfigError(faults_in_words(cls, error, settings, None)) from error
 
 
 class Settings(metaclass=_Checked):
@@ -152,10 +152,10 @@ def build(
         return kind(**present)
     except (ConfigError, ValidationError) as error:
         fault = error if isinstance(error, ValidationError) else error.__cause__
-        raise ConfigError(source + in_words(kind, fault, present, flags)) from error
+        raise ConfigError(source + faults_in_words(kind, fault, present, flags)) from error
 
 
-def in_words(
+def faults_in_words(
     kind: Any, error: Any, settings: Mapping[str, Any], flags: Collection[str] | None
 ) -> str:
     """All faults that pydantic reports of settings, in words; see `build`."""
@@ -220,7 +220,8 @@ def written(name: str, value: Any, flags: Collection[str] | None = None) -> str:
         return f"{name} = {toml_value(value)}"
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
-    text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    items = value if isinstance(value, (list, tuple)) else [value]
+    text = ",".join(str(item) for item in items if not isinstance(item, Mapping))
     return f"{flag(name)} {shlex.quote(text)}"
 
 
@@ -315,7 +316,7 @@ def named_numbers(text: str, above: float = -math.inf) -> dict[str, float]:
 
 
 def named_arguments(value: Any) -> Any:
-    """The arguments in texts NAME=VALUE, each value as TOML or else text; a dict as it is.
+    """The arguments in texts NAME=VALUE, each value as TOML or else text, and in dicts.
 
     Raises:
         ValueError: a text of another form.
@@ -324,10 +325,11 @@ def named_arguments(value: Any) -> Any:
         >>> named_arguments(["min=20", "tolerance=0.1", "name=auto"])
         {'min': 20, 'tolerance': 0.1, 'name': 'auto'}
     """
-    if isinstance(value, Mapping):
-        return value
     arguments = dict[str, Any]()
-    for text in value:
+    for text in [value] if isinstance(value, Mapping) else value:
+        if not isinstance(text, str):
+            arguments |= dict(text)
+            continue
         name, _, argument = (part.strip() for part in text.partition("="))
         if not name.isidentifier() or not argument:
             raise ValueError(text)
