@@ -55,6 +55,7 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
         ({"series": ["w"]}, 'series = ["w"]: expected NAME=COLUMN, such as weight=w'),
         ({"ahead": "24-1"}, 'ahead = "24-1": expected rows of at least 1 in rising order'),
         ({"ahead": -3}, "ahead = -3: expected rows of at least 1 in rising order"),
+        ({"inputs": ["{a}"], "exclude": ["{a}", "b"]}, '"b"]: {a} is among the inputs or targets'),
         ({"seed": 2**63}, "expected a whole number from 0 to below 2**63"),
         ({"standardise": "first:0"}, "expected split, recording, none or first:N"),
         ({"class_weights": "a:5"}, "expected none, balanced or a number above 0 for some"),

@@ -84,7 +84,8 @@ def _of_labels(config: "Config") -> Iterator[str]:
     if "://" in config.data:
         yield "{data} is an address: download it, and write the path of the file"
     if both := sorted({*config.exclude} & {*config.inputs, *config.targets}):
-        yield f"{{exclude}}: {listed(both)} is among the inputs or targets, too: leave one out"
+        names = listed(both).replace("{", "{{").replace("}", "}}")
+        yield f"{{exclude}}: {names} is among the inputs or targets, too: leave one out"
     task, loss = config.task, config.loss
     for name in ("background_class", *["class_weights"] * (task == "regress")):
         if task not in {None, "classify"} and getattr(config, name) not in {None, "none"}:

@@ -47,7 +47,7 @@ ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 _FLAGS = {"gradient_args": "--gradient-arg", "module": "-m"}
 
 
-class _Checked(type):
+class _SettingsType(type):
     """Makes the faults of a class of settings a ConfigError; that of pydantic is the cause."""
 
     def __call__(cls, *values: Any, **settings: Any) -> Any:
@@ -57,7 +57,7 @@ class _Checked(type):
             raise ConfigError(faults_in_words(cls, error, settings, None)) from error
 
 
-class Settings(metaclass=_Checked):
+class Settings(metaclass=_SettingsType):
     """The base of classes of settings, each of which is `declared`."""
 
 
@@ -192,7 +192,9 @@ def _faults(
     elif fault["type"] == "missing":
         yield f"{flag(name) if kind in _FIELDS else name} is missing: {_help(fields[name])}"
     else:
-        yield f"{written(name, settings[name], flags)}: expected {expected(fields[name])}"
+        value, field = settings[name], fields[name]
+        hint = nearest(str(value), alternatives(field))
+        yield f"{written(name, value, flags)}: expected {expected(field)}{hint}"
 
 
 def _help(declared: Any) -> str:
@@ -342,7 +344,7 @@ def named_arguments(value: Any) -> Any:
 
 def toml_value(value: Any) -> str:
     """A value as TOML."""
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def toml_lines(settings: Mapping[str, Any]) -> str:
