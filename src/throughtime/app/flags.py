@@ -118,7 +118,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
         help=about.description + f" [default: {default}]" * (not hidden),
         is_flag=kind is bool,
         default=None,
-        multiple=bool({tuple, dict} & kinds),
+        multiple=dict in kinds or (tuple in kinds and bool(known)),  # of columns the last ones
         metavar=None if kind is bool else "|".join(dict.fromkeys(shown)),
         callback=to_setting,
         shell_complete=lambda _, __, start: [word for word in known if word.startswith(start)],

@@ -271,8 +271,8 @@ def rows_ahead(ahead: int | str) -> tuple[int, ...]:
         return ()
     rows = list[int]()
     for part in str(ahead).split(","):
-        first, _, last = part.partition("-")
-        start, stop = int(first), int(last or first)
+        first, dash, last = part.partition("-")
+        start, stop = int(first), int(last if dash else first)
         if not max([0, *rows]) < start <= stop:
             raise ValueError(f"{part} does not rise")
         rows += range(start, stop + 1)
