@@ -173,6 +173,7 @@ def test_a_line_has_losses_metrics_and_the_rate() -> None:
     ("more", "error", "said"),
     [
         ({"patience": 3, "valid": None}, ConfigError, "give recordings as valid="),
+        ({"schedule": "plateau", "valid": None}, ConfigError, "ReduceLROnPlateau waits for"),
         ({"epochs": 2}, ConfigError, "updates=40 and epochs=2: give one of them"),
         ({"keep": "all"}, ConfigError, "keep='all': expected 'best' or 'last'"),
         ({"updates": 0}, ConfigError, "updates=0"),
@@ -187,11 +188,12 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception],
 def test_a_folder_of_another_training_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     run(make_net(), out=tmp_path, updates=8)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    for net, more, error in (
+    cases: list[tuple[Carried, dict[str, Any], type[Exception]]] = [
         (make_net(hidden=7), {}, RunError),
         (make_net(), {"gradient": tt.Truncated(20)}, DataError),
         (make_net(), {"stream": make_stream(lanes=3)}, DataError),
-    ):
+    ]
+    for net, more, error in cases:
         with pytest.raises(error):
             run(net, out=tmp_path, **more)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}

@@ -155,8 +155,13 @@ def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 class Broken:
-    def start(self, _: Any) -> str:
-        return "1"
+    id = "1"
+
+    def __init__(self, *_: Any) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """It can."""
 
     def log(self, *_: Any) -> None:
         raise OSError("the server is gone")
@@ -166,7 +171,7 @@ class Broken:
 
 
 class Refusing(Broken):
-    def start(self, _: Any) -> str:
+    def start(self) -> None:
         raise ConnectionError("refused\nand more")
 
 
@@ -181,7 +186,9 @@ def test_a_logger_that_fails_ends_no_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert folder.model.read_bytes() == plain.model.read_bytes()
     monkeypatch.setitem(loggers._LOGGERS, "tensorboard", Refusing)
     values = settings(data, tmp_path / "refused", **MORE, logger=["tensorboard"])
-    with pytest.raises(RunError, match=r"cannot start \(ConnectionError: refused\); the ids"):
+    with pytest.raises(
+        RunError, match=r"cannot start \(ConnectionError: refused and more\); the ids"
+    ):
         finish(values)
 
 
@@ -200,7 +207,7 @@ def test_a_log_of_another_hand_is_refused_and_a_new_start_forgets_it(tmp_path: P
     for content in ("[1]", "{", '{"wandb": 3}'):
         path.write_text(content, encoding="utf-8")
         with pytest.raises(RunError, match="remove it to begin new logs"):
-            Loggers(["tensorboard"]).start(path, {}, 0)
+            Loggers(["tensorboard"], path, {}, 0)
     data = write_recordings(tmp_path / "data")
     training = Training.begin(make_config(settings(data, tmp_path / "run")))
     training.folder.loggers.write_text('{"tensorboard": "old"}', encoding="utf-8")

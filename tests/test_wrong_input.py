@@ -110,7 +110,20 @@ def test_wrong_input_gets_one_line_that_says_what_to_do(
 
 
 def test_the_last_of_two_flags_counts_and_loggers_add_up(tmp_path: Path) -> None:
-    words = "--lanes x --lanes 0 --inputs a --inputs b, --logger wandb --logger no".split()
+    words = [
+        "--lanes",
+        "x",
+        "--lanes",
+        "0",
+        "--inputs",
+        "a",
+        "--inputs",
+        "b,",
+        "--logger",
+        "wandb",
+        "--logger",
+        "no",
+    ]
     _, _, complained = ended("train", tmp_path, *words)
     for text in ("--lanes 0:", "--inputs b,:", "--logger wandb,no: expected tensorboard, wandb"):
         assert text in complained

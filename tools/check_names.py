@@ -74,7 +74,7 @@ PARTS = {
     "doctor": Part(34_718, 18_000),
     "deploy": Part(13_090, 13_000),
     "integrations": Part(8_000, 8_000),
-    "app": Part(51_100, 24_000),
+    "app": Part(50_653, 24_000),
     "testing": Part(2_714, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

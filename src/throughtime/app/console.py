@@ -15,7 +15,6 @@ from rich.table import Column, Table
 
 from throughtime.app.baselines import baseline_table, is_comparison, skill_advice
 from throughtime.app.config import Config
-from throughtime.app.distributed import LostRankError
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
@@ -23,6 +22,7 @@ from throughtime.app.report.tables import DataTable, audit_table, scores_table
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
+from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
 
 if TYPE_CHECKING:
@@ -172,11 +172,8 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
         if team.is_first:
             out.print(f"{stop}; go on with: throughtime train --resume {path}")
         raise SystemExit(130) from stop
-    except LostRankError as error:
-        raise LostRankError(
-            f"{error}. Start all ranks again from the last checkpoint: throughtime train --resume"
-            f" {path}"
-        ) from error
+    except RankError as error:
+        raise RankError(f"{error}. Go on with: throughtime train --resume {path}") from error
 
 
 def _print_start(training: Training) -> None:

@@ -539,10 +539,6 @@ def _time_remarks(sources: Sequence[SourceRecording], layout: Layout) -> list[st
     if uneven and not layout.rate_set:
         whose = f" in {listed(uneven)}" if len(uneven) < len(named) else ""
         remark += f"; not evenly spaced{whose}: no rate (--rate sets rows per second)"
-    others = [(name, s.spacing) for name, _, s in named if s.spacing != usual]
-    if others:
-        some = listed(f"'{name}' every {time_span(step)}" for name, step in others[:_MAX_COPIES])
-        remark += f"; {len(others)} of {len(named)} recordings have other steps: {some}"
     gaps = [(s.longest, s.gaps, name) for name, _, s in named if s.gaps]
     if gaps:
         (longest, row), _, name = max(gaps)

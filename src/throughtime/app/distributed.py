@@ -6,7 +6,7 @@ rank that fails while the others send something else is noticed all the same. Co
 """
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -18,7 +18,7 @@ from throughtime._device import is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.flags import in_words, print_error
 from throughtime.app.run_folder import to_cpu
-from throughtime.distributed import differing_keys
+from throughtime.distributed import RankError, differing_keys, rank_errors
 from throughtime.errors import ConfigError, RunError, ThroughtimeError
 from throughtime.stream.manifest import join_faults
 
@@ -31,10 +31,6 @@ class TeamError(RunError):
     def __init__(self, message: str, *, is_origin: bool) -> None:
         super().__init__(message)
         self.is_origin = is_origin
-
-
-class LostRankError(RunError):
-    """A rank that has ended without a message, or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Team:
 
         Raises:
             TeamError: a rank has failed meanwhile.
-            LostRankError: a rank does not answer.
+            RankError: a rank does not answer.
         """
         return [value] if self.count == 1 else self._exchange(to_cpu(value), None)
 
@@ -85,12 +81,10 @@ class Team:
         Raises:
             TeamError: it failed on some rank; the first such rank prints it. A team of one raises
                 the error itself.
-            LostRankError: a rank does not answer.
+            RankError: a rank does not answer.
         """
-        if self.count == 1:
-            return work()
         result, error = _attempt(work)
-        self._exchange(None, error)
+        self.raise_together(error)
         return cast("T", result)
 
     def on_first(self, work: Callable[[], T]) -> T:
@@ -115,15 +109,25 @@ class Team:
         """
         if self.count == 1:
             return
-        everyone = self.gather({key: repr(value) for key, value in values.items()})
-        self.on_first(lambda: _refuse_differences(everyone))
+        first, *others = self.gather({key: repr(value) for key, value in values.items()})
+        faults = [
+            f"{key} is {other.get(key)} on rank {rank} and {first.get(key)} on rank 0"
+            for rank, other in enumerate(others, start=1)
+            for key in differing_keys(first, other)
+        ]
+        if faults:
+            what = f"the ranks do not train the same run: {join_faults(faults)}. Start all of them"
+            raise TeamError(
+                f"{what} with the same command, on the same data and run folder",
+                is_origin=self.is_first,
+            )
 
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag whether it is set on any rank: one small message."""
         if self.count == 1:
             return list(flags)
         reduced = torch.tensor(flags, dtype=torch.int32, device=self.device)
-        with _lost_rank_errors():
+        with rank_errors():
             distributed.all_reduce(reduced, op=distributed.ReduceOp.MAX)
         return [bool(flag) for flag in reduced.tolist()]
 
@@ -137,7 +141,7 @@ class Team:
         """The value of each rank, unless one has an error."""
         everyone: list[Any] = [None] * self.count
         message = None if error is None else _message(error)
-        with _lost_rank_errors():
+        with rank_errors():
             distributed.all_gather_object(everyone, (value, message))
         failed = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
         if not failed:
@@ -151,24 +155,11 @@ class Team:
         )
 
 
-def _refuse_differences(everyone: Sequence[Mapping[str, str]]) -> None:
-    for rank, other in enumerate(everyone):
-        if keys := differing_keys(everyone[0], other):
-            faults = [
-                f"{key} is {other.get(key)} on rank {rank} and {everyone[0].get(key)} on rank 0"
-                for key in keys
-            ]
-            raise RunError(
-                f"the ranks do not train the same run: {join_faults(faults)}. Start all of them"
-                " with the same command, on the same data and run folder"
-            )
-
-
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """The result or the error; an error that all ranks have already is raised."""
     try:
         return work(), None
-    except (TeamError, LostRankError):
+    except (TeamError, RankError):
         raise
     except Exception as error:  # noqa: BLE001 (whatever it is, it is raised on all ranks)
         return None, error
@@ -181,19 +172,6 @@ def _is_expected(error: Exception) -> bool:
 
 def _message(error: Exception) -> str:
     return in_words(error) if _is_expected(error) else f"{type(error).__name__}: {error}"
-
-
-@contextmanager
-def _lost_rank_errors() -> Generator[None]:
-    """Explain the error of a message that another rank does not answer."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0].partition(". ")[0]  # gloo's advice on bugs follows
-        raise LostRankError(
-            "another rank has ended, or did not answer within the time limit of the process group"
-            f" ({reason})"
-        ) from error
 
 
 @contextmanager

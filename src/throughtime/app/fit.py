@@ -15,12 +15,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from throughtime._device import generators, set_generators
 from throughtime.app.distributed import Team
@@ -52,22 +52,6 @@ Validation: TypeAlias = Stream | Recordings | Callable[[], Evaluation]
 _LOG_LINES = 200  # of a run
 _FIRST_SAVE = 1.0  # seconds of a run until its first checkpoint
 _ONE_PRESS = 1.0  # seconds: launchers pass on a signal that the terminal has sent already
-
-
-class Schedule(Protocol):
-    """What changes the learning rate of an optimizer, as `torch.optim.lr_scheduler` has them."""
-
-    def step(self) -> None:
-        """Set the rate of the next update."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a checkpoint needs, as tensors and plain values."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a `state_dict`."""
-        ...
 
 
 @dataclass
@@ -126,7 +110,7 @@ def fit(
     *,
     gradient: Policy | UpdatePolicy,
     optimizer: Optimizer,
-    schedule: Schedule | None = None,
+    schedule: LRScheduler | None = None,
     valid: Validation | None = None,
     metrics: Metric | torch.nn.Module | None = None,
     updates: int | None = None,
@@ -197,6 +181,8 @@ def fit(
     """
     if valid is None and patience is not None:
         raise ConfigError(f"patience={patience} counts validations; give recordings as valid=")
+    if valid is None and isinstance(schedule, ReduceLROnPlateau):
+        raise ConfigError("ReduceLROnPlateau waits for validations; give recordings as valid=")
     if updates is not None and epochs is not None:
         raise ConfigError(f"updates={updates} and epochs={epochs}: give one of them")
     if keep not in ("best", "last"):
@@ -244,7 +230,7 @@ class _Training:
     loss_fn: LossFn
     gradient: Policy | UpdatePolicy
     optimizer: Optimizer
-    schedule: Schedule | None
+    schedule: LRScheduler | None
     valid: Validation | None
     metrics: Metric | None
     end: tuple[int | None, int | None]
@@ -395,7 +381,7 @@ class _Training:
 
     def _evaluate(self) -> Evaluation:
         if callable(self.valid):
-            return self.valid()
+            return cast("Evaluation", self.valid())
         return evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
 
     def _write(self, kind: str, values: Row) -> None:

@@ -320,7 +320,7 @@ def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = Fals
         >>> options = {"lanes": 2, "updates": 2, "hidden": 4}
         >>> paths = {"data": str(folder / "a.csv"), "out": str(folder / "run")}
         >>> config = Config(**paths, targets=("y",), **options)
-        >>> _ = list(Training.begin(config).run())
+        >>> Training.begin(config).run()
         >>> run = tt.load_run(folder / "run")
         >>> run.layout.inputs, run.classes
         (('u',), ('0', '1'))

@@ -13,98 +13,62 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 from urllib.parse import urlparse
 
-from throughtime._files import write_atomically
-from throughtime.errors import MissingExtraError, RunError
+from pydantic import TypeAdapter
 
+from throughtime._files import write_atomically
+from throughtime.errors import MissingExtraError, RunError, one_line
+
+Settings: TypeAlias = Mapping[str, Any]
 Status: TypeAlias = Literal["finished", "stopped", "failed"]
 _PROJECT = "throughtime"
-
-
-@dataclass(frozen=True)
-class LoggedRun:
-    """What a logger needs to begin, or to continue.
-
-    Attributes:
-        folder: of the run.
-        settings: plain values by name.
-        step: updates so far; lines of later ones are to be replaced.
-        id: what `start` returned when the run began; `None` for a new one.
-    """
-
-    folder: Path
-    settings: Mapping[str, Any]
-    step: int
-    id: str | None
-
-
-class Logger(Protocol):
-    """Where the numbers of a run go."""
-
-    def start(self, run: LoggedRun) -> str:
-        """Begin or continue; return the id by which to continue."""
-        ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Add the values of a log line by name."""
-        ...
-
-    def finish(self, status: Status) -> None:
-        """End; a stopped run may continue later."""
-        ...
 
 
 class TensorBoard:
     """Event files in the folder `tensorboard` of the run."""
 
-    _writer: Any
-
-    def start(self, run: LoggedRun) -> str:
+    def __init__(self, folder: Path, settings: Settings, step: int, name: str | None) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        folder = run.folder / "tensorboard"
+        self.id = "tensorboard"
         # readers drop what an interrupted process wrote from this step on
-        purge = None if run.id is None else run.step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
-        if run.id is None:
-            rows = "\n".join(f"| {key} | {value} |" for key, value in run.settings.items())
+        purge: Any = None if name is None else step + 1
+        self._writer: Any = SummaryWriter(str(folder / self.id), purge_step=purge)
+        if name is None:
+            rows = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", 0)
-        return folder.name
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def finish(self, status: Status) -> None:
-        del status
+    def finish(self, _: Status) -> None:
         self._writer.close()
 
 
 class WandB:
     """A run of Weights & Biases, with its files in the folder `wandb` of the run."""
 
-    _run: Any
-
-    def start(self, run: LoggedRun) -> str:
+    def __init__(self, folder: Path, settings: Settings, step: int, name: str | None) -> None:
+        del step
         wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
+        self._run: Any = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            name=run.folder.name,
-            id=run.id,
+            name=folder.name,
+            id=name,
             resume="allow",
-            dir=str(run.folder),
-            config=dict(run.settings),
+            dir=str(folder),
+            config=dict(settings),
             mode=os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        return str(self._run.id)
+        self.id = str(self._run.id)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         self._run.log(dict(values), step=step)
@@ -125,40 +89,32 @@ def _has_wandb_key() -> bool:
 class MLflow:
     """A run of the experiment `throughtime`, or of `MLFLOW_EXPERIMENT_NAME`."""
 
-    _client: Any
-    _id: str
-
-    def start(self, run: LoggedRun) -> str:
-        entities: Any = importlib.import_module("mlflow.entities")
+    def __init__(self, folder: Path, settings: Settings, step: int, name: str | None) -> None:
+        del step
+        self._entities: Any = importlib.import_module("mlflow.entities")
         self._client = client = importlib.import_module("mlflow").MlflowClient()
-        if run.id is not None:
-            client.update_run(run.id, status="RUNNING")
-            self._id = run.id
-            return self._id
-        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        experiment = client.get_experiment_by_name(name)
-        number = client.create_experiment(name) if experiment is None else experiment.experiment_id
-        self._id = client.create_run(number, run_name=run.folder.name).info.run_id
-        settings = [entities.Param(key, str(value)) for key, value in run.settings.items()]
-        client.log_batch(self._id, params=settings)
-        return self._id
+        if name is not None:
+            client.update_run(name, status="RUNNING")
+            self.id = name
+            return
+        title = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        experiment = client.get_experiment_by_name(title)
+        number = client.create_experiment(title) if experiment is None else experiment.experiment_id
+        self.id = client.create_run(number, run_name=folder.name).info.run_id
+        params = [self._entities.Param(key, str(value)) for key, value in settings.items()]
+        client.log_batch(self.id, params=params)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        metric: Any = importlib.import_module("mlflow.entities").Metric
         now = int(1000 * time.time())
-        metrics = [metric(name, float(value), now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
+        self._client.log_batch(self.id, metrics=metrics)
 
     def finish(self, status: Status) -> None:
         names = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-        self._client.set_terminated(self._id, names[status])
+        self._client.set_terminated(self.id, names[status])
 
 
-_LOGGERS: dict[str, Callable[[], Logger]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WandB,
-    "mlflow": MLflow,
-}
+_LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -181,65 +137,52 @@ class Loggers:
 
     Args:
         names: of the loggers.
+        path: the file of the ids by which they continue, in the folder of the run.
+        settings: plain values by name.
+        step: updates so far; lines of later ones are replaced.
+
+    Raises:
+        RunError: a logger cannot begin.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._names = tuple(dict.fromkeys(names))
-        self._active: dict[str, Logger] = {}
-
-    def start(self, path: Path, settings: Mapping[str, Any], step: int) -> None:
-        """Begin, or continue.
-
-        Args:
-            path: the file of the ids, in the folder of the run.
-            settings: plain values by name.
-            step: updates so far.
-
-        Raises:
-            RunError: a logger cannot begin.
-        """
-        folder, ids = path.parent, _read_ids(path)
-        for name in self._names:
-            logger = _LOGGERS[name]()
+    def __init__(self, names: Sequence[str], path: Path, settings: Settings, step: int) -> None:
+        ids = _read_ids(path) if names else {}
+        self._active: dict[str, Any] = {}
+        for name in dict.fromkeys(names):
             try:
-                ids[name] = logger.start(LoggedRun(folder, settings, step, ids.get(name)))
+                logger = _LOGGERS[name](path.parent, settings, step, ids.get(name))
             except Exception as error:
-                reason = (str(error).splitlines() or [""])[0]
                 raise RunError(
-                    f"--logger {name} cannot start ({type(error).__name__}: {reason}); the ids of"
-                    f" a run that continues are in {path}. Mend it, or leave the logger out"
+                    f"--logger {name} cannot start ({type(error).__name__}: {one_line(error)}); the"
+                    f" ids of a run that continues are in {path}. Mend it, or leave the logger out"
                 ) from error
-            self._active[name] = logger
-        if ids:
+            self._active[name], ids[name] = logger, logger.id
+        if names:
             write_atomically(path, json.dumps(ids, indent=1).encode())
 
-    def log(self, kind: str, row: Mapping[str, Any], step: int) -> None:
-        """Add the numbers of a log line of this kind."""
-        values = {
-            _tag(kind, name): float(value)
-            for name, value in row.items()
-            if isinstance(value, (int, float))
-        }
-        for name in tuple(self._active):
-            self._attempt(name, lambda logger: logger.log(values, step))
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Add the numbers of a log line."""
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        values = {_tag(row["kind"], name): float(value) for name, value in numbers.items()}
+        self._call("log", values, row["update"])
 
     def finish(self, status: Status) -> None:
         """End all."""
-        for name in tuple(self._active):
-            self._attempt(name, lambda logger: logger.finish(status))
+        self._call("finish", status)
         self._active.clear()
 
-    def _attempt(self, name: str, work: Callable[[Logger], None]) -> None:
-        """Call a logger, which must not end a run."""
-        try:
-            work(self._active[name])
-        except Exception as error:  # noqa: BLE001 (a server that is gone, a full disk, ...)
-            del self._active[name]
-            warnings.warn(
-                f"--logger {name} failed ({type(error).__name__}: {error}); the run goes on without"
-                " it, and metrics.jsonl has all lines",
-                stacklevel=2,
-            )
+    def _call(self, method: str, *arguments: Any) -> None:
+        """Call the loggers, none of which must end a run."""
+        for name, logger in list(self._active.items()):
+            try:
+                getattr(logger, method)(*arguments)
+            except Exception as error:  # noqa: BLE001 (a server that is gone, a full disk, ...)
+                del self._active[name]
+                warnings.warn(
+                    f"--logger {name} failed ({type(error).__name__}: {error}); the run goes on"
+                    " without it, and metrics.jsonl has all lines",
+                    stacklevel=3,
+                )
 
 
 def _tag(kind: str, name: str) -> str:
@@ -253,12 +196,11 @@ def _tag(kind: str, name: str) -> str:
 
 
 def _read_ids(path: Path) -> dict[str, str]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return {}
+    try:
+        return TypeAdapter(dict[str, str]).validate_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: cannot be read ({error}); remove it to begin new logs") from error
-    if not isinstance(content, dict) or not all(isinstance(v, str) for v in content.values()):
-        raise RunError(f"{path}: is not what train wrote; remove it to begin new logs")
-    return cast("dict[str, str]", content)
+        raise RunError(
+            f"{path}: is not what train wrote ({one_line(error)}); remove it to begin new logs"
+        ) from error

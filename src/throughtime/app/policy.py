@@ -12,7 +12,7 @@ from throughtime.app.config import DEFAULT_STRIDE, Config
 from throughtime.app.user_class import ClassReference, is_reference
 from throughtime.app.values import build
 from throughtime.errors import ConfigError, ThroughtimeError
-from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated
+from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, UpdatePolicy
 from throughtime.stream import Stream
 
 _POLICIES: dict[str, Callable[..., Policy]] = {
@@ -106,7 +106,7 @@ def _describe(parameter: inspect.Parameter) -> str:
     return parameter.name + ("" if default is inspect.Parameter.empty else f"={default!r}")
 
 
-def updates_per_epoch(policy: Policy, stream: Stream, ranks: int) -> int:
+def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int) -> int:
     """The number of updates in an epoch; an estimate if the data or the policy decide."""
     if isinstance(policy, Exact) and policy.cut_every is None:
         if stream.lanes * ranks == 1:

@@ -6,7 +6,7 @@ Shapes: `T` steps, `n` of a chunk, `C` classes or output columns.
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from throughtime.stream.recording import step_times
 from throughtime.stream.shift import later_times
 
 Columns: TypeAlias = dict[str, Array]
-_GROUP = 65_536  # rows of a row group of Parquet
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # the first character of one
 
 
@@ -64,14 +63,6 @@ class PredictedSteps:
             return times.astype("M8[ns]")
         size = layout.frame_size  # the target of a frame is that of its last row
         return np.arange(steps.start, steps.stop) * size + size - 1 + ahead * size
-
-
-class Writer(Protocol):
-    """Writes the predictions of consecutive steps."""
-
-    def write(self, steps: slice, outputs: Array) -> None:
-        """Append the rows of some steps; `outputs` `(n, C)` are probabilities, or values."""
-        ...
 
 
 class _NpyWriter:
@@ -125,26 +116,20 @@ def plain_text(text: str) -> str:
 
 
 class _ParquetWriter:
-    """A `.parquet` in row groups; a time without a value is null."""
+    """A `.parquet` with a row group for each chunk; a time without a value is null."""
 
     def __init__(self, file: Any, table: PredictedSteps) -> None:
         self._file, self._table = file, table
         self._writer: Any = None
-        self._parts: list[Any] = []
 
     def write(self, steps: slice, outputs: Array) -> None:
-        import pyarrow as pa
-        from pyarrow import parquet
+        from pyarrow import array, parquet, table
 
         columns = self._table.columns(steps, outputs)
-        self._parts.append(pa.table({name: pa.array(v) for name, v in columns.items()}))
-        last = steps.stop >= len(self._table.recording)
-        if last or sum(part.num_rows for part in self._parts) >= _GROUP:
-            group = pa.concat_tables(self._parts)
-            self._writer = self._writer or parquet.ParquetWriter(self._file, group.schema)
-            self._writer.write_table(group)
-            self._parts = []
-        if last:
+        rows = table({name: array(values) for name, values in columns.items()})
+        self._writer = self._writer or parquet.ParquetWriter(self._file, rows.schema)
+        self._writer.write_table(rows)
+        if steps.stop >= len(self._table.recording):
             self._writer.close()
 
 

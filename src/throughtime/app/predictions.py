@@ -21,7 +21,7 @@ from throughtime._files import named_errors, write_atomically
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread
-from throughtime.app.prediction_table import WRITERS, PredictedSteps, Writer
+from throughtime.app.prediction_table import WRITERS, PredictedSteps
 from throughtime.app.recordings import OnPhase
 from throughtime.carry.carried import Carried
 from throughtime.errors import ConfigError, DataError, RunError, listed
@@ -35,7 +35,7 @@ from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 Missing: TypeAlias = Literal["error", "mask"]
 Format: TypeAlias = Literal["npy", "csv", "parquet"]
 LISTING = "predictions.json"
-_CHUNK = 1024
+_CHUNK = 8192  # steps: also of a row group of Parquet
 _UNSAFE = re.compile(r"[^\w .=+@#-]+")  # characters that a system may refuse in a file name
 _LONGEST = 120  # characters of a part of a path
 
@@ -43,7 +43,7 @@ _LONGEST = 120  # characters of a part of a path
 class _Outputs:
     """The array that `predict` fills: outputs as probabilities, written and counted."""
 
-    def __init__(self, writer: Writer, table: PredictedSteps, on_phase: OnPhase | None) -> None:
+    def __init__(self, writer: Any, table: PredictedSteps, on_phase: OnPhase | None) -> None:
         self._writer, self._table, self._on_phase, self.skipped = writer, table, on_phase, 0
 
     def __setitem__(self, steps: slice, values: Array) -> None:

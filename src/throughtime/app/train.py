@@ -263,17 +263,18 @@ class Training:
         """
         config, spec = self.config, self.dataset.spec
         names, status = list(spec.metrics().compute()), "failed"
-        loggers = Loggers(config.logger if self.team.is_first else ())
+        loggers: list[Loggers] = []  # on the first rank
 
         def log(row: Row) -> None:
             if row["kind"] != "data":
-                loggers.log(row["kind"], row, row["update"])
+                loggers[0].log(row)
             if row["kind"] == "train":
                 on_line(TrainProgress.of_row(row, names))
 
         def start() -> None:
             self.folder.remove_scores()
-            loggers.start(self.folder.loggers, config.settings(), self.done.count)
+            ids, settings = self.folder.loggers, config.settings()
+            loggers.append(Loggers(config.logger, ids, settings, self.done.count))
 
         try:
             if not self.done.finished:
@@ -300,7 +301,8 @@ class Training:
             status = "stopped"
             raise
         finally:
-            loggers.finish(status)
+            for started in loggers:
+                started.finish(status)
             self.folder.unlock()
 
     def _evaluate(self) -> Evaluation:
