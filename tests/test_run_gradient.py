@@ -226,7 +226,7 @@ def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> N
         ({"gradient": "nowhere.py:Policy"}, "no such file"),
         ({"gradient": "{folder}/policies.py:Other"}, "policies.py defines no class Other"),
         ({"gradient": "{folder}/policies.py:Empty"}, "its class Empty "),
-        ({"gradient": "{own}", "gradient_args": {"name": 3}}, "name = 3: expected text"),
+        ({"gradient": "{own}", "gradient_args": {"name": 3}}, "name = 3: expected a text"),
         ({"gradient": "{own}", "horizon": 3}, "unknown key 'horizon'"),
         ({"gradient": "truncate"}, "--gradient truncate: expected truncated, exact"),
         ({"gradient": "adaptive", "horizon": 3}, "--horizon 3 belongs to --gradient truncated"),

@@ -106,13 +106,13 @@ class Training:
         self.net.to(config.device)
         if own is not None:
             prepare_own(self.net, dataset.spec)
-        self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.policy = make_policy(config)
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, team.count)
         total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.optimizer = make_optimizer(self.net, config)
+        self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
         self.schedule = make_schedule(self.optimizer, config, total)
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if config.patience is not None and not self.validates:
