@@ -144,7 +144,9 @@ def test_a_name_that_no_recording_has_is_refused_with_the_nearest(tmp_path: Path
     with pytest.raises(DataError, match=r"--exclude changepoin: no .*; did you mean 'changepoint'"):
         dataset(tmp_path, exclude=["changepoin"])
     for role in ("inputs", "targets"):
-        with pytest.raises(ConfigError, match="exclude=Current is among the inputs or targets"):
+        with pytest.raises(
+            ConfigError, match="--exclude Current: Current is among the inputs or targets"
+        ):
             dataset(tmp_path, exclude=["Current"], **{role: ["Current"]})
 
 
@@ -209,5 +211,5 @@ def test_unevenly_spaced_time_stamps_are_remarked(tmp_path: Path) -> None:
     (remark,) = [text for text in dataset(folder).remarks if "time stamps" in text]
     assert "; not evenly spaced in y.csv: no rate (--rate sets rows per second); 1 gap" in remark
     assert "evenly" not in "".join(dataset(folder, rate=1.0).remarks)
-    with pytest.raises(ConfigError, match=r"rate=0.0: expected a finite number above 0"):
+    with pytest.raises(ConfigError, match=r"--rate 0.0: expected a finite number above 0"):
         dataset(folder, rate=0.0)

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 import throughtime as tt
-from throughtime.app.config import Config
+from throughtime.app.config import make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream import Recording, layout, tables
@@ -298,13 +298,14 @@ def test_series_of_the_command_line(tmp_path: Path) -> None:
     frame().to_csv(tmp_path / "a.csv", index=False)
     series = ("weight=w", "force=fx", "force=fy")
     data, out = str(tmp_path), str(tmp_path / "run")
-    config = Config(data, out, task="regress", targets=("y",), series=series, holdout=0.0)
+    settings = {"data": data, "out": out, "targets": ("y",)}
+    config = make_config({**settings, "task": "regress", "series": series, "holdout": 0.0})
     (recording,) = open_dataset(config).train
     steps = recording.read(0, STEPS)
     assert steps.inputs.shape[1] == 2
     assert {key: rows.size for key, rows in steps.series.items()} == {"weight": 23, "force": 46}
-    with pytest.raises(ConfigError, match="series='w': expected NAME=COLUMN, such as weight=w"):
-        Config(data, out, series=("w",))
+    with pytest.raises(ConfigError, match="--series w: expected NAME=COLUMN, such as weight=w"):
+        make_config({**settings, "series": ("w",)})
 
 
 def forget_series(lay_out: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from test_folders import anomaly_files
-from throughtime.app.cli import app
+from throughtime.app.cli import commands
 from throughtime.app.predictions import file_names
 from throughtime.stream.formats import open_table
 
@@ -19,7 +19,7 @@ SETTINGS = ["--targets", "anomaly", "--exclude", "changepoint"]
 
 def run(*arguments: object, ok: bool = True) -> str:
     """What a command prints, in this process; of one that fails, its message."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    result = CliRunner().invoke(commands, [str(argument) for argument in arguments])
     assert (result.exit_code == 0) == ok, result.output + repr(result.exception)
     return result.output if ok else str(result.exception)
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from throughtime.app.cli import app, main
+from throughtime.app import cli
+from throughtime.app.cli import main
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "how-to" / "recipes"
@@ -92,10 +93,7 @@ def listing() -> list[Path]:
 
 @pytest.mark.parametrize("page", COMMANDS)
 def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
-    import typer
-
-    # a click group
-    known = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    known = cli.commands.commands
     assert len(commands(page)) == COMMANDS[page]
     for line in commands(page):
         words = shlex.split(line)

@@ -227,46 +227,43 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"frame_size": 0}, "frame_size=0: expected at least 1"),
-        ({"target_every": 0}, "target_every=0: expected at least 1"),
+        ({"frame_size": 0}, "--frame-size 0: expected a whole number of at least 1"),
+        ({"target_every": 0}, "--target-every 0: expected a whole number of at least 1"),
         (
             {"target_every": 250, "frame_size": 80},
-            "target_every=250 rows are no whole number of frames of 80: expected a multiple",
+            "--target-every 250 rows are no whole number of frames of 80: expected a multiple",
         ),
-        ({"target_at": "first"}, "target_at='first': expected one of 'all', 'last'"),
+        ({"target_at": "first"}, "--target-at first: expected all or last"),
         (
             {"background_class": "rest", "task": "regress"},
-            "background_class='rest' belongs to classes",
+            "--background-class rest belongs to classes",
         ),
         (
             {"class_weights": "balanced", "task": "regress"},
-            "class_weights='balanced' belongs to classes",
+            "--class-weights balanced belongs to classes",
         ),
         (
             {"class_weights": "heavy"},
-            (
-                "class_weights='heavy': expected none, balanced, or a number above 0 for some"
-                " classes"
-            ),
+            ("--class-weights heavy: expected none, balanced or a number above 0 for some classes"),
         ),
-        ({"class_weights": "a=0"}, "expected none, balanced, or a number above 0"),
-        ({"class_weights": "a=1,a=2"}, "expected none, balanced, or a number above 0"),
-        ({"workers": -1}, "workers=-1: expected a number of processes, 0 for none, or 'thread'"),
-        ({"workers": "many"}, "workers='many': expected a whole number or 'thread'"),
-        ({"offset": -1}, "offset=-1: expected at least 0"),
+        ({"class_weights": "a=0"}, "expected none, balanced or a number above 0"),
+        ({"class_weights": "a=1,a=2"}, "expected none, balanced or a number above 0"),
+        ({"workers": -1}, "--workers -1: expected thread or a whole number of at least 0"),
+        ({"workers": "many"}, "--workers many: expected thread or a whole number"),
+        ({"offset": -1}, "--offset -1: expected a whole number of at least 0"),
         (
             {"offset": 3, "hand_off": True},
             (
-                "offset=3 moves the boundaries between parts .* hand_off=True passes states on at"
+                "--offset 3 moves the boundaries between parts .* --hand-off passes states on at"
                 " these boundaries"
             ),
         ),
         (
             {"hand_off": True, "train_on": "windows"},
-            "hand_off=True and train_on='windows' are both given",
+            "--hand-off and --train-on windows are both given",
         ),
-        ({"offset": 3, "train_on": "windows"}, "offset=3 and train_on='windows' are both given"),
-        ({"static": 3}, "static=3: expected a list of column names"),
+        ({"offset": 3, "train_on": "windows"}, "--offset 3 and --train-on windows are both given"),
+        ({"static": 3}, "--static 3: expected a list of column names"),
         ({"target_evry": 3}, "unknown key 'target_evry'; did you mean 'target_every'"),
     ],
 )

@@ -120,15 +120,18 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         ),
         (
             {"gradient": "exact", "stride": None, "train_on": "windows"},
-            "gradient='exact' and train_on='windows' are both given",
+            "--gradient exact and --train-on windows are both given",
         ),
         (
             {"gradient": "exact", "stride": 20},
-            "gradient='exact' and stride=20 are both given.*cut_every=N makes",
+            "--gradient exact and --stride 20 are both given.*--cut-every N makes",
         ),
-        ({"cut_every": 20}, r"cut_every=20 belongs to gradient=exact \(such as --gradient exact\)"),
-        ({"gradient": "exact", "stride": None, "cut_every": 0}, "cut_every=0: expected at least 1"),
-        ({"gradient": "exactly"}, "gradient='exactly': expected truncated, exact, adaptive"),
+        ({"cut_every": 20}, "--cut-every 20 belongs to --gradient exact, got --gradient trunc"),
+        ({"gradient": "exact", "stride": None, "cut_every": 0}, "--cut-every 0: expected a whole"),
+        (
+            {"gradient": "exactly"},
+            "--gradient exactly: expected truncated, exact, .*did you mean 'exact'",
+        ),
     ],
 )
 def test_what_does_not_go_with_the_exact_gradient_is_refused(

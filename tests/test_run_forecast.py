@@ -110,11 +110,11 @@ def test_rows_ahead_are_whole_frames(tmp_path: Path) -> None:
     frames = CUT // 6
     assert np.array_equal(targets_of(train)[: frames - 4], y[5::6][4:frames])
     for name in ("ahead", "season"):
-        with pytest.raises(ConfigError, match=f"{name}=25 rows are no whole number of frames"):
+        with pytest.raises(ConfigError, match=f"--{name} 25 rows are no whole number of frames"):
             make_config({**values, name: 25})
-    with pytest.raises(ConfigError, match="season=24 belongs to forecasts"):
+    with pytest.raises(ConfigError, match="--season 24 belongs to forecasts"):
         make_config({**values, "ahead": 0, "season": 24})
-    with pytest.raises(ConfigError, match="ahead=-1: expected at least 0"):
+    with pytest.raises(ConfigError, match="--ahead -1: expected rows of at least 1"):
         make_config({**values, "ahead": -1})
 
 
@@ -298,21 +298,21 @@ def test_an_exported_run_returns_values(suffix: str, tmp_path: Path) -> None:
 def test_what_no_difference_can_be_made_of_is_refused(tmp_path: Path) -> None:
     data, _ = walk(tmp_path)
     values = settings(data, tmp_path / "run", targets=["OT"], task="regress", inputs=["drift"])
-    with pytest.raises(ConfigError, match="difference=True belongs to forecasts"):
+    with pytest.raises(ConfigError, match="--difference belongs to forecasts"):
         make_config({**values, "difference": True})
     values |= {"difference": True, "ahead": 3}
     with pytest.raises(ConfigError, match=r"\['OT'\] is not among the inputs \(drift\): name it"):
         open_dataset(make_config(values))
-    with pytest.raises(ConfigError, match="difference=True belongs to numbers"):
+    with pytest.raises(ConfigError, match="--difference belongs to numbers"):
         make_config({**values, "task": "classify"})
-    with pytest.raises(ConfigError, match="which standardise='recording' takes out of their units"):
+    with pytest.raises(ConfigError, match="which --standardise recording takes out of their units"):
         make_config({**values, "standardise": "recording"})
 
 
 @pytest.mark.parametrize("ahead", ["", "1-", "-3", "24-1", "0-3", "1,1", "a", "1;2"])
 def test_other_rows_ahead_are_refused(ahead: str, tmp_path: Path) -> None:
     values = settings(tmp_path / "a.csv", tmp_path / "run", targets=["OT"])
-    with pytest.raises(ConfigError, match=r"ahead='.*': expected rows of at least 1"):
+    with pytest.raises(ConfigError, match=r"--ahead .*: expected rows of at least 1"):
         make_config({**values, "ahead": ahead})
     with pytest.raises(ConfigError, match="several forecasts, which are of numbers"):
         make_config({**values, "ahead": "1-3", "task": "classify"})

@@ -22,8 +22,8 @@ from test_run import (
     stop_at,
     write_recordings,
 )
+from throughtime.app.cli import new_settings
 from throughtime.app.config import make_config
-from throughtime.app.flags import merge_settings
 from throughtime.app.model import load_model
 from throughtime.app.policy import make_policy, resolve_gradient
 from throughtime.app.run_folder import RunFolder
@@ -183,14 +183,12 @@ def test_arguments_are_typed_by_the_policy_and_flags_win_over_toml(
     tmp_path: Path, own: str
 ) -> None:
     (tmp_path / "run.toml").write_text(
-        f'[gradient]\npolicy = "{own}"\nstride = 30\nfactor = 1\n', encoding="utf-8"
+        f'data = "d"\n[gradient]\npolicy = "{own}"\nstride = 30\nfactor = 1\n', encoding="utf-8"
     )
-    base = read_toml(tmp_path / "run.toml") | {"data": "d", "task": "classify", "out": "o"}
-    merged = merge_settings(base, {"gradient_args": {"factor": 2}})
-    config = resolve_gradient(make_config(merged))
+    config = resolve_gradient(new_settings(tmp_path / "run.toml", {"gradient_args": ["factor=2"]}))
     assert config.gradient_args == {"stride": 30, "factor": 2.0}
     assert isinstance(config.gradient_args["factor"], float)
-    assert make_config(merge_settings(base, {"gradient": "exact"})).gradient_args == {}
+    assert new_settings(tmp_path / "run.toml", {"gradient": "exact"}).gradient_args == {}
     (tmp_path / "again.toml").write_text(config.to_toml(), encoding="utf-8")
     assert make_config(read_toml(tmp_path / "again.toml")) == config
 
@@ -217,24 +215,24 @@ def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> N
     [
         (
             {"gradient": "adaptive", "gradient_args": {"tolerence": 0.1}},
-            "there is no argument 'tolerence'; 'tolerance' is missing; 'min' is missing",
+            "--gradient adaptive: tolerance is missing: expected a number; min is missing",
         ),
         ({"gradient": "adaptive"}, "Its arguments are tolerance, min, max, stride=None, every=100"),
         (
             {"gradient": "randomized", "gradient_args": {"mean_horizon": "many"}},
-            "mean_horizon='many': expected a whole number",
+            'mean_horizon = "many": expected a whole number',
         ),
         ({"gradient": "randomized", "gradient_args": {"mean_horizon": 0}}, "mean_horizon=0"),
         ({"gradient": "nowhere.py:Policy"}, "no such file"),
         ({"gradient": "{folder}/policies.py:Other"}, "policies.py defines no class Other"),
         ({"gradient": "{folder}/policies.py:Empty"}, "its class Empty "),
-        ({"gradient": "{own}", "gradient_args": {"name": 3}}, "name=3: expected text"),
-        ({"gradient": "{own}", "horizon": 3}, "there is no argument 'horizon'"),
-        ({"gradient": "truncate"}, "gradient='truncate': expected truncated, exact"),
-        ({"gradient": "adaptive", "horizon": 3}, "horizon=3 belongs to gradient=truncated"),
-        ({"stride": 3, "gradient_args": {"stride": 3}}, "stride=3 is given again"),
-        ({"gradient": "exact", "train_on": "windows"}, "train_on='windows' are both given"),
-        ({"gradient": "rtrl"}, "gradient='rtrl': expected truncated, exact"),
+        ({"gradient": "{own}", "gradient_args": {"name": 3}}, "name = 3: expected a text"),
+        ({"gradient": "{own}", "horizon": 3}, "unknown key 'horizon'"),
+        ({"gradient": "truncate"}, "--gradient truncate: expected truncated, exact"),
+        ({"gradient": "adaptive", "horizon": 3}, "--horizon 3 belongs to --gradient truncated"),
+        ({"stride": 3, "gradient_args": {"stride": 3}}, "--stride 3 is given again"),
+        ({"gradient": "exact", "train_on": "windows"}, "--train-on windows are both given"),
+        ({"gradient": "rtrl"}, "--gradient rtrl: expected truncated, exact"),
     ],
 )
 def test_a_wrong_policy_or_argument_is_refused_by_name(

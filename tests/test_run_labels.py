@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_each_label_and_its_weights(tmp_path: Path) -> None:
         assert type(make_loss(training.dataset.spec, training.net)) is torch.nn.BCEWithLogitsLoss
     with pytest.raises(ConfigError, match=r"there is no class 'noise'; .* has speech, music"):
         open_dataset(make_config({**values, "class_weights": "noise=3"}))
-    with pytest.raises(ConfigError, match="background_class='rest' belongs to classes"):
+    with pytest.raises(ConfigError, match="--background-class rest belongs to classes"):
         make_config({**values, "background_class": "rest"})
 
 

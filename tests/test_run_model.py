@@ -249,7 +249,7 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
         ("nets.py:Narrow", ConfigError, "returns (5, 1, 8) for 5 steps of 1 lane, expected (5, 1,"),
         ("nets.py:Weightless", ConfigError, "has no weights, so there is nothing to train"),
         ("nets.py:Backwards", ModelError, "the state of Backwards of nets.py cannot be carried"),
-        ("lstn", ConfigError, "expected lstm, gru, rnn, or FILE.py:Class; did you mean 'lstm'?"),
+        ("lstn", ConfigError, "expected lstm, gru, rnn or FILE.py:Class; did you mean 'lstm'?"),
         ("imports.py:Net", ConfigError, "it is loaded by its path alone"),
     ],
 )

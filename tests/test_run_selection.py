@@ -107,7 +107,9 @@ def test_without_validation_the_last_weights_are_kept_with_a_remark(
     quiet.folder.unlock()
     assert not any("the last weights" in remark for remark in quiet.dataset.remarks)
     if "holdout" in more:
-        with pytest.raises(ConfigError, match=r"patience=2 counts validations .* hold recordings"):
+        with pytest.raises(
+            ConfigError, match=r"--patience 2 counts validations .* hold recordings"
+        ):
             Training.begin(make_config(settings(data, tmp_path / "p", patience=2, **more)))
 
 
@@ -167,15 +169,15 @@ def test_dropout_acts_on_every_layer_in_training_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "output"),
     [
-        ({"dropout": 1.0}, "dropout=1.0: expected a share from 0 to below 1"),
-        ({"dropout": -0.1}, "dropout=-0.1: expected a share"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0: expected at least 0"),
-        ({"weight_decay": math.nan}, "weight_decay=nan: expected at least 0"),
-        ({"lr_warmup": 60}, "lr_warmup=60 of updates=60: expected fewer"),
-        ({"patience": 0}, "patience=0: expected at least 1"),
-        ({"patience": 3, "valid_every": 0}, "patience=3 counts validations, and valid_every=0"),
-        ({"keep": "first"}, "keep='first': expected one of 'best', 'last'"),
-        ({"schedule": "step"}, "schedule='step': expected one of 'constant', 'cosine'"),
+        ({"dropout": 1.0}, "--dropout 1.0: expected a number from 0 to below 1"),
+        ({"dropout": -0.1}, "--dropout -0.1: expected a number from 0"),
+        ({"weight_decay": -1.0}, "--weight-decay -1.0: expected a finite number of at"),
+        ({"weight_decay": math.nan}, "--weight-decay nan: expected a finite number of at"),
+        ({"lr_warmup": 60}, "--lr-warmup 60 of --updates 60: expected fewer"),
+        ({"patience": 0}, "--patience 0: expected a whole number of at least 1"),
+        ({"patience": 3, "valid_every": 0}, "--patience 3 counts validations, and --valid-every 0"),
+        ({"keep": "first"}, "--keep first: expected best or last"),
+        ({"schedule": "step"}, "--schedule step: expected constant, cosine or plateau"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(more: dict[str, Any], output: str) -> None:

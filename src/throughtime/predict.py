@@ -100,7 +100,7 @@ def predict(
         [played], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing, rank=0, ranks=1
     )
     stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
-    stream._collator.advice += "; on_nan='hold' leaves such steps out"
+    stream._collator.advice += "; on_nan='hold' (--on-nan hold) leaves such steps out"
     predictor = Predictor(net, lanes=1, state=state, on_nan=on_nan)
     writer: Any = out
     start = 0

@@ -199,7 +199,7 @@ class AuditJob:
                 " longer recordings"
             )
         without_dropout(self.net)
-        self.loss_fn = make_loss(self.spec, self.net)
+        self.loss_fn = make_loss(self.spec, self.net, config.loss)
         self.first = recordings[0]
 
     def describe(self) -> str:

@@ -200,7 +200,7 @@ def skill_advice(metrics: Mapping[str, float], config: Config) -> str:
     """What to try where a baseline is the better forecast; empty where none is.
 
     Example:
-        >>> config = Config("a.csv", "run", targets=("y",), ahead=24)
+        >>> config = Config(data="a.csv", targets=("y",), ahead=24)
         >>> metrics = {"model/rmse[y]": 2.0, "persistence/skill[y]": -0.5}
         >>> skill_advice(metrics, config)[:67]
         'y: the value now is the better forecast. Try --difference, by which'

@@ -4,78 +4,41 @@ A command imports what it runs when it runs, so that `throughtime --help` needs 
 """
 
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+import click
 
 from throughtime import __version__
 from throughtime.app.config import AuditOptions, Config, make_config
-from throughtime.app.flags import (
-    check_options,
-    failures_printed,
-    merge_settings,
-    to_settings,
-    with_flags,
+from throughtime.app.flags import Command, failures_printed
+from throughtime.app.values import (
+    Device,
+    Natural,
+    Settings,
+    build,
+    checked_by,
+    declared,
+    fields_of,
+    flag,
+    named_numbers,
+    read_toml,
 )
-from throughtime.app.values import named_numbers, read_toml
 from throughtime.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from throughtime.app.load import Run
 
-_HELP = "Train recurrent networks on one unbroken stream, with the state carried."
-app = typer.Typer(
-    name="throughtime",
-    help=_HELP,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_SPLIT = "Which split: train, valid, ..., all."
-_STATIC = "a finite number for each feature, such as age=63,weight=71.5"
-_MISSING = "How to treat inputs that are NaN or infinite."
-
-
-def _option(
-    help_: str, default: str | bool = True, *, flag: str | None = None, panel: str | None = None
-) -> Any:
-    """A flag: its help, what that says of the default, its name if it differs, and its panel."""
-    names = [flag] if flag else []
-    return typer.Option(*names, help=help_, show_default=default, rich_help_panel=panel)
-
-
-_Run = Annotated[Path, typer.Argument(help="The folder of a run.")]
-_Data = Annotated[Path | None, typer.Argument(help="As for train; default: the data of the run.")]
-_Missing = Annotated[
-    Literal["error", "mask"] | None, _option(_MISSING, "as in training", panel="Data")
-]
-_Trust = Annotated[
-    bool,
-    _option(
-        "Execute the code that the run folder keeps, though you have not trained with it.",
-        flag="--trust-code",
-    ),
-]
-_Json = Annotated[
-    bool,
-    _option(
-        "Print one JSON object on standard output, and nothing else.",
-        flag="--json",
-        panel="Output",
-    ),
-]
-
 
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
-    with failures_printed():
-        commands = all_commands()
-        check_options(commands, sys.argv[1:])
-        commands(prog_name="throughtime")
+    with failures_printed(commands):
+        words = sys.argv[1:] or ["--help"]
+        sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
 
 
 def _raise_file_limit() -> None:
@@ -88,105 +51,103 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def all_commands() -> Any:
-    """All commands, with plain defaults of the options before a command.
+@declared
+class TrainOptions(Settings):
+    """The flags of `train` that are no settings of a run."""
 
-    Typer gives `--help` and those of shell completion `None`, and imports pydantic to convert it: a
-    third of the time of `throughtime train --help`.
-    """
-    commands: Any = typer.main.get_command(app)
-    for parameter in commands.get_params(typer.Context(commands, **commands.context_settings)):
-        parameter.default = False
-    return commands
-
-
-@app.callback(help=_HELP, invoke_without_command=True)
-def root(version: Annotated[bool, _option("Print the version.", flag="--version")] = False) -> None:
-    """Options of all commands."""
-    if version:
-        print(f"throughtime {__version__}")
-        raise typer.Exit
+    config: Path | None = None
+    """A TOML file with the same settings as keys; flags win."""
+    resume: Path | None = None
+    """Go on with the run in this folder, from its last checkpoint."""
+    trust_code: bool = False
+    """With --resume: execute the code that the run folder keeps, though you have not trained with
+    it."""
 
 
-@app.command()
-@with_flags(Config)
-def train(
-    context: typer.Context,
-    config: Annotated[
-        Path | None,
-        _option("A TOML file with the same settings as keys; flags win.", panel="Output"),
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        _option("Go on with the run in this folder, from its last checkpoint.", panel="Output"),
-    ] = None,
-    trust_code: _Trust = False,
-    **options: Any,
-) -> None:
+def train(values: dict[str, Any]) -> None:
     """Train a model on recordings."""
-    flags = to_settings(
-        {
-            name: value
-            for name, value in options.items()
-            if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"
-        }
-    )
-    if resume is not None:
-        from throughtime.app.run_folder import RunFolder
-
-        other = sorted(flags.keys() - {"updates", "epochs"})
-        named = ["DATA" if n == "data" else f"--{n.replace('_', '-')}" for n in other]
-        if other or config is not None:
-            raise ConfigError(
-                f"--resume goes on with the settings of {resume}; leave out"
-                f" {', '.join(named) or '--config'}. Only --updates or --epochs may be given, to"
-                " train on to another end."
-            )
-        settings = RunFolder(resume).read_config()
+    own = {name: values.pop(name) for name in fields_of(TrainOptions) if name in values}
+    options, resume = build(TrainOptions, own), None
+    if options.resume is None:
+        settings = new_settings(options.config, values)
     else:
-        merged = merge_settings(read_toml(config) if config is not None else {}, flags)
-        merged.setdefault("out", f"runs/{Path(str(merged.get('data'))).resolve().stem}")
-        settings = make_config(merged, source="" if config is None else f"{config}: ")
+        resume, settings = options.resume, _resumed_settings(options, values)
     from throughtime.app.console import ProgressDisplay, run_training
     from throughtime.app.distributed import started_team
     from throughtime.app.train import Training
 
     with started_team(settings) as team, ProgressDisplay(enabled=team.is_first) as display:
         shared: dict[str, Any] = {"team": team, "on_phase": display.phase}
-        training = (
-            Training.begin(settings, **shared)
-            if resume is None
-            else Training.resume(resume, trust_code=trust_code, **flags, **shared)
-        )
+        if resume is None:
+            training = Training.begin(settings, **shared)
+        else:
+            end = {name: getattr(settings, name) for name in values}
+            training = Training.resume(resume, trust_code=options.trust_code, **end, **shared)
         run_training(training, display)
 
 
-@app.command(name="eval")
-def evaluate(
-    run: _Run,
-    data: _Data = None,
-    split: Annotated[
-        str | None,
-        _option(
-            _SPLIT,
-            "test, or valid where there is none; without splits all of other data",
-            panel="Data",
-        ),
-    ] = None,
-    missing: _Missing = None,
-    trust_code: _Trust = False,
-    as_json: _Json = False,
-) -> None:
+def new_settings(file: Path | None, flags: Mapping[str, Any]) -> Config:
+    """The settings of a file with the flags over them; arguments of another policy are dropped."""
+    base = {} if file is None else read_toml(file)
+    merged = {**base, **flags}
+    kept = base.get("gradient_args", {}) if merged.get("gradient") == base.get("gradient") else {}
+    merged["gradient_args"] = [kept, *flags.get("gradient_args", [])]
+    return make_config(merged, source="" if file is None else f"{file}: ", flags=flags)
+
+
+def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config:
+    """The settings of a run, with another end if the flags name one."""
+    from throughtime.app.run_folder import RunFolder
+
+    other = [flag(name) for name in sorted(flags.keys() - {"updates", "epochs"})]
+    if other or options.config is not None:
+        raise ConfigError(
+            f"--resume goes on with the settings of {options.resume}; leave out"
+            f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
+            " on to another end."
+        )
+    settings = RunFolder(Path(str(options.resume))).read_config()
+    end = {"updates": None, "epochs": None, **flags} if flags else {}
+    return make_config(settings.settings() | end, flags=flags)
+
+
+@declared
+class RunOptions(Settings):
+    """The flags of each command on a run."""
+
+    run: Path
+    """The folder of a run."""
+    trust_code: bool = False
+    """Execute the code that the run folder keeps, though you have not trained with it."""
+
+
+@declared
+class EvalOptions(RunOptions):
+    """The flags of `eval`."""
+
+    data: Path | None = None
+    """As for train. Default: the data of the run."""
+    split: str | None = None
+    """Which split: train, valid, ..., all. Default: test, or valid where there is none; without
+    splits all of other data; of an audit train."""
+    missing: Literal["error", "mask"] | None = None
+    """How to treat inputs that are NaN or infinite. Default: as in training."""
+    json: bool = False
+    """Print one JSON object on standard output, and nothing else."""
+
+
+def evaluate(values: dict[str, Any]) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
+    options = build(EvalOptions, values)
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
     from throughtime.app.evaluate import evaluate_run, keep_results
 
-    trained = _open_run(run, trust_code=trust_code)
-    with ProgressDisplay(enabled=not as_json) as display:
-        scores = evaluate_run(_treating(trained, missing), data, split, display.phase)
+    trained = _open_run(options, missing=options.missing)
+    with ProgressDisplay(enabled=not options.json) as display:
+        scores = evaluate_run(trained, options.data, options.split, display.phase)
     path = trained.files.scores(scores["split"])
     written = keep_results(trained, path, scores)
-    if as_json:
+    if options.json:
         print_json(scores)
         return
     print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
@@ -196,53 +157,43 @@ def evaluate(
     )
 
 
-@app.command()
-def predict(
-    run: _Run,
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            help="A file with the input columns of the training, or several: 'a.csv;b.csv'; a"
-            " folder or manifest of many recordings; default: the data of the run.",
-        ),
-    ] = None,
-    split: Annotated[str | None, _option(_SPLIT, "as eval", panel="Data")] = None,
-    static: Annotated[
-        str | None, _option("Its static features: age=63,weight=71.5.", panel="Data")
-    ] = None,
-    missing: Annotated[Literal["error", "mask"], _option(_MISSING, panel="Data")] = "error",
-    on_nan: Annotated[
-        Literal["raise", "hold", "reset"],
-        _option(
-            "At inputs that are NaN or infinite: stop, leave the step out and hold the state, or"
-            " start anew after it.",
-            panel="Data",
-        ),
-    ] = "raise",
-    state_in: Annotated[
-        Path | None, _option("Start from a state that an earlier call wrote.", panel="State")
-    ] = None,
-    state_out: Annotated[
-        Path | None,
-        _option("Write the state after the last step, to go on later.", panel="State"),
-    ] = None,
-    to: Annotated[
-        Path | None,
-        _option(
-            "The file to write: .npy (T, C), .csv or .parquet with a row per step. A folder for"
-            " many recordings, with a file for each.",
-            "predictions.csv, or the folder predictions",
-            flag="--out",
-            panel="Output",
-        ),
-    ] = None,
-    form: Annotated[
-        Literal["npy", "csv", "parquet"] | None,
-        _option("The format of the files in a folder.", "csv", flag="--format", panel="Output"),
-    ] = None,
-    trust_code: _Trust = False,
-) -> None:
+@declared
+class PredictOptions(RunOptions):
+    """The flags of `predict`."""
+
+    data: str | None = None
+    """A file with the input columns of the training, or several: 'a.csv;b.csv'; a folder or
+    manifest of many recordings. Default: the data of the run."""
+    split: str | None = None
+    """Which split: train, valid, ..., all. Default: as eval."""
+    static: (
+        Annotated[
+            str,
+            checked_by(named_numbers),
+            "a finite number for each feature, such as age=63,weight=71.5",
+        ]
+        | None
+    ) = None
+    """The static features of a single recording: age=63,weight=71.5."""
+    missing: Literal["error", "mask"] = "error"
+    """How to treat inputs that are NaN or infinite."""
+    on_nan: Literal["raise", "hold", "reset"] = "raise"
+    """At inputs that are NaN or infinite: stop, leave the step out and hold the state, or start
+    anew after it."""
+    state_in: Path | None = None
+    """Start from a state that an earlier call wrote."""
+    state_out: Path | None = None
+    """Write the state after the last step, to go on later."""
+    out: Path | None = None
+    """The file to write: .npy (T, C), .csv or .parquet with a row per step. A folder for many
+    recordings, with a file for each. Default: predictions.csv, or the folder predictions."""
+    format: Literal["npy", "csv", "parquet"] | None = None
+    """The format of the files in a folder. Default: csv."""
+
+
+def predict(values: dict[str, Any]) -> None:
     """Run a trained model over whole recordings, in memory that does not grow with them."""
+    options = build(PredictOptions, values)
     from throughtime import state as trees
     from throughtime.app.console import ProgressDisplay, out
     from throughtime.app.dataset import open_recording
@@ -254,29 +205,35 @@ def predict(
         predict_to_folder,
     )
 
-    trained = _open_run(run, trust_code=trust_code)
+    trained, data = _open_run(options), options.data
     names = [] if data is None else [data] if Path(data).exists() else data.split(";")
     paths = [Path(name.strip()) for name in names]
-    target = output_file(paths, split, to, form) if data is not None else None
+    target = output_file(paths, options.split, options.out, options.format) if paths else None
     with ProgressDisplay() as display:
-        how: dict[str, Any] = {"missing": missing, "on_nan": on_nan, "on_phase": display.phase}
+        how: dict[str, Any] = {
+            "missing": options.missing,
+            "on_nan": options.on_nan,
+            "on_phase": display.phase,
+        }
         if target is None:
-            single = {"static": static, "state-in": state_in, "state-out": state_out}
-            if named := [f"--{name}" for name, value in single.items() if value is not None]:
+            single = ("static", "state_in", "state_out")
+            if named := [flag(name) for name in single if name in values]:
                 raise ConfigError(f"leave out {', '.join(named)}: for a single recording alone")
-            target, other = to or Path("predictions"), paths[0] if paths else None
-            files = predict_to_folder(trained, other, split, target, form or "csv", **how)
+            target, other = options.out or Path("predictions"), paths[0] if paths else None
+            files = predict_to_folder(
+                trained, other, options.split, target, options.format or "csv", **how
+            )
             steps, skipped = (sum(count) for count in zip(*(f[2:] for f in files), strict=True))
             source = f"of {counted(len(files), 'recording')}"
         else:
             net, spec = trained.net, trained.spec
-            features = None if static is None else named_numbers("static", static, _STATIC)
+            features = named_numbers(options.static) if options.static else None
             recording = open_recording(paths, spec, features)
-            state = trees.load(state_in, initial_state(net)) if state_in is not None else None
+            state = trees.load(options.state_in, initial_state(net)) if options.state_in else None
             with one_thread(when=spec.is_small(lanes=1)):
                 after, skipped = predict_to_file(net, spec, recording, target, state=state, **how)
-            if state_out is not None:
-                trees.save(after, state_out)
+            if options.state_out:
+                trees.save(after, options.state_out)
             steps, source = len(recording), f"from {data}"
     out.print(
         f"{counted(steps, 'frame')} {source} to {target}, by the model of update"
@@ -286,63 +243,44 @@ def predict(
         out.print(f"{counted(skipped, 'step')} without an answer: the inputs are NaN or infinite")
 
 
-def _open_run(folder: Path, device: str | None = None, *, trust_code: bool) -> "Run":
-    """A run; a remark on standard error if it is not finished.
+def _open_run(
+    options: RunOptions, device: str = "cpu", missing: Literal["error", "mask"] | None = None
+) -> "Run":
+    """A run, perhaps with another treatment of NaN; a remark on standard error if it is unfinished.
 
     Raises:
         RunError: no run there, none that reached a checkpoint, or code that is not trusted.
     """
     from throughtime.app.load import load_run
 
-    run = load_run(folder, device=device or "cpu", trust_code=trust_code)
+    run = load_run(options.run, device=device, trust_code=options.trust_code)
     if run.remark:
         print(f"remark: {run.remark}", file=sys.stderr, flush=True)
-    return run
-
-
-def _treating(run: "Run", missing: Literal["error", "mask"] | None) -> "Run":
-    """The run with another treatment of inputs that are NaN or infinite, if one is named."""
     return replace(run, config=replace(run.config, missing=missing or run.config.missing))
 
 
-@app.command()
-def export(
-    run: _Run,
-    check: Annotated[
-        Path | None,
-        _option(
-            "Verify the file on this recording as well, and measure its settling time.",
-            panel="Verification",
-        ),
-    ] = None,
-    steps: Annotated[
-        int, _option("Random steps to verify the file on; 0 for none.", panel="Verification")
-    ] = 100_000,
-    trust_code: _Trust = False,
-    *,
-    out: Annotated[
-        Path,
-        _option(
-            "The file to write: .onnx, .c (and .h), .js, .nam, .json.",
-            flag="--out",
-            panel="Output",
-        ),
-    ],
-    with_session: Annotated[
-        bool,
-        _option(
-            "Also write session.py, which runs an .onnx file with numpy and onnxruntime only.",
-            flag="--with-session",
-            panel="Output",
-        ),
-    ] = False,
-) -> None:
+@declared
+class ExportOptions(RunOptions):
+    """The flags of `export`."""
+
+    out: Path
+    """The file to write: .onnx, .c (and .h), .js, .nam, .json. Required."""
+    check: Path | None = None
+    """Verify the file on this recording as well, and measure its settling time."""
+    steps: Natural = 100_000
+    """Random steps to verify the file on; 0 for none."""
+    with_session: bool = False
+    """Also write session.py, which runs an .onnx file with numpy and onnxruntime only."""
+
+
+def export(values: dict[str, Any]) -> None:
     """Write a trained model, its state inside, as a file that runs without Python."""
+    options = build(ExportOptions, values)
     from throughtime.app.console import out as console
     from throughtime.app.export import export_run
 
-    opened = _open_run(run, trust_code=trust_code)
-    written = export_run(opened, out, check, steps, with_session)
+    opened = _open_run(options)
+    written = export_run(opened, options.out, options.check, options.steps, options.with_session)
     console.print(f"{', '.join(map(str, written.paths))} written")
     for verification, steps_of in (
         (written.recorded, ("step of the recording", "steps of the recording")),
@@ -357,83 +295,101 @@ def export(
         console.print(remark)
 
 
-@app.command()
-@with_flags(AuditOptions)
-def audit(
-    run: _Run,
-    data: _Data = None,
-    split: Annotated[
-        str | None, _option(_SPLIT, "train; for other data as eval", panel="Data")
-    ] = None,
-    missing: _Missing = None,
-    device: Annotated[
-        str | None, _option("Where to compute: cpu, cuda, ...", "cpu", panel="Measurement")
-    ] = None,
-    trust_code: _Trust = False,
-    as_json: _Json = False,
-    **options: Any,
-) -> None:
+@declared
+class AuditFlags(EvalOptions):
+    """The flags of `audit` besides what it measures."""
+
+    device: Device = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+
+
+def audit(values: dict[str, Any]) -> None:
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
+    measured = {name: values.pop(name) for name in fields_of(AuditOptions) if name in values}
+    what, options = build(AuditOptions, measured), build(AuditFlags, values)
     from throughtime.app.audit import AuditJob
     from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
     from throughtime.app.evaluate import keep_results
 
-    if options["horizons"] is not None:
-        try:
-            options["horizons"] = tuple(int(part) for part in options["horizons"].split(","))
-        except ValueError as error:
-            raise ConfigError(
-                f"--horizons {options['horizons']!r}: expected whole numbers of steps, separated by"
-                " commas, such as 50,200,800"
-            ) from error
-    what, trained = AuditOptions(**options), _open_run(run, device, trust_code=trust_code)
-    with ProgressDisplay(enabled=not as_json) as display:
-        job = AuditJob(_treating(trained, missing), what, data, split, display.phase)
-        if not as_json:
+    trained = _open_run(options, options.device, options.missing)
+    run = _with_own_loss(trained, trust_code=options.trust_code)
+    with ProgressDisplay(enabled=not options.json) as display:
+        job = AuditJob(run, what, options.data, options.split, display.phase)
+        if not options.json:
             out.print(job.describe())
         report = job.run(display.phase)
     written = keep_results(trained, trained.files.audit, report.facts())
-    if as_json:
+    if options.json:
         print_json(report.facts())
         return
     print_audit(report, trained.config)
     out.print(written)
 
 
-@app.command(
-    context_settings={
-        "allow_interspersed_args": False,
-        "allow_extra_args": True,
-        "ignore_unknown_options": True,
-    }
-)
-def doctor(
-    context: typer.Context,
-    script: Annotated[
-        str, typer.Argument(help="The script to run; what follows it are its own arguments.")
-    ],
-    module: Annotated[
-        bool, _option("SCRIPT is the name of a module, as after python -m.", flag="-m")
-    ] = False,
-    ignore: Annotated[
-        str | None,
-        _option(
-            "Codes that are not reported, separated by commas, such as TT201,TT207.",
-            panel="Findings",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool, _option("Stop at the first finding.", flag="--strict", panel="Findings")
-    ] = False,
-    as_json: _Json = False,
-) -> None:
+def _with_own_loss(run: "Run", *, trust_code: bool) -> "Run":
+    """The run with a user's loss in the copy of its file that the run keeps."""
+    from throughtime.app.user_class import kept_class
+
+    for named in run.config.code():
+        if named.setting == "loss":
+            saved = run.files.read_checkpoint() or {"code": {}}
+            kept = kept_class(run.folder, named, saved["code"].get("loss"), trust_code=trust_code)
+            return replace(run, config=replace(run.config, loss=str(kept)))
+    return run
+
+
+@declared
+class DoctorOptions(Settings):
+    """The flags of `doctor`."""
+
+    script: str
+    """The script to run; what follows it are its own arguments."""
+    module: bool = False
+    """SCRIPT is the name of a module, as after python -m."""
+    ignore: str | None = None
+    """Codes that are not reported, separated by commas, such as TT201,TT207."""
+    strict: bool = False
+    """Stop at the first finding."""
+    json: bool = False
+    """Print one JSON object on standard output, and nothing else."""
+
+
+def doctor(values: dict[str, Any]) -> int:
     """Run a training script unchanged and name what is wrong with its loop.
 
     Exit code: that of the script, if it fails. Otherwise 1: there are findings; 2: there is no
     verdict, since no recurrent state was watched or the doctor itself failed; 0: nothing found.
     """
+    options = build(DoctorOptions, values)
     from throughtime.app.script import watch_script
 
-    codes = ignore.split(",") if ignore else ()
-    code = watch_script(script, context.args, codes, module=module, strict=strict, as_json=as_json)
-    raise typer.Exit(code)
+    return watch_script(
+        options.script,
+        click.get_current_context().args,
+        options.ignore.split(",") if options.ignore else (),
+        module=options.module,
+        strict=options.strict,
+        as_json=options.json,
+    )
+
+
+commands = click.Group(
+    name="throughtime",
+    help="Train recurrent networks on one unbroken stream, with the state carried.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    commands=[
+        Command("train", train, Config, TrainOptions),
+        Command("eval", evaluate, EvalOptions),
+        Command("predict", predict, PredictOptions),
+        Command("export", export, ExportOptions),
+        Command("audit", audit, AuditOptions, AuditFlags),
+        Command(
+            "doctor",
+            doctor,
+            DoctorOptions,
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        ),
+    ],
+)
+commands.commands["doctor"].allow_interspersed_args = False
+click.version_option(__version__, message="%(prog)s %(version)s")(commands)

@@ -1,297 +1,233 @@
 """The settings of a run, each declared once: a flag, its help and choices, a key of TOML, a check.
 
-This module imports no torch, so that `throughtime --help` is instant.
+The text below a field is its help. This module imports no torch and no numpy, so that
+`throughtime --help` is quick.
 """
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, get_args, get_type_hints
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from throughtime.app.contradictions import MODEL_NAMES, POLICY_NAMES, SHORT, contradictions
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+
+from throughtime.app.contradictions import SHORT, contradictions
 from throughtime.app.user_class import ClassReference, is_reference
-from throughtime.app.values import check, convert, range_faults, setting, toml_lines
-from throughtime.errors import counted, did_you_mean
+from throughtime.app.values import (
+    LIST,
+    NUMBER,
+    ClassFile,
+    Columns,
+    Contradictions,
+    Count,
+    Device,
+    Natural,
+    Positive,
+    Settings,
+    Share,
+    build,
+    checked_by,
+    declared,
+    named_arguments,
+    named_numbers,
+    named_series,
+    rows_ahead,
+    toml_lines,
+)
+from throughtime.errors import counted
 
 DEFAULT_STRIDE = 100
-LoggerName: TypeAlias = Literal["tensorboard", "wandb", "mlflow"]
-PANELS = (
-    "Data",
-    "Model",
-    "Gradient",
-    "Training",
-    "Measurement",
-    "Output",
-)  # of the help, in this order
+PANELS = {
+    "data": "Data",
+    "model": "Model",
+    "gradient": "Gradient",
+    "lanes": "Training",
+    "out": "Output",
+}
+"""The first setting of each group of the help."""
+CODE = ("model", "gradient", "loss", "optimizer")
+"""The settings that may name a class in a user's file."""
 
 
-@dataclass(frozen=True)
-class Config:
+@declared
+class Config(Settings):
     """The settings of `throughtime train`; every field is a flag and a key of `--config run.toml`.
 
     Raises:
-        ConfigError: values out of range or that exclude each other; all faults are listed.
+        ConfigError: unknown or missing settings, values of the wrong type or out of range, or what
+            does not go together; all at once.
     """
 
-    data: str = setting(
-        "Data",
-        "A file with one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets"
-        " or label).",
-    )
-    out: str = setting("Output", "The run folder.", unset="runs/NAME-OF-DATA")
-    task: Literal["classify", "multilabel", "regress"] | None = setting(
-        "Data",
-        "What the targets are: classes, several labels of 0 and 1, or numbers.",
-        None,
-        unset="classify for text and up to 20 different whole numbers in a column, multilabel for"
-        " several columns of 0 and 1, else regress",
-    )
-    inputs: tuple[str, ...] = setting(
-        "Data", "Input columns, separated by commas.", (), unset="all that are not targets"
-    )
-    targets: tuple[str, ...] = setting(
-        "Data",
-        "Target columns, separated by commas.",
-        (),
-        unset="'targets', or all of a targets file",
-    )
-    exclude: tuple[str, ...] = setting(
-        "Data", "Columns that are neither inputs nor targets, separated by commas.", ()
-    )
-    series: tuple[str, ...] = setting(
-        "Data",
-        "Further columns that chunks have by name, for a policy of your own: NAME=COLUMN, separated"
-        " by commas.",
-        (),
-    )
-    allow_target_as_input: bool = setting(
-        "Data",
-        "Take a target column as an input of the same step, too: a net can copy it.",
-        False,
-    )
-    static: tuple[str, ...] = setting(
-        "Data",
-        "Columns of the manifest with numbers of a whole recording, separated by commas. The net"
-        " receives them at every step.",
-        (),
-    )
-    standardise: str = setting(
-        "Data",
-        "Inputs are standardised by the mean and deviation of the training split, of each"
-        " recording, or of the first N steps of each recording, as they arrive (first:N); or not.",
-        "split",
-        words=("split", "recording", "first:400", "none"),
-    )
-    delimiter: str | None = setting(
-        "Data",
-        "The character between the fields of a CSV file, or tab.",
-        None,
-        unset="detected",
-        words=("tab",),
-    )
-    decimal: Literal[".", ","] | None = setting(
-        "Data", "The decimal mark of CSV files.", None, unset="detected"
-    )
-    frame_size: int = setting(
-        "Data", "Consecutive rows of a file that form one step.", 1, minimum=1
-    )
-    rate: float | None = setting(
-        "Data",
-        "Rows per second, whatever the files say.",
-        None,
-        positive=True,
-        unset="that of the files, which must agree, or of evenly spaced time stamps",
-    )
-    target_every: int | None = setting(
-        "Data", "Rows of the inputs for each row of the targets file.", None, minimum=1
-    )
-    target_at: Literal["all", "last"] | None = setting(
-        "Data",
-        "Which steps of a labelled span count.",
-        None,
-        unset="all of an interval, otherwise the last",
-    )
-    background_class: str | None = setting(
-        "Data", "The class of steps outside all intervals.", None, unset="they have no target"
-    )
-    ahead: int | str = setting(
-        "Data",
-        "Forecast: the target of a row is the value so many rows later, of an input or another"
-        " column; of several, such as 1-24 or 1,6,24, side by side.",
-        0,
-    )
-    season: int | None = setting(
-        "Data",
-        "With --ahead: rows of a season, such as 24 of hourly data. Scores are compared with the"
-        " value one season before.",
-        None,
-        minimum=1,
-    )
-    missing: Literal["error", "mask"] = setting(
-        "Data", "How to treat inputs that are NaN or infinite.", "error"
-    )
-    holdout: float = setting(
-        "Data",
-        "Share of the recordings, or of the end of a single one, held out for validation when no"
-        " manifest names splits.",
-        0.2,
-        share=True,
-    )
-    model: str = setting(
-        "Model",
-        f"The recurrent layer: {', '.join(MODEL_NAMES)}; or your own module as FILE.py:Class, made"
-        " with those of inputs, outputs, hidden, layers and dropout that it takes.",
-        "lstm",
-        words=MODEL_NAMES,
-    )
-    difference: bool = setting(
-        "Model",
-        "With --ahead: outputs are changes of input columns from now, which the net adds to them;"
-        " the loss is in units of the change.",
-        False,
-    )
-    hidden: int = setting("Model", "Width of the recurrent layers.", 64, minimum=1)
-    layers: int = setting("Model", "Number of recurrent layers.", 1, minimum=1)
-    dropout: float = setting(
-        "Model",
-        "Share of the outputs of every recurrent layer that training replaces by 0. An update is"
-        " then several calls instead of one.",
-        0.0,
-        share=True,
-    )
-    dtype: Literal["float32", "float64"] = setting(
-        "Model", "Type of inputs and weights.", "float32"
-    )
-    gradient: str = setting(
-        "Gradient",
-        f"How credit flows back: {', '.join(POLICY_NAMES)}, or your own policy as FILE.py:Class.",
-        "truncated",
-        words=POLICY_NAMES,
-    )
-    gradient_args: Mapping[str, Any] = setting(
-        "Gradient", "An argument of the gradient policy, NAME=VALUE; repeat for more.", None
-    )
-    stride: int | None = setting(
-        "Gradient",
-        "Steps between two updates (k1).",
-        None,
-        minimum=1,
-        unset=f"{DEFAULT_STRIDE} for truncated",
-    )
-    horizon: int | None = setting(
-        "Gradient",
-        "Truncated: steps that credit flows back (k2), at least the stride.",
-        None,
-        unset="the stride",
-    )
-    cut_every: int | None = setting(
-        "Gradient",
-        "Exact: steps between two updates; credit is cut there.",
-        None,
-        minimum=1,
-        unset="an update where all lanes start a recording",
-    )
-    train_on: Literal["stream", "windows"] = setting(
-        "Gradient",
-        "The unbroken stream, or for comparison shuffled windows of a stride.",
-        "stream",
-    )
-    lanes: int = setting(
-        "Training", "Recordings played at the same time, on all ranks together.", 16, minimum=1
-    )
-    warm_up: int = setting(
-        "Training", "First steps of a recording whose loss does not count.", 0, minimum=0
-    )
-    offset: int = setting(
-        "Training",
-        "Leave out a random number of first steps of each recording, below this.",
-        0,
-        minimum=0,
-    )
-    hand_off: bool = setting(
-        "Training",
-        "A part of a recording starts from the final state of the part before it.",
-        False,
-    )
-    workers: int | Literal["thread"] = setting(
-        "Training", "Processes that read ahead, or 'thread'.", 0, words=("thread",)
-    )
-    updates: int | None = setting("Training", "Stop after this many updates.", None, minimum=1)
-    epochs: int | None = setting(
-        "Training", "Stop after this many epochs.", None, minimum=1, unset="1 without --updates"
-    )
-    lr: float = setting("Training", "Learning rate of Adam.", 1e-3, positive=True)
-    schedule: Literal["constant", "cosine"] = setting(
-        "Training", "The learning rate stays, or falls to 0 along half a cosine.", "constant"
-    )
-    lr_warmup: int = setting(
-        "Training", "First updates, over which the learning rate rises from 0.", 0, minimum=0
-    )
-    weight_decay: float = setting(
-        "Training",
-        "AdamW: matrices shrink by this times the learning rate at each update; biases do not.",
-        0.0,
-        minimum=0,
-    )
-    max_norm: float = setting("Training", "Clip the gradient to this norm.", 1.0, positive=True)
-    class_weights: str = setting(
-        "Training",
-        "Weights of the classes in the loss: none, balanced (by the inverse frequency), or numbers"
-        " such as pvc=5,beat=2 (others 1).",
-        "none",
-        words=("none", "balanced"),
-    )
-    seed: int = setting("Training", "Seed of the weights and of the order.", 0, minimum=0)
-    device: str = setting(
-        "Training", "Where to compute: cpu, cuda, ...", "cpu", words=("cpu", "cuda", "mps")
-    )
-    valid_every: int | None = setting(
-        "Training",
-        "Updates between two validations; 0: only at the end.",
-        None,
-        minimum=0,
-        unset="a fifth of the run",
-    )
-    keep: Literal["best", "last"] = setting(
-        "Training",
-        "Weights of the model: those of the best validation (macro-F1 of classes, else loss), or"
-        " the last.",
-        "best",
-    )
-    patience: int | None = setting(
-        "Training",
-        "Stop after so many validations without a better one.",
-        None,
-        minimum=1,
-        unset="never stop early",
-    )
-    logger: tuple[LoggerName, ...] = setting(
-        "Training",
-        f"Write the metrics there, too: {', '.join(get_args(LoggerName))}; repeat for more.",
-        (),
-        unset="none",
-        words=get_args(LoggerName),
-    )
-    checkpoint_every: float = setting(
-        "Output",
-        "Seconds between two checkpoints; the first ones come sooner.",
-        30.0,
-        positive=True,
-    )
+    data: Annotated[str, Field(min_length=1), "a path"]
+    """A file with one recording, a folder of them, or a manifest (CSV: id,split,inputs,targets or
+    label)."""
+    task: Literal["classify", "multilabel", "regress"] | None = None
+    """What the targets are: classes, several labels of 0 and 1, or numbers. Default: classify for
+    text and up to 20 different whole numbers in a column, multilabel for several columns of 0 and
+    1, else regress."""
+    inputs: Columns = ()
+    """Input columns, separated by commas. Default: all that are not targets."""
+    targets: Columns = ()
+    """Target columns, separated by commas. Default: 'targets', or all of a targets file."""
+    exclude: Columns = ()
+    """Columns that are neither inputs nor targets, separated by commas."""
+    series: Annotated[Columns, checked_by(named_series), "NAME=COLUMN, such as weight=w"] = ()
+    """Further columns that chunks have by name, for a policy or a loss of your own: NAME=COLUMN,
+    separated by commas."""
+    allow_target_as_input: bool = False
+    """Take a target column as an input of the same step, too: a net can copy it."""
+    static: Columns = ()
+    """Columns of the manifest with numbers of a whole recording, separated by commas. The net
+    receives them at every step."""
+    standardise: (
+        Literal["split", "recording", "none"]
+        | Annotated[str, StringConstraints(pattern="^first:[1-9][0-9]*$"), "first:N"]
+    ) = "split"
+    """Inputs are standardised by the mean and deviation of the training split, of each recording,
+    or of the first N steps of each recording, as they arrive (first:400); or not."""
+    delimiter: Literal["tab"] | Annotated[str, "a character"] | None = None
+    """The character between the fields of a CSV file, or tab. Default: detected."""
+    decimal: Literal[".", ","] | None = None
+    """The decimal mark of CSV files. Default: detected."""
+    frame_size: Count = 1
+    """Consecutive rows of a file that form one step."""
+    rate: Positive | None = None
+    """Rows per second, whatever the files say. Default: that of the files, which must agree, or of
+    evenly spaced time stamps."""
+    target_every: Count | None = None
+    """Rows of the inputs for each row of the targets file."""
+    target_at: Literal["all", "last"] | None = None
+    """Which steps of a labelled span count. Default: all of an interval, otherwise the last."""
+    background_class: str | None = None
+    """The class of steps outside all intervals. Default: they have no target."""
+    ahead: Annotated[
+        Natural | str,
+        Field(union_mode="left_to_right"),
+        checked_by(rows_ahead),
+        "rows of at least 1 in rising order, such as 24, all of 1-24, or 1,6,24",
+    ] = 0
+    """Forecast: the target of a row is the value so many rows later, of an input or another column;
+    of several, such as 1-24 or 1,6,24, side by side."""
+    season: Count | None = None
+    """With --ahead: rows of a season, such as 24 of hourly data. Scores are compared with the value
+    one season before."""
+    missing: Literal["error", "mask"] = "error"
+    """How to treat inputs that are NaN or infinite."""
+    holdout: Share = 0.2
+    """Share of the recordings, or of the end of a single one, held out for validation when no
+    manifest names splits."""
+    model: Literal["lstm", "gru", "rnn"] | ClassFile = "lstm"
+    """The recurrent layer; or your own module as FILE.py:Class, made with those of inputs, outputs,
+    hidden, layers and dropout that it takes."""
+    difference: bool = False
+    """With --ahead: outputs are changes of input columns from now, which the net adds to them; the
+    loss is in units of the change."""
+    hidden: Count = 64
+    """Width of the recurrent layers."""
+    layers: Count = 1
+    """Number of recurrent layers."""
+    dropout: Share = 0.0
+    """Share of the outputs of every recurrent layer that training replaces by 0. An update is then
+    several calls instead of one."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of inputs and weights."""
+    gradient: Literal["truncated", "exact", "adaptive", "randomized"] | ClassFile = "truncated"
+    """How credit flows back; or your own policy as FILE.py:Class."""
+    gradient_args: Annotated[
+        dict[str, Any], BeforeValidator(named_arguments), "NAME=VALUE, such as tolerance=0.1"
+    ] = Field(default_factory=dict)
+    """An argument of the gradient policy, NAME=VALUE; repeat for more."""
+    stride: Count | None = None
+    """Steps between two updates (k1). Default: 100 for truncated."""
+    horizon: Count | None = None
+    """Truncated: steps that credit flows back (k2), at least the stride. Default: the stride."""
+    cut_every: Count | None = None
+    """Exact: steps between two updates; credit is cut there. Default: an update where all lanes
+    start a recording."""
+    train_on: Literal["stream", "windows"] = "stream"
+    """The unbroken stream, or for comparison shuffled windows of a stride."""
+    lanes: Count = 16
+    """Recordings played at the same time, on all ranks together."""
+    warm_up: Natural = 0
+    """First steps of a recording whose loss does not count."""
+    offset: Natural = 0
+    """Leave out a random number of first steps of each recording, below this."""
+    hand_off: bool = False
+    """A part of a recording starts from the final state of the part before it."""
+    workers: Literal["thread"] | Natural = 0
+    """Processes that read ahead, or 'thread'."""
+    updates: Count | None = None
+    """Stop after this many updates."""
+    epochs: Count | None = None
+    """Stop after this many epochs. Default: 1 without --updates."""
+    loss: Literal["cross-entropy", "mse", "mae", "huber"] | ClassFile | None = None
+    """The loss: cross-entropy of classes and labels; of numbers the squared, absolute or Huber
+    error in units of each target's deviation; or your own as FILE.py:Class, made with those of
+    outputs, weight and scale that it takes. Default: cross-entropy or mse, by the task."""
+    optimizer: Literal["adam", "adamw", "sgd"] | ClassFile = "adamw"
+    """The rule of an update; adamw without --weight-decay is adam. Or your own subclass of
+    torch.optim.Optimizer as FILE.py:Class, made with the weights, lr, and weight_decay and momentum
+    where they are set."""
+    lr: Positive = 1e-3
+    """Learning rate."""
+    schedule: Literal["constant", "cosine", "plateau"] = "constant"
+    """The learning rate stays, falls to 0 along half a cosine, or is halved after every two
+    validations without a better one."""
+    lr_warmup: Natural = 0
+    """First updates, over which the learning rate rises from 0."""
+    momentum: Share = 0.0
+    """Of sgd: the share of the last change that is added to the next."""
+    weight_decay: Annotated[
+        float, NUMBER, Field(ge=0, allow_inf_nan=False), "a finite number of at least 0"
+    ] = 0.0
+    """Matrices shrink by this times the learning rate at each update; biases do not."""
+    max_norm: Positive = 1.0
+    """Clip the gradient to this norm."""
+    class_weights: (
+        Literal["none", "balanced"]
+        | Annotated[
+            str,
+            checked_by(partial(named_numbers, above=0.0)),
+            "a number above 0 for some classes, such as pvc=5,beat=2",
+        ]
+    ) = "none"
+    """Weights of the classes in the loss: none, balanced (by the inverse frequency), or numbers
+    such as pvc=5,beat=2 (others 1)."""
+    seed: Annotated[int, NUMBER, Field(ge=0, lt=2**63), "a whole number from 0 to below 2**63"] = 0
+    """Seed of the weights and of the order."""
+    device: Device = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+    valid_every: Natural | None = None
+    """Updates between two validations; 0: only at the end. Default: a fifth of the run."""
+    keep: Literal["best", "last"] = "best"
+    """Weights of the model: those of the best validation (macro-F1 of classes, else loss), or the
+    last."""
+    patience: Count | None = None
+    """Stop after so many validations without a better one. Default: never stop early."""
+    logger: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow"], ...], LIST] = ()
+    """Write the metrics there, too; repeat for more."""
+    out: str = ""
+    """The run folder. Default: runs/NAME-OF-DATA."""
+    checkpoint_every: Positive = 30.0
+    """Seconds between two checkpoints; the first ones come sooner."""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "gradient_args", dict(self.gradient_args or {}))
-        if (
-            self.gradient == "truncated"
-            and self.stride is None
-            and "stride" not in self.gradient_args
-        ):
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Fill in what follows from other settings, and refuse what does not go together."""
+        if self.gradient == "truncated" and "stride" not in self.policy_arguments():
             object.__setattr__(self, "stride", DEFAULT_STRIDE)
-        check(range_faults(self) + contradictions(self))
+        if not self.out:
+            object.__setattr__(self, "out", f"runs/{Path(self.data).resolve().stem}")
+        if faults := contradictions(self):
+            raise Contradictions(faults, vars(self))
+        return self
 
     def policy_arguments(self) -> dict[str, Any]:
         """The arguments of the gradient policy: those by name, and the short settings."""
         short = {name: getattr(self, name) for name in SHORT}
-        return {k: v for k, v in short.items() if v is not None} | dict(self.gradient_args)
+        return {k: v for k, v in short.items() if v is not None} | self.gradient_args
 
     def update_steps(self) -> int | None:
         """Steps between two updates (k1); `None` if the policy or the data decide."""
@@ -315,15 +251,12 @@ class Config:
 
     def settings(self) -> dict[str, Any]:
         """The settings that have a value."""
-        return {
-            key: value
-            for key, value in asdict(self).items()
-            if value is not None and (key != "gradient_args" or value)
-        }
+        values = asdict(self)
+        return {k: v for k, v in values.items() if v is not None and v != {}}
 
     def code(self) -> list[ClassReference]:
         """The classes in the user's own files that the settings name."""
-        named = {"model": self.model, "gradient": self.gradient}
+        named = {name: getattr(self, name) or "" for name in CODE}
         return [ClassReference.parse(*item) for item in named.items() if is_reference(item[1])]
 
     def kept(self) -> "Config":
@@ -333,94 +266,48 @@ class Config:
     def to_toml(self) -> str:
         """The settings as TOML that `read_toml` reads back."""
         settings = self.settings()
-        arguments = settings.pop("gradient_args", {})
-        if arguments:
+        if arguments := settings.pop("gradient_args", {}):
             arguments = {"policy": settings.pop("gradient"), **arguments}
         return toml_lines(settings) + ("\n[gradient]\n" + toml_lines(arguments)) * bool(arguments)
 
 
-def make_config(settings: Mapping[str, Any], *, source: str = "") -> Config:
-    """A checked config from settings by name; `None` means the default.
-
-    Raises:
-        ConfigError: unknown keys (with the nearest known ones), missing ones, or values of the
-            wrong type; all are listed.
-    """
-    types = get_type_hints(Config)
-    present = {key: value for key, value in settings.items() if value is not None}
-    known = f"; known are {', '.join(types)}"
-    faults = [
-        f"unknown key '{key}'{did_you_mean(key, types) or known}"
-        for key in present
-        if key not in types
-    ]
-    faults += [
-        f"'{f.name}' is missing"
-        for f in fields(Config)
-        if f.default is MISSING and f.name not in present
-    ]
-    values: dict[str, Any] = {}
-    for key in filter(types.__contains__, present):
-        values[key], fault = convert(key, present[key], types[key])
-        faults += [fault] if fault else []
-    check(faults, source)
-    return Config(**values)
+def make_config(
+    settings: Mapping[str, Any], *, source: str = "", flags: Collection[str] | None = None
+) -> Config:
+    """A checked config from settings by name, of a file if `source` names it; see `build`."""
+    return build(Config, settings, source, () if source and flags is None else flags)
 
 
-@dataclass(frozen=True)
-class AuditOptions:
-    """What `throughtime audit` measures; `None` means what the run and its data suggest.
+@declared
+class AuditOptions(Settings):
+    """What `throughtime audit` measures; `None` means what the run and its data suggest."""
 
-    Raises:
-        ConfigError: values out of range, or horizons below the stride.
-    """
+    horizons: (
+        Annotated[tuple[Count, ...], LIST, "whole numbers of steps, such as 50,200,800"] | None
+    ) = None
+    """Horizons to audit, separated by commas. Default: 50,200,800 and the run's own, if an epoch is
+    twice as long."""
+    stride: Count | None = None
+    """Steps between two updates. Default: each horizon is its own stride."""
+    steps: Count | None = None
+    """Steps of every lane. Default: 8 times the longest horizon."""
+    lanes: Count | None = None
+    """Recordings played at the same time. Default: as in training, fewer where other recordings are
+    fewer."""
+    max_lag: Count = 1000
+    """Steps back that the gradient is traced, and for which a cold start is compared."""
+    tolerance: Annotated[Positive, Field(lt=1), "a number above 0 and below 1"] = 0.1
+    """Largest acceptable relative bias."""
 
-    horizons: tuple[int, ...] | None = setting(
-        "Measurement",
-        "Horizons to audit, separated by commas.",
-        None,
-        unset="50,200,800 and the run's own, if an epoch is twice as long",
-        minimum=1,
-    )
-    stride: int | None = setting(
-        "Measurement",
-        "Steps between two updates.",
-        None,
-        minimum=1,
-        unset="each horizon is its own stride",
-    )
-    steps: int | None = setting(
-        "Measurement",
-        "Steps of every lane.",
-        None,
-        minimum=1,
-        unset="8 times the longest horizon",
-    )
-    lanes: int | None = setting(
-        "Measurement",
-        "Recordings played at the same time.",
-        None,
-        minimum=1,
-        unset="as in training, fewer where other recordings are fewer",
-    )
-    max_lag: int = setting(
-        "Measurement",
-        "Steps back that the gradient is traced, and for which a cold start is compared.",
-        1000,
-        minimum=1,
-    )
-    tolerance: float = setting(
-        "Measurement", "Largest acceptable relative bias.", 0.1, positive=True, share=True
-    )
-
-    def __post_init__(self) -> None:
-        below = [h for h in self.horizons or () if h < (self.stride or 0)]
-        check(
-            range_faults(self)
-            + [
-                f"horizons={h} is below stride={self.stride}: the first losses of every stride"
-                f" would reach back no step at all. Take horizons from {self.stride} on, or"
-                f" stride={max(1, h)}"
-                for h in below[:1]
-            ]
-        )
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        """Refuse a horizon below the stride."""
+        below = min(self.horizons or (math.inf,))
+        if below < (self.stride or 0):
+            fault = (
+                f"{{horizons}}: {below} is below {{stride}}: the first losses of every stride would"
+                f" reach back no step at all. Take horizons from {self.stride} on, or"
+                f" --stride {below}"
+            )
+            raise Contradictions([fault], vars(self))
+        return self

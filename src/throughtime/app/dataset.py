@@ -444,7 +444,7 @@ def _check_present(recording: Recording, spec: ModelSpec) -> None:
         if not np.allclose(now[known], target[known], rtol=1e-5):
             raise DataError(
                 f"recording '{recording.name}': the input '{name}' is not the present value of the"
-                f" target '{name}', to which difference=True adds; leave it out, or rename one"
+                f" target '{name}', to which --difference adds; leave it out, or rename one"
             )
 
 

@@ -213,7 +213,7 @@ def _process_group(config: Config, ranks: int) -> Generator[torch.device]:
         below = config.lanes // ranks * ranks
         near = [str(n) for n in (below, below + ranks) if n]
         raise ConfigError(
-            f"lanes={config.lanes} are those of all ranks together, and each of the {ranks} that"
+            f"--lanes {config.lanes} are those of all ranks together, and each of the {ranks} that"
             f" torchrun has started plays the same number: take a multiple of {ranks}, such as"
             f" {' or '.join(near)}"
         )
@@ -222,8 +222,8 @@ def _process_group(config: Config, ranks: int) -> Generator[torch.device]:
         local, count = int(os.environ["LOCAL_RANK"]), torch.accelerator.device_count()
         if config.device != device.type or local >= count:
             raise ConfigError(
-                f"device={config.device} for rank {local} of this machine, which has {count} GPUs:"
-                f" each rank takes its own; write device='{device.type}', and --nproc-per-node"
+                f"--device {config.device} for rank {local} of a machine that has {count} GPUs:"
+                f" each rank takes its own; write --device {device.type}, --nproc-per-node"
                 f" {max(count, 1)} to torchrun"
             )
         device = torch.device(device.type, local)

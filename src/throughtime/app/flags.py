@@ -1,27 +1,24 @@
-"""The flags of the command line: made from settings, checked, read, and named in its messages.
+"""Commands of the command line, whose flags are the fields of classes of settings.
 
-This module imports no torch, as `throughtime.app.config`.
+The parser only splits words: every value reaches its setting as text and is checked there, so the
+faults of all flags are reported at once. This module imports no torch and no numpy.
 """
 
 import difflib
-import inspect
 import os
 import re
 import sys
 import time
-import tomllib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
 from errno import EACCES, ENOENT, ENOSPC, EROFS
-from itertools import takewhile
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, get_args, get_origin
 
-import typer
+import click
 
-from throughtime.app.config import PANELS, AuditOptions, Config
-from throughtime.errors import ConfigError, ThroughtimeError, listed
+from throughtime.app.config import PANELS, Config
+from throughtime.app.values import ARGUMENTS, alternatives, fields_of, flag
+from throughtime.errors import ThroughtimeError, listed
 
 _SYNONYMS = {
     "learning-rate": "lr",
@@ -39,191 +36,115 @@ _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memo
 _PRINTED = 10.0  # seconds after which an error has surely been printed
 
 
-def check_options(commands: Any, arguments: Sequence[str]) -> None:
-    """Refuse an option that is nearly one of the command, or has another name here."""
-    command = commands.commands.get(next(iter(arguments), ""))
-    if command is None or command.name == "doctor":  # arguments may be those of a script
-        return
-    flags = _flags_of(command) | {"-h", "--help"}
-    names = {flag.removeprefix("--"): flag for flag in flags}
-    names |= {name: f"--{ours}" for name, ours in _SYNONYMS.items() if ours.split()[0] in names}
-    for argument in takewhile(lambda word: word != "--", arguments):
-        flag = argument.partition("=")[0]
-        if flag in flags or not re.fullmatch(r"--?[A-Za-z][\w-]+", flag):
-            continue
-        name = flag.lstrip("-").replace("_", "-")
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.75)
-        if near:
-            raise ConfigError(f"{flag}: no such option; write {names[near[0]]}")
+class _Argument(click.Argument):
+    """An argument that the help describes."""
+
+    def __init__(self, name: str, about: str) -> None:
+        super().__init__([name], required=False, metavar=ARGUMENTS[name])
+        self.help = about
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:  # noqa: ARG002
+        return str(self.metavar), str(self.help)
 
 
-def as_flags(message: str, arguments: Sequence[str]) -> str:
-    """The message with settings written as flags, unless the command line names a file of settings.
+class Command(click.Command):
+    """A command whose flags are settings, in groups as in their class.
 
-    Example:
-        >>> as_flags("lanes=0: expected at least 1", ["train", "--lanes", "0"])
-        '--lanes 0: expected at least 1'
+    Args:
+        name: of the command.
+        action: gets the settings that the flags set, by name; its docstring is the help.
+        kinds: the classes of these settings.
+        more: arguments of `click.Command`.
     """
-    if any(argument.startswith(("--config", "--resume")) for argument in arguments):
-        return message
-    settings = (*fields(Config), *fields(AuditOptions))
-    names = "|".join(dict.fromkeys([*(setting.name for setting in settings), "on_nan"]))
 
-    def flag(match: re.Match[str]) -> str:
-        name = match[1] or match[5]
-        words = "DATA" if name == "data" else f"--{name.replace('_', '-')}"
-        value = match[3] or (match[4] or "").replace("', '", ",").strip("'")
-        return words if match[2] else f"{words} {value}"
+    def __init__(
+        self, name: str, action: Callable[[dict[str, Any]], int | None], *kinds: Any, **more: Any
+    ) -> None:
+        fields = {name: about for kind in kinds for name, about in fields_of(kind).items()}
 
-    return re.sub(
-        rf"\b({names})=(?:(True\b)|'([\w.:-]+)'|\[('[^]]*')\])?|(?<!\()'({names})' (?=is missing)",
-        flag,
-        message,
+        def run(**values: Any) -> int | None:
+            return action({k: v for k, v in values.items() if v is not None})
+
+        parameters = [_parameter(*item) for item in fields.items()]
+        super().__init__(name, callback=run, params=parameters, help=action.__doc__, **more)
+        self.panels, panel = dict[str | None, str](), "Options"
+        for setting in fields_of(Config) if Config in kinds else ():
+            panel = self.panels[setting] = PANELS.get(setting, panel)
+
+    def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Leave the arguments to `format_options`, as before click 8.4."""
+
+    def records(self, ctx: click.Context) -> dict[str, list[tuple[str, str]]]:
+        """The arguments and options of each group, with their help."""
+        groups = dict[str, list[tuple[str, str]]]()
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                groups.setdefault(self.panels.get(parameter.name, "Options"), []).append(record)
+        return groups
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options of each group below its title."""
+        for panel, records in self.records(ctx).items():
+            with formatter.section(panel):
+                formatter.write_dl(records)
+
+
+def _parameter(name: str, about: Any) -> click.Parameter:
+    """A flag, or an argument, of a field of settings."""
+    if name in ARGUMENTS:
+        return _Argument(name, about.description)
+    option, kind, accepted = flag(name), about.annotation, alternatives(about)
+    texts = [text.partition(" ")[2].upper() or text for text in accepted]
+    shown = ["N" if "NUMBER" in text else "VALUE" if " " in text else text for text in texts]
+    known = [text for text in accepted if " " not in text and ":" not in text]
+    kinds = {kind, get_origin(kind), *map(get_origin, get_args(kind))}
+    default = about.default
+    hidden = default in {None, ""} or default is False or not isinstance(default, (int, float, str))
+    if kind is bool and name in fields_of(Config):
+        option += f"/--no-{option[2:]}"
+
+    def to_setting(context: click.Context, _: object, value: Any) -> Any:
+        """Words in lower case; one text of all values, or their list."""
+        texts = [value] if isinstance(value, str) else value
+        if kind is bool or texts is None or texts == ():
+            return value if kind is bool else None
+        if others := [text for text in texts if text.startswith("--")]:
+            raise click.BadOptionUsage(name, f"{option} needs a value, not {others[0]}", context)
+        texts = [text.lower() if text.lower() in known else text for text in texts]
+        return texts if dict in kinds else ",".join(texts)
+
+    return click.Option(
+        [option, name],
+        help=about.description + f" [default: {default}]" * (not hidden),
+        is_flag=kind is bool,
+        default=None,
+        multiple=dict in kinds or (tuple in kinds and bool(known)),  # of columns the last ones
+        metavar=None if kind is bool else "|".join(dict.fromkeys(shown)),
+        callback=to_setting,
+        shell_complete=lambda _, __, start: [word for word in known if word.startswith(start)],
     )
 
 
-def foreign_options(message: str, command: str, commands: Any) -> str:
-    """A remark on options in the message that `train` has and this command lacks; or nothing.
-
-    Example:
-        >>> from throughtime.app.cli import all_commands
-        >>> foreign_options("sort it, or write --exclude t", "eval", all_commands())
-        ' (--exclude is an option of train: eval reads data as its run was trained)'
-    """
-    own, train = commands.commands.get(command), commands.commands["train"]
-    if own is None:
-        return ""
-    advised = re.sub(r"throughtime train[^;.]*", "", message)
-    named = dict.fromkeys(re.findall(r"(?<!\w)--[a-z][a-z-]+", advised))
-    other = [flag for flag in named if flag in _flags_of(train) and flag not in _flags_of(own)]
-    if not other:
-        return ""
-    are = "is an option" if len(other) == 1 else "are options"
-    return f" ({listed(other)} {are} of train: {command} reads data as its run was trained)"
-
-
-def _flags_of(command: Any) -> set[str]:
-    return {flag for p in command.params for flag in (*p.opts, *p.secondary_opts)}
-
-
-def merge_settings(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file with the flags over them; arguments of another policy are dropped."""
-    merged = {**base, **flags}
-    same = merged.get("gradient") == base.get("gradient")
-    sources = (base, flags) if same else (flags,)
-    arguments = [source.get("gradient_args") or {} for source in sources]
-    return {**merged, "gradient_args": {k: v for part in arguments for k, v in part.items()}}
-
-
-def to_settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """Flags as settings: paths as text, words in lower case, column names apart."""
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in flags.items()}
-    for setting in fields(Config):
-        name, value = setting.name, settings.get(setting.name)
-        if isinstance(value, str) and value.lower() in setting.metadata.get("words", ()):
-            settings[name] = value.lower()
-        if value is not None and setting.type == tuple[str, ...]:
-            settings[name] = tuple(column.strip() for column in value.split(","))
-    if "logger" in settings:
-        settings["logger"] = [name.lower() for name in settings["logger"]]
-    for name in ("workers", "ahead"):
-        if re.fullmatch(r"-?[0-9]+", str(settings.get(name, ""))):
-            settings[name] = int(settings[name])
-    if arguments := settings.pop("gradient_args", None):
-        settings["gradient_args"] = dict(map(parse_argument, arguments))
-    return settings
-
-
-def parse_argument(text: str) -> tuple[str, Any]:
-    """The name and the value of `NAME=VALUE`; the value is read as TOML, or is text.
-
-    Example:
-        >>> [parse_argument(text) for text in ("min=20", "tolerance=0.1", "name=auto")]
-        [('min', 20), ('tolerance', 0.1), ('name', 'auto')]
-    """
-    name, equals, value = (part.strip() for part in text.partition("="))
-    if not equals or not re.fullmatch(r"\w+", name):
-        raise ConfigError(f"--gradient-arg {text}: expected NAME=VALUE, such as tolerance=0.1")
-    try:
-        return name, tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name, value
-
-
-def _completed(words: Sequence[str]) -> Callable[[str], list[str]]:
-    """What a shell completes, of an option that has more values than these words."""
-
-    def completed(incomplete: str) -> list[str]:
-        return [word for word in words if word.startswith(incomplete)]
-
-    return completed
-
-
-def _flag(setting: Field[Any]) -> inspect.Parameter:
-    """A flag, or the argument `data`, from a field of settings."""
-    name, about, default = setting.name, setting.metadata, setting.default
-    annotation: Any = setting.type
-    names = list[str]()
-    if name == "data":
-        return _parameter(name, Path | None, None, typer.Argument(help=about["help"]))
-    if name == "gradient_args":
-        annotation, names = list[str] | None, ["--gradient-arg"]
-    elif name == "logger":
-        annotation = list[str] | None
-    elif "tuple" in str(annotation) or name in {"workers", "ahead"}:  # text that is parsed later
-        annotation = str | None
-    if default is MISSING or default == ():
-        default, annotation = None, annotation | None
-    elif name in {"workers", "ahead"}:
-        default = str(default)
-    option = typer.Option(
-        *names,
-        help=about["help"],
-        rich_help_panel=about["panel"],
-        case_sensitive=False,
-        autocompletion=_completed(about["words"]) if "words" in about else None,
-        show_default=about.get("unset", default is not None),
-    )
-    return _parameter(name, annotation, default, option)
-
-
-def _parameter(name: str, annotation: Any, default: Any, info: Any) -> inspect.Parameter:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=Annotated[annotation, info])
-
-
-def with_flags(settings: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace `**options` of a command by flags: one for each field of a dataclass of settings."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(command).parameters.values()
-        named = [
-            p.replace(kind=p.KEYWORD_ONLY)
-            for p in own
-            if p.kind is not inspect.Parameter.VAR_KEYWORD
-        ]
-        flags = sorted([*named, *map(_flag, fields(settings))], key=_panel)
-        setattr(command, "__signature__", inspect.Signature(flags))  # noqa: B010 (typer reads it)
-        command.__annotations__ = {flag.name: flag.annotation for flag in flags}
-        return command
-
-    return decorate
-
-
-def _panel(flag: inspect.Parameter) -> int:
-    """The place of a flag in the help by its panel; others come first."""
-    (info,) = getattr(flag.annotation, "__metadata__", (None,))
-    panel = getattr(info, "rich_help_panel", None)
-    return PANELS.index(panel) if panel in PANELS else -1
+def flags_of(command: Any) -> dict[str, str]:
+    """The flags of a command by their names without hyphens, and by those of other libraries."""
+    flags = [option for p in command.params for option in (*p.opts, *p.secondary_opts)]
+    names = {option.lstrip("-"): option for option in flags if option.startswith("-")}
+    ours = {name: f"--{our}" for name, our in _SYNONYMS.items() if our.split()[0] in names}
+    return names | ours
 
 
 @contextmanager
-def failures_printed() -> Generator[None]:
+def failures_printed(commands: click.Group) -> Generator[None]:
     """Print an expected error, and one of no memory, as one message, and exit with code 2."""
     try:
         yield
+    except click.Abort:
+        sys.exit(130)  # as a shell's command that Ctrl-C ended
+    except click.UsageError as error:
+        message = usage_fault(error)
     except (ThroughtimeError, OSError) as error:
         message = in_words(error)
+        message += _foreign_flags(message, commands)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
@@ -241,6 +162,49 @@ def failures_printed() -> Generator[None]:
     sys.exit(2)
 
 
+def usage_fault(error: click.UsageError) -> str:
+    """What is wrong with the words of a command line, and what to write."""
+    context = error.ctx
+    if context is None:
+        return error.format_message()
+    command, path = context.command, context.command_path
+    if isinstance(error, click.NoSuchOption):
+        start = error.option_name.lstrip("-")
+        typed = (w.partition("=")[0] for w in sys.argv[1:] if w.lstrip("-").startswith(start))
+        option, names = next(typed, error.option_name), flags_of(command)
+        near = _near(option, names)
+        advice = f"write {names[near[0]]}" if near else f"{path} --help lists them"
+        return f"{option}: no such option; {advice}"
+    message = error.format_message().removesuffix(".").replace("Got u", "u", 1)
+    if isinstance(command, click.Group):
+        name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        near = _near(name, command.commands) or command.commands
+        return f"{name}: no such command; write {' or '.join(near)}"
+    if dash := next((word for word in sys.argv if word[0:1] in {"\N{EN DASH}", "\N{EM DASH}"}), ""):
+        return f"{dash}: write --{dash[1:]}, with two hyphens"
+    arguments = " ".join(ARGUMENTS[p.name] for p in command.params if p.name in ARGUMENTS)
+    return f"{message}; write {path} {arguments}, then flags, such as --seed 1"
+
+
+def _near(word: str, names: Iterable[str]) -> list[str]:
+    name = word.lstrip("-").replace("_", "-").lower()
+    return difflib.get_close_matches(name, [*names], n=1, cutoff=0.75)
+
+
+def _foreign_flags(message: str, commands: click.Group) -> str:
+    """A remark on advice to write flags that `train` has and this command lacks; or nothing."""
+    name = next(iter(sys.argv[1:]), "")
+    own, train = commands.commands.get(name), commands.commands["train"]
+    if own is None or "throughtime train" in message:
+        return ""
+    other = {*flags_of(train).values()} - {*flags_of(own).values()}
+    named = [word for word in dict.fromkeys(re.findall(r"--[a-z-]+", message)) if word in other]
+    if not named:
+        return ""
+    are = "is an option" if len(named) == 1 else "are options"
+    return f" ({listed(named)} {are} of train: {name} reads data as its run was trained)"
+
+
 def in_words(error: BaseException) -> str:
     """The message of an error; of one of the system with what to do."""
     if not isinstance(error, OSError) or isinstance(error, ThroughtimeError) or not error.strerror:
@@ -255,13 +219,5 @@ def in_words(error: BaseException) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print one message to standard error, its settings written as flags; in red on a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    from throughtime.app.cli import all_commands
-
-    shown = as_flags(message, sys.argv)
-    shown += foreign_options(shown, next(iter(sys.argv[1:]), ""), all_commands())
-    text = Text.assemble(("error:", "red"), f" {shown}")
-    Console(stderr=True, soft_wrap=True).print(text)
+    """Print one message to standard error; in red on a terminal."""
+    click.echo(f"{click.style('error:', fg='red')} {message}", err=True)

@@ -316,7 +316,8 @@ def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = Fals
         >>> folder = pathlib.Path(tempfile.mkdtemp())
         >>> _ = (folder / "a.csv").write_text("u,y\n" + "0.1,0\n0.7,1\n" * 200)
         >>> options = {"lanes": 2, "updates": 2, "hidden": 4}
-        >>> config = Config(str(folder / "a.csv"), str(folder / "run"), targets=("y",), **options)
+        >>> paths = {"data": str(folder / "a.csv"), "out": str(folder / "run")}
+        >>> config = Config(**paths, targets=("y",), **options)
         >>> Training.begin(config).run()
         >>> run = tt.load_run(folder / "run")
         >>> run.layout.inputs, run.classes

@@ -6,29 +6,26 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 import os
 import sys
 from collections import OrderedDict
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
+from torch.nn import functional
 
 from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
+from throughtime.app.contradictions import LOSSES
 from throughtime.app.data_statistics import Statistics
 from throughtime.app.multilabel import MultiLabel
 from throughtime.app.recordings import SourceRecording, layout_of
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
-from throughtime.app.user_class import (
-    ClassReference,
-    is_reference,
-    kept_class,
-    make_user_model,
-)
-from throughtime.app.values import weights_by_class
+from throughtime.app.user_class import ClassReference, is_reference, kept_class
+from throughtime.app.values import named_numbers
 from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import (
     ConfigError,
@@ -46,6 +43,7 @@ from throughtime.stream import Recording, Stream
 from throughtime.stream.layout import Layout
 from throughtime.stream.targets import class_name, sorted_classes
 
+MODEL_ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a user's module
 # Products of a step that are worth a second thread, in operations: about 40 microseconds, against
 # about 10 in which the threads wait for each other.
 _WORTH_THREADS = 2e6
@@ -178,7 +176,7 @@ def _present_columns(layout: Layout) -> tuple[int, ...]:
     absent = [name for name in layout.targets if name not in layout.inputs]
     if absent:
         raise ConfigError(
-            f"difference=True adds changes to the present values of the targets, and"
+            f"--difference adds changes to the present values of the targets, and"
             f" {listed(absent, quoted=True)} is not among the inputs ({listed(layout.inputs)}):"
             " name it with --inputs, too"
         )
@@ -203,7 +201,9 @@ def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
         ConfigError: the module cannot be made with these sizes.
     """
     if own is not None:
-        return _carried(spec, [("recurrent", make_user_model(own, spec))])
+        sizes = (spec.features, spec.outputs, spec.hidden, spec.layers, spec.dropout)
+        module = own.make(nn.Module, dict(zip(MODEL_ARGUMENTS, sizes, strict=True)))
+        return _carried(spec, [("recurrent", module)])
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
     between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
     recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
@@ -270,7 +270,7 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     if y.shape != (5, 1, spec.outputs):
         per_step = f"each of {counted(spec.outputs, 'class' if spec.classes else 'target')}"
         raise ConfigError(
-            f"model={spec.model!r}: returns {tuple(y.shape)} for 5 steps of 1 lane, expected"
+            f"--model {spec.model}: returns {tuple(y.shape)} for 5 steps of 1 lane, expected"
             f" (5, 1, {spec.outputs}): a number for {per_step}. Take the argument `outputs` in its"
             f" constructor, and end with nn.Linear(hidden, outputs)"
         )
@@ -300,7 +300,7 @@ def check_memory(spec: ModelSpec, device: str) -> None:
     needed, available = 4 * weights * spec.torch_dtype.itemsize, _memory(device)
     if available is not None and needed > available:
         raise ConfigError(
-            f"hidden={hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
+            f"--hidden {hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
             f" {needed / 1e9:,.0f} GB to train (weights, gradients and two moments of Adam), and"
             f" there are {available / 1e9:,.0f} GB; take a smaller --hidden"
         )
@@ -340,30 +340,50 @@ def in_units(net: Carried, x: Tensor) -> Tensor:
     return x
 
 
+_ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mse": lambda error: error.square().mean(),
+    "mae": lambda error: error.abs().mean(),
+    "huber": lambda error: functional.huber_loss(error, torch.zeros_like(error)),
+}
+
+
 @dataclass(frozen=True)
-class StandardisedMSE:
-    """Mean squared error in units of each target's standard deviation."""
+class StandardisedError:
+    """Mean squared, absolute or Huber error in units of each target's standard deviation."""
 
     scale: Tensor
+    name: str = "mse"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return ((outputs - targets.view_as(outputs)) / self.scale).square().mean()
+        return _ERRORS[self.name]((outputs - targets.view_as(outputs)) / self.scale)
 
 
-def make_loss(spec: ModelSpec, net: Carried) -> nn.Module | StandardisedMSE:
+def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Tensor]:
     """Cross-entropy, of labels the binary one, with weights; of numbers the standardised error.
 
     Args:
         spec: of the net.
         net: with its statistics, on its device.
+        name: of the loss, or the user's own class in a file; default: by the task.
+
+    Raises:
+        ConfigError: a loss that does not fit the task, or a class of the user's that fails.
     """
-    if spec.layout.task == "regress":
-        (units,) = (part for part in _affine(net).values() if part.inverse)
-        return StandardisedMSE(units.scale.clone())
     device = next(net.parameters()).device
+    scale = next((part.scale.clone() for part in _affine(net).values() if part.inverse), None)
     weight = None
     if spec.weights:
         weight = torch.tensor(spec.weights, dtype=spec.torch_dtype, device=device)
+    if name is not None and is_reference(name):
+        own = ClassReference.parse("loss", name)
+        offered = {"outputs": spec.outputs, "weight": weight, "scale": scale}
+        loss: Any = own.make(object, offered)
+        return loss.to(device) if isinstance(loss, nn.Module) else loss
+    task = spec.layout.task
+    if name is not None and task not in LOSSES[name]:
+        raise ConfigError(f"--loss {name} does not fit --task {task}: leave it out")
+    if scale is not None:
+        return StandardisedError(scale, name or "mse")
     if spec.is_multilabel:
         return nn.BCEWithLogitsLoss(pos_weight=weight)
     return nn.CrossEntropyLoss(weight=weight)
@@ -383,10 +403,12 @@ def _loss_weights(
     if setting == "none" or layout.task == "regress":
         return ()
     if setting != "balanced":
-        weights = {class_name(name): weight for name, weight in weights_by_class(setting).items()}
+        weights = {
+            class_name(name): weight for name, weight in named_numbers(setting, above=0.0).items()
+        }
         if unknown := [name for name in weights if name not in names]:
             raise ConfigError(
-                f"class_weights={setting!r}: there is no class '{unknown[0]}'; the training split"
+                f"--class-weights {setting}: there is no class '{unknown[0]}'; the training split"
                 f" has {listed(names)}"
             )
         values = [weights.get(name, 1.0) for name in names]
@@ -406,14 +428,14 @@ def check_device(device: str) -> None:
         ConfigError: torch refuses it; the message names the devices of this machine.
     """
     if device == "meta":
-        raise ConfigError("device=meta: holds no numbers; take --device cpu")
+        raise ConfigError("--device meta: holds no numbers; take --device cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         usable = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
         raise ConfigError(
-            f"device={device}: cannot be used on this machine; take --device {usable}"
+            f"--device {device}: cannot be used on this machine; take --device {usable}"
         ) from error
 
 

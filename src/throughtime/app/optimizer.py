@@ -1,32 +1,39 @@
-"""The optimizer of a run and the learning rate of each update, a function of its number alone.
-
-So a resumed run needs no state of a schedule: the same settings give the same rates.
+"""The optimizer of a run and its schedule of learning rates.
 
     u <= w:    lr * u / w                                  u: number of the update, from 1
     constant:  lr                                          w: updates of warm-up
     cosine:    lr * (1 + cos(pi * (u - w - 1) / (n - w))) / 2     n: updates of the run
+    plateau:   lr / 2^m           m: how often two validations in a row have brought no better score
 
 References: I. Loshchilov and F. Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
 (2017), for the cosine; no restarts here. Decoupled weight decay regularization, ICLR (2019).
 """
 
 import math
+from typing import Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from throughtime.app.config import Config
+from throughtime.app.user_class import ClassReference
+from throughtime.app.values import flag
 from throughtime.errors import ConfigError
-from throughtime.optim import AdamW
+from throughtime.optim import SGD, Adam, AdamW
+
+_RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
+_PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
 
 
-def make_optimizer(config: Config, net: nn.Module) -> AdamW:
-    """AdamW, which clips by the global norm; without weight decay it is Adam.
+def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
+    """The optimizer that the settings name, which clips by the global norm.
 
     Matrices decay. Biases, gains of norms and other vectors do not: zero is no better for them.
 
     Raises:
-        ConfigError: a net without weights.
+        ConfigError: a net without weights, or a class of the user's that is no optimizer.
     """
     groups = [
         {"params": [p for p in net.parameters() if p.dim() > 1]},
@@ -34,17 +41,27 @@ def make_optimizer(config: Config, net: nn.Module) -> AdamW:
     ]
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ConfigError(f"model={config.model!r}: has no weights, so there is nothing to train")
-    return AdamW(groups, lr=config.lr, weight_decay=config.weight_decay, max_norm=config.max_norm)
+        raise ConfigError(f"--model {config.model}: has no weights, so there is nothing to train")
+    options = {"lr": config.lr}
+    options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
+    options |= {"momentum": config.momentum} if config.momentum else {}
+    if config.optimizer in _RULES:
+        return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
+    own = ClassReference.parse("optimizer", config.optimizer)
+    offered = {"params": groups, **options}
+    if lost := offered.keys() - own.accepted(Optimizer, offered):
+        raise ConfigError(f"{own.written}: takes no {min(lost)}; leave {flag(min(lost))} out")
+    optimizer = own.make(Optimizer, offered)
 
+    def clip(*_: object) -> None:
+        clip_grad_norm_(net.parameters(), config.max_norm)
 
-def make_schedule(optimizer: AdamW, config: Config, updates: int) -> LambdaLR:
-    """The learning rate of each update of so many."""
-    return LambdaLR(optimizer, lambda count: learning_rate(config, count + 1, updates) / config.lr)
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
 
 
 def learning_rate(config: Config, update: int, updates: int) -> float:
-    """The learning rate of an update.
+    """The learning rate of an update, unless a plateau changes it.
 
     Args:
         config: the settings `lr`, `lr_warmup` and `schedule`.
@@ -52,34 +69,48 @@ def learning_rate(config: Config, update: int, updates: int) -> float:
         updates: those of the run, or an estimate; the cosine is 0 in later ones.
 
     Example:
-        >>> config = Config(
-        ...     data="data", task="classify", out="out", lr=0.4, lr_warmup=2, schedule="cosine"
-        ... )
+        >>> config = Config(data="data", lr=0.4, lr_warmup=2, schedule="cosine")
         >>> [round(learning_rate(config, update, 6), 3) for update in range(1, 7)]
         [0.2, 0.4, 0.4, 0.341, 0.2, 0.059]
     """
     warmup = config.lr_warmup
     if update <= warmup:
         return config.lr * update / warmup
-    if config.schedule == "constant":
+    if config.schedule != "cosine":
         return config.lr
     progress = min(1.0, (update - warmup - 1) / max(1, updates - warmup))
     return config.lr * (1 + math.cos(math.pi * progress)) / 2
+
+
+def make_schedule(optimizer: Optimizer, config: Config, updates: int) -> LRScheduler:
+    """The schedule of torch that the settings describe, of a run of so many updates.
+
+    `step()` belongs after each update; that of a plateau after each validation, with a loss.
+    """
+    if config.schedule == "plateau":
+        rule: dict[str, Any] = {"factor": 0.5, "patience": _PATIENCE - 1, "threshold": 0, "eps": 0}
+        return ReduceLROnPlateau(optimizer, **rule)
+    return LambdaLR(optimizer, lambda done: learning_rate(config, done + 1, updates) / config.lr)
 
 
 def in_words(config: Config) -> str:
     """Optimizer, learning rate, schedule and clipping, as a clause.
 
     Example:
-        >>> settings = {"lr": 0.01, "weight_decay": 0.1, "schedule": "constant"}
-        >>> print(in_words(Config(data="data", task="classify", out="out", **settings)))
+        >>> print(in_words(Config(data="data", lr=0.01, weight_decay=0.1)))
         AdamW with weight decay 0.1 and learning rate 0.01, gradients clipped to norm 1
     """
+    own = config.optimizer.rpartition(":")[2]
+    adam = "AdamW" if config.weight_decay else "Adam"
+    name = {"adam": adam, "adamw": adam, "sgd": "SGD"}.get(config.optimizer, own)
     decay = f"weight decay {config.weight_decay:g} and " if config.weight_decay else ""
+    momentum = f"momentum {config.momentum:g} and " if config.momentum else ""
     warmup = f", rising over the first {config.lr_warmup} updates" if config.lr_warmup else ""
-    falling = ", then falling to 0 along a cosine" if warmup else ", falling to 0 along a cosine"
+    later = {
+        "cosine": f", {'then ' if warmup else ''}falling to 0 along a cosine",
+        "plateau": f", halved after {_PATIENCE} validations without a better one",
+    }
     return (
-        f"Adam{'W' if decay else ''} with {decay}learning rate {config.lr:g}{warmup}"
-        f"{falling if config.schedule == 'cosine' else ''}, gradients clipped to norm"
-        f" {config.max_norm:g}"
+        f"{name} with {decay}{momentum}learning rate {config.lr:g}{warmup}"
+        f"{later.get(config.schedule, '')}, gradients clipped to norm {config.max_norm:g}"
     )

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pydantic import ConfigDict, create_model
+
 from throughtime.app.config import DEFAULT_STRIDE, Config
 from throughtime.app.user_class import ClassReference, is_reference
-from throughtime.app.values import convert
+from throughtime.app.values import build
 from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, UpdatePolicy
 from throughtime.stream import Stream
@@ -45,7 +47,7 @@ def make_policy(config: Config) -> Policy:
     except ThroughtimeError:
         raise
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"gradient={config.gradient!r} refuses {arguments}: {error}") from error
+        raise ConfigError(f"--gradient {config.gradient} refuses {arguments}: {error}") from error
 
 
 def _policy_class(name: str) -> Callable[..., Policy]:
@@ -54,7 +56,7 @@ def _policy_class(name: str) -> Callable[..., Policy]:
     policy_class = ClassReference.parse("gradient", name).load()
     if not hasattr(policy_class, "plan") and not hasattr(policy_class, "update"):
         raise ConfigError(
-            f"gradient={name!r}: its class {policy_class.__name__} has neither a method plan nor"
+            f"--gradient {name}: its class {policy_class.__name__} has neither a method plan nor"
             " update; docs/how-to/extending.md shows a policy"
         )
     return policy_class
@@ -67,25 +69,27 @@ def _arguments(config: Config, policy_class: Callable[..., Policy]) -> dict[str,
         ConfigError: unknown or missing arguments, or values of the wrong type; all are listed.
     """
     parameters = _parameters(policy_class)
+    empty = inspect.Parameter.empty
+    fields: dict[str, Any] = {
+        name: (
+            Any if p.annotation is empty else p.annotation,
+            ... if p.default is empty else p.default,
+        )
+        for name, p in parameters.items()
+    }
     arguments = config.policy_arguments()
-    required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]
-    if "stride" in required:
+    if fields.get("stride", "")[1:] == (...,):
         arguments = {"stride": DEFAULT_STRIDE, **arguments}
-    faults: list[str] = []
-    for name in arguments:
-        if name in parameters:
-            arguments[name], fault = convert(name, arguments[name], parameters[name].annotation)
-            faults += [fault] if fault else []
-        else:
-            faults.append(f"there is no argument '{name}'")
-    faults += [f"'{name}' is missing" for name in required if name not in arguments]
-    if faults:
+    checks = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+    try:
+        typed = build(create_model("Arguments", __config__=checks, **fields), arguments, flags=())
+    except ConfigError as error:
         raise ConfigError(
-            f"gradient={config.gradient!r}: {'; '.join(faults)}. Its arguments are"
+            f"--gradient {config.gradient}: {error}. Its arguments are"
             f" {', '.join(map(_describe, parameters.values()))}; write --gradient-arg NAME=VALUE,"
             " or the table [gradient] of a TOML file"
-        )
-    return arguments
+        ) from error
+    return {name: getattr(typed, name) for name in arguments}
 
 
 def _parameters(policy_class: Callable[..., Policy]) -> Mapping[str, inspect.Parameter]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from throughtime._device import seed_generators
 from throughtime._files import write_atomically
@@ -23,6 +24,7 @@ from throughtime.app.fit import Fit, Row, fit
 from throughtime.app.load import resolve_task, task_remark
 from throughtime.app.loggers import Loggers, Status, check_installed
 from throughtime.app.model import (
+    MODEL_ARGUMENTS,
     build_model,
     check_device,
     check_memory,
@@ -36,7 +38,7 @@ from throughtime.app.optimizer import make_optimizer, make_schedule
 from throughtime.app.policy import make_policy, resolve_gradient, updates_per_epoch
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, plain_settings
-from throughtime.app.user_class import model_arguments, remember
+from throughtime.app.user_class import remember
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.metrics import Metrics
@@ -104,18 +106,18 @@ class Training:
         self.net.to(config.device)
         if own is not None:
             prepare_own(self.net, dataset.spec)
-        self.optimizer = make_optimizer(config, self.net)
-        self.loss_fn = make_loss(dataset.spec, self.net)
         self.stream = training_stream(dataset, config, team.count)
         idle = sum(team.gather(self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.policy = make_policy(config)
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, team.count)
         total = config.updates or (config.epochs or 1) * self.epoch_updates
+        self.optimizer = make_optimizer(self.net, config)
+        self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
         self.schedule = make_schedule(self.optimizer, config, total)
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if config.patience is not None and not self.validates:
             raise ConfigError(
-                f"patience={config.patience} counts validations during training, and there are"
+                f"--patience {config.patience} counts validations during training, and there are"
                 " none: hold recordings out (--holdout, or a split valid), with --valid-every"
                 " above 0"
             )
@@ -323,13 +325,13 @@ def _trusted(config: Config) -> Config:
     for own in config.code():
         own.trust()
         if own.setting == "model":
-            model_arguments(own)
+            own.accepted(nn.Module, dict.fromkeys(MODEL_ARGUMENTS))
         path = own.path.resolve()
         config = replace(config, **{own.setting: f"{path}:{own.name}"})
         if paths.setdefault(path.name, path) != path:
             raise ConfigError(
-                f"model and gradient are two files {path.name}, and the run folder keeps both;"
-                " rename one"
+                f"{path} and {paths[path.name]} are two files {path.name}, and the run folder keeps"
+                " both; rename one"
             )
     return config
 

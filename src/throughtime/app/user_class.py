@@ -1,7 +1,7 @@
-"""A class in the user's own file, named FILE.py:Class: a gradient policy, or a model.
+"""A class in the user's own file, named FILE.py:Class: a model, policy, loss or optimizer.
 
 The file is loaded by its path, not through `sys.path`, and executed once for each content, so its
-classes keep their identity. A run keeps copies of the files of its model and its policy, and their
+classes keep their identity. A run keeps copies of the files that its settings name, and their
 SHA-256.
 
 A file is executed only if the user has named it in this process, as `train` and `trust_code` do, or
@@ -14,22 +14,17 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, TypeVar, cast
 
 from throughtime._files import user_folder
 from throughtime.errors import ConfigError, RunError
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from throughtime.app.model import ModelSpec
-
-_ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a model, in this order
+T = TypeVar("T")
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
 
 
@@ -90,19 +85,64 @@ class ClassReference:
         """
         result = getattr(self._module(self._read()), self.name, None)
         if not inspect.isclass(result):
-            raise ConfigError(f"{self._setting}: {self.path.name} defines no class {self.name}")
+            raise ConfigError(f"{self.written}: {self.path.name} defines no class {self.name}")
         return cast("type[Any]", result)
 
     @property
-    def _setting(self) -> str:
-        return f"{self.setting}={str(self)!r}"
+    def written(self) -> str:
+        """The setting as a flag, for messages."""
+        return f"--{self.setting} {self}"
+
+    def accepted(self, base: type[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the offered arguments that the constructor takes by name.
+
+        Raises:
+            ConfigError: no such class, none of the base, or it needs other arguments.
+        """
+        kind = self.load()
+        if not issubclass(kind, base):
+            name = "nn.Module" if base.__name__ == "Module" else f"optim.{base.__name__}"
+            raise ConfigError(
+                f"{self.written}: {self.name} is no torch.{name}; write class {self.name}({name})"
+            )
+        parameters = inspect.signature(kind).parameters.values()
+        required = [
+            p.name
+            for p in parameters
+            if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}
+        ]
+        if missing := [name for name in required if name not in offered]:
+            raise ConfigError(
+                f"{self.written}: its constructor needs {', '.join(map(repr, missing))}, and train"
+                f" passes by name those of {', '.join(offered)} that it takes: give the rest a"
+                f" default, as in def __init__(self, {', '.join(offered)}, {missing[0]}=...)"
+            )
+        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+        every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        return {name: value for name, value in offered.items() if every or name in names}
+
+    def make(self, base: type[T], offered: Mapping[str, Any]) -> T:
+        """An object of the class, made with those of the offered arguments that it takes.
+
+        Raises:
+            ConfigError: as `accepted`, or the constructor fails.
+        """
+        arguments = self.accepted(base, offered)
+        try:
+            return self.load()(**arguments)
+        except Exception as error:
+            texts = (f"{name}={value!s:.40}" for name, value in arguments.items())
+            raise ConfigError(
+                f"{self.written}: {self.name}({', '.join(texts)}) fails with"
+                f" {type(error).__name__}: {error}"
+            ) from error
 
     def _read(self) -> bytes:
         try:
             return self.path.read_bytes()
         except OSError as error:
             what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-            raise ConfigError(f"{self._setting}: {what} {self.path}") from error
+            raise ConfigError(f"{self.written}: {what} {self.path}") from error
 
     def _module(self, content: bytes) -> Any:
         digest = hashlib.sha256(content)
@@ -174,63 +214,6 @@ def is_reference(text: str) -> bool:
     return ".py:" in text
 
 
-def model_arguments(reference: ClassReference) -> list[str]:
-    """The arguments of a run that the constructor of a user's model accepts.
-
-    Raises:
-        ConfigError: no such class, it is no module, or it needs other arguments.
-    """
-    from torch import nn
-
-    model_class = reference.load()
-    if not issubclass(model_class, nn.Module):
-        raise ConfigError(
-            f"{reference._setting}: {reference.name} is no torch.nn.Module; write class"
-            f" {reference.name}(nn.Module)"
-        )
-    parameters = inspect.signature(model_class).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return list(_ARGUMENTS)
-    keywords = [p for p in parameters if p.kind in {p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY}]
-    required = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}
-    ]
-    passed = [name for name in _ARGUMENTS if name in {p.name for p in keywords}]
-    if missing := [name for name in required if name not in passed]:
-        raise ConfigError(
-            f"{reference._setting}: its constructor needs {', '.join(map(repr, missing))}, and"
-            f" train passes by name those of {', '.join(_ARGUMENTS)} that it takes. Write def"
-            f" __init__(self, inputs, outputs, hidden, {missing[0]}=...): a default for the rest"
-        )
-    return passed
-
-
-def make_user_model(reference: ClassReference, spec: "ModelSpec") -> "nn.Module":
-    """The user's module, constructed with the sizes of the run.
-
-    Raises:
-        ConfigError: its constructor does not accept them, or fails.
-    """
-    arguments = {
-        "inputs": spec.features,
-        "outputs": spec.outputs,
-        "hidden": spec.hidden,
-        "layers": spec.layers,
-        "dropout": spec.dropout,
-    }
-    arguments = {name: arguments[name] for name in model_arguments(reference)}
-    try:
-        return reference.load()(**arguments)
-    except Exception as error:
-        written = ", ".join(f"{name}={value}" for name, value in arguments.items())
-        raise ConfigError(
-            f"{reference._setting}: {reference.name}({written}) fails with"
-            f" {type(error).__name__}: {error}"
-        ) from error
-
-
 def kept_class(
     folder: Path, named: ClassReference, sha256: str | None, *, trust_code: bool
 ) -> ClassReference:
@@ -248,7 +231,7 @@ def kept_class(
     kept = replace(named, path=(folder / named.path).resolve())
     if str(named.path) != named.path.name or kept.path.parent != folder.resolve():
         raise RunError(
-            f"{folder}: {named._setting} is outside this run folder, whose own copies alone are"
+            f"{folder}: {named.written} is outside this run folder, whose own copies alone are"
             f" executed; put the file into the folder, and name it {named.short}"
         )
     hint = f"put back the file that the run was started with (SHA-256 {sha256 or 'not recorded'})"

@@ -1,133 +1,289 @@
-"""Settings: declared with their help and range, checked, and read from text and TOML.
+"""Settings: the types that they are declared with, how they are checked, and what a fault says.
 
-This module imports no torch, as `throughtime.app.config`.
+A fault names a setting as its user wrote it: `--lanes 0` of a flag, `lanes = 0` of a TOML file.
+`written` alone knows how. This module imports no torch and no numpy, as `throughtime.app.config`.
 """
 
+import difflib
 import json
 import math
+import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
 
 from throughtime.errors import ConfigError
 
-_TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+T = TypeVar("T")
+_DECLARED = ConfigDict(
+    extra="forbid",
+    defer_build=True,  # --help needs no schema
+    use_attribute_docstrings=True,
+)
+_FIELDS = dict[type, Mapping[str, Any]]()  # pydantic drops the help when it builds its schema
+ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
+"""The settings that are arguments of a command, not flags."""
+_FLAGS = {"gradient_args": "--gradient-arg", "module": "-m"}
 
 
-def setting(panel: str, help_: str, default: Any = MISSING, **checks: Any) -> Any:
-    """A field of a dataclass of settings: its group in the help, what it sets, its default.
+class _SettingsType(type):
+    """Makes the faults of a class of settings a ConfigError; that of pydantic is the cause."""
 
-    `checks` are `minimum=N`, `positive=True` for finite numbers above 0, `share=True` for those
-    from 0 to below 1, `unset="..."`, what `None` means, and `words=...`, the values of a text that
-    a shell completes.
+    def __call__(cls, *values: Any, **settings: Any) -> Any:
+        try:
+            return super().__call__(*values, **settings)
+        except ValidationError as error:
+            raise ConfigError(faults_in_words(cls, error, settings, None)) from error
+
+
+class Settings(metaclass=_SettingsType):
+    """The base of classes of settings, each of which is `declared`."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
+def declared(kind: type[T]) -> type[T]:
+    """Make a class of annotated fields a frozen pydantic dataclass, a field's help below it."""
+    decorate: Any = dataclass(frozen=True, kw_only=True, config=_DECLARED)
+    kind = decorate(kind)
+    fields = {**fields_of(kind), **_FIELDS.get(kind.__mro__[1], {})}
+    for field in fields.values():
+        field.description = " ".join(str(field.description).split())
+    _FIELDS[kind] = fields
+    return kind
+
+
+def fields_of(kind: Any) -> Mapping[str, Any]:
+    """The fields of a class of settings: each with its type, default and help."""
+    return _FIELDS.get(kind) or kind.__pydantic_fields__
+
+
+def _no_bool(value: Any) -> Any:
+    """The value, unless it is true or false: pydantic takes these for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError  # noqa: TRY004 (pydantic collects no TypeError)
+    return value
+
+
+def checked_by(parse: Callable[[Any], object]) -> AfterValidator:
+    """A check that a value can be parsed, which leaves it as it is."""
+
+    def check(value: Any) -> Any:
+        parse(value)
+        return value
+
+    return AfterValidator(check)
+
+
+def _items(value: Any) -> Any:
+    """The items of a text with commas; a list of a TOML file as it is."""
+    if not isinstance(value, str):
+        return value
+    items = [item.strip() for item in value.split(",")]
+    if not all(items):
+        raise ValueError
+    return items
+
+
+NUMBER, LIST = BeforeValidator(_no_bool), BeforeValidator(_items)
+# The last text among the parts of a type says what is expected.
+Count: TypeAlias = Annotated[int, NUMBER, Field(ge=1), "a whole number of at least 1"]
+Natural: TypeAlias = Annotated[int, NUMBER, Field(ge=0), "a whole number of at least 0"]
+Positive: TypeAlias = Annotated[
+    float, NUMBER, Field(gt=0, allow_inf_nan=False), "a finite number above 0, such as 0.001"
+]
+Share: TypeAlias = Annotated[float, NUMBER, Field(ge=0, lt=1), "a number from 0 to below 1"]
+Columns: TypeAlias = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...], LIST, "a list of column names, such as u,v"
+]
+Device: TypeAlias = Literal["cpu", "cuda", "mps"] | Annotated[str, "a device"]
+ClassFile: TypeAlias = Annotated[
+    str, StringConstraints(pattern=r".\.py:[A-Za-z_]\w*$"), "FILE.py:Class"
+]
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+}
+
+
+def build(
+    kind: type[T],
+    settings: Mapping[str, Any],
+    source: str = "",
+    flags: Collection[str] | None = None,
+) -> T:
+    """A checked object of declared settings; `None` means the default.
+
+    Args:
+        kind: a pydantic dataclass or model.
+        settings: by name.
+        source: the beginning of the message.
+        flags: the names of those that flags set, the others are of a file; `None`: all of them.
+
+    Raises:
+        ConfigError: unknown names (with the nearest known one), missing ones, and values of the
+            wrong type or out of range, all at once; or what does not go together.
     """
-    return field(default=default, metadata={"panel": panel, "help": help_, **checks})
+    present = {name: value for name, value in settings.items() if value is not None}
+    try:
+        return kind(**present)
+    except (ConfigError, ValidationError) as error:
+        fault = error if isinstance(error, ValidationError) else error.__cause__
+        raise ConfigError(source + faults_in_words(kind, fault, present, flags)) from error
 
 
-def range_faults(settings: Any) -> list[str]:
-    """The faults of the values of a dataclass of settings that are out of range."""
-    faults: list[str] = []
-    for one in fields(settings):
-        value, checks = getattr(settings, one.name), one.metadata
-        for number in value if isinstance(value, tuple) else (value,):
-            said = f"{one.name}={number}: expected"
-            if number is None:
-                continue
-            if "minimum" in checks and not checks["minimum"] <= number < math.inf:
-                faults.append(f"{said} at least {checks['minimum']}")
-            if checks.get("positive") and not 0 < number < math.inf:
-                faults.append(f"{said} a finite number above 0")
-            if checks.get("share") and not 0 <= number < 1:
-                faults.append(f"{said} a share from 0 to below 1")
-    return faults
+def faults_in_words(
+    kind: Any, error: Any, settings: Mapping[str, Any], flags: Collection[str] | None
+) -> str:
+    """All faults that pydantic reports of settings, in words; see `build`."""
+    faults = (text for fault in error.errors() for text in _faults(kind, fault, settings, flags))
+    return "; ".join(dict.fromkeys(faults))
+
+
+class Contradictions(ValueError):  # noqa: N818 (pydantic wraps it)
+    """Faults of settings that are each in range.
+
+    Args:
+        faults: what is wrong, with {name} where a setting and its value belong.
+        values: of all settings.
+    """
+
+    def __init__(self, faults: Sequence[str], values: Mapping[str, Any]) -> None:
+        super().__init__(*faults)
+        self.faults, self.values = faults, values
+
+
+def _faults(
+    kind: Any, fault: Any, settings: Mapping[str, Any], flags: Collection[str] | None
+) -> Iterator[str]:
+    """One fault that pydantic reports, in words."""
+    fields, reason = fields_of(kind), fault.get("ctx", {}).get("error")
+    if isinstance(reason, Contradictions):
+        names = {name: written(name, value, flags) for name, value in reason.values.items()}
+        yield from (text.format_map(names) for text in reason.faults)
+        return
+    name = fault["loc"][0]
+    if name not in fields:
+        known = nearest(name, fields) or f"; known are {', '.join(fields)}"
+        yield f"unknown key '{name}'{known}"
+    elif fault["type"] == "missing":
+        yield f"{flag(name) if kind in _FIELDS else name} is missing: {_help(fields[name])}"
+    else:
+        value, field = settings[name], fields[name]
+        hint = nearest(str(value), alternatives(field))
+        yield f"{written(name, value, flags)}: expected {expected(field)}{hint}"
+
+
+def _help(declared: Any) -> str:
+    return (declared.description or f"expected {expected(declared)}").removesuffix(".")
+
+
+def flag(name: str) -> str:
+    """The flag, or the argument, of a setting."""
+    return ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def written(name: str, value: Any, flags: Collection[str] | None = None) -> str:
+    """A setting and its value as a user writes them.
+
+    Args:
+        name: of the setting.
+        value: of it.
+        flags: names that are written as flags, the others as keys of TOML; `None`: all.
+
+    Example:
+        >>> written("max_norm", 0.0), written("hand_off", True), written("lr", 0, flags=())
+        ('--max-norm 0.0', '--hand-off', 'lr = 0')
+    """
+    if flags is not None and name not in flags:
+        return f"{name} = {toml_value(value)}"
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    items = value if isinstance(value, (list, tuple)) else [value]
+    text = ",".join(str(item) for item in items if not isinstance(item, Mapping))
+    return f"{flag(name)} {shlex.quote(text)}"
+
+
+def expected(declared: Any) -> str:
+    """What the type of a field of settings accepts, in words."""
+    *others, last = alternatives(declared)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def alternatives(declared: Any) -> list[str]:
+    """The words that a type or a field of settings accepts, and what its other values are."""
+    kind = getattr(declared, "annotation", declared)
+    about = getattr(declared, "metadata", getattr(kind, "__metadata__", ()))
+    if text := [part for part in about if isinstance(part, str)][-1:]:
+        return text
+    if get_origin(kind) is Literal:
+        return [*get_args(kind)]
+    parts = [text for part in get_args(kind) for text in alternatives(part)]
+    name = _WORDS.get(kind) or getattr(kind, "__name__", "")
+    return parts or ([name] if name and kind is not NoneType else [])
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The question whether a known name is meant that is very similar; empty without one.
+
+    Example:
+        >>> nearest("hiden", ["hidden", "lanes"]), nearest("optimizer", ["delimiter"])
+        ("; did you mean 'hidden'?", '')
+    """
+    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.75)
+    return f"; did you mean '{near[0]}'?" if near else ""
 
 
 def rows_ahead(ahead: int | str) -> tuple[int, ...]:
     """How many rows later the targets of a forecast are; none of 0.
 
     Raises:
-        ConfigError: a text that names no rows.
+        ValueError: not rows of at least 1 in rising order.
 
     Example:
         >>> rows_ahead(0), rows_ahead(24), rows_ahead("1-3,24")
         ((), (24,), (1, 2, 3, 24))
     """
-    if isinstance(ahead, int):
-        return (ahead,) * bool(ahead)
+    if str(ahead) == "0":
+        return ()
     rows = list[int]()
-    for part in ahead.split(","):
+    for part in str(ahead).split(","):
         first, dash, last = part.partition("-")
-        ends = [int(end) for end in (first, last if dash else first) if end.isdecimal()]
-        if len(ends) < 2 or ends[0] <= max([0, *rows]) or ends[1] < ends[0]:
-            raise ConfigError(
-                f"ahead={ahead!r}: expected rows of at least 1 in rising order, such as 24, all of"
-                " 1-24, or 1,6,24"
-            )
-        rows += range(ends[0], ends[1] + 1)
+        start, stop = int(first), int(last if dash else first)
+        if not max([0, *rows]) < start <= stop:
+            raise ValueError(f"{part} does not rise")
+        rows += range(start, stop + 1)
     return tuple(rows)
-
-
-def check(faults: Sequence[str], source: str = "") -> None:
-    """Refuse settings with faults; all of them are listed.
-
-    Raises:
-        ConfigError: there is a fault.
-    """
-    if faults:
-        raise ConfigError(source + "; ".join(faults))
-
-
-def convert(name: str, value: Any, annotation: Any) -> tuple[Any, str]:
-    """Check a value against a type, a union of types or of words, and convert it.
-
-    Returns:
-        The value in its type; and the fault, with the name of the setting, empty if there is none.
-    """
-    union = get_origin(annotation) in {Union, UnionType}
-    options = get_args(annotation) if union else (annotation,)
-    expected: list[str] = []
-    for option in options:
-        fits, converted, words = _fit(value, option)
-        if fits:
-            return converted, ""
-        expected += words
-    one_of = "one of " if all(text.startswith("'") for text in expected) else ""
-    joined = (", " if one_of else " or ").join(expected)
-    return value, f"{name}={value!r}: expected {one_of}{joined}"
-
-
-def _fit(value: Any, option: Any) -> tuple[bool, Any, list[str]]:
-    """Whether a value fits a single type, the value in that type, and the type in words."""
-    if get_origin(option) is Literal:
-        words = get_args(option)
-        return value in words, value, [repr(word) for word in words]
-    if get_origin(option) is tuple:
-        items = [value] if isinstance(value, str) else value
-        words = get_args(get_args(option)[0])
-        fits = isinstance(items, (list, tuple)) and all(
-            item in words if words else isinstance(item, str) for item in items
-        )
-        expected = f"a list of {', '.join(words) or 'column names'}"
-        return fits, tuple(items) if fits else value, [expected]
-    if option is NoneType:
-        return value is None, value, []
-    if option not in _TYPES:  # only the policy itself can check it
-        return True, value, []
-    if isinstance(value, bool) != (option is bool):
-        return False, value, [_TYPES[option]]
-    if option is float and isinstance(value, int):
-        return True, float(value), []
-    return isinstance(value, option), value, [_TYPES[option]]
 
 
 def named_series(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """The columns of each series of `NAME=COLUMN`; a name may have several.
 
     Raises:
-        ConfigError: an entry of another form.
+        ValueError: an entry of another form.
 
     Example:
         >>> named_series(["weight=w", "force=x", "force=y"])
@@ -137,56 +293,63 @@ def named_series(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
     for entry in entries:
         name, _, column = (part.strip() for part in entry.partition("="))
         if not name.isidentifier() or not column:
-            raise ConfigError(f"series={entry!r}: expected NAME=COLUMN, such as weight=w")
+            raise ValueError(entry)
         series[name] = (*series.get(name, ()), column)
     return series
 
 
-def named_numbers(
-    setting: str, text: str, expected: str, *, above: float = -math.inf
-) -> dict[str, float]:
-    """The finite number of each name in the text of a setting.
+def named_numbers(text: str, above: float = -math.inf) -> dict[str, float]:
+    """The finite number of each name in `a=5,b=2`.
 
     Raises:
-        ConfigError: something else, a number that is not greater than `above`, or a name that
-            occurs twice; the message says what was `expected`.
+        ValueError: something else, a number that is not greater than `above`, or a name twice.
 
     Example:
-        >>> named_numbers("static", "age=63,weight=71.5", "numbers such as age=63")
+        >>> named_numbers("age=63,weight=71.5")
         {'age': 63.0, 'weight': 71.5}
     """
     numbers: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.rpartition("="))
-        try:
-            number = math.nan if "_" in value or name in numbers else float(value)
-        except ValueError:
-            number = math.nan
-        if not name or not above < number < math.inf:
-            raise ConfigError(f"{setting}={text!r}: expected {expected}")
-        numbers[name] = number
+        if not name or name in numbers or "_" in value or not above < float(value) < math.inf:
+            raise ValueError(part)
+        numbers[name] = float(value)
     return numbers
 
 
-def weights_by_class(text: str) -> dict[str, float]:
-    """The weight of each class named in `a=5,b=2`.
+def named_arguments(value: Any) -> Any:
+    """The arguments in texts NAME=VALUE, each value as TOML or else text, and in dicts.
 
     Raises:
-        ConfigError: other text, or a weight that is not a finite number above 0.
+        ValueError: a text of another form.
 
     Example:
-        >>> weights_by_class("pvc=5,beat=2")
-        {'pvc': 5.0, 'beat': 2.0}
+        >>> named_arguments(["min=20", "tolerance=0.1", "name=auto"])
+        {'min': 20, 'tolerance': 0.1, 'name': 'auto'}
     """
-    expected = "none, balanced, or a number above 0 for some classes, such as pvc=5,beat=2"
-    return named_numbers("class_weights", text, expected, above=0.0)
+    arguments = dict[str, Any]()
+    for text in [value] if isinstance(value, Mapping) else value:
+        if not isinstance(text, str):
+            arguments |= dict(text)
+            continue
+        name, _, argument = (part.strip() for part in text.partition("="))
+        if not name.isidentifier() or not argument:
+            raise ValueError(text)
+        try:
+            arguments[name] = tomllib.loads(f"value = {argument}")["value"]
+        except tomllib.TOMLDecodeError:
+            arguments[name] = argument
+    return arguments
+
+
+def toml_value(value: Any) -> str:
+    """A value as TOML."""
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def toml_lines(settings: Mapping[str, Any]) -> str:
     """Settings as lines of TOML."""
-    return "".join(
-        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()
-    )
+    return "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -202,9 +365,13 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: is not TOML ({error}); text needs quotes") from error
-    table = settings.get("gradient")
-    if isinstance(table, dict):
+        raise ConfigError(
+            f"{path}: is not TOML ({error}); write lr = 0.1, and text in quotes"
+        ) from error
+    tables = {name: value for name, value in settings.items() if isinstance(value, dict)}
+    for title, table in tables.items():
+        if title != "gradient":
+            raise ConfigError(f"{path}: no table [{title}]; write its keys without the heading")
         name = table.pop("policy", None)
         settings |= {"gradient": name, "gradient_args": table}
         if name is None:

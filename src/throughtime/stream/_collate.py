@@ -95,7 +95,7 @@ class Collator:
     warm_up: int
     mask_missing: bool
     keep_missing: bool = False  # inputs stay NaN, and their steps count
-    advice: str = "Clean the file, or mask them: missing='mask'"
+    advice: str = "Clean the file, or mask them: missing='mask' (--missing mask)"
 
     def __post_init__(self) -> None:
         self._first: tuple[str, StepArrays] | None = None

@@ -271,7 +271,7 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
         raise DataError(
             f"recording '{name}' has {counted(rows, 'step')} of {inputs.source} and"
             f" {len(targets):,} of {targets.source}; both need one row per step, or say by"
-            " target_every=N how many rows each target is for"
+            " target_every=N (--target-every N) how many rows each target is for"
         )
     frames = _last_rows(targets, size)
     return frames if layout.classify else _typed(frames, layout)
@@ -285,7 +285,7 @@ def _interval_labels(intervals: Intervals, layout: Layout) -> RowSource:
         wrong = next((text for text in texts if not is_number(text)), texts[0])
         raise DataError(
             f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
-            " task='classify'"
+            " task='classify' (--task classify)"
         )
     return _typed(ArrayRows(intervals.source, labels), layout)
 
@@ -315,7 +315,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     raise DataError(
         f"recording '{name}': {listed(pairs, quoted=True)} are inputs and targets of the same"
         f" step, so the net would only learn to copy them; {advice}, predict"
-        " later values: ahead=1, or write allow_target_as_input=True if it is meant"
+        " later values: ahead=1, or write allow_target_as_input=True (--allow-target-as-input)"
     )
 
 
@@ -432,12 +432,12 @@ def text_fault(rows: ColumnRows, role: str, start: int = 0, task: str | None = N
             f"{head} in the first row and numbers after it; is the line after the header one of"
             " units? Delete it"
         )
-    exclude = f"exclude={listed(texts, quoted=True)}"
+    exclude = f"exclude={listed(texts, quoted=True)} (--exclude {','.join([*texts][:8])})"
     if task is None:
-        exclude = f"tt.recording(..., {exclude})"
+        exclude = f"tt.recording(..., exclude={listed(texts, quoted=True)})"
     head += f", expected numbers; leave {'them' if several else 'it'} out: {exclude}"
     if task is not None:
-        return f"{head} (or is '{name}' a class? targets='{name}' task='classify')"
+        return f"{head} (or is '{name}' a class? --targets {name} --task classify)"
     if role != "targets":
         return head
     names = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])

@@ -1,0 +1,134 @@
+"""Wrong input to the command line: one line that says what to do, exit code 2, nothing written."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from test_cli import ended, run
+
+TODAY = [
+    (
+        "train {data} --task regress --config {wrong}",
+        "unknown key 'strides'; did you mean 'stride'",
+    ),
+    ("train --task regress", "DATA is missing: A file with one recording"),
+    ("train {data}.gone.csv --task regress", "no such file"),
+    ("train {data} --inputs x --targets lable", "the file has ['x', 'label', 'note']"),
+    ("train {data} --inputs x", "which columns are the targets? The file has x, label, note"),
+    ("train {data} --inputs label --targets x", "the inputs holds text, such as 'low'"),
+    ("train {data} --task regress --targets label --inputs x", "the targets holds text"),
+    ("train {data} --horizon 5", "--horizon 5 is below --stride 100: "),
+    ("train {data} --gradient exact --horizon 5", "Leave one of them out; --cut-every N makes"),
+    ("train {data} --gradient exact --stride 5", "credit, so it has no stride. Leave one of them"),
+    ("train --resume {run} --lr 1", "leave out --lr. Only --updates or --epochs may be given"),
+    ("train {data} --inputs x --targets label --out {run}", "continue it with --resume"),
+    ("train {data} --learning-rate 1", "--learning-rate: no such option; write --lr"),
+    ("train {data} --batch_size 1", "--batch_size: no such option; write --lanes"),
+    ("train {data} -lr 3", "-lr: no such option; write --lr"),
+    ("train {data} --exact", "--exact: no such option; write --gradient exact"),
+    ("train {data} --lanes 0", "--lanes 0: expected a whole number of at least 1"),
+    ("train {data} --updates 3 --epochs 1", "one of them says when to stop"),
+    (
+        "train {data} --inputs x --targets label --device quantum",
+        "--device quantum: cannot be used on this machine; take",
+    ),
+    ("eval {data} {data}", "no run there"),
+    (
+        "eval {run} {data} --split tst",
+        "no recordings in split 'tst'; there are train (1), valid (1)",
+    ),
+    ("eval {run} {data} --missing drop", "--missing drop: expected error or mask"),
+    ("predict {run} {other}", "inputs ['x'] asked for, the file has ['y']"),
+    ("predict {run} {data} --out p.txt", "predictions are written as .npy, .csv, .parquet"),
+    ("predict {run} {data} --state-in {other}", "cannot be read as a state"),
+]
+NEW = [
+    ("trian {data}", "trian: no such command; write train"),
+    ("train {data} {other}", "unexpected extra argument", "write throughtime train DATA"),
+    ("train {data} \N{EN DASH}lr 0.1", "write --lr, with two hyphens"),
+    ("train {data} --lr 0,001", "--lr 0,001: expected a finite number above 0, such as 0.001"),
+    ("train {data} --hidden 64,128", "--hidden 64,128: expected a whole number of at least 1"),
+    ("train {data} --lr --hidden 8", "--lr needs a value, not --hidden"),
+    ("train {data} --updates 10k", "--updates 10k: expected a whole number of at least 1"),
+    ("train {data} --model nets.py", "--model nets.py: expected lstm, gru, rnn or FILE.py:Class"),
+    ("train {data} --model nets.py:Net", "--model nets.py:Net: no such file nets.py"),
+    ("train {data} --optimizer lion", "--optimizer lion: expected adam, adamw, sgd or FILE.py"),
+    ("train {data} --loss mse --task classify", "take --loss cross-entropy"),
+    ("train {data} --schedule plateau --valid-every 0", "leave one of them out"),
+    ("train {data} --lr x --lanes 0 --seed -1", "--lanes 0: expected", "--lr x:", "--seed -1:"),
+    ("train {data} --config {yaml}", "is not TOML", "write lr = 0.1"),
+    ("train {data} --config {sections}", "[training]", "write its keys without the heading"),
+    ("train {data} --class-weights high:5", "such as pvc=5,beat=2"),
+    ("train {data} --optimiser adam", "--optimiser: no such option; write --optimizer"),
+    ("train https://host.org/data.csv", "https://host.org/data.csv", "download it"),
+    ("train ''", "DATA '': expected a path"),
+    ("eval {run}/model.safetensors", "no run there", "give the folder"),
+    ("export {run}", "--out is missing: The file to write"),
+    ("export {run} --out model.pt", ".onnx"),
+    ("audit {run} --horizons 50;200", "--horizons '50;200': expected whole numbers", "50,200,800"),
+    ("doctor {data}.py", "no such file. Write throughtime doctor train.py"),
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of two updates, its data, and files with faults."""
+    folder = tmp_path_factory.mktemp("wrong")
+    rows = "\n".join(f"{i % 7 / 7},{'high' if i // 30 % 2 else 'low'},{i}" for i in range(300))
+    files = {
+        "data": ("data.csv", f"x,label,note\n{rows}\n"),
+        "other": ("other.csv", "y\n1\n"),
+        "wrong": ("wrong.toml", "strides = 3\n"),
+        "yaml": ("run.yaml", "lr: 0.1\n"),
+        "sections": ("sections.toml", "[training]\nlr = 0.1\n"),
+    }
+    for name, text in files.values():
+        (folder / name).write_text(text, encoding="utf-8")
+    columns = ("--inputs", "x", "--targets", "label", "--hidden", "4", "--lanes", "1")
+    run("train", folder / "data.csv", *columns, "--updates", "2", "--out", folder / "run")
+    return {"run": folder / "run", **{key: folder / name for key, (name, _) in files.items()}}
+
+
+@pytest.mark.parametrize("case", [*TODAY, *NEW], ids=lambda case: case[0])
+def test_wrong_input_gets_one_line_that_says_what_to_do(
+    trained: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = trained["run"].parent
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+    words, *texts = case
+    code, printed, complained = ended(*shlex.split(words.format(**trained)))
+    assert code == 2, printed + complained
+    assert complained.startswith("error: ")
+    assert complained.count("\n") == 1, complained
+    assert len(complained) < 700
+    for text in texts:
+        assert text in complained
+    assert not [*tmp_path.iterdir()]
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_last_of_two_flags_counts_and_loggers_add_up(tmp_path: Path) -> None:
+    words = [
+        "--lanes",
+        "x",
+        "--lanes",
+        "0",
+        "--inputs",
+        "a",
+        "--inputs",
+        "b,",
+        "--logger",
+        "wandb",
+        "--logger",
+        "no",
+    ]
+    _, _, complained = ended("train", tmp_path, *words)
+    for text in ("--lanes 0:", "--inputs b,:", "--logger wandb,no: expected tensorboard, wandb"):
+        assert text in complained
+
+
+def test_there_are_forty_of_them() -> None:
+    assert len(TODAY) >= 25
+    assert len(NEW) >= 15
