@@ -243,12 +243,6 @@ REPAIRS: dict[str, tuple[tuple[str, str], ...]] = {
     "passes_of_converted_counts": (
         ("    for _ in range(2):\n", "    for _ in range(2):\n        state = None\n"),
     ),
-    "levels_without_a_gradient": (
-        (
-            "torch.round(4 * torch.tanh(self.read(x_t) + self.keep(h))) / 4",
-            "torch.tanh(self.read(x_t) + self.keep(h))",
-        ),
-    ),
     "random_lengths_accumulated": (
         ("(loss / accumulate).backward()", "(loss * length / 43).backward()"),
     ),
@@ -417,8 +411,15 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "zeros_for_eight_lanes": (
-        "DataLoader(..., drop_last=True)",
-        (("batch_size=8, shuffle=True)", "batch_size=8, shuffle=True, drop_last=True)"),),
+        "where the state is made, as many lanes as the chunk has: x.size(0)",
+        (
+            ("def init_hidden(self)", "def init_hidden(self, x)"),
+            (
+                "torch.zeros(1, self.batch_size, 6), torch.zeros(1, self.batch_size, 6)",
+                "torch.zeros(1, x.size(0), 6), torch.zeros(1, x.size(0), 6)",
+            ),
+            ("self.init_hidden()", "self.init_hidden(x)"),
+        ),
     ),
     "chunks_in_random_order": (
         "visit the chunks in the order of time",

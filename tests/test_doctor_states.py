@@ -50,7 +50,7 @@ def series(steps: int, *shape: int) -> Tensor:
 
 def learn(net: nn.Module, loss: Tensor) -> None:
     net.zero_grad()
-    loss.backward()  # <- TT303 here
+    loss.backward()
     with torch.no_grad():
         for p in net.parameters():
             if p.grad is not None:
@@ -771,18 +771,6 @@ def left_padding_with_a_mask_by_hand() -> None:
         for x_t, m in zip(x, mask, strict=True):
             h = m * torch.tanh(x_t @ w + h @ u) + (1 - m) * h
         h.square().mean().backward()
-
-
-@fault
-def a_mask_in_the_middle() -> None:
-    x, cell, head, h = series(120, 2, 3), nn.GRUCell(3, 8), nn.Linear(8, 1), torch.zeros(2, 8)
-    net, mask = nn.ModuleList([cell, head]), torch.ones(10, 1, 1)
-    mask[5] = 0
-    for chunk in x.split(10):
-        h = h.detach()
-        for x_t, m in zip(chunk, mask, strict=True):
-            h = cell(x_t, h) * m
-        learn(net, mse(head(h), chunk[-1, :, :1]))  # <- TT303
 
 
 def truncated_by_hand(pass_on: bool, k1: int = 4, k2: int = 8) -> None:

@@ -30,12 +30,12 @@ from throughtime.doctor._frames import (
     user_frame,
 )
 from throughtime.doctor._records import BackwardCall, Clock, tensors
-from throughtime.doctor._torch_private import LoaderIterator, sequence
+from throughtime.doctor._torch_private import LoaderIterator, is_transformed, sequence
 from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules.gradients import CreditRule, OptimizerRule
+from throughtime.doctor.rules import EVENTS, Rule, parameters_of
+from throughtime.doctor.rules.gradients import DetachRule, OptimizerRule
 from throughtime.doctor.rules.graph import AutogradErrorRule, GrowthRule
 from throughtime.doctor.rules.layout import LayoutRule
-from throughtime.doctor.rules.rule import EVENTS, Rule, parameters_of
 from throughtime.doctor.rules.state import StateRule
 from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
 
@@ -44,13 +44,16 @@ RULES: tuple[type[Rule], ...] = (
     StateRule,
     LayoutRule,
     OptimizerRule,
-    CreditRule,
+    DetachRule,
     GrowthRule,
     AutogradErrorRule,
 )
-# modules that map every step by itself: what is behind their outputs is the data before them
-STEPWISE = (nn.Embedding, nn.Dropout, nn.Linear, nn.LayerNorm)
-FIRST_CHUNKS = 8  # chunks watched by operation at the start,
+# where the modules are whose results are followed while operations are not watched
+FRONT_ENDS = {
+    f"torch.nn.modules.{name}"
+    for name in ("sparse", "linear", "conv", "batchnorm", "normalization", "dropout", "activation")
+}
+FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 
 
@@ -94,6 +97,7 @@ class LoopEvents:
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
+        self._wrap(torch, "from_numpy", self._from_numpy)
         self._wrap(DataLoader, "__init__", self._init_loader)
         self._wrap(DataLoader, "__iter__", self._iterate_loader)
         self._wrap(LoaderIterator, "__next__", self._next_batch)
@@ -144,7 +148,7 @@ class LoopEvents:
             self.watcher.off()
 
     def _before_module(self, module: nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling() or self._ignored:
+        if torch.compiler.is_compiling() or is_transformed() or self._ignored:
             return
         clock = self.clock
         if clock.depth == 0:
@@ -164,11 +168,16 @@ class LoopEvents:
             self.notify("before_module", module, inputs, user_frame(current_frame()))
 
     def _after_module(self, module: nn.Module, inputs: Any, result: Any) -> None:
-        if torch.compiler.is_compiling() or self._ignored or not self.clock.depth:
+        if (
+            torch.compiler.is_compiling()
+            or is_transformed()
+            or self._ignored
+            or not self.clock.depth
+        ):
             return
         self.clock.depth -= 1
-        if isinstance(module, STEPWISE) and not self.watcher.active and inputs:
-            self.watcher.guarded(self.watcher.pass_data_on, inputs[0], result)
+        if not self.watcher.active and inputs and type(module).__module__ in FRONT_ENDS:
+            self.watcher.guarded(self.watcher.pass_data_on, module, inputs[0], result)
         if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             return
         if result is None:
@@ -257,6 +266,11 @@ class LoopEvents:
         self.notify("before_zero_grad", owner, parameters, current_line())
         return original(owner, *args, **kwargs)
 
+    def _from_numpy(self, original: Any, array: Any) -> Tensor:
+        result = original(array)
+        self.watcher.guarded(self.watcher.data.copy_array, array, result)
+        return result
+
     def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
         original(loader, *args, **kwargs)
         if not called_by_trainer(current_frame()):
@@ -281,8 +295,6 @@ class LoopEvents:
         if number:
             clock.random, clock.loader = is_random, line
             clock.batch = number, clock.batch[1] + 1
-            values = list(batch.values()) if isinstance(batch, dict) else batch
-            clock.contents = [weakref.ref(tensor) for tensor in tensors(values)]
         return batch
 
 

@@ -5,8 +5,6 @@ Also the traceback of an error without the frames of the doctor.
 A frame is the user's if its file belongs neither to a library nor to throughtime.
 """
 
-import ast
-import dis
 import itertools
 import linecache
 import os
@@ -30,6 +28,7 @@ from throughtime.doctor._torch_private import share_memory
 USER, LIBRARY, OURS, OPTIMIZER = 0, 1, 2, 3
 DOCTOR = Path(__file__).parent
 PACKAGE = DOCTOR.parent
+STATE = str(PACKAGE / "state.py")
 # Files of throughtime that are skipped like a library's: the doctor, layers and wrappers that
 # replace torch's, and what a loop does with its state. The last three are prefixes of file names.
 SKIPPED = (
@@ -38,7 +37,7 @@ SKIPPED = (
     f"{PACKAGE / 'kernels'}{os.sep}",
     str(PACKAGE / "diagnose" / "trace"),
     str(PACKAGE / "diagnose" / "_slice"),
-    str(PACKAGE / "state.py"),
+    STATE,
 )
 _PATH_NAMES = ("stdlib", "platstdlib", "purelib", "platlib")
 _LIBRARY_DIRS = [*site.getsitepackages(), *map(sysconfig.get_path, _PATH_NAMES)]
@@ -47,6 +46,7 @@ _RESOLVED_LIBRARY_DIRS = tuple(
 )
 _MODULE_CALLS = ("Module._wrapped_call_impl", "Module._call_impl")  # frames of nn.Module.__call__
 NOT_SEARCHED = (type, Tensor, FunctionType, MethodType, ModuleType)
+COMPREHENSIONS = {"<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>"}
 INDICES = r"(\[[^\]]*\])+$"  # at the end of a path
 CONTAINERS = {list, dict, set, deque, defaultdict}
 MAX_PATH_DEPTH = 3  # at most so many attributes and indices in the path of a variable
@@ -200,26 +200,6 @@ def line_of(instruction: Instruction) -> SourceLine:
     return SourceLine(code.co_filename, line)
 
 
-def enclosing_loop(line: SourceLine) -> SourceLine:
-    """The innermost `for` around a line, if its variables are used up to there; else the line."""
-    try:
-        tree = ast.parse(Path(line.file).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return line
-    loops = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.For) and node.lineno < line.line <= (node.end_lineno or node.lineno)
-    ]
-    if not loops:
-        return line
-    loop = max(loops, key=lambda node: node.lineno)
-    targets = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
-    names = (node for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Name))
-    decides = any(name.id in targets and name.lineno <= line.line for name in names)
-    return SourceLine(line.file, loop.lineno) if decides else line
-
-
 def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> str:
     """The path from a user's variable to the first value that matches, such as `self.h[0]`.
 
@@ -241,6 +221,8 @@ def paths(
 
 def _paths_in(frame: FrameType, matches: Callable[[Any], bool]) -> Iterator[str]:
     """The paths from the variables of this frame, see `variable_path`."""
+    if frame.f_code.co_name in COMPREHENSIONS:
+        return
     for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
         path = None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
         if path:
@@ -270,6 +252,10 @@ def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
         )
 
     frame, passed = user_frame(frame), False
+    while frame is not None and frame.f_code.co_name in COMPREHENSIONS:
+        frame = user_frame(frame.f_back)
+    if frame is None:
+        return Variable("", None, is_argument=False)
     path = _path_in(frame, matches)
     while frame is not None:
         is_argument = _in_arguments(frame, matches)
@@ -290,15 +276,6 @@ def _in_arguments(frame: FrameType, matches: Callable[[Any], bool]) -> bool:
         for name in names
         if isinstance(value := frame.f_locals.get(name), (Tensor, tuple, list, dict))
     )
-
-
-@cache
-def is_lost_detach(instruction: Instruction) -> bool:
-    """Whether a call is a statement of its own, such as `h.detach()`: its result is discarded."""
-    code, offset = instruction
-    following = (i.opname for i in dis.get_instructions(code) if i.offset > offset)
-    line = line_of(instruction)  # another call there may detach something inside a library
-    return next(following, "") == "POP_TOP" and "detach(" in linecache.getline(line.file, line.line)
 
 
 def _search(value: Any, matches: Callable[[Any], bool], path: str, depth: int) -> str | None:

@@ -1,15 +1,20 @@
 """What an operation does to a state: it copies, selects, masks, or changes it in place."""
 
-import re
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from throughtime.doctor._records import Operation
+if TYPE_CHECKING:
+    from throughtime.doctor._records import Operation
 
-# Operations by name. Those that select rows, that take a part, that cast or copy:
+
+# Operations by name. Recurrent layers and cells,
+LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+RECURRENT = LAYERS | CELLS
+# those that select rows, that take a part, that cast or copy:
 ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
 STEPS = frozenset(["__getitem__", "unbind", "select"])
 SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
@@ -17,10 +22,6 @@ CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
 CLONES = frozenset(["clone", "__deepcopy__"])
 DETACHES = frozenset(["detach", "data", "detach_"])
 IN_PLACE_ZEROS = frozenset(["zero_", "fill_"])
-# those through which data is followed,
-PACK = "_pack_padded_sequence"
-ELEMENTWISE = re.compile("_{0,2}r?(add|sub|mul|div|truediv|neg|abs|log|log1p|sqrt|clamp)_{0,2}")
-COPIES = ROWS | CASTS | {"long", "stack", "cat", "one_hot", "pad_sequence", PACK}
 # those that pass a state on unchanged,
 COPY_OR_VIEW = (
     DETACHES
@@ -84,14 +85,14 @@ def is_in_place(name: str) -> bool:
     )
 
 
-def is_edit(op: Operation) -> bool:
+def is_edit(op: "Operation") -> bool:
     """Whether an operation may reset values of a state: a factor other than 0 and 1 does not."""
     factor = [arg for arg in op.args if not isinstance(arg, Tensor)]
     is_decay = "mul" in op.name and len(factor) == 1 and factor[0] not in {0, 1}
     return op.name == "__setitem__" or (op.name in EDITS and not is_decay)
 
 
-def puts_lanes_back(op: Operation) -> bool:
+def puts_lanes_back(op: "Operation") -> bool:
     """Whether lanes chosen by a tensor or list of indices are written into a state of all lanes."""
     if op.name != "__setitem__" or len(op.args) != 3:
         return op.name == "index_copy"
@@ -100,18 +101,16 @@ def puts_lanes_back(op: Operation) -> bool:
     return isinstance(value, Tensor) and any(isinstance(part, (Tensor, list)) for part in parts)
 
 
-def has_mask(op: Operation) -> bool:
+def has_mask(op: "Operation") -> bool:
     """Whether an operation masks a result by data: by numbers from 0 to 1.
 
     Zeros of the shape of the result are a state at the start, not a mask.
     """
-    if op.name not in MASKS or all(r is None or not r.learned for r in op.records):
+    if op.name not in MASKS or all(r is None for r in op.records):
         return False
     shape = op.outputs[0].shape
     masks = (
-        t
-        for t, r in op.pairs()
-        if t.dim() and t.numel() and not t.requires_grad and (r is None or not r.learned)
+        t for t, r in op.pairs() if t.dim() and t.numel() and not t.requires_grad and r is None
     )
     return any(
         t.dtype == torch.bool

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from throughtime.doctor._data import View
 from throughtime.doctor._frames import Instruction, SourceLine
+from throughtime.doctor._operations import LAYERS, RECURRENT
 
-LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
-RECURRENT = LAYERS | CELLS
 MAX_STEPS = 2**20  # in one call
 EMPTY: frozenset[Any] = frozenset()
+
+
+def _no_tensor() -> Tensor | None:
+    return None
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +31,6 @@ class Clock:
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader's sampler does not keep the order of time
     loader: SourceLine | None = None  # the line that decides the order of the batches
-    contents: list[Any] = field(default_factory=list)  # references to the tensors of the batch
     loading: bool = False  # such a loader collects a batch now
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
     # calls of a unit in this chunk that take over a state of the same chunk
@@ -46,6 +48,9 @@ class Unit:
     last: dict[bool | None, "UnitCall"] = field(default_factory=dict)  # its last call by mode
     first: "UnitCall | None" = None  # the first call of its pass over the data
     carried: bool = False  # a state entered the next chunk in time
+    in_order: bool = False  # the last one did
+    replayed: int = -1  # the last chunk that was read twice
+    replays: int = 0  # chunks that were read twice, the second time from the state at their end
     jumps: bool = False  # a state jumped in time
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
@@ -68,7 +73,7 @@ class UnitCall:
     batch: tuple[int, int]
     training: bool | None
     grad: bool
-    data: Tensor | None  # the inputs, without the state
+    data: View | None  # the inputs, without the state
     steps: int = 1
     lane_dim: int | None = 0
     time_dim: int | None = None
@@ -76,8 +81,10 @@ class UnitCall:
     graph_steps: int = 1  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
     model_calls: int = 0  # changes of the model call, the batch or the part of the data within it
+    is_layer: bool = False
+    inputs: Tensor | None = None  # of a layer, without their graph
     lanes: Any = None  # where each lane of the data begins and ends
-    previous: Tensor | None = None  # of single steps, the data of the one before
+    previous: View | None = None  # of single steps, the data of the one before
     parent: "UnitCall | None" = None  # the call, maybe of another unit, that its state comes from
     detach: "DetachRecord | None" = None  # the last of its outputs
     masks: bool = False  # it masks a state by its data
@@ -97,47 +104,26 @@ class DetachRecord:
     weights: frozenset[int] = EMPTY  # the leaves behind it, if it follows a single step
 
 
-@dataclass(slots=True, eq=False)
-class CopyRecord:
-    """How data was copied from other data."""
-
-    name: str
-    func: Any
-    args: Any
-    kwargs: Any
-    shape: Any
-    random: bool = False  # a loader collected a batch that it drew at random
-    numbers: Any = None  # the element of the source that each element is a copy of
-
-
-def _no_tensor() -> Tensor | None:
-    return None
-
-
 @dataclass(eq=False)
 class TensorRecord:
-    """Facts about one tensor."""
+    """Facts about one tensor that depends on a parameter."""
 
     chunk: int
     instruction: Instruction
     ref: Callable[[], Tensor | None] = _no_tensor
-    learned: bool = False  # depends on a parameter; the fields below are for such tensors
     lineage: frozenset[Any] = EMPTY  # units and instructions that it went through
     path: frozenset[Any] = EMPTY  # the same since the last detach
     repeated: bool = False  # one of them more than once
     detach: DetachRecord | None = None
-    data: Any = None  # the inputs that it was computed from, one or one for each result
     source: UnitCall | None = None  # the recurrent call that it comes from
     edited: bool = False  # values were changed since that call
+    lost: Instruction | None = None  # a detach of this tensor whose result was not kept
     copies: int = 0  # of its memory since that call
-    masked: bool = False  # data masked it, now or at an earlier step
     # for each element its step and lane in that call, see `numbers`; one or one for each result
     index: Any = None
     depth: int = 0  # chunks that a sum goes through
     call: int = 0  # the call of an outermost module before it, for a sum that of its last term
     passes: int = 0  # such calls in a sum
-    origin: CopyRecord | None = None  # of data, a copy
-    whole: Tensor | None = None  # of data, the tensor that it is one step of
 
     def copy(self) -> "TensorRecord":
         """A copy; several times faster than `copy.copy`."""
@@ -158,6 +144,7 @@ class Operation:
     records: list[TensorRecord | None]
     outputs: list[Tensor]
     instruction: Instruction
+    is_choice: bool = False  # its result is data, although it depends on parameters
     # the inputs that this instruction computed earlier; empty for layers and cells
     loop_inputs: list[tuple[Tensor, TensorRecord]] = field(default_factory=list)
 

@@ -8,28 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.doctor._autograd import leaf_ids
-from throughtime.doctor._frames import Instruction, is_lost_detach
+from throughtime.doctor._frames import Instruction
 from throughtime.doctor._operations import (
     CASTS,
+    CELLS,
     CLONES,
-    COPIES,
     COPY_OR_VIEW,
     DETACHES,
     EDITS,
-    ELEMENTWISE,
-    IN_PLACE_ZEROS,
-    PACK,
-    ROWS,
-    SLICES,
-    STEPS,
-    has_mask,
     is_edit,
 )
 from throughtime.doctor._records import (
-    CELLS,
     EMPTY,
     Clock,
-    CopyRecord,
     DetachRecord,
     Operation,
     TensorRecord,
@@ -61,6 +52,9 @@ class RecordTable:
         # of states
         self.lost_detaches: dict[int, Instruction] = {}
         self.lost_states: set[Instruction] = set()
+        self.kept_detaches: set[Instruction] = set()
+        # the last detaches: the result, the number and the record of the tensor, the instruction
+        self.detached: list[tuple[Any, int, TensorRecord, Instruction]] = []
 
     def record_of(self, tensor: Tensor) -> TensorRecord | None:
         """The record of a tensor."""
@@ -118,7 +112,6 @@ class RecordTable:
                 call.chunk,
                 call.instruction,
                 weakref.ref(outputs[0]),
-                learned=True,
                 source=call,
                 detach=call.detach,
                 index=numbers(outputs[0], lane_dim, None, call.steps),
@@ -126,74 +119,28 @@ class RecordTable:
             self.outputs[unit] = [output.detach() for output in outputs], record
         self.latest.clear()
 
-    def add_copy(self, op: Operation) -> None:
-        """Add the records of data that were copied or taken from other data."""
-        name, args = op.name, op.args
-        for out in op.outputs:
-            record = TensorRecord(self.clock.chunk, op.instruction, weakref.ref(out))
-            if (
-                self._is_followed(op)
-                and base_of(out) is None
-                and not out.requires_grad
-                and out is not args[0]
-            ):
-                loading = self.clock.loading
-                record.origin = CopyRecord(name, op.func, args, op.kwargs, out.shape, loading)
-            elif name in STEPS and isinstance(args[0], Tensor) and args[0].dim() > out.dim():
-                record.whole = args[0]
-            elif name in IN_PLACE_ZEROS:
-                self.records.pop(id(out), None)
-                continue
-            else:
-                continue
-            self.records[id(out)] = record
-
-    def _is_followed(self, op: Operation) -> bool:
-        """Whether the elements of a copy have a position in its source.
-
-        Arithmetic before the loop makes other data. A tensor that is joined with itself has no
-        single position.
-        """
-        if op.name in {"cat", "stack"} and op.args:
-            return len(set(map(id, op.inputs))) == len(op.inputs)
-        followed = op.name in COPIES or (
-            self.clock.recurrent is not None and ELEMENTWISE.fullmatch(op.name) is not None
-        )
-        return followed and bool(op.args)
-
     def store(self, outputs: list[Tensor], result: TensorRecord) -> None:
-        """Store the record of each output; data and numbers may be one for each."""
-        index, data = result.index, result.data
+        """Store the record of each output; the numbers may be one for each."""
+        index = result.index
         for i, out in enumerate(outputs):
             record = result if i == 0 else result.copy()
             record.ref = weakref.ref(out)
-            record.index, record.data = (
-                each
-                if each is None or isinstance(each, Tensor)
-                else each[i]
-                if i < len(each)
-                else None
-                for each in (index, data)
-            )
+            if index is not None and not isinstance(index, Tensor):
+                record.index = index[i] if i < len(index) else None
             self.records[id(out)] = record
 
     def computed(self, op: Operation) -> TensorRecord:
         """The record of a new value, with what it inherits from the inputs."""
         instruction = op.instruction
         clock = self.clock
-        result = TensorRecord(clock.chunk, instruction, learned=True, edited=True, call=clock.call)
+        result = TensorRecord(clock.chunk, instruction, edited=True, call=clock.call)
         lineage, path = EMPTY, EMPTY
-        data = source = None
+        source = None
         for tensor, record in op.pairs():
-            if record is None or not record.learned:
-                if data is None and not tensor.requires_grad:
-                    data = tensor
+            if record is None:
                 continue
-            if data is None:
-                data = record.data
             source = source or record.source
             lineage = _union(lineage, record.lineage)
-            result.masked |= record.masked
             detach = record.detach
             if detach and (result.detach is None or detach.count > result.detach.count):
                 result.detach = detach
@@ -202,14 +149,10 @@ class RecordTable:
                 result.repeated |= record.repeated or instruction in record.path
             if not op.is_recurrent and instruction in record.lineage:
                 op.loop_inputs.append((tensor, record))
-        result.masked |= has_mask(op)
         self._join(op, result)
         if len(lineage) < MAX_LINEAGE:
             lineage, path = _union(lineage, {instruction}), _union(path, {instruction})
         result.lineage, result.path, result.source = lineage, path, source
-        if op.name == PACK and data is not None:  # pack data of the same steps and lanes
-            data = self._same(op, data) if data.shape[:2] == op.args[0].shape[:2] else None
-        result.data = data
         return result
 
     @staticmethod
@@ -233,27 +176,17 @@ class RecordTable:
         if name in DETACHES and source.requires_grad and not isinstance(source, nn.Parameter):
             result.detach = self._detached(instruction, record, source)
             number = LEAF if source.grad_fn is None else sequence(source.grad_fn)
-            if name == "detach" and is_lost_detach(instruction):
-                self.lost_detaches[number] = instruction
-                if record.source is not None or record.repeated:
-                    self.lost_states.add(instruction)
-            else:  # another detach of the same tensor is not lost
-                self.lost_states.discard(self.lost_detaches.get(number, instruction))
-            result.path, result.repeated = EMPTY, False
+            self.detached.append((weakref.ref(op.outputs[0]), number, record, instruction))
+            result.path, result.repeated, result.depth, result.passes = EMPTY, False, 0, 0
+            result.lost = None
         elif instruction not in record.path and len(record.path) < MAX_LINEAGE:
             result.path = record.path | {instruction}
         result.edited = record.edited or is_edit(op)
         result.copies += name in CLONES
-        result.masked |= has_mask(op)
-        if name not in DETACHES | CASTS | EDITS and op.args and source is op.args[0]:
-            if record.index is not None:
-                fits = record.index.shape == source.shape
-                result.index = _applied(op, record.index) if fits else None
-            if record.data is not None and name in SLICES | ROWS:
-                # the same part of the data, where data and source have the same leading dimensions
-                dims = record.data.dim()
-                fits = dims < source.dim() and record.data.shape == source.shape[:dims]
-                result.data = self._same(op, record.data) if fits else None
+        moves = name not in DETACHES | CASTS | EDITS and op.args and source is op.args[0]
+        if moves and record.index is not None:
+            fits = record.index.shape == source.shape
+            result.index = _applied(op, record.index) if fits else None
         if instruction not in record.lineage and len(record.lineage) < MAX_LINEAGE:
             result.lineage = record.lineage | {instruction}
         return result
@@ -276,13 +209,17 @@ class RecordTable:
             record.source.detach = detach
         return detach
 
-    def _same(self, op: Operation, data: Tensor) -> Any:
-        """What an operation takes from the data behind its input, recorded as a copy of them."""
-        part = _applied(op, data)
-        if part is not None:
-            args, outputs = (data, *op.args[1:]), tensors(part)
-            self.add_copy(replace(op, args=args, inputs=[data], records=[None], outputs=outputs))
-        return part
+    def settle_detaches(self) -> None:
+        """At the next operation: a result that is gone before any has used it was not kept."""
+        gone = {entry[3] for entry in self.detached if entry[0]() is None}
+        for _, number, record, instruction in self.detached:
+            if instruction not in gone:
+                self.kept_detaches.add(instruction)
+                # nor is another detach of the same tensor lost
+                self.lost_states.discard(self.lost_detaches.get(number, instruction))
+            elif instruction not in self.kept_detaches:  # the last one of a loop is not kept either
+                self.lost_detaches[number] = record.lost = instruction
+        self.detached.clear()
 
     def drop_freed(self) -> None:
         """Drop the records of freed tensors."""

@@ -7,12 +7,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as is_transformed
 from torch._C import _len_torch_function_stack as mode_depth
 from torch._C._autograd import _get_sequence_nr as next_sequence
 from torch.overrides import _get_current_function_mode as current_mode
 from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-__all__ = ["ATTRIBUTE_GETTER", "LoaderIterator", "current_mode", "mode_depth", "next_sequence"]
+__all__ = [
+    "ATTRIBUTE_GETTER",
+    "LoaderIterator",
+    "current_mode",
+    "is_transformed",
+    "mode_depth",
+    "next_sequence",
+]
 
 LEAF = 2**63  # sequence numbers of leaves are not smaller
 

@@ -137,13 +137,6 @@ CODES: dict[str, tuple[str, str]] = {
             " optimizer.step()"
         ),
     ),
-    "TT303": (
-        "the gradient is exactly zero before some step of the chunk: earlier steps get no credit",
-        (
-            "at the last step without a gradient, remove what cuts the state: a detach, a mask of"
-            " zeros, a saturated clamp or ReLU, sign or round"
-        ),
-    ),
     "TT304": (
         "optimizer.step() without a backward before it: nothing is trained",
         "loss.backward() before optimizer.step()",
@@ -182,15 +175,16 @@ def release_fix(path: str) -> str:
     if not path or whole == path:
         return path and f"after each backward: {detached(path)}"
     return (
-        f"after each backward: {whole}.clear(), also for lists that are filled with it; or, where"
-        f" later losses only read the values, {whole}.append(y.detach())"
+        f"after each backward, where later steps read the values: {detached(path)}; where they are"
+        f" used up: {whole}.clear(), also for lists that are filled with it"
     )
 
 
-def detach_fix(paths: Iterable[str], line: SourceLine, *, retained: bool) -> str:
+def detach_fix(paths: Iterable[str], line: SourceLine, *, losses: int = 0) -> str:
     """The fix for states that are carried with their graph; empty if no path is known.
 
-    `line` is that of the backward. Where a library calls it, the user has the step only.
+    `line` is that of the backward. Where a library calls it, the user has the step only. `losses`
+    are those of one forward pass that are sent back with retained graphs.
     """
     statements = "; ".join(dict.fromkeys(map(detached, filter(None, paths))))
     if not statements:
@@ -198,7 +192,9 @@ def detach_fix(paths: Iterable[str], line: SourceLine, *, retained: bool) -> str
     has_call = "backward" in linecache.getline(line.file, line.line)
     moment = "between chunks, after each backward" if has_call else "at the start of each step"
     fix = f"{moment}: {statements}"
-    return f"{fix}; and loss.backward() without retain_graph=True" if retained else fix
+    if losses > 1:
+        return f"{fix}; and one backward without retain_graph=True for the sum of the losses"
+    return f"{fix}; and loss.backward() without retain_graph=True" if losses else fix
 
 
 def one_backward(first: SourceLine, second: SourceLine) -> str:
@@ -225,10 +221,10 @@ def lost_detach(line: SourceLine) -> tuple[str, str]:
     call = re.search(
         rf"(?:^|[:;] *)(({path})\.detach\(\)|[\w.]*detach\(({path})\))(?: *[;#]|$)", text
     )
-    fix = "assign the result: h = h.detach()"
+    fix = "" if re.search(r"[^=]=[^=]", text) else "assign the result: h = h.detach()"
     if call is not None:
         fix = detached(call[2]) if call[2] else f"{call[3]} = {call[1]}"
-    return "A detach returns a new tensor, and the result of this call is discarded.", fix
+    return "A detach returns a new tensor, and the result of this call is not kept.", fix
 
 
 def rewritten(code: str, line: SourceLine) -> str:

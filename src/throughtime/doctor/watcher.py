@@ -1,6 +1,5 @@
 """The watcher: a torch mode that records operations and their lines."""
 
-import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from throughtime.doctor._data import MOVES, RootTable
 from throughtime.doctor._frames import (
+    STATE,
     Instruction,
     Variable,
     carrying_variable,
@@ -21,9 +22,11 @@ from throughtime.doctor._frames import (
 )
 from throughtime.doctor._operations import (
     COPY_OR_VIEW,
+    DETACHES,
     EDITS,
     GETTERS,
     IN_PLACE_ZEROS,
+    STEPS,
     is_in_place,
     operation_name,
     puts_lanes_back,
@@ -34,6 +37,7 @@ from throughtime.doctor._torch_private import (
     ATTRIBUTE_GETTER,
     LEAF,
     current_mode,
+    is_transformed,
     mode_depth,
     next_sequence,
     root_of,
@@ -52,7 +56,7 @@ class Watcher(TorchFunctionMode):
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
-        self.clock, self.table = clock, RecordTable(clock)
+        self.clock, self.table, self.data = clock, RecordTable(clock), RootTable()
         # by name of the event, the methods of the rules that handle it
         self.handlers = dict[str, list[Callable[..., Any]]]()
         self.node_numbers: list[int] = []  # sequence numbers of nodes, ascending
@@ -98,8 +102,11 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.closed or torch.compiler.is_compiling():
+        if self.closed or torch.compiler.is_compiling() or is_transformed():
+            self.table.detached.clear()  # they may be used unwatched
             return func(*args, **kwargs)
+        if self.table.detached and not self.busy and func is not Tensor.detach:
+            self.table.settle_detaches()
         iterates = func is Tensor.__iter__
         if iterates:
             func = torch.unbind
@@ -119,9 +126,12 @@ class Watcher(TorchFunctionMode):
                 not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
             )
         ):
-            frame = user_frame(current_frame(1), skip_optimizer=False)
+            caller = current_frame(1)
+            frame = user_frame(caller, skip_optimizer=False)
             if frame is not None:
                 self.guarded(self._record, func, args, kwargs, result, frame)
+            if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
+                self.table.detached.clear()  # a library's own
         return iter(result) if iterates else result
 
     def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
@@ -148,19 +158,17 @@ class Watcher(TorchFunctionMode):
         """Pass an event to the rules, unwatched; a failing rule does not stop the loop."""
         return self.guarded(lambda: [handle(*args) for handle in self.handlers[event]]) or []
 
-    def pass_data_on(self, data: Any, result: Any) -> None:
+    def pass_data_on(self, module: nn.Module, data: Any, result: Any) -> None:
         """Record the data behind the outputs of a module that is called while this is off."""
-        frame = user_frame(current_frame(1))
-        if not isinstance(data, Tensor) or not isinstance(result, Tensor) or frame is None:
+        if not isinstance(data, Tensor) or not isinstance(result, Tensor):
             return
-        record = self.table.record_or_base(data)
-        if record is not None and record.learned:
-            data = record.data
-        if data is not None and not data.requires_grad:
+        frame = user_frame(current_frame(1))
+        known = self.data.view(data, new=not data.requires_grad)
+        if frame is not None and known and self.data.view(result, new=False) is None:
             instruction = self.instruction_at(frame)
-            self.table.records[id(result)] = TensorRecord(
-                self.clock.chunk, instruction, weakref.ref(result), learned=True, data=data
-            )
+            name = type(module).__name__.lower()
+            op = Operation(name, None, (), {}, [data], [None], [result], instruction)
+            self.data.result(op, [data], result)
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""
@@ -188,7 +196,7 @@ class Watcher(TorchFunctionMode):
             return
         self.operations += 1
         if self.operations % PURGE == 0:
-            self.table.drop_freed()
+            self._drop_freed()
         inputs = tensors(args)
         if kwargs:
             inputs += tensors(tuple(kwargs.values()))
@@ -196,14 +204,31 @@ class Watcher(TorchFunctionMode):
         if is_in_place(name) and inputs:
             result = inputs[0]
             self._record_change(inputs[0], instruction)
+            if not result.requires_grad:
+                self.data.change(result, inputs[1:], whole=name == "copy_")
             if isinstance(root_of(result), nn.Parameter):
                 return  # it is initialized or updated by hand; its views have no graph
         op = Operation(name, func, args, kwargs, inputs, records, tensors(result), instruction)
-        learned = [r for r in records if r is not None and r.learned]
-        if not learned and not any(t.requires_grad for t in inputs):
-            self.table.add_copy(op)
-        elif op.outputs:
+        learned = [r for r in records if r is not None]
+        if op.outputs and (learned or any(t.requires_grad for t in inputs)):
             self._record_learned(op, learned)
+        elif not is_in_place(name):
+            self._follow_data(op)
+
+    def _follow_data(self, op: Operation) -> None:
+        """Record what the results of an operation were read from, states apart."""
+        inputs = op.inputs[:1] if op.is_recurrent else op.inputs
+        sources = [t for t in inputs if not (t.is_leaf and t.requires_grad)]
+        states = {id(tensor) for tensor, _ in op.loop_inputs}
+        sources = [t for t in sources if id(t) not in states] or sources
+        single = op.is_recurrent or op.name in MOVES
+        for out in op.outputs[: 1 if single else None]:
+            if out.numel() > 1 or not out.requires_grad:
+                root = self.data.result(op, sources, out)
+                if root is None and op.name in STEPS and not op.outputs[0].requires_grad:
+                    self.data.note_cut(op.inputs[0], out)
+                elif root is not None:
+                    root.random, root.chunk = self.clock.loading, self.clock.chunk
 
     def _record_change(self, target: Tensor, instruction: Instruction) -> None:
         if target.is_inference():  # has no version counter, and no backward needs it
@@ -214,34 +239,41 @@ class Watcher(TorchFunctionMode):
     def _record_learned(self, op: Operation, learned: list[TensorRecord]) -> None:
         name, instruction, first = op.name, op.instruction, op.outputs[0]
         # a choice, such as a sampled token, is data, and so is a gradient
-        is_choice = not (first.is_floating_point() or first.is_complex())
-        is_choice |= op.func is torch.autograd.grad and not first.requires_grad
+        op.is_choice = not (first.is_floating_point() or first.is_complex())
+        op.is_choice |= op.func is torch.autograd.grad and not first.requires_grad
         passes_on = name == "requires_grad_" and learned
         if (
             name in IN_PLACE_ZEROS
-            or is_choice
+            or op.is_choice
             or (first.is_leaf and first.requires_grad and not passes_on)
         ):
             self.table.records.pop(id(first), None)
+            self._follow_data(op)
             return
         if instruction not in self.current:
             self.current.add(instruction)
             self.files.add(instruction.code.co_filename)
         self._record_nodes(op)
-        if instruction not in self.carried and any(r.chunk < self.clock.chunk for r in learned):
+        if name not in DETACHES:
+            states = (r for r in learned if r.source is not None or r.repeated)
+            self.table.lost_states.update(r.lost for r in states if r.lost is not None)
+        crosses = name not in DETACHES and any(r.chunk < self.clock.chunk for r in learned)
+        if crosses and instruction not in self.carried:
             self._record_carried(op)
         one = len(set(map(id, learned))) == 1 and (
             name != "index_copy" or self.table.record_or_base(first) is learned[0]
         )
         if one and (name in COPY_OR_VIEW or name in EDITS):
+            self._follow_data(op)
             result = self.table.passed_on(op, learned[0])
             if result.detach is not learned[0].detach:
-                self.notify("on_detach", result.detach, learned[0])
+                self.notify("on_detach", result.detach)
         elif puts_lanes_back(op):  # the result has states of several calls
             result = self.table.computed(op)
             result.source = None
         else:
             result = self.table.computed(op)
+            self._follow_data(op)
             for handle in self.handlers["on_operation"]:
                 handle(op, result)
         self.table.store(op.outputs, result)
@@ -253,7 +285,6 @@ class Watcher(TorchFunctionMode):
             carrying_variable(tensor, current_frame())
             for tensor, record in op.pairs()
             if record is not None
-            and record.learned
             and record.chunk < self.clock.chunk
             and tensor.grad_fn is not None
             and (tensor.numel() > 1 or weighted)
@@ -276,11 +307,17 @@ class Watcher(TorchFunctionMode):
                 self.node_numbers.append(number)
                 self.node_instructions.append(op.instruction)
 
+    def _drop_freed(self) -> None:
+        self.table.drop_freed()
+        self.data.drop_freed()
+
     def next_chunk(self) -> None:
         """Drop what the next chunk does not need; called after each backward."""
         self.boundary = next_sequence() - 1
+        self.data.cuts.clear()
+        self.table.settle_detaches()
         self.table.release_graphs()
-        self.table.drop_freed()
+        self._drop_freed()
         self.earlier |= self.current
         self.current = set()
         count = len(self.node_numbers)

@@ -16,7 +16,7 @@ def main():
     h = torch.zeros(1, 2, 9)
     for index in torch.randperm(len(chunks)).tolist():  # <- TT207
         x, y = chunks[index]
-        y_hat, h = gru(x, h.detach())
+        y_hat, h = gru(x, h.detach())  # <- TT207
         loss = (head(y_hat) - y).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()

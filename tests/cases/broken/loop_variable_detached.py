@@ -19,7 +19,7 @@ class StackedCells(nn.Module):
 
     def cut(self):
         for h in self.states:
-            h = h.detach()
+            h = h.detach()  # <- TT101
 
     def forward(self, x):
         ys = []

@@ -1,14 +1,10 @@
 """Rules of the gradients: where they do not arrive, how they are summed, and when they are cleared.
 
-Codes TT203 and TT303 (credit), TT301, TT302 and TT304 (optimizer steps).
+Codes TT203 (detaches), TT301, TT302 and TT304 (optimizer steps).
 """
 
-import math
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
@@ -23,134 +19,35 @@ from throughtime.doctor._frames import (
     line_of,
 )
 from throughtime.doctor._records import (
-    CELLS,
     BackwardCall,
     DetachRecord,
-    Operation,
-    TensorRecord,
 )
 from throughtime.doctor._torch_private import version_of
 from throughtime.doctor.findings import CLEAR_AFTER_STEP, FindingList
-from throughtime.doctor.rules.rule import Rule, parameters_of
+from throughtime.doctor.rules import Rule, parameters_of
 from throughtime.doctor.watcher import Watcher
 
-CHECKED_CHUNKS = (1, 2, 3)  # the chunks whose gradients are checked
 REPEATS = 2  # chunks or steps that show a fault before it is reported
-MIN_STEPS = 4  # in a shorter chunk nothing is reported
-SMALLEST = 1e-20  # a smaller gradient has vanished, which is not reported
 MIN_DETACHES = 3  # one after another, a single step between them
-MAX_STATES, MAX_LAYERS = 512, 4  # kept for one backward
 MAX_MEANS = 4096  # between two steps
 
 
-@dataclass
-class StepRecord:
-    """One step of a cell."""
-
-    state: Tensor  # its result
-    call: int  # of the model; 0 outside one
-    masked: Tensor | None  # the state that entered, if data masked it
-
-
-class CreditRule(Rule):
-    """Keeps the states of a chunk until its backward and checks the gradients that arrive there."""
+class DetachRule(Rule):
+    """Counts the detaches of a state with a single step between them."""
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.states: dict[Any, list[StepRecord]] = {}
-        self.layers: list[tuple[Operation, list[Tensor]]] = []  # with the gradient of the outputs
-        self.norms: dict[Any, list[float]] = {}
-        self.handles: list[Any] = []
         self.detaches: dict[Instruction, int] = {}  # the longest series in this chunk
         self.suspects: dict[Instruction, int] = {}  # such series of the last chunk
 
-    def on_operation(self, op: Operation, result: TensorRecord) -> None:
-        clock, out = self.clock, op.outputs[0]
-        if (
-            not (op.is_recurrent or op.loop_inputs)
-            or clock.chunk not in CHECKED_CHUNKS
-            or not out.requires_grad
-            or out.numel() == 1
-            or clock.training is False
-        ):
-            return
-        if op.is_layer:
-            if len(self.layers) < MAX_LAYERS and _can_rerun(op):
-                self.layers.append((op, []))
-            return
-        unit = result.source.unit if op.is_recurrent and result.source else op.instruction
-        states = self.states.setdefault(unit, [])
-        if len(states) < MAX_STATES:
-            in_model = clock.depth > (op.name in CELLS)
-            entered = [
-                (t, r) for t, r in op.loop_inputs or op.pairs() if r is not None and r.masked
-            ]
-            states.append(
-                StepRecord(out, clock.call if in_model else 0, entered[0][0] if entered else None)
-            )
-
-    def on_detach(self, detach: DetachRecord, record: TensorRecord) -> None:
+    def on_detach(self, detach: DetachRecord) -> None:
         key = detach.instruction
         self.detaches[key] = max(self.detaches.get(key, 0), detach.count)
-        # where no state is carried, the steps before may be a warm-up
-        if record.source is not None and not record.edited and not self.clock.crossed:
-            for unit in record.lineage:
-                self.states.pop(unit, None)
 
     def before_backward(self, backward: BackwardCall) -> None:
-        self._report_detaches()
-        for unit, steps in self.states.items():
-            last_call = steps[-1].call
-            states = [step.state for step in steps if step.call == last_call]
-            if len(states) < MIN_STEPS:
-                continue
-            # outside a model, a state without a gradient may be a warm-up, detached on purpose
-            norms = self.norms[unit] = [0.0 if last_call else math.nan] * len(states)
-            for step, state in enumerate(states):
-                self._hook(state, partial(_store_norm, norms, step))
-        for op, grads in self.layers:
-            self._hook(op.outputs[0], grads.append)
+        self._report()
 
-    def _hook(self, tensor: Tensor, handle_grad: Callable[[Tensor], object]) -> None:
-        """Hook a tensor. A failure of the hook is not the user's."""
-
-        def hook(grad: Tensor | None) -> None:
-            if grad is not None:  # undefined
-                self.watcher.guarded(handle_grad, grad.detach())
-
-        self.handles.append(tensor.register_hook(hook))
-
-    def end_backward(self, backward: BackwardCall) -> None:
-        for handle in self.handles:
-            handle.remove()
-        # of a cell by hand the values of one step; a gate on a zero state alone has no gradient
-        cells: dict[Any, list[int]] = {}
-        for unit, norms in self.norms.items():
-            if any(norms):
-                key = unit.code if isinstance(unit, Instruction) else unit
-                cells.setdefault(key, []).append(_silent_steps(norms))
-        silent = [min(steps) for steps in cells.values()]
-        silent += [
-            _silent_steps(_input_norms(op, grads[0]), grads[0].select(int(op.args[8]), 0))
-            for op, grads in self.layers
-            if grads
-        ]
-        steps = max(silent, default=0)
-        if steps and steps <= max(map(_idle_steps, self.states.values()), default=0):
-            steps = 0  # padding: the state has not moved before
-        self.states, self.layers, self.norms, self.handles = {}, [], {}, []
-        # states that are detached at every step are another fault
-        if steps and max(self.detaches.values(), default=0) <= 1:
-            detail = f"No gradient arrives at the first {steps} steps."
-            self.findings.add("TT303", backward.line, detail, after=REPEATS)
-
-    def after_backward(self, backward: BackwardCall) -> None:
-        for instruction, count in self.detaches.items():
-            if count >= MIN_DETACHES:
-                self.suspects[instruction] = count
-        self.detaches.clear()
-
-    def _report_detaches(self) -> None:
+    def _report(self) -> None:
         """Report the detaches of the last chunk, unless its gradients were passed on by hand."""
         for instruction, count in self.suspects.items():
             if instruction not in self.watcher.used_gradients:
@@ -158,60 +55,14 @@ class CreditRule(Rule):
                 self.findings.add("TT203", line_of(instruction), detail)
         self.suspects.clear()
 
+    def after_backward(self, backward: BackwardCall) -> None:
+        for instruction, count in self.detaches.items():
+            if count >= MIN_DETACHES:
+                self.suspects[instruction] = count
+        self.detaches.clear()
+
     def close(self) -> None:
-        self._report_detaches()
-
-
-def _can_rerun(op: Operation) -> bool:
-    """Whether a second run gives the same gradients: not packed, no autocast, no dropout."""
-    args = op.args
-    return (
-        isinstance(args[3], bool)
-        and not torch.is_autocast_enabled(op.outputs[0].device.type)
-        and not (args[5] > 0 and args[6])
-        and args[0].shape[int(args[8])] >= MIN_STEPS
-    )
-
-
-def _store_norm(norms: list[float], step: int, grad: Tensor) -> None:
-    norms[step] = float(grad.abs().max()) if grad.numel() else 0.0
-
-
-def _idle_steps(steps: list[StepRecord]) -> int:
-    """The number of first steps after which a mask kept the state where it was."""
-    entered = list(takewhile(lambda state: state is not None, (s.masked for s in steps[1:])))
-    return sum(1 for _ in takewhile(lambda state: _is_same(state, entered[0]), entered))
-
-
-def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
-
-
-def _silent_steps(norms: list[float], first_output_grad: Tensor | None = None) -> int:
-    """The number of first steps with a zero gradient, if later steps or the outputs have one."""
-    count = next((step for step, norm in enumerate(norms) if norm != 0), len(norms))
-    if count < len(norms):
-        return count if norms[count] > SMALLEST else 0
-    arrives = first_output_grad is not None and bool(first_output_grad.any())
-    return count if arrives else 0
-
-
-def _input_norms(op: Operation, grad: Tensor) -> list[float]:
-    """Run a layer again, beside the user's graph: the gradient norms of its inputs by step."""
-    inputs: Tensor = op.args[0].detach()
-    others = [
-        arg.detach()
-        if isinstance(arg, Tensor)
-        else [t.detach() for t in arg]
-        if isinstance(arg, (tuple, list))
-        else arg
-        for arg in op.args[1:]
-    ]
-    with torch.enable_grad():
-        inputs.requires_grad_()
-        outputs = op.func(inputs, *others)[0]
-        (input_grad,) = torch.autograd.grad(outputs, inputs, grad)
-    return [float(step.abs().max()) for step in input_grad.unbind(int(op.args[8]))]
+        self._report()
 
 
 @dataclass
@@ -242,7 +93,9 @@ class OptimizerRule(Rule):
         super().__init__(watcher, findings)
         self.last_step = 0  # the chunk at the last step of any optimizer
         self.records: weakref.WeakKeyDictionary[Any, OptimizerRecord] = weakref.WeakKeyDictionary()
-        self.means: list[tuple[SourceLine, MeanTerm]] = []  # losses of one mean, with their line
+        # losses of one mean, with their line and their number among those of one forward pass
+        self.means: list[tuple[tuple[SourceLine, int], MeanTerm]] = []
+        self.number = 0
 
     def before_backward(self, backward: BackwardCall) -> None:
         for optimizer, record in self.records.items():
@@ -260,7 +113,8 @@ class OptimizerRule(Rule):
             return
         terms = mean_terms(backward.root)
         if len(terms) == 1 and len(self.means) < MAX_MEANS:
-            self.means.append((backward.line, terms[0]))
+            self.number = self.number + 1 if backward.number <= self.watcher.boundary else 0
+            self.means.append(((backward.line, self.number), terms[0]))
         lines = {self.watcher.instruction_of(term.number) for term in terms}
         if len(lines) == 1 < len(terms) and len(terms) - 1 in self.clock.continued.values():
             self._report_unequal(backward.line, terms)  # a mean for each chunk of a recording
@@ -363,11 +217,11 @@ class OptimizerRule(Rule):
 
     def _check_means(self) -> None:
         """Check the means of each line since the last step."""
-        by_line: dict[SourceLine, list[MeanTerm]] = {}
-        for line, term in self.means:
-            by_line.setdefault(line, []).append(term)
+        by_line: dict[tuple[SourceLine, int], list[MeanTerm]] = {}
+        for key, term in self.means:
+            by_line.setdefault(key, []).append(term)
         if self._carried_since(self.last_step):
-            for line, terms in by_line.items():
+            for (line, _), terms in by_line.items():
                 self._report_unequal(line, terms)
         self.means.clear()
 

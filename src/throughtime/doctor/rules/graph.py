@@ -11,8 +11,6 @@ why:
 
 import itertools
 import math
-import resource
-import time
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
@@ -53,7 +51,7 @@ from throughtime.doctor.findings import (
     one_backward,
     release_fix,
 )
-from throughtime.doctor.rules.rule import Rule, parameters_of
+from throughtime.doctor.rules import Rule, parameters_of
 from throughtime.doctor.watcher import Watcher
 
 MAX_REACH = 6  # chunks behind a retained backward before it is reported
@@ -75,11 +73,10 @@ class RetainedGraph:
 
     reach: int  # earlier chunks in it
     nodes: int
-    memory: int  # bytes, the peak of the process
     root: int  # the sequence number of the loss
     steps: int  # optimizer steps before
     chunk: int
-    seconds: float = 0.0
+    newest: int  # the sequence number of the next node
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,9 @@ class GrowthRule(Rule):
         self.retained: dict[SourceLine, list[RetainedGraph]] = {}
         self.searches: dict[Instruction, int] = {}
         self.unsent: dict[Instruction, UnsentSum] = {}
+        self.several = False  # a forward pass has several losses
+        self.roots: set[Instruction | None] = set()  # that computed what was sent back
         self.sent: set[Instruction] = set()  # sums that need no graph for long, or are sent back
-        self.start = 0.0
 
     def before_backward(self, backward: BackwardCall) -> None:
         """Count the earlier chunks that a retained graph still reaches."""
@@ -108,7 +106,8 @@ class GrowthRule(Rule):
         if root is None:
             return
         self._find_sent(root)
-        self.start = time.perf_counter()
+        self.several |= backward.number <= self.watcher.boundary
+        self.roots.add(self.watcher.instruction_of(backward.number))
         if not (backward.retain or line in self.retained):
             return
         sizes = self.retained.setdefault(line, [])
@@ -120,15 +119,17 @@ class GrowthRule(Rule):
             if not is_leaf(node):
                 oldest = min(oldest, sequence(node))
         reach = sum(size.root >= oldest for size in sizes)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         clock = self.clock
-        sizes.append(RetainedGraph(reach, nodes, memory, backward.number, clock.steps, clock.chunk))
+        newest = next_sequence()
+        size = RetainedGraph(reach, nodes, backward.number, clock.steps, clock.chunk, newest)
+        if sizes and backward.number < sizes[-1].newest:  # another loss of one forward pass
+            size.reach = sizes.pop().reach
+        sizes.append(size)
 
     def after_backward(self, backward: BackwardCall) -> None:
-        if sizes := self.retained.get(backward.line):
-            sizes[-1].seconds = time.perf_counter() - self.start
-            if sizes[-1].reach == MAX_REACH or self._runs_through(sizes) == MIN_RUNS:
-                self._report_retained(backward.line)
+        sizes = self.retained.get(backward.line)
+        if sizes and (sizes[-1].reach == MAX_REACH or self._runs_through(sizes) == MIN_RUNS):
+            self._report_retained(backward.line)
         self._check_kept()
 
     def _runs_through(self, sizes: list[RetainedGraph]) -> int:
@@ -150,21 +151,19 @@ class GrowthRule(Rule):
         crossed = any(c in self.clock.crossed for c in range(chunk - count, chunk + 1))
         if first.steps == last.steps and not crossed:
             return  # several losses of one forward
-        growth = (
-            f"{(last.nodes - first.nodes) / chunks:+.0f} nodes,"
-            f" {1e3 * (last.seconds - first.seconds) / chunks:+.2f} ms,"
-            f" {(last.memory - first.memory) / 1024 / chunks:+.0f} kB"
-        )
-        detail = f"It reaches {last.reach} chunks back. Per chunk: {growth}."
+        growth = (last.nodes - first.nodes) // chunks
+        detail = f"It reaches {last.reach} chunks back, {growth} nodes more in each chunk."
         paths = [v.path for entered in self.watcher.carried.values() for v in entered if v.path]
         name = paths[0] if paths else ""
-        self.findings.add("TT102", line, detail, name, fix=detach_fix(paths, line, retained=True))
+        self.findings.add(
+            "TT102", line, detail, name, fix=detach_fix(paths, line, losses=1 + self.several)
+        )
 
     def _check_kept(self) -> None:
         """Report tensors of several chunks that still exist, although their graphs were used."""
         by_line: dict[Instruction, list[TensorRecord]] = {}
         for record in self.watcher.table.records.values():
-            if record.learned and record.chunk < self.clock.chunk:
+            if record.chunk < self.clock.chunk:
                 by_line.setdefault(record.instruction, []).append(record)
         for instruction, records in by_line.items():
             searches = self.searches.get(instruction, 0)
@@ -184,7 +183,7 @@ class GrowthRule(Rule):
         out = op.outputs[0]
         if op.is_recurrent or out.grad_fn is None or (out.numel() > 1 and op.name != "stack"):
             return
-        known = ((t, r) for t, r in op.pairs() if r is not None and r.learned)
+        known = ((t, r) for t, r in op.pairs() if r is not None)
         terms = [(t, r) for t, r in known if t.numel() == 1 and t.grad_fn is not None]
         sums = [record for _, record in op.loop_inputs if any(record is r for _, r in terms)]
         self._count_chunks(op, result, sums)
@@ -197,7 +196,8 @@ class GrowthRule(Rule):
         result.depth = max(earlier + same, default=0)
         if result.depth >= MIN_SUMMED and earlier:
             detail = f"The sum goes through {result.depth} chunks."
-            self.findings.add("TT104", line_of(op.instruction), detail)
+            fix = OWN_LOSS if op.instruction in self.roots else ""
+            self.findings.add("TT104", line_of(op.instruction), detail, fix=fix)
 
     def _count_passes(
         self,
@@ -239,7 +239,7 @@ class GrowthRule(Rule):
             self.sent.add(instruction)
 
     def _report_unsent(self, instruction: Instruction, last: UnsentSum) -> None:
-        if all(finding.code != "TT202" for finding in self.findings.items):
+        if all(finding.code not in {"TT104", "TT202"} for finding in self.findings.items):
             detail = f"No backward goes through this sum over {last.passes} forward passes."
             self.findings.add("TT104", line_of(instruction), detail, fix=NO_GRAD)
 
@@ -346,6 +346,11 @@ class AutogradErrorRule(Rule):
         if not self._alike(reachable_nodes(root, above=boundary), below(edge)):
             return self._sent_twice(edge.old, call, name, change)
         fix = OWN_LOSS if edge.is_number else release_fix(name)
+        if not edge.is_number and self.watcher.instruction_of(sequence(edge.old)) not in (
+            None,
+            *self.watcher.current,
+        ):
+            fix = f"compute {name or 'it'} anew before each backward, inside the loop"
         return self.findings.add("TT104", call.line, change, name, self._chunks(edge.old), fix)
 
     def _is_state(self, edge: StaleEdge) -> bool:
@@ -401,20 +406,19 @@ class AutogradErrorRule(Rule):
         at = at or (line_of(entry) if entry else line)
         past = self.backwards[self._position(old)]
         retained = past.retain and change != ""
-        fix = detach_fix(paths, line, retained=retained)
+        fix = detach_fix(paths, line, losses=int(retained))
         details = [change or "A backward has freed that graph."]
         created = self.watcher.instruction_of(sequence(old))
         if created and not retained and created != entry:
             details.append(f"The state was created at {line_of(created)}.")
-        lost = next(
-            filter(None, (self.watcher.table.lost_detaches.get(sequence(s.old)) for s in states)),
-            None,
-        )
+        lost_detaches = self.watcher.table.lost_detaches
+        lost = [lost_detaches[n] for s in states if (n := sequence(s.old)) in lost_detaches]
         if retained:
             at = past.line
-        elif lost is not None:
-            at = line_of(lost)
-            details[0], fix = lost_detach(line_of(lost))
+        elif lost:
+            at = min(map(line_of, lost), key=lambda each: each.line)
+            details[0], advice = lost_detach(at)
+            fix = advice or fix
         if entry and line_of(entry) != at:
             details.append(f"It enters at {line_of(entry)}.")
         code = "TT102" if retained else "TT101"
@@ -455,7 +459,9 @@ class AutogradErrorRule(Rule):
 
     def close(self) -> None:
         """Report a lost detach of a state, where neither an error nor growth has shown it."""
-        if all(finding.code not in {"TT101", "TT102"} for finding in self.findings.items):
+        self.watcher.table.settle_detaches()
+        known = any(finding.code in {"TT101", "TT102"} for finding in self.findings.items)
+        if not known:
             for instruction in self.watcher.table.lost_states:
                 detail, fix = lost_detach(line_of(instruction))
                 self.findings.add("TT101", line_of(instruction), detail, fix=fix)

@@ -11,14 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from throughtime.doctor._data import Root, difference, nonzero
 from throughtime.doctor._frames import Instruction, current_line, line_of
-from throughtime.doctor._provenance import (
-    ChunkOrder,
-    difference,
-    locate,
-    nonzero,
-    stack_along,
-)
+from throughtime.doctor._order import ChunkOrder, lanes_of
 from throughtime.doctor._records import (
     MAX_STEPS,
     BackwardCall,
@@ -29,7 +24,7 @@ from throughtime.doctor._records import (
     tensors,
 )
 from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules.rule import Rule
+from throughtime.doctor.rules import Rule
 from throughtime.doctor.watcher import Watcher
 
 SMOOTHER = 0.8  # the change along time, at most, of that along lanes
@@ -41,7 +36,7 @@ class LayoutRule(Rule):
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
-        self.order = ChunkOrder(watcher)
+        self.order = ChunkOrder()
         self.evidence: dict[Instruction, tuple[UnitCall, str]] = {}  # in this chunk
         # the last call whose state ended the inputs beside its own
         self.beside: dict[Instruction, UnitCall] = {}
@@ -54,7 +49,7 @@ class LayoutRule(Rule):
             self._check_chunks(op, result.source)
         elif not (op.is_recurrent or op.loop_inputs):
             for tensor, record in op.pairs():
-                call = record.source if record is not None and record.learned else None
+                call = record.source if record is not None else None
                 if call is not None and record is not None and _has_two_dims(call):
                     self._check_selection(tensor, record, call)
                     self._check_targets(op, call)
@@ -63,7 +58,7 @@ class LayoutRule(Rule):
         data, lane, time = call.data, call.lane_dim, call.time_dim
         if data is None or not _has_two_dims(call) or call.instruction in self.evidence:
             return
-        stacks = [stack_along(data, dim, self.order.record_of) for dim in (time, lane)]
+        stacks = [_joined_along(call, dim) for dim in (time, lane)]
         of_steps, of_lanes = (stack is not None and stack.random for stack in stacks)
         if of_steps and not of_lanes:
             detail = "The steps that the layer reads are samples that the loader drew at random."
@@ -80,9 +75,7 @@ class LayoutRule(Rule):
             return
         if not (_has_two_dims(call) and self.order.goes_on_along_lanes(origin, call)):
             return
-        samples = call.data is not None and stack_along(
-            call.data, call.lane_dim, self.order.record_of
-        )
+        samples = _joined_along(call, call.lane_dim)
         if not samples or call.batch == origin.batch:
             self.beside[call.instruction] = call
 
@@ -102,17 +95,21 @@ class LayoutRule(Rule):
         if call.instruction in self.evidence:
             return
         for tensor, record in op.pairs():
-            known = record is None or not record.learned
+            known = record is None
             if not known or tensor.requires_grad or tensor.numel() < size:
                 continue
-            if not (lanes := self.order.lanes(call)):
+            lanes, view = lanes_of(call), self.watcher.data.view(tensor)
+            target = None if view is None else view.locate((0,) * tensor.dim())
+            if len(lanes) < 2:
                 return
-            first, start = lanes[0].first, (0,) * tensor.dim()
-            target = locate(tensor, start, self.order.record_of)
-            ahead = () if target is None else difference(first, target)
-            if nonzero(ahead) & lanes[0].time_dims:
+            first, beside = lanes[:2]
+            ahead: tuple[int, ...] = ()
+            if target is not None and target.root is first.root:
+                ahead = difference(first.first, target.at)
+            if nonzero(ahead) & first.dims:
                 continue
-            if any(ahead) and ahead == difference(first, lanes[1].first):
+            aside = beside.root is first.root and any(ahead)
+            if aside and ahead == difference(first.first, beside.first):
                 detail = "The targets are the inputs of the next lane, not of the next step."
                 self.evidence[call.instruction] = call, detail
             elif self.beside.get(call.instruction) is call and _changes_as_if_exchanged(call):
@@ -142,15 +139,17 @@ class LayoutRule(Rule):
             return
         steps = inputs.shape[int(batch_first)] if layer else 0
         lanes = inputs.shape[int(not batch_first)] if layer else len(inputs)
-        self._explain_lanes(error, (states[0].shape[-2], lanes, steps), batch_first, layer)
+        carried = self.watcher.table.record_of_state(states[0]) is not None
+        sizes = states[0].shape[-2], lanes, steps
+        self._explain_lanes(error, sizes, batch_first, layer, carried)
 
     def on_operation_error(
         self, error: RuntimeError, inputs: list[Tensor], records: list[TensorRecord | None]
     ) -> None:
         """The same for an operation of a cell by hand: its state has lane 0 first."""
         pairs = [(t, r) for t, r in zip(inputs, records, strict=True) if t.dim() == 2]
-        states = [t for t, r in pairs if r is not None and r.learned and r.source is not None]
-        others = [t for t, r in pairs if r is None or not r.learned or r.source is None]
+        states = [t for t, r in pairs if r is not None and r.source is not None]
+        others = [t for t, r in pairs if r is None or r.source is None]
         if len(states) == len(others) == 1 and not isinstance(others[0], nn.Parameter):
             self._explain_lanes(error, (len(states[0]), len(others[0]), 0))
 
@@ -160,6 +159,7 @@ class LayoutRule(Rule):
         sizes: tuple[int, int, int],
         batch_first: bool = False,
         layer: bool = False,
+        carried: bool = True,
     ) -> None:
         """Note an error where a state and a chunk have unequal lanes; `steps` of a layer."""
         state, lanes, steps = sizes
@@ -171,7 +171,10 @@ class LayoutRule(Rule):
             self._hold(error, "TT209", detail, _layout_fix(batch_first))
             return
         detail, fix = f"The state has {state} lanes, the chunk has {lanes}.", ""
-        if lanes < state:
+        if not carried:
+            dim = int(layer and not batch_first)
+            fix = f"where the state is made, as many lanes as the chunk has: x.size({dim})"
+        elif lanes < state:
             rows, dim = ("h[:, rows]", 1) if layer else ("h[rows]", 0)
             fix = (
                 f"keep h for all lanes; for rows, a tensor of the {lanes} indices of this chunk,"
@@ -202,12 +205,20 @@ def _changes_as_if_exchanged(call: UnitCall) -> bool:
     Samples that are read in order also go on where the last lane ended. A layer with
     batch_first=True says that lanes come first, so the inputs must show the contrary.
     """
-    data, dims = call.data, (call.lane_dim, call.time_dim)
+    data, dims = call.inputs, (call.lane_dim, call.time_dim)
     if data is None or data.is_complex():
         return False
-    changes = (data.double().diff(dim=dim).abs().mean() for dim in dims if dim is not None)
+    changes = (data.detach().double().diff(dim=dim).abs().mean() for dim in dims if dim is not None)
     lanes, steps = map(float, changes)
     return lanes < steps * (SMOOTHER if call.time_dim == 1 else 1 / SMOOTHER)
+
+
+def _joined_along(call: UnitCall, dim: int | None) -> Root | None:
+    """The root of samples that are joined along a dimension of the inputs."""
+    data = call.data
+    if data is None or dim is None or data.shape[dim] < 2 or data.root.joined is None:
+        return None
+    return data.root if data.root.strides[data.root.joined] == data.strides[dim] else None
 
 
 def _is_whole(record: TensorRecord) -> bool:

@@ -8,16 +8,24 @@ from typing import Any
 
 from torch import Tensor
 
+from throughtime.doctor._data import Root
 from throughtime.doctor._frames import Instruction, SourceLine, current_frame, line_of, paths
-from throughtime.doctor._provenance import ChunkOrder, remember, same_start
+from throughtime.doctor._order import (
+    ChunkOrder,
+    remember,
+    root_of,
+    same_data,
+    same_start,
+)
 from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, Unit, UnitCall
-from throughtime.doctor._torch_private import root_of
 from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules.rule import Rule
+from throughtime.doctor.rules import Rule
 from throughtime.doctor.watcher import Watcher
 
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
 REPEATS = 4  # calls on the same inputs before it is reported
+REPLAYS = 3  # chunks that are read twice before it is reported
+ONCE = "one call for each chunk; where two results are needed, start both calls from the same state"
 UPDATES = (
     "start every update on a chunk from the state before the chunk: y, new = net(x, h), and"
     " h = tt.state.detach(new) after the last of them"
@@ -69,7 +77,7 @@ class PassRule(Rule):
         if not self.pending or all(r is None or not t.dim() for t, r in op.pairs()):
             return
         for tensor, record in op.pairs():
-            if (record is None or not record.learned) and not tensor.requires_grad:
+            if record is None and not tensor.requires_grad:
                 key = op.instruction
                 self.targets[key] = self.targets.pop(key, 0) + tensor.numel()
                 return
@@ -91,7 +99,7 @@ class PassRule(Rule):
         order = self.order.relation(before, call)
         first = self.starts.get(self._key(call))
         if order == "jump" or (
-            order == "again" and first is not None and not self._same(first, call)
+            order == "again" and first is not None and not same_start(first, call)
         ):
             call.unit.samples = True
         drawn = self.clock.random and call.batch != before.batch
@@ -105,8 +113,8 @@ class PassRule(Rule):
         self.pending.append((call, before.steps, zeros, names))
         return True
 
-    def _key(self, call: UnitCall) -> tuple[Unit, bool | None, int]:
-        return call.unit, call.training, id(root_of(call.data)) if call.data is not None else 0
+    def _key(self, call: UnitCall) -> tuple[Unit, bool | None, Root | None]:
+        return call.unit, call.training, root_of(call.data)
 
     def _on_recording(self, call: UnitCall, before: UnitCall) -> UnitCall:
         """The last call on the same recording, which may be older than the last call."""
@@ -115,11 +123,6 @@ class PassRule(Rule):
             remember(self.starts, self._key(call), call)
         last = self.ends.get(self._key(call), before)
         return last if last.data is not None and last.chunk < call.chunk else before
-
-    def _same(self, first: UnitCall, call: UnitCall) -> bool:
-        """Whether two calls begin at the same element."""
-        a, b = self.order.lanes(first), self.order.lanes(call)
-        return a is not None and b is not None and same_start(a, b)
 
     def _is_new_state(self, value: Any, before: UnitCall, start: list[Tensor]) -> bool:
         """Whether a value is the state that the chunk before ended with."""
@@ -180,7 +183,7 @@ class PassRule(Rule):
 
     def goes_on(self, unit: Unit) -> None:
         """Handle a state that enters the next chunk in time."""
-        unit.carried = True
+        unit.carried = unit.in_order = True
         if unit.fresh and not unit.fresh.zeros:
             unit.fresh = None
         self.moves_on(unit)
@@ -203,11 +206,13 @@ class PassRule(Rule):
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return in_batch and call.repeats > 0
         unit = call.unit
-        again = order == "again" or (unit.first is not None and self._same(unit.first, call))
-        if call.steps == 1 and _same_memory(origin.data, call.data):
+        again = order == "again" or (unit.first is not None and same_start(unit.first, call))
+        if call.steps == 1 and same_data(origin, call):
             again = False  # the same input at every step
         if not (again or call.repeats):
             return False
+        if not (call.repeats or unit.in_order):
+            return True  # no two chunks were in order so far
         if not call.repeats:
             self._report_wrap(unit)
         ends_pass = again and not (call.repeats and (in_batch or unit.reread))
@@ -230,20 +235,26 @@ class PassRule(Rule):
 
         A loader's batch is no pass over the data: any number of calls may read it.
         """
-        at_once = call.chunk == origin.chunk
-        begin = origin if at_once else origin.begin or origin
-        each_step = call.steps == 1 and _same_memory(origin.data, call.data)
-        if call.data is None or each_step or not _same_memory(begin.data, call.data):
+        at_once, begin = call.chunk == origin.chunk, origin.begin or origin
+        each_step = call.steps == 1 and same_data(origin, call)
+        if call.data is None or each_step or not same_data(begin, call):
             return False
         call.repeats = origin.repeats + 1
         if call.grad and begin is origin and (at_once or self._in_batch(call, origin)):
             call.unit.repeated = call
+        unit = call.unit
+        if at_once and unit.carried and call.grad and call.chunk in self.clock.crossed:
+            unit.replays += unit.replayed != call.chunk
+            unit.replayed = call.chunk
+            if unit.replays == REPLAYS:
+                detail = "Each chunk is read twice, the second time from the state at its end."
+                line = line_of(call.instruction)
+                self.findings.add("TT210", line, detail, fix=ONCE)
         return at_once
 
     def _in_batch(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether two calls read the batch that a loader returned last."""
-        root = None if call.data is None else root_of(call.data)
-        return call.batch == origin.batch and any(r() is root for r in self.clock.contents)
+        return call.batch == origin.batch and call.batch != (0, 0)
 
     def _report_repeats(self, call: UnitCall) -> None:
         step = "x[:, t : t + 1]" if call.time_dim == 1 else "x[t : t + 1]"
@@ -268,14 +279,4 @@ def _equal(states: list[Tensor], others: list[Tensor] | None) -> bool:
             a.shape == b.shape and bool((a == b).all())
             for a, b in zip(states, others or (), strict=True)
         )
-    )
-
-
-def _same_memory(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None or a is b:
-        return a is b
-    return root_of(a) is root_of(b) and (a.shape, a.stride(), a.storage_offset()) == (
-        b.shape,
-        b.stride(),
-        b.storage_offset(),
     )

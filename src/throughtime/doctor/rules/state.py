@@ -12,16 +12,10 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 
-from throughtime.doctor._frames import Instruction, SourceLine, enclosing_loop, line_of
+from throughtime.doctor._data import Root, View, difference, nonzero
+from throughtime.doctor._frames import Instruction, SourceLine, line_of
 from throughtime.doctor._operations import has_mask
-from throughtime.doctor._provenance import (
-    ChunkOrder,
-    data_of,
-    difference,
-    layer_dims,
-    nonzero,
-    remember,
-)
+from throughtime.doctor._order import ChunkOrder, deepest_roots, lanes_of, remember, root_of
 from throughtime.doctor._records import (
     BackwardCall,
     Operation,
@@ -31,10 +25,9 @@ from throughtime.doctor._records import (
     numbers,
     tensors,
 )
-from throughtime.doctor._torch_private import base_of, root_of
 from throughtime.doctor.findings import FindingList
+from throughtime.doctor.rules import Rule
 from throughtime.doctor.rules.passes import PassRule
-from throughtime.doctor.rules.rule import Rule
 from throughtime.doctor.watcher import Watcher
 
 # what to write for TT207
@@ -66,11 +59,11 @@ class StateRule(Rule):
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
         super().__init__(watcher, findings)
         self.units: dict[Any, Unit] = {}  # by their key
-        self.order = ChunkOrder(watcher)
+        self.order = ChunkOrder()
         self.passes = PassRule(watcher, findings, self.order, self.units)
-        self.recordings: dict[int, Tensor] = {}  # tensors of which two adjacent chunks were read
-        # tensors that a state of another recording entered, each with what reports it
-        self.entered: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
+        self.recordings: dict[Root, None] = {}  # roots of which two adjacent chunks were read
+        # roots that a state of another recording entered, each with what reports it
+        self.entered: dict[Root, Callable[[], Any]] = {}
         self.longest: UnitCall | None = None
         self.running: dict[int, UnitCall] = {}  # by module, the first call in the chunk
 
@@ -95,8 +88,7 @@ class StateRule(Rule):
         layer, now = isinstance(module, nn.RNNBase), (clock.chunk, clock.batch, clock.training)
         if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
             call.begin = call.begin or replace(call)
-            call.previous, call.lanes = call.data, None
-            call.data = None if call.data is None else self._known(data)
+            call.previous, call.lanes, call.data = call.data, None, self._view(data)
         elif frame is not None and data.dim() == (3 if layer else 2):
             call = self._module_call(module, inputs, data, frame)
         else:
@@ -110,24 +102,18 @@ class StateRule(Rule):
         call = self._new_call(
             id(module.weight_ih_l0 if layer else module.weight_ih),
             self.watcher.instruction_at(frame),
-            self._known(data),
-            *layer_dims(data, layer, layer and module.batch_first),
+            self._view(data),
+            *_layer_dims(data, layer, layer and module.batch_first),
         )
         # hooks of all modules do not receive a state that is passed by keyword
-        state_known = len(inputs) > 1
+        call.is_layer, state_known = layer, len(inputs) > 1
         self._compare(call, tensors(inputs[1] if state_known else ()), state_known)
         return call
 
-    def _known(self, inputs: Tensor) -> Tensor | None:
-        """The data of inputs while the watcher is off; `None` for a copy that it did not record."""
-        record = self.watcher.table.record_or_base(inputs)
-        if record is not None and record.learned:
-            # a step of a whole whose data are known has the same lanes, or is not known
-            data, leading = record.data, inputs.dim() - 1
-            fits = data is not None and data.shape[:leading] == inputs.shape[:leading]
-            return data if fits or (data is not None and data.dim() == 1 < leading) else None
-        unknown = self.watcher.follows_data and record is None and base_of(inputs) is None
-        return None if unknown or inputs.requires_grad else inputs
+    def _view(self, inputs: Tensor) -> View | None:
+        """What inputs were read from; `None` if that was not watched."""
+        made_unwatched = self.watcher.follows_data and not self.watcher.active
+        return self.watcher.data.view(inputs, new=not (inputs.requires_grad or made_unwatched))
 
     def after_module(self, module: nn.Module, result: Any) -> None:
         """Remember the outputs of a layer or cell that was called while the watcher is off."""
@@ -141,7 +127,7 @@ class StateRule(Rule):
         self,
         key: Any,
         instruction: Instruction,
-        data: Tensor | None,
+        data: View | None,
         steps: int = 1,
         lane_dim: int | None = 0,
         time_dim: int | None = None,
@@ -171,7 +157,7 @@ class StateRule(Rule):
         args, inputs, layer = op.args, op.inputs[0], op.is_layer
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
-        dims = layer_dims(inputs, layer, layer and args[8])
+        dims = _layer_dims(inputs, layer, layer and args[8])
         if packed:
             dims = len(args[1]), None, None
         # the outputs of all steps, then states, whose lanes are in dimension 1
@@ -181,17 +167,12 @@ class StateRule(Rule):
             numbers(out, *where, dims[0])
             for out, where in zip(op.outputs, lanes_and_time, strict=False)
         ]
-        record = op.records[0]
-        data = inputs if record is None or not record.learned else record.data
-        leading = 1 if packed else inputs.dim() - 1
-        if dims[1] is not None and data is not None and layer and data.dim() == 1:
-            leading, dims = 1, (dims[0], None, 0)  # tokens of a single lane
-        if data is not None and data.shape[:leading] != inputs.shape[:leading]:
-            data = None
-        copy = None if data is None else self.watcher.table.record_of(data)
-        if copy is not None and copy.origin is not None and not copy.origin.random:
-            self.watcher.follows_data |= all(r() is not data for r in self.clock.contents)
+        data = self._view(inputs)
+        if layer and data is not None and not data.root.random:
+            derived = data.root.copied is not None or bool(data.root.covered)
+            self.watcher.follows_data |= derived and data.root.chunk == self.clock.chunk
         call = self._new_call(id(weights[0] if layer else weights), op.instruction, data, *dims)
+        call.is_layer, call.inputs = layer, inputs.detach() if layer else None
         result.repeated |= call.steps > 1 or call.unit in result.path
         result.path, result.lineage = result.path | {call.unit}, result.lineage | {call.unit}
         call.batch_sizes = args[1] if packed else None
@@ -210,19 +191,35 @@ class StateRule(Rule):
             result.source = None if out.numel() == 1 else result.source
             return
         states = [tensor for tensor, _ in op.loop_inputs]
-        data, lane_dim = data_of(op, states)
+        data, lane_dim = self._data_of(op, states)
         if data is None:
-            if all(t.requires_grad or (r is not None and r.learned) for t, r in op.pairs()):
+            if all(t.requires_grad or r is not None for t, r in op.pairs()):
                 self._keep_source(op, result)  # no data, thus no mask
             return
         call = self._new_call(key, key, data, lane_dim=lane_dim)
         call.masks = has_mask(op)
-        earlier = op.loop_inputs[0][1].data
+        earlier = self.watcher.data.view(states[0], new=False)
         if call.unit.first is None and earlier is not None and earlier.shape == data.shape:
             call.unit.first = self._new_call(key, key, earlier, lane_dim=lane_dim)  # the first step
         self._compare(call, states)
-        result.data, result.source, result.edited = data, call, False
+        result.source, result.edited = call, False
         result.index = numbers(out, lane_dim, None, 1)
+
+    def _data_of(self, op: Operation, states: list[Tensor]) -> tuple[View | None, int | None]:
+        """The data behind a step, and its dimension of lanes: an input that is no state."""
+        shape = op.outputs[0].shape
+        for tensor in op.inputs:
+            is_weight = tensor.is_leaf and tensor.requires_grad
+            if is_weight or any(tensor is state for state in states):
+                continue
+            view = self.watcher.data.view(tensor, new=not tensor.requires_grad)
+            if view is None or not view.root.known or root_of(view) is None:
+                continue
+            if tensor.dim() == len(shape) > 1 and tensor.shape[0] == shape[0]:
+                return view, 0
+            if len(shape) == 1:
+                return view, None
+        return None, None
 
     def _keep_source(self, op: Operation, result: TensorRecord) -> None:
         """Record a value within a step as the state of the unit that ran last in it.
@@ -239,16 +236,8 @@ class StateRule(Rule):
                 result.source, result.edited = source, False
 
     def _hand_written_start(self, op: Operation, result: TensorRecord) -> None:
-        """An operation that took in its own result before and now does not.
-
-        If one of its inputs is all zeros, that is its state.
-        """
-        zeros = next(
-            (t for t in op.inputs if not isinstance(t, nn.Parameter) and not bool(t.any())), None
-        )
-        if zeros is None:
-            return
-        data, lane_dim = data_of(op, [zeros])
+        """An operation that took in its own result before and now does not."""
+        data, lane_dim = self._data_of(op, [])
         if data is None:
             return
         call = self._new_call(op.instruction, op.instruction, data, lane_dim=lane_dim)
@@ -256,12 +245,12 @@ class StateRule(Rule):
         if self._at_boundary(call, before):
             self.passes.start(call, before, [])
         call.unit.last[call.training] = call
-        result.source, result.edited, result.data = call, False, data
+        result.source, result.edited = call, False
         result.index = numbers(op.outputs[0], lane_dim, None, 1)
 
     def _compare(self, call: UnitCall, states: list[Tensor], state_known: bool = True) -> None:
         """Compare a call with the one that its state comes from."""
-        records = [r for r in map(self.watcher.table.record_of_state, states) if r and r.learned]
+        records = [r for r in map(self.watcher.table.record_of_state, states) if r]
         origins = [(r, _call_behind(r.source, call)) for r in records]
         state, origin = next((pair for pair in origins if pair[1] is not None), (None, None))
         call.parent = next((r.source for r in records if r.source), None)
@@ -327,7 +316,6 @@ class StateRule(Rule):
             self.passes.goes_on(call.unit)
             if origin.lanes:
                 self._add_recording(origin)
-                self.order.learn_axis(call, origin)
             return
         if state.edited and order != "rows":
             self.passes.starts_fresh(call)
@@ -339,7 +327,7 @@ class StateRule(Rule):
             return
         code, source, detail, fix = self._fault(call, origin, state, order, line)
         if code == "TT207":
-            call.unit.jumps, call.unit.wrap = True, None
+            call.unit.jumps, call.unit.in_order, call.unit.wrap = True, False, None
         elif not code and call.training == origin.training:
             self.passes.moves_on(call.unit)
         if code:
@@ -361,11 +349,11 @@ class StateRule(Rule):
         if new_batch and call.batch[0] == origin.batch[0] and self.clock.random:
             return "TT207", self.clock.loader, detail, self._fix_of_order(call, origin)
         if order == "rows" and not state.edited:
-            return "TT206", line, "", SELECT if call.time_dim is not None else ""
+            return "TT206", line, "", SELECT if call.is_layer else ""
         # what lies between may belong to other states, such as those of other users
         only = call.unit.last.get(call.training) is origin
         if order == "jump" and only and call.chunk != origin.chunk:
-            source = self.clock.loader if new_batch else enclosing_loop(line)
+            source = self.clock.loader if new_batch else line
             return "TT207", source or line, detail, self._fix_of_order(call, origin)
         if call.chunk == origin.chunk and order in {"start", "other"}:
             call.unit.mixed = True
@@ -377,20 +365,22 @@ class StateRule(Rule):
 
     def _fix_of_order(self, call: UnitCall, origin: UnitCall) -> str:
         """What to write for TT207; the fix of the code where the data does not tell."""
-        before, after = self.order.lanes(origin), self.order.lanes(call)
+        before, after = lanes_of(origin), lanes_of(call)
         if not before or not after:
             return ""
         last, lane = before[0], after[0]
-        gap, dims = difference(last.last, lane.first), last.time_dims | lane.time_dims
-        if len(dims) != 1 or not gap or nonzero(gap) - dims:
+        if last.root is not lane.root:
             return FRESH  # other sequences
+        gap, dims = difference(last.last, lane.first), last.dims | lane.dims
+        if len(dims) != 1 or nonzero(gap) - dims:
+            return FRESH
         (dim,), steps = dims, max(origin.steps, origin.graph_steps)
         step = (last.step or lane.step or (1,) * len(gap))[dim]
-        length, ahead = abs(step) * steps, gap[dim] * (1 if step > 0 else -1)
+        length, ahead = max(abs(step) * steps, 1), gap[dim] * (1 if step > 0 else -1)
         if call.batch == origin.batch:
             overlaps = -length < ahead <= 0
             return OVERLAPPING if overlaps else IN_ORDER
-        tiled = not lane.first.index[dim] % length and not (last.last.index[dim] + step) % length
+        tiled = not lane.first[dim] % length and not (last.last[dim] + step) % length
         if len(after) == 1 and tiled and self.clock.random:
             return SHUFFLED
         return FRESH if self.clock.random else SIDE_BY_SIDE
@@ -407,8 +397,8 @@ class StateRule(Rule):
         """Remember a state that enters other data, which may be another recording."""
         chunks = origin.chunk, call.chunk
         report = partial(self.findings.add, "TT204", line, "", self._name(call, state), chunks)
-        for lane in call.lanes:
-            remember(self.entered, id(lane.first.root), (lane.first.root, report))
+        for root in deepest_roots(call):
+            remember(self.entered, root, report)
         if self._is_recording(call):
             self._add_recording(call)
 
@@ -417,14 +407,13 @@ class StateRule(Rule):
 
         A state that entered one of them from another recording is reported then.
         """
-        for lane in call.lanes or ():
-            root = lane.last.root
-            remember(self.recordings, id(root), root)
-            if id(root) in self.entered:
-                self.entered.pop(id(root))[1]()
+        for root in deepest_roots(call):
+            remember(self.recordings, root, None)
+            if root in self.entered:
+                self.entered.pop(root)()
 
     def _is_recording(self, call: UnitCall) -> bool:
-        return any(id(lane.last.root) in self.recordings for lane in call.lanes or ())
+        return any(root in self.recordings for root in deepest_roots(call))
 
     def _count_graph(self, call: UnitCall, origin: UnitCall, has_graph: bool) -> None:
         """Count the steps connected in one graph that no backward has freed."""
@@ -443,13 +432,10 @@ class StateRule(Rule):
 
     def _is_new_part(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether two calls read parts of the data that the loop treats as chunks of their own."""
-        wholes = [
-            record.whole
-            for data in (origin.data, call.data)
-            if data is not None and (record := self.watcher.table.record_of(data)) is not None
-        ]
-        if len(wholes) == 2 and all(whole is not None for whole in wholes):
-            return wholes[0] is not wholes[1]
+        cuts = self.watcher.data.cuts
+        wholes = [cuts.get(data) for data in (origin.data, call.data) if data is not None]
+        if len(wholes) == 2 and None not in wholes:
+            return wholes[0] != wholes[1]
         return (origin.call, origin.batch) != (call.call, call.batch)
 
     def _report_connected(self, unit: Unit) -> None:
@@ -488,3 +474,14 @@ def _call_behind(source: UnitCall | None, call: UnitCall) -> UnitCall | None:
             return source
         source = None if source.masks or call.masks else source.parent
     return None
+
+
+def _layer_dims(
+    inputs: Tensor, layer: bool, batch_first: bool
+) -> tuple[int, int | None, int | None]:
+    """The number of steps, and the dimensions of lanes and of time in the inputs."""
+    if not layer:
+        return 1, 0 if inputs.dim() == 2 else None, None
+    if inputs.dim() == 2:
+        return len(inputs), None, 0
+    return inputs.shape[int(batch_first)], int(not batch_first), int(batch_first)
