@@ -19,7 +19,7 @@ from throughtime.app.audit import AuditJob, AuditReport
 from throughtime.app.config import AuditOptions, Config, make_config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.load import load_run
-from throughtime.app.model import StandardisedMSE, one_thread
+from throughtime.app.model import StandardisedError, one_thread
 from throughtime.app.run_folder import RunFolder, json_safe
 from throughtime.app.train import Training
 from throughtime.diagnose import Audit, Reach, SettlingTime
@@ -107,7 +107,7 @@ def test_the_loss_of_a_regression_is_that_of_training(tmp_path: Path) -> None:
         )
     )
     loss_fn = look(folder, AuditOptions()).loss_fn
-    assert isinstance(loss_fn, StandardisedMSE)
+    assert isinstance(loss_fn, StandardisedError)
     np.testing.assert_array_equal(
         loss_fn.scale.numpy(), open_dataset(folder.read_config()).statistics.targets.scale
     )
@@ -173,12 +173,12 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
     ("arguments", "said"),
     [
         (["--split", "tset"], "no recordings in split 'tset'; there are train (2), valid (1)"),
-        (["--horizons", "50,200", "--stride", "100"], "--horizons 50 is below --stride 100"),
+        (["--horizons", "50,200", "--stride", "100"], "50 is below --stride 100"),
         (
             ["--horizons", "50;200"],
-            "--horizons '50;200': expected whole numbers of steps, separated by commas",
+            "--horizons '50;200': expected whole numbers of steps, such as 50,200,800",
         ),
-        (["--horizons", "0"], "--horizons 0: expected at least 1"),
+        (["--horizons", "0"], "--horizons 0: expected whole numbers of steps, such as 50,200,800"),
         (
             ["--horizons", "500"],
             (
@@ -194,8 +194,8 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
             ["--stride", "400"],
             "horizon 400 is not shorter than the 400 steps",
         ),
-        (["--lanes", "1000"], "--lanes 1000 but the recordings have 650 steps"),
-        (["--tolerance", "1.5"], "--tolerance 1.5: expected a share from 0 to below 1"),
+        (["--lanes", "1000"], "lanes=1000 but the recordings have 650 steps"),
+        (["--tolerance", "1.5"], "--tolerance 1.5: expected a number above 0 and below 1"),
         (["--device", "meta"], "--device meta: holds no numbers"),
     ],
 )
@@ -409,7 +409,7 @@ def test_a_question_out_of_range_is_refused() -> None:
         "horizons": (0,),
     }
     for name, value in wrong.items():
-        with pytest.raises(ConfigError, match=name):
+        with pytest.raises(ConfigError, match=name.replace("_", "-")):
             AuditOptions(**{name: value})
 
 

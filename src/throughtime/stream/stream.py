@@ -162,7 +162,8 @@ class Stream:
         share_label_type(self.recordings)
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
-        self.offset, self.hand_off, self.missing = offset, hand_off, missing
+        self.offset, self.hand_off = offset, hand_off
+        self.missing: Literal["error", "mask"] = missing
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
