@@ -59,7 +59,8 @@ def run(net: Carried, schedule: str = "none", **more: Any) -> Fit:
         "valid_every": 8,
     }
     stream = more.pop("stream", None) or make_stream()
-    return tt.fit(net, stream, nn.MSELoss(), **choices | more)
+    loss_fn = more.pop("loss_fn", nn.MSELoss())
+    return tt.fit(net, stream, loss_fn, **choices | more)
 
 
 def pressing_at(update: int) -> Callable[[Mapping[str, Any]], None]:
@@ -185,6 +186,35 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception],
         run(make_net(), **more)
 
 
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ({"stream": recordings()}, "stream is a list, expected a Stream"),
+        ({"schedule_": "cosine"}, "schedule is a str, expected a LRScheduler"),
+        ({"optimizer": tt.optim.Adam(nn.Linear(2, 2).parameters())}, "none of the net's weights"),
+    ],
+)
+def test_parts_of_another_kind_are_refused_before_the_first_update(
+    part: dict[str, Any], said: str
+) -> None:
+    net, choices = make_net(), dict(part)
+    if "schedule_" in choices:
+        choices["schedule"] = choices.pop("schedule_")
+    optimizer = tt.optim.Adam(net.parameters())
+    with pytest.raises(ConfigError, match=said):
+        tt.fit(
+            net,
+            loss_fn=nn.MSELoss(),
+            **{
+                "stream": make_stream(),
+                "gradient": tt.Truncated(10),
+                "optimizer": optimizer,
+                "updates": 4,
+                **choices,
+            },
+        )
+
+
 def test_a_folder_of_another_training_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     run(make_net(), out=tmp_path, updates=8)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -192,6 +222,9 @@ def test_a_folder_of_another_training_is_refused_and_stays_as_it_is(tmp_path: Pa
         (make_net(hidden=7), {}, RunError),
         (make_net(), {"gradient": tt.Truncated(20)}, DataError),
         (make_net(), {"stream": make_stream(lanes=3)}, DataError),
+        (make_net(), {"schedule": "step"}, RunError),
+        (other := make_net(), {"optimizer": torch.optim.SGD(other.parameters())}, RunError),
+        (make_net(), {"loss_fn": nn.L1Loss()}, RunError),
     ]
     for net, more, error in cases:
         with pytest.raises(error):

@@ -103,6 +103,12 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return training.folder
 
 
+def test_a_frame_is_no_path() -> None:
+    frame: Any = {"x": [1.0], "y": [2.0]}
+    with pytest.raises(DataError, match=r"data is a dict, expected the path.*tt\.recording"):
+        tt.recordings(frame, targets="y")
+
+
 def test_a_loaded_run_scores_as_the_command_line_does(trained: RunFolder) -> None:
     run = tt.load_run(trained.path)
     metrics: Any = (

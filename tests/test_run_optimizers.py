@@ -93,6 +93,14 @@ def test_a_run_with_any_rule_goes_on_to_the_same_bits(
     assert (len({*rates}) > 1) == (name != "own optimizer and loss")
 
 
+def test_a_class_without_a_constructor_gets_no_arguments(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text("import torch\nclass Plain(torch.nn.Module):\n    pass\n", encoding="utf-8")
+    own = user_class.ClassReference("loss", path, "Plain")
+    own.trust()
+    assert own.accepted(object, {"outputs": 2, "weight": None}) == {}
+
+
 def test_every_rule_and_every_loss_trains_another_net(tmp_path: Path, file: Path) -> None:
     data = write_recordings(tmp_path / "data")
     rules = [{}, *(rule(name, file) for name in RULES), {"loss": f"{file}:Focal"}]

@@ -195,6 +195,7 @@ def fit(
     ):
         if value is not None:
             check_whole(name, value, least)
+    _check_parts(net, stream, optimizer, schedule)
     ranks = ranks_of(net, stream)
     if ranks.shards:
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
@@ -219,6 +220,26 @@ def fit(
         Team(ranks.rank, ranks.count, ranks.device),
     )
     return training.run()
+
+
+def _check_parts(
+    net: Carried, stream: Stream, optimizer: Optimizer, schedule: LRScheduler | None
+) -> None:
+    """Refuse objects of another kind, and an optimizer of other weights."""
+    for name, value, kind in (
+        ("stream", stream, Stream),
+        ("optimizer", optimizer, Optimizer),
+        ("schedule", schedule, LRScheduler | None),
+    ):
+        if not isinstance(value, kind):
+            expected = getattr(kind, "__name__", "LRScheduler of torch.optim.lr_scheduler")
+            raise ConfigError(f"{name} is a {type(value).__name__}, expected a {expected}")
+    weights = {weight for group in optimizer.param_groups for weight in group["params"]}
+    if weights.isdisjoint(net.parameters()):
+        raise ConfigError(
+            "the optimizer has none of the net's weights, so nothing would be trained: make it of"
+            " net.parameters()"
+        )
 
 
 @dataclass
@@ -458,6 +479,7 @@ class _Training:
             "net": dict(self.net.module.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "rules": self.rules,
+            "parts": self._parts(),
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "best": dict(self.best),
             "loss": self.loss,
@@ -550,7 +572,16 @@ class _Training:
         """Its state, and its rules, such as the rate that a schedule has set.
 
         A rule that the user has changed since the training began stays as the user has it.
+
+        Raises:
+            RunError: the training was begun with another kind of optimizer, schedule or loss.
         """
+        for name, kind in self._parts().items():
+            if (before := saved["parts"][name]) != kind:
+                raise RunError(
+                    f"the folder holds a training whose {name} is {before}, and it is {kind} now:"
+                    " give the same one, or another out="
+                )
         parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         for i, values in saved["optimizer"]["state"].items():
             for name in (name for name, value in values.items() if value.ndim):
@@ -563,6 +594,11 @@ class _Training:
         if self.schedule is not None:
             own = {k: v for k, v in saved["schedule"].items() if k != "base_lrs"}
             self.schedule.load_state_dict(self.schedule.state_dict() | own)
+
+    def _parts(self) -> dict[str, str]:
+        """The kinds of the objects that a training must go on with."""
+        parts = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss_fn}
+        return {k: getattr(v, "__qualname__", type(v).__name__) for k, v in parts.items()}
 
     @contextmanager
     def _stopped_by_signals(self) -> Generator[None]:

@@ -1,5 +1,6 @@
 """Data sets in splits, and finished runs, as the command line reads them, for Python."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -120,6 +121,11 @@ def recordings(
         >>> splits["train"][0].read(0, 3).targets.tolist()
         [0, 1, 0]
     """
+    if not isinstance(data, str | os.PathLike):
+        raise DataError(
+            f"data is a {type(data).__name__}, expected the path of a file, folder or manifest; a"
+            " frame or arrays are one recording each: tt.recording(frame, targets='y')"
+        )
     path, features = Path(data), names_of(static)
     entries = find_recordings(path, features)
     options: dict[str, Any] = {

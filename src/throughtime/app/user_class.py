@@ -119,6 +119,7 @@ class ClassReference:
             )
         names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
         every = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        every &= kind.__init__.__module__ != "torch.nn.modules.module"  # that takes none of them
         return {name: value for name, value in offered.items() if every or name in names}
 
     def make(self, base: type[T], offered: Mapping[str, Any]) -> T:
