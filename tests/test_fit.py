@@ -190,29 +190,22 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception],
     ("part", "said"),
     [
         ({"stream": recordings()}, "stream is a list, expected a Stream"),
-        ({"schedule_": "cosine"}, "schedule is a str, expected a LRScheduler"),
+        ({"schedule": "cosine"}, "schedule is a str, expected a LRScheduler"),
         ({"optimizer": tt.optim.Adam(nn.Linear(2, 2).parameters())}, "none of the net's weights"),
     ],
 )
 def test_parts_of_another_kind_are_refused_before_the_first_update(
     part: dict[str, Any], said: str
 ) -> None:
-    net, choices = make_net(), dict(part)
-    if "schedule_" in choices:
-        choices["schedule"] = choices.pop("schedule_")
-    optimizer = tt.optim.Adam(net.parameters())
+    net = make_net()
+    choices: dict[str, Any] = {
+        "stream": make_stream(),
+        "gradient": tt.Truncated(10),
+        "optimizer": tt.optim.Adam(net.parameters()),
+        "updates": 4,
+    }
     with pytest.raises(ConfigError, match=said):
-        tt.fit(
-            net,
-            loss_fn=nn.MSELoss(),
-            **{
-                "stream": make_stream(),
-                "gradient": tt.Truncated(10),
-                "optimizer": optimizer,
-                "updates": 4,
-                **choices,
-            },
-        )
+        tt.fit(net, loss_fn=nn.MSELoss(), **choices | part)
 
 
 def test_a_folder_of_another_training_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:

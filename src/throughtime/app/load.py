@@ -121,7 +121,8 @@ def recordings(
         >>> splits["train"][0].read(0, 3).targets.tolist()
         [0, 1, 0]
     """
-    if not isinstance(data, str | os.PathLike):
+    # users pass frames
+    if not isinstance(data, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise DataError(
             f"data is a {type(data).__name__}, expected the path of a file, folder or manifest; a"
             " frame or arrays are one recording each: tt.recording(frame, targets='y')"
