@@ -164,7 +164,7 @@ def twice() -> nn.Module:
         (Cell, r"in Cell.forward stands in the way"),
         (nested, "'0', a Sequential, with a state of its own, stands in the way"),
         (twice, "a GRU that is called twice stands in the way"),
-        (lambda: nn.GRUCell(3, 5), "the state of GRUCell, .* stands in the way"),
+        (lambda: nn.GRUCell(3, 5), "a net without an nn.LSTM, .* stands in the way"),
     ],
 )
 def test_what_is_in_the_way_of_a_chain_is_named(

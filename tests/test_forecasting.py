@@ -86,7 +86,8 @@ def test_targets_of_several_later_steps_lie_side_by_side(
     got = Targets(shift_targets(recording, ahead)).read(start, stop)
     expected = np.concatenate(columns, axis=1)[start:stop]
     assert np.array_equal(got, expected, equal_nan=got.dtype.kind == "f")
-    if len(ahead) > 1 and width > 1:  # a mutant: all steps of the first column come first
+    varied = len(np.unique(y[start:])) > 8  # few values may agree by chance
+    if len(ahead) > 1 and width > 1 and varied:  # a mutant: all steps of the first column first
         mutant = np.stack(columns, axis=2).reshape(n, -1)[start:stop]
         same = np.array_equal(mutant, expected, equal_nan=got.dtype.kind == "f")
         assert not same or stop - start < 3

@@ -1,6 +1,5 @@
 """The report of a run: one page without scripts, whose figures are those of the run."""
 
-import json
 import math
 import re
 import subprocess
@@ -46,7 +45,8 @@ def copied(folder: RunFolder, path: Path, rows: Sequence[Mapping[str, object]]) 
     for file in (folder.config, folder.model):
         (path / file.name).write_bytes(file.read_bytes())
     copy = RunFolder(path)
-    copy.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for row in rows:
+        copy.add_metrics(row)
     return copy
 
 

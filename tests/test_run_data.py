@@ -644,7 +644,7 @@ def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> No
     assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
         tmp_path / "again" / "model.safetensors"
     ).read_bytes()
-    assert "--workers 2x: expected a whole number or 'thread'" in run(
+    assert "--workers 2x: expected thread or a whole number of at least 0" in run(
         "train", data, *small, "--workers", "2x", ok=False
     )
 

@@ -181,5 +181,5 @@ def test_the_report_says_how_the_credit_of_an_exact_run_flows(tmp_path: Path) ->
     )
     write_report(load_run((folder := finish(values)).path))
     page = folder.report.read_text(encoding="utf-8")
-    assert "an update every 200 steps, credit cut there: back through at most 200" in page
+    assert "an update every 200 steps, gradients cut there: they" in page
     assert ">stride<" not in page

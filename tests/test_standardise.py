@@ -140,7 +140,7 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: P
     assert "Train it with --standardise first:400" in said
     run("predict", tmp_path / "run", offsets / "r19.csv", "--out", tmp_path / "p.npy")
     said = run("train", offsets, *options[:-1], "last:3", "--out", tmp_path / "no", ok=False)
-    assert "--standardise last:3: expected split, recording, none, or first:N" in said
+    assert "--standardise last:3: expected split, recording, none or first:N" in said
 
 
 @pytest.mark.parametrize("how", ["split", "first:100"])

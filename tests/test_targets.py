@@ -255,7 +255,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
     "lengths": (
         {"targets": np.ones(5)},
         (
-            "10 steps of inputs and 5 of targets; .* say by target_every=N how"
+            "10 steps of inputs and 5 of targets; .* say by target_every=N .* how"
             " many rows each target is for"
         ),
     ),

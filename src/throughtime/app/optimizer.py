@@ -43,10 +43,11 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
     if not groups:
         raise ConfigError(f"--model {config.model}: has no weights, so there is nothing to train")
     options = {"lr": config.lr}
-    options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
     options |= {"momentum": config.momentum} if config.momentum else {}
     if config.optimizer in _RULES:
+        options["weight_decay"] = config.weight_decay  # 0, too: a rule may have another default
         return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
+    options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
     own = ClassReference.parse("optimizer", config.optimizer)
     offered = {"params": groups, **options}
     if lost := offered.keys() - own.accepted(Optimizer, offered):

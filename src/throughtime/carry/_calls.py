@@ -414,7 +414,7 @@ class ModuleAdapter(Adapter):
 
         Those of several items lie side by side, `(T, B, C)`.
         """
-        steps, lanes = len(x) - self.convention.hints.context, x.shape[1]
+        steps, lanes = x.shape[0] - self.convention.hints.context, x.shape[1]  # export needs no len
         ys = [y.read(result, steps, lanes) for y in self.convention.outputs]
         if self.unpack is None:
             return ys[0]

@@ -124,9 +124,12 @@ class Carried(nn.Module):
             x: example inputs `(T, B, ...)`.
 
         Raises:
+            DataError: there are no steps.
             ModelError: no way of calling the module obeys the laws of carrying a state.
         """
         shape = x.shape  # a slice of it takes half of a microsecond in every call
+        if not shape[0]:  # len(x) would fix the steps of an exported program
+            raise DataError(f"the chunk {tuple(shape)} has no steps, expected one at least")
         features = shape[2] if len(shape) == 3 else shape[2:]
         kind = x.is_floating_point(), features, self.adapter.module.training
         if kind in self._tried or not x.numel():
@@ -188,8 +191,6 @@ class Carried(nn.Module):
         if x.dim() == (2 if x.is_floating_point() else 1):
             y, state = self(x.unsqueeze(1), state, None if resets is None else resets.unsqueeze(1))
             return tree_map(lambda item: item.squeeze(1), y), state
-        if not x.shape[0]:  # len(x) would fix the steps of an exported program
-            raise DataError(f"the chunk {tuple(x.shape)} has no steps, expected one at least")
         self.prepare(x)
         lanes = x.shape[1]
         if state is None:
