@@ -170,6 +170,19 @@ def test_a_line_has_losses_metrics_and_the_rate() -> None:
     assert [line["update"] for line in lines if line["kind"] == "valid"] == [8, 16, 24, 32, 40]
 
 
+def test_an_epoch_of_more_updates_than_estimated_is_validated_to_its_end(tmp_path: Path) -> None:
+    """The windows of this policy are random, so only their mean is known beforehand."""
+    policy = tt.Randomized(mean_horizon=40)
+    end: dict[str, Any] = {"updates": None, "epochs": 6, "valid_every": 2, "gradient": policy}
+    done = run(make_net(), out=tmp_path, **end)
+    rows = rows_of(tmp_path)
+    estimate = next(row["updates"] for row in rows if row["kind"] == "train")
+    assert done.count > estimate + 2
+    assert [row["update"] for row in rows if row["kind"] == "valid"] == sorted(
+        {*range(2, done.count + 1, 2), done.count}
+    )
+
+
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [

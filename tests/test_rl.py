@@ -4,7 +4,6 @@ import copy
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ gymnasium = pytest.importorskip("gymnasium", reason="needs throughtime[rl]")
 sb3_contrib = pytest.importorskip("sb3_contrib", reason="needs throughtime[rl]")
 torchrl = pytest.importorskip("torchrl.modules", reason="needs throughtime[rl]")
 
+from benchmarks.rl import Positions  # noqa: E402  # CartPole without velocities
 from sb3_contrib.common.recurrent.type_aliases import RNNStates  # noqa: E402
 from stable_baselines3.common.vec_env import DummyVecEnv  # noqa: E402
 from tensordict import TensorDict  # noqa: E402
@@ -26,17 +26,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning",  # of the two libraries
 )
 STEPS, LANES = 14, 3
-
-
-class Positions(gymnasium.ObservationWrapper):
-    """CartPole without velocities: an agent has to remember."""
-
-    def __init__(self) -> None:
-        super().__init__(gymnasium.make("CartPole-v1"))
-        self.observation_space = gymnasium.spaces.Box(-5.0, 5.0, (2,))
-
-    def observation(self, observation: Any) -> Any:
-        return observation[[0, 2]].astype(np.float32)
 
 
 def agent(**options: Any) -> Any:

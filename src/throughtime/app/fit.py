@@ -297,7 +297,8 @@ class _Training:
             done.seconds = time.monotonic() - started
             if done.count % log_every == 0:
                 self._log(update)
-            if self.valid_every and done.count % self.valid_every == 0 and done.count < self.total:
+            scored = self.valid_every and done.count % self.valid_every == 0
+            if scored and not done.is_over(self.stream.epoch):  # by epochs `total` is an estimate
                 self._validate()
             due = time.monotonic() - saved >= self._save_interval()
             stop, save = self.team.any_of(self.stopping, self.team.is_first and due)

@@ -55,7 +55,7 @@ def check_rollout(
         state: what enters the first step.
         act: plays one step, `(1, B, ...)`, if that is other code than training; under `no_grad` its
             outputs alone are compared. Default: `policy`.
-        tolerance: largest deviation allowed, relative to the largest value and at least absolute.
+        tolerance: largest difference allowed, of outputs and gradients.
 
     Returns:
         The laws, each with its largest deviation.

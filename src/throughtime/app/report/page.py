@@ -241,7 +241,8 @@ def _scores(
 ) -> list[Block]:
     """The metrics of all steps and of each recording, the worst ones if they are many."""
     key = "macro_f1" if "macro_f1" in names else names[0]
-    worst = sorted(recordings, key=lambda name: (recordings[name][key] * _sign(key), name))[:_MOST]
+    sign = -1 if key in {"rmse", "esr"} else 1  # an error is better if it is small
+    worst = sorted(recordings, key=lambda name: (sign * recordings[name][key], name))[:_MOST]
     shown = {name: recordings[name] for name in recordings if name in worst}
     caption = f"Whole recordings of the split '{split}' of {data}, the state carried."
     if len(shown) < len(recordings):
@@ -249,11 +250,6 @@ def _scores(
     columns = [name for name in names if not name.startswith("f1[")] or names
     tables = [scores_table(columns, overall, shown, caption), baseline_table(overall)]
     return [table for table in tables if table is not None]
-
-
-def _sign(metric: str) -> int:
-    """1 if a larger value is better."""
-    return -1 if metric in {"rmse", "esr"} else 1
 
 
 def _class_tables(
