@@ -32,7 +32,7 @@ from throughtime.carry.structure import (
 from throughtime.errors import StateError
 from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import PLAIN
-from throughtime.kernels.recurrent import Call, LayerInputs, _pointer, check, core
+from throughtime.kernels.recurrent import Call, LayerInputs, check, core
 from throughtime.nn.layers import backend, layer_weights
 from throughtime.state import State
 
@@ -241,10 +241,10 @@ def _prepare_layer(
     calls = list[Call]()
     for k, weights in enumerate(layer_weights(layer)):
         h, *others = [leaf[k] for leaf in entering]
-        call = LayerInputs(cell, x.dtype, x, h, [*others, None][0], weights, None)
+        layer_inputs = LayerInputs(cell, x.dtype, x, h, [*others, None][0], weights, None)
         x = y[k]
-        tensors = *call.contiguous(), x, *(leaf[k] for leaf in leaving)
-        calls.append(Call(*call.sizes, torch.get_num_threads(), 0, *map(_pointer, tensors)))
+        call, _ = layer_inputs.call(x, *(leaf[k] for leaf in leaving))
+        calls.append(call)
     outputs = x.transpose(0, 1) if batch_first else x
     kernel = core().tt_forward
 

@@ -36,7 +36,7 @@ from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import static_backend
 from throughtime.kernels.recurrent import TYPES
 from throughtime.kernels.workspace import LayerSizes, Workspace
-from throughtime.nn.layers import weight_shapes
+from throughtime.nn.layers import layer_shapes
 from throughtime.state import State
 
 WEIGHTS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
@@ -134,7 +134,7 @@ class FusedNet:
             sizes = layer.input_size, layer.hidden_size, layer.proj_size
             own = LayerSizes(BY_MODE[layer.mode], *sizes, layer.num_layers, layer.bias)
             self._sizes[name] = own
-            first, later = weight_shapes(own.cell, *sizes, layer.bidirectional)
+            _, first, later = layer_shapes(layer.mode, *sizes, layer.bidirectional)
             for k, names in enumerate(layer._all_weights):
                 shapes = zip(WEIGHTS, later if k else first, strict=True)
                 self._shapes += [shape for name, shape in shapes if f"{name}_l{k}" in names]

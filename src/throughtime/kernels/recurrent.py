@@ -116,7 +116,8 @@ def run(
     Args:
         cell: a row of the table.
         x: `(T, B, D)`, T and B at least 1.
-        states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`.
+        states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`; or each with a
+            first dimension of 1, as torch's layers have it. Those that return have the same shape.
         weights: of the layer, of the type and device of `x`.
         resets: `(T, B)` bool, true where zeros enter the step.
 
@@ -125,8 +126,8 @@ def run(
     """
     h, c = states if len(states) == 2 else (states[0], None)
     inputs = LayerInputs(cell, product_type(x.dtype, x.shape[1]), x, h, c, weights, resets)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs.leaves):
-        y, h_end, c_end = _Recurrent.apply(cell, inputs.products, x, h, c, *weights, resets)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.leaves if t is not None):
+        y, h_end, c_end = _Recurrent.apply(inputs[:2], x, h, c, *weights, resets)
     else:
         y, h_end, c_end, _ = forward(inputs, keep=False)
     return y, (h_end,) if c_end is None else (h_end, c_end)
@@ -163,23 +164,29 @@ class LayerInputs(NamedTuple):
             weights.hh.shape[1],
         )
 
-    def contiguous(self) -> list[Tensor | None]:
-        """The tensors, as a `Call` points to them."""
-        return _contiguous(*self.leaves, self.resets)
+    def call(self, *others: Tensor | None) -> tuple[Call, list[Tensor]]:
+        """A call with its results or gradients, and copies that must live until it returns."""
+        addresses: list[int | None] = []
+        copies: list[Tensor] = []
+        for tensor in (*self.leaves, self.resets, *others):
+            if tensor is None:
+                addresses.append(None)
+            elif tensor.is_contiguous():
+                addresses.append(tensor.data_ptr())
+            else:
+                copies.append(tensor.contiguous())
+                addresses.append(copies[-1].data_ptr())
+        return Call(*self.sizes, torch.get_num_threads(), 0, *addresses), copies
 
 
 def forward(inputs: LayerInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Compute outputs, h and c after them, and what the backward pass needs, if `keep`."""
-    x, sizes = inputs.x, inputs.sizes
-    steps, lanes, _, hidden, outputs = sizes[2:]
-    y = x.new_empty((steps, lanes, outputs))  # on the CPU, whatever the default device
-    h_end = x.new_empty((lanes, outputs))
-    c_end = None if inputs.c is None else x.new_empty((lanes, hidden))
-    saved = x.new_empty(saved_size(*sizes) if keep else 0)
-    tensors = inputs.contiguous()  # alive until the call returns
-    results = (y, h_end, c_end, saved if keep else None)
-    pointers = map(_pointer, (*tensors, *results))
-    check(core().tt_forward(Call(*sizes, torch.get_num_threads(), 0, *pointers)))
+    x = inputs.x
+    y = x.new_empty((*x.shape[:2], inputs.weights.hh.shape[1]))  # whatever the default device
+    h_end, c_end = _like(inputs.h), None if inputs.c is None else _like(inputs.c)
+    saved = x.new_empty(saved_size(*inputs.sizes) if keep else 0)
+    call, _copies = inputs.call(y, h_end, c_end, saved if keep else None)
+    check(core().tt_forward(call))
     return y, h_end, c_end, saved
 
 
@@ -194,16 +201,10 @@ def backward(
 
     `cotangents` are those of the outputs and of h and c after the last step; None means zeros.
     """
-    sizes = inputs.sizes
-    grads = tuple(
-        [
-            t.new_empty(t.shape) if need and t is not None else None
-            for t, need in zip(inputs.leaves, needs, strict=True)
-        ]
-    )
-    tensors, cotangents = inputs.contiguous(), _contiguous(*cotangents)  # alive until it returns
-    pointers = map(_pointer, (*tensors, y, None, None, saved, *cotangents, *grads))
-    check(core().tt_backward(Call(*sizes, torch.get_num_threads(), 0, *pointers)))
+    pairs = zip(inputs.leaves, needs, strict=True)
+    grads = tuple([_like(t) if need and t is not None else None for t, need in pairs])
+    call, _copies = inputs.call(y, None, None, saved, *cotangents, *grads)
+    check(core().tt_backward(call))
     return grads
 
 
@@ -213,18 +214,17 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        cell: Cell,
-        products: torch.dtype,
+        kind: tuple[Cell, torch.dtype],
         x: Tensor,
         h: Tensor,
         c: Tensor | None,
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         *weights, resets = rest
-        inputs = LayerInputs(cell, products, x, h, c, Weights(*weights), resets)
+        inputs = LayerInputs(*kind, x, h, c, Weights(*weights), resets)
         y, h_end, c_end, saved = forward(inputs, keep=True)
         # the backward pass usually runs outside autocast, so the type of products is stored
-        ctx.cell, ctx.products = cell, products
+        ctx.kind = kind
         ctx.set_materialize_grads(False)
         # Outputs that are written in place afterwards, by ReLU(inplace=True), are computed again.
         # The alias shares their version and keeps no memory; .data has a version of its own.
@@ -237,15 +237,16 @@ class _Recurrent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         x, h, c, *weights, resets, y, saved = ctx.saved_tensors
-        inputs = LayerInputs(ctx.cell, ctx.products, x, h, c, Weights(*weights), resets)
-        needs = ctx.needs_input_grad[2:-1]
+        cell, products = ctx.kind
+        inputs = LayerInputs(cell, products, x, h, c, Weights(*weights), resets)
+        needs = ctx.needs_input_grad[1:-1]
         if ctx.alias._version != ctx.version:
             y = forward(inputs, keep=False)[0]
         if torch.is_grad_enabled() or any(g is not None and _is_batched(g) for g in cotangents):
             grads = _vjp_by_reference(inputs, cotangents, needs)
         else:
             grads = backward(inputs, y, saved, cotangents, needs)
-        return None, None, *grads, None
+        return None, *grads, None
 
 
 def _vjp_by_reference(
@@ -281,12 +282,8 @@ def _is_batched(gradient: Tensor) -> bool:
     return bool(is_legacy_batchedtensor(gradient))
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [t if t is None or t.is_contiguous() else t.contiguous() for t in tensors]
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def saved_size(*sizes: int) -> int:

@@ -65,7 +65,8 @@ def run(
     Args:
         cell: a row of the table.
         x: `(T, B, D)`. Without steps, outputs are empty and the states are returned as they came.
-        states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`.
+        states: entering the first step: h `(B, P)` and, of an LSTM, c `(B, H)`; or each with a
+            first dimension of 1, as torch's layers have it. Those that return have the same shape.
         weights: of the layer, of the same type.
         resets: `(T, B)` bool, true where the state entering the step becomes zeros, even if it was
             NaN. No gradient crosses a reset.
@@ -78,12 +79,15 @@ def run(
     Cost: some ten calls of torch for each step.
     """
     rounded = None if products is x.dtype else products
+    first = states[0].shape[:-2]
+    if first:
+        states = tuple([state.squeeze(0) for state in states])
     outputs: list[Tensor] = []
     with nullcontext() if products is None else torch.autocast(x.device.type, enabled=False):
         for _, states in steps(cell, x, states, weights, resets, rounded):  # noqa: B020  # the last
             outputs.append(states[0])
         y = torch.stack(outputs) if outputs else states[0].new_empty(0, *states[0].shape)
-    return y, states
+    return y, tuple([state.unsqueeze(0) for state in states]) if first else states
 
 
 def steps(

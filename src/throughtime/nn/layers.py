@@ -86,11 +86,23 @@ class Recurrent(nn.RNNBase):
             return _to_float32(result) if autocast else result
         if autocast:
             inputs, hx = _to_float32(inputs), _to_float32(hx)
-        return run_layers(self, self._run(backend), inputs, hx, resets, weights)
+        if backend != "fused":
+            return run_layers(self, _run_reference, inputs, hx, resets, weights)
+        if len(weights) == 1 and inputs.dim() == 3:
+            return self._one_layer(inputs, hx, resets, weights[0])
+        return run_layers(self, recurrent.run, inputs, hx, resets, weights)
 
-    def _run(self, backend: str) -> Run:
-        """The function that computes one layer in one direction."""
-        return recurrent.run if backend == "fused" else _run_reference
+    def _one_layer(self, inputs: Tensor, hx: Any, resets: Tensor | None, weights: Weights) -> Any:
+        """As `run_layers`; the state passes through the kernel as it is, `(1, B, P)`."""
+        cell, swapped = BY_MODE[self.mode], self.batch_first
+        if swapped:
+            inputs = inputs.transpose(0, 1)
+            resets = None if resets is None else resets.transpose(0, 1)
+        if hx is None:
+            widths = cell.widths(self.hidden_size, self.proj_size)
+            hx = tuple([inputs.new_zeros(1, inputs.shape[1], width) for width in widths])
+        y, (h, *others) = recurrent.run(cell, inputs, _leaves(hx), weights, resets)
+        return y.transpose(0, 1) if swapped else y, (h, *others) if others else h
 
     def _compiled(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
         """Record one operator for each layer and direction, or torch.nn's own call."""
@@ -137,25 +149,23 @@ class Recurrent(nn.RNNBase):
 
     def _fits(self, inputs: Tensor, hx: Any, weights: Sequence[Weights]) -> bool:
         """Whether all sizes are those of the layer, so that a kernel reads within bounds."""
-        shape, dims, cell = inputs.shape, inputs.dim(), BY_MODE[self.mode]
-        if dims not in {2, 3} or shape[-1] != self.input_size:
+        shape, proj = inputs.shape, self.proj_size
+        if len(shape) not in {2, 3} or shape[-1] != self.input_size:
             return False
+        widths, *shapes = layer_shapes(
+            self.mode, self.input_size, self.hidden_size, proj, self.bidirectional
+        )
         if hx is not None:
             rows = (len(weights),)
-            if dims == 3:
+            if len(shape) == 3:
                 rows = (*rows, shape[0 if self.batch_first else 1])
-            leaves, widths = _leaves(hx), cell.widths(self.hidden_size, self.proj_size)
+            leaves = _leaves(hx)
             if len(leaves) != len(widths) or isinstance(hx, Tensor) != (len(widths) == 1):
                 return False
-            for leaf, width in zip(leaves, widths, strict=True):
-                if leaf.shape != (*rows, width):
-                    return False
-        shapes = weight_shapes(
-            cell, self.input_size, self.hidden_size, self.proj_size, self.bidirectional
-        )
+            if [leaf.shape for leaf in leaves] != [(*rows, width) for width in widths]:
+                return False
         for k, layer in enumerate(weights):
-            expected = shapes[k >= 1 + self.bidirectional]
-            for weight, size in zip(layer, expected, strict=True):
+            for weight, size in zip(layer, shapes[k > self.bidirectional], strict=True):
                 if weight is not None and weight.shape != size:
                     return False
         return True
@@ -307,13 +317,15 @@ def layer_weights(layer: nn.RNNBase) -> list[Weights]:
 
 
 @cache
-def weight_shapes(
-    cell: Cell, inputs: int, hidden: int, projection: int, bidirectional: bool
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """The shapes of `Weights`, of the first layer and of those after it."""
+def layer_shapes(
+    mode: str, inputs: int, hidden: int, projection: int, bidirectional: bool
+) -> tuple[tuple[Any, ...], ...]:
+    """The widths of the states, and the shapes of `Weights` of the first layer and those after."""
+    cell = BY_MODE[mode]
     rows, outputs = len(cell.gates) * hidden, projection or hidden
     rest = (rows, outputs), (rows,), (rows,), (projection, hidden)
-    return ((rows, inputs), *rest), ((rows, (1 + bidirectional) * outputs), *rest)
+    after = (rows, (1 + bidirectional) * outputs)
+    return cell.widths(hidden, projection), ((rows, inputs), *rest), (after, *rest)
 
 
 def run_layers(
