@@ -18,7 +18,7 @@ from processes import elsewhere
 from recurrences import needs_kernels
 from throughtime.errors import ModelError
 from throughtime.kernels import dispatch, library, recurrent, reference
-from throughtime.kernels.cells import GRU, LSTM
+from throughtime.kernels.cells import LSTM
 from throughtime.kernels.dispatch import TorchFaster
 
 X = torch.randn(5, 2, 4)
@@ -184,15 +184,3 @@ print(len(said))
     for missing, times in ((asked, "0"), (nowhere, "1")):
         done = elsewhere(f"{clean}\n{missing}\n{script}")
         assert done.output.strip() == times, done.errors
-
-
-def test_gain_is_nothing_where_torch_is_fast() -> None:
-    assert dispatch.speedup(LSTM, torch.float32, 50, 1, projected=False) == 1.0
-    assert dispatch.speedup(GRU, torch.bfloat16, 50, 1, projected=False) == 1.0
-    if library.level() is not None:
-        assert (
-            dispatch.speedup(GRU, torch.float32, 50, 1, projected=False)
-            > dispatch.speedup(GRU, torch.float32, 128, 32, projected=False)
-            > 1
-        )
-        assert dispatch.speedup(LSTM, torch.float32, 50, 1, projected=True) > 1

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._device import DeviceContext
 
-from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH, Cell
+from throughtime.kernels.cells import LSTM, Cell
 from throughtime.kernels.library import bfloat16, level, need, why_missing
 
 # a subclass has a behaviour of its own: DTensor, fake tensors, masked tensors
@@ -60,69 +60,18 @@ class TorchFaster(NamedTuple):
 # Forward and backward of a layer with all gradients, one thread of a Sapphire Rapids, torch held to
 # the same instruction set. Our speed over torch's: 0.94 to 0.98 where a row begins, 0.92 beyond,
 # 1 to 1.6 before it. v2 and base were not measured.
-TORCH_FASTER = (
-    TorchFaster(
-        ("v4", "v3"),
-        LSTM,
-        torch.float32,
-        512,
-        32,
-        "oneDNN's layer is faster from 512 hidden units and 32 lanes on",
-    ),
-    TorchFaster(
-        ("v3",),
-        LSTM,
-        torch.float32,
-        1024,
-        1,
-        "without AVX-512 oneDNN's layer is faster from 1024 hidden units on",
-    ),
-    TorchFaster(
-        ("v2", "base"),
-        LSTM,
-        torch.float32,
-        256,
-        1,
-        "without AVX2 oneDNN's layer is faster from 256 hidden units on",
-    ),
-    TorchFaster(
-        ("v2", "base"),
-        LSTM,
-        torch.float32,
-        64,
-        8,
-        "without AVX2 oneDNN's layer is faster from 64 hidden units and 8 lanes on",
-    ),
+TORCH_FASTER = tuple(
+    TorchFaster(levels, LSTM, torch.float32, *sizes, f"oneDNN's layer is faster {where}")
+    for levels, sizes, where in (
+        (("v4", "v3"), (512, 32), "from 512 hidden units and 32 lanes on"),
+        (("v3",), (1024, 1), "without AVX-512 from 1024 hidden units on"),
+        (("v2", "base"), (256, 1), "without AVX2 from 256 hidden units on"),
+        (("v2", "base"), (64, 8), "without AVX2 from 64 hidden units and 8 lanes on"),
+    )
 )
 # Products in bfloat16 pay from so many lanes on. With 4 lanes float32 took 0.52 to 0.82 of their
 # time, with 16 lanes 1.1 to 2 times (AMX).
 ROUNDING_LANES = 8
-SMALL_STATE = 1024  # B * H up to which calls, not arithmetic, dominate torch.nn's time
-
-
-class Speedup(NamedTuple):
-    """The factor by which `tt.fuse` speeds up an update of a whole loop.
-
-    `small` holds up to `SMALL_STATE` numbers in the state, `large` above. Measured on a loop by
-    hand with torch's Adam, 100 steps, one thread of a Sapphire Rapids: one lane of 50 units, and 32
-    lanes of 128.
-    """
-
-    small: float
-    large: float
-
-
-# where torch.nn runs step by step; an LSTM in float32 does so only packed or projected
-SPEEDUPS: dict[tuple[Cell, torch.dtype], Speedup] = {
-    (LSTM, torch.float64): Speedup(7.5, 2.0),
-    (LSTM, torch.float32): Speedup(8.2, 2.5),
-    (GRU, torch.float64): Speedup(8.8, 2.1),
-    (GRU, torch.float32): Speedup(9.1, 2.4),
-    (RNN_TANH, torch.float64): Speedup(4.8, 1.7),
-    (RNN_TANH, torch.float32): Speedup(4.1, 1.8),
-    (RNN_RELU, torch.float64): Speedup(4.8, 1.7),
-    (RNN_RELU, torch.float32): Speedup(4.1, 1.8),
-}
 
 
 def choose(
@@ -267,14 +216,3 @@ def static_backend(
             return _torch(row.reason)
     states = "" if autocast is None else " products, float32 states"
     return Backend("fused", f"({now}), {name}{states}")
-
-
-def speedup(cell: Cell, dtype: torch.dtype, hidden: int, lanes: int, projected: bool) -> float:
-    """About how many times faster an update is after `tt.fuse`; 1 if torch.nn stays as fast."""
-    measured = SPEEDUPS.get((cell, dtype))
-    by_onednn = cell.onednn and dtype == torch.float32 and not projected
-    if measured is None or by_onednn or level() is None:
-        return 1.0
-    if static_backend(cell, dtype, hidden, lanes, projected).name != "fused":
-        return 1.0
-    return measured.small if lanes * hidden <= SMALL_STATE else measured.large

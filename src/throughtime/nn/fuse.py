@@ -13,11 +13,13 @@ that turns warnings into errors. To silence them:
 import logging
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 from throughtime.kernels.cells import BY_MODE
-from throughtime.kernels.dispatch import speedup
+from throughtime.kernels.dispatch import static_backend
+from throughtime.kernels.library import library
 from throughtime.nn.layers import GRU, LSTM, RNN, Recurrent
 
 FUSED: dict[type[nn.RNNBase], type[Recurrent]] = {nn.LSTM: LSTM, nn.GRU: GRU, nn.RNN: RNN}
@@ -82,34 +84,33 @@ def _fuse_layer(layer: nn.RNNBase) -> str | None:
 
 
 def advise(module: nn.Module, lanes: int) -> None:
-    """Log once in a process how much faster `tt.fuse` would make this net, if it would.
+    """Log once in a process that `tt.fuse` would make this net faster, if it would.
 
     Args:
         module: a net that trains.
         lanes: B.
     """
-    if _advised:
-        return
-    ratios = {name: _speedup(layer, lanes) for name, layer in module.named_modules()}
-    name = max(ratios, key=ratios.__getitem__)
-    if ratios[name] > 1:
-        _advised.append(name)
-        _log.warning(
-            "layer '%s' is a %s of torch.nn, which runs step by step on a CPU. net ="
-            " tt.carry(module, fused=True) made such updates about %.0f times as fast in our"
-            " measurements, with the same results to rounding (docs/how-to/layers.md)",
-            name,
-            type(module.get_submodule(name)).__name__,
-            ratios[name],
-        )
+    for name, layer in module.named_modules():
+        if not _advised and _runs_by_steps(layer, lanes):
+            _advised.append(name)
+            _log.warning(
+                "layer '%s' is a %s of torch.nn, which runs step by step on a CPU. net ="
+                " tt.carry(module, fused=True) makes such updates several times as fast, with the"
+                " same results to rounding (docs/how-to/layers.md)",
+                name,
+                type(layer).__name__,
+            )
 
 
-def _speedup(layer: nn.Module, lanes: int) -> float:
-    """The factor that an update would gain; 1 for a module that `tt.fuse` leaves alone."""
+def _runs_by_steps(layer: nn.Module, lanes: int) -> bool:
+    """Whether torch.nn computes the layer step by step where a kernel takes one call."""
     if type(layer) not in FUSED or not isinstance(layer, nn.RNNBase) or "forward" in vars(layer):
-        return 1.0
-    weight = next(layer.parameters(), None)
-    if weight is None or not weight.is_cpu:
-        return 1.0
+        return False
+    weight, cell = next(layer.parameters(), None), BY_MODE[layer.mode]
+    if weight is None or not weight.is_cpu or library() is None:
+        return False
     projected = layer.proj_size > 0
-    return speedup(BY_MODE[layer.mode], weight.dtype, layer.hidden_size, lanes, projected)
+    if cell.onednn and weight.dtype == torch.float32 and not projected:
+        return False
+    backend = static_backend(cell, weight.dtype, layer.hidden_size, lanes, projected)
+    return backend.name == "fused"
