@@ -67,7 +67,7 @@ class Part(NamedTuple):
 PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(38_030, 25_000),
-    "kernels, nn": Part(17_835, 16_000),
+    "kernels, nn": Part(17_837, 16_000),
     "carry": Part(28_157, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
