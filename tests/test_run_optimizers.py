@@ -98,7 +98,7 @@ def test_a_class_without_a_constructor_gets_no_arguments(tmp_path: Path) -> None
     path.write_text("import torch\nclass Plain(torch.nn.Module):\n    pass\n", encoding="utf-8")
     own = user_class.ClassReference("loss", path, "Plain")
     own.trust()
-    assert own.accepted(object, {"outputs": 2, "weight": None}) == {}
+    assert own.accepted(torch.nn.Module, {"outputs": 2, "weight": None}) == {}
 
 
 def test_every_rule_and_every_loss_trains_another_net(tmp_path: Path, file: Path) -> None:

@@ -99,8 +99,6 @@ class ClassReference:
         Raises:
             ConfigError: no such class, none of the base, or it needs other arguments.
         """
-        from torch.nn import Module
-
         kind = self.load()
         if not issubclass(kind, base):
             name = "nn.Module" if base.__name__ == "Module" else f"optim.{base.__name__}"
@@ -121,7 +119,7 @@ class ClassReference:
             )
         names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
         every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        every &= kind.__init__ is not Module.__init__  # that takes none of them
+        every &= kind.__init__ is not base.__init__  # that of torch takes none of them
         return {name: value for name, value in offered.items() if every or name in names}
 
     def make(self, base: type[T], offered: Mapping[str, Any]) -> T:

@@ -132,8 +132,9 @@ class FusedNet:
         self._traits: list[tuple[Any, ...]] = []
         for name, layer in layers.items():
             sizes = layer.input_size, layer.hidden_size, layer.proj_size
-            own = LayerSizes(BY_MODE[layer.mode], *sizes, layer.num_layers, layer.bias)
-            self._sizes[name] = own
+            self._sizes[name] = LayerSizes(
+                BY_MODE[layer.mode], *sizes, layer.num_layers, layer.bias
+            )
             _, first, later = layer_shapes(layer.mode, *sizes, layer.bidirectional)
             for k, names in enumerate(layer._all_weights):
                 shapes = zip(WEIGHTS, later if k else first, strict=True)
