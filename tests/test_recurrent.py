@@ -25,7 +25,7 @@ from recurrences import (
     tolerance,
 )
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.cells import LSTM, RNN_RELU, Cell, Weights, cell_of
+from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, Cell, Weights, cell_of
 from throughtime.kernels.reference import States
 
 pytestmark = needs_kernels
@@ -380,6 +380,35 @@ def test_checkpointed_call_has_the_same_gradients(cell: Cell) -> None:
         max_difference([*results, *loss_grads(results, leaves)], run_and_grad(data, recurrent.run))
         == 0.0
     )
+
+
+@pytest.mark.parametrize("level", [b"base", b"v2", b"v3", b"v4"], ids=bytes.decode)
+@pytest.mark.parametrize("cell", [LSTM, GRU], ids=str)
+@both_types
+def test_saturated_gates_keep_the_state_to_the_bit(
+    cell: Cell, dtype: torch.dtype, level: bytes
+) -> None:
+    """A gate that is off by one unit in the last place forgets a long memory step by step."""
+    core, hidden = recurrent.core(), 33
+    widest = core.tt_level()
+    if not core.tt_use(level):
+        pytest.skip("the library or this processor lacks the instruction set")
+    try:
+        steps, draw = 500, torch.Generator().manual_seed(0)
+        rows = len(cell.gates) * hidden
+        x = torch.randn(steps, 2, 3, generator=draw, dtype=dtype)
+        ih = torch.randn(rows, 3, generator=draw, dtype=dtype)
+        hh = torch.zeros(rows, hidden, dtype=dtype)
+        bias = torch.zeros(len(cell.gates), hidden, dtype=dtype)
+        for gate, value in (("f", 500.0), ("g", 0.0)) if cell is LSTM else (("z", 500.0),):
+            bias[cell.gates.index(gate)] = value
+            ih.view(len(cell.gates), hidden, 3)[cell.gates.index(gate)] = 0.0
+        start = [torch.randn(2, hidden, generator=draw, dtype=dtype) for _ in cell.states]
+        weights = Weights(ih, hh, bias.flatten(), torch.zeros(rows, dtype=dtype), None)
+        _, ends = recurrent.run(cell, x, tuple(start), weights)
+        assert torch.equal(ends[-1], start[-1])
+    finally:
+        core.tt_use(widest)
 
 
 @every_cell

@@ -43,9 +43,7 @@ __attribute__((noinline)) void forward_units(const tt_call &call, const Sizes<F,
     vec<F> h;
     if constexpr (CELL == LSTM) {
       F *const cell = p.c + b * s.Hp + u * V;
-      vec<F> i = seen(0), f = seen(1), g = seen(2), o = seen(3);
-      two_sigmoids<F>(i, f);
-      sigmoid_and_tanh<F>(o, g);
+      const vec<F> i = sigmoid<F>(seen(0)), f = sigmoid<F>(seen(1)), g = tanh<F>(seen(2)), o = sigmoid<F>(seen(3));
       const vec<F> c = reset ? i * g : f * load(cell) + i * g;
       store<F>(cell, c);
       h = o * tanh<F>(c);
@@ -54,11 +52,10 @@ __attribute__((noinline)) void forward_units(const tt_call &call, const Sizes<F,
         put(extra, c);
       }
     } else if constexpr (CELL == GRU) {
-      vec<F> r = seen(0), z = seen(1);
-      two_sigmoids<F>(r, z);
+      const vec<F> r = sigmoid<F>(seen(0)), z = sigmoid<F>(seen(1));
       const vec<F> inner = load(by_h + 2 * part), n = tanh<F>(load(by_x + 2 * part) + n_bias + r * inner);
       const vec<F> before = reset ? zero : load(p.h + ((t & 1) * s.B + b) * s.Pp + u * V);
-      h = n + z * (before - n);
+      h = (F(1) - z) * n + z * before; // not n + z (before - n), which rounds a state that is kept at every step
       if (keep) {
         put(gates, r), put(gates + V, z), put(gates + 2 * V, n);
         put(extra, inner);

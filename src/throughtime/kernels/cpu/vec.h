@@ -187,19 +187,10 @@ template <class F> TT_INLINE vec<F> tanh(vec<F> x) {
   return less * inverse(less + F(2));
 }
 
-// Two gates with one division, which takes as long as the rest of a gate: a / b and c / d from 1 / (b d).
-template <class F> TT_INLINE void two_sigmoids(vec<F> &x, vec<F> &y) {
-  const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END)), g = power<F>(-at_most<F>(y, Vec<F>::SIGMOID_END));
-  const vec<F> b = F(1) + (e.rest * e.scale + e.scale), d = F(1) + (g.rest * g.scale + g.scale), both = inverse(b * d);
-  x = d * both;
-  y = b * both;
-}
-
-template <class F> TT_INLINE void sigmoid_and_tanh(vec<F> &x, vec<F> &y) {
-  const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END)), g = power<F>(F(2) * at_most<F>(y, Vec<F>::TANH_END));
-  const vec<F> b = F(1) + (e.rest * e.scale + e.scale), less = g.rest * g.scale + (g.scale - F(1)), d = less + F(2), both = inverse(b * d);
-  x = d * both;
-  y = less * (b * both);
+// Exactly 1 from SIGMOID_END on: a memory cell whose gate is closed keeps its value.
+template <class F> TT_INLINE vec<F> sigmoid(vec<F> x) {
+  const Power<F> e = power<F>(-at_most<F>(x, Vec<F>::SIGMOID_END));
+  return inverse(F(1) + (e.rest * e.scale + e.scale));
 }
 
 } // namespace
