@@ -1,7 +1,19 @@
-"""The audit of a run: the reach of its gradient, the cost of truncating it, its settling time.
+"""The audit of a run: `tt.audit`, `tt.reach`, `tt.settling_time` and `tt.trace` as it is trained.
 
-The gradients are those of training: the recordings and lanes of the run, its loss and its class
-weights. The results, with the advice that follows from them, are kept in a file of the run.
+They measure with the recordings and lanes of the run, its loss and its class weights. The results
+are kept in a file of the run.
+
+The trace is the gradient over time and layer, at each of the first steps of one recording:
+
+    G_t = sum over updates u of  dL_u / ds_t        s: a state or gate; L_u: the mean loss of the
+                                                    steps that update u counts
+
+The gradient of the weights is a sum over steps of what each contributes under G_t. So G_t is all
+that training learns from step t. With a horizon longer than the stride, a step lies in several
+windows, whose gradients add up. One lane plays the recording at fixed weights, its state carried
+from the first step.
+
+Shapes: `T` steps, `H` hidden.
 """
 
 import math
@@ -11,32 +23,64 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
+from torch import Tensor
 
 from throughtime.app.config import AuditOptions, Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
-from throughtime.app.model import make_loss, one_thread, without_dropout
+from throughtime.app.model import (
+    ModelSpec,
+    make_loss,
+    one_thread,
+    unbroken_stream,
+    without_dropout,
+)
 from throughtime.app.recordings import OnPhase
-from throughtime.app.trace import RunTrace, trace_run
+from throughtime.app.user_class import is_reference
+from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose.audit import Truncation
+from throughtime.diagnose.trace import trace
 from throughtime.errors import ConfigError, RunError, counted, one_line
-from throughtime.stream import Stream
+from throughtime.gradient import LossFn, Truncated
+from throughtime.stream import Recording, Stream, windows
+from throughtime.stream.recording import Part
+from throughtime.updates import updates
 
 T = TypeVar("T")
 _HORIZONS = (50, 200, 800)
 _LENGTHS = 8  # times the longest horizon: steps that are audited
-_ANCHORS = 64  # losses whose gradient is traced back
-_MAX_PASSES = 8  # to trace them; each pass takes one loss of every lane
-_SHORTER_STRIDE = (
-    "A shorter stride with the same horizon usually has less bias, makes more updates and takes"
-    " more passes. Compared after equal numbers of updates, rows have read unequal amounts of data."
-)
-_NOISE = (
-    "These figures cannot choose a window. |g| is small against its sampling noise ({:.2g} times"
-    " |g|), as near a minimum: these relative biases are noise. Audit more steps, or the weights of"
-    " an earlier update."
-)
+_PASSES = 8  # to trace losses back; each takes one loss of every lane
+_TRACED = 400  # steps
+_MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
+
+
+@dataclass(frozen=True)
+class RunTrace:
+    """The traced gradient of a run.
+
+    Attributes:
+        recording: its name.
+        stride: steps between two updates.
+        horizon: steps that credit flowed back, fewer than in training where that is too long.
+        norms: norm of the gradient by state or gate, at every step; infinite where it is not
+            finite.
+    """
+
+    recording: str
+    stride: int
+    horizon: int
+    norms: dict[str, tuple[float, ...]]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(next(iter(self.norms.values())))
+
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The steps at which an update ends and the next begins."""
+        return tuple(range(self.stride, self.steps, self.stride))
 
 
 @dataclass(frozen=True)
@@ -65,12 +109,6 @@ class AuditReport:
     settling: SettlingTime
     trace: RunTrace | None = None
 
-    @property
-    def enough(self) -> Truncation | None:
-        """The shortest truncation from which on no audited bias exceeds the tolerance."""
-        horizon = self.audit.suggest(self.tolerance)
-        return next((row for row in self.audit.rows if row.horizon == horizon), None)
-
     def own(self, config: Config) -> Truncation | None:
         """The truncation that the run was trained with, if it was audited."""
         if config.gradient != "truncated" or config.train_on == "windows":
@@ -80,41 +118,35 @@ class AuditReport:
 
     def advice(self, config: Config) -> str:
         """The window to train with, and the bias of the run's own."""
-        row, last, own = self.enough, self.audit.rows[-1], self.own(config)
-        if not self.audit.norm:
-            text = "The gradient is zero everywhere, so it cannot say which window to take."
-        elif self.audit.noise >= math.sqrt(0.5):
-            text = _NOISE.format(self.audit.noise)
-        elif row is None:
+        horizon = self.audit.suggest(self.tolerance)
+        reasons = {
+            "the gradient is zero everywhere": not self.audit.norm,
+            "most of it is sampling noise, as near a minimum": self.audit.noise >= math.sqrt(0.5),
+            "the net does not use its past yet": not self.reach.memory_used,
+        }
+        if reason := next((text for text, applies in reasons.items() if applies), None):
+            text = f"These figures cannot choose a window: {reason}."
+        elif horizon is None:
             text = (
-                "No audited horizon is long enough: the longest,"
-                f" {counted(last.horizon, 'step')}, has a bias of {last.bias:.2g}, above the"
-                f" tolerance of {self.tolerance:g}. Audit longer ones by --horizons, or train with"
-                " the exact gradient, --gradient exact."
-            )
-        elif not self.reach.memory_used:
-            text = (
-                "These figures cannot choose a window, because the net does not use its past yet."
-                " Train on, then audit again."
+                "No audited horizon is long enough: every bias is above the tolerance of"
+                f" {self.tolerance:g}. Audit longer ones by --horizons, or train with the exact"
+                " gradient, --gradient exact."
             )
         else:
-            text = (
-                f"Train with {_flags(row)}: a bias of {row.bias:.2g}, within the tolerance of"
-                f" {self.tolerance:g}. {_SHORTER_STRIDE}"
-            )
-        trained = "" if own is None else f" The run was trained with {_flags(own)}, whose bias is"
-        return text + (f"{trained} {own.bias:.2g}." if own is not None else "")
+            (row,) = (row for row in self.audit.rows if row.horizon == horizon)
+            text = f"Train with {_flags(row)}: a bias of {row.bias:.2g}, within the tolerance."
+        if own := self.own(config):
+            text += f" The run was trained with {_flags(own)}, whose bias is {own.bias:.2g}."
+        return text
 
     def warning(self) -> str:
         """The limits of the figures, as a sentence."""
-        text = self.reach.warning().replace("max_lag", "--max-lag")
-        return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
+        text = self.reach.warning().replace("max_lag", "--max-lag").rstrip(".")
+        return f"{text[0].upper()}{text[1:]}."
 
     def facts(self) -> dict[str, Any]:
         """Plain numbers."""
-        row = self.enough
-        enough = None if row is None else {"stride": row.stride, "horizon": row.horizon}
-        return {**asdict(self), "enough": enough, "warning": self.warning()}
+        return {**asdict(self), "enough": self.audit.suggest(self.tolerance)}
 
     @classmethod
     def read(cls, path: Path) -> "AuditReport":
@@ -130,19 +162,6 @@ class AuditReport:
                 f"{path}: not what `throughtime audit` wrote ({one_line(error)}); remove it, or run"
                 " audit again"
             ) from error
-
-
-def extent(steps: int, epoch: int, lanes: int) -> str:
-    """The measured part of the stream, in words.
-
-    Example:
-        >>> extent(6400, 20_000, 16), extent(500, 500, 1)
-        ('the first 6,400 of 20,000 steps of 16 lanes', 'all 500 steps of 1 lane')
-    """
-    part = f"all {counted(steps, 'step')}"
-    if steps != epoch:
-        part = f"the first {steps:,} of {counted(epoch, 'step')}"
-    return f"{part} of {counted(lanes, 'lane')}"
 
 
 def _flags(row: Truncation) -> str:
@@ -174,11 +193,11 @@ class AuditJob:
         on_phase: OnPhase | None = None,
     ) -> None:
         self.net, self.spec, self.config = run.net, run.spec, run.config
-        config, lanes, self.data = run.config, run.config.lanes, data or run.config.data
+        config, self.data = run.config, str(data or run.config.data)
         split = split or ("train" if data is None else None)
         self.split, recordings = recordings_for(run.spec, config, data, split, on_phase=on_phase)
-        if data is not None or self.split != "train":
-            lanes = min(lanes, len(recordings))
+        as_trained = data is None and self.split == "train"
+        lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
         self.stream = Stream(
             recordings,
             options.lanes or lanes,
@@ -188,15 +207,15 @@ class AuditJob:
             dtype=self.spec.torch_dtype,
             missing=config.missing,
         )
-        self.options, self.horizons = options, _horizons(options, config, self.stream.steps)
-        self.steps = min(options.steps or _LENGTHS * self.horizons[-1], self.stream.steps)
-        longest, epoch = self.horizons[-1], self.stream.steps
+        self.options, epoch = options, self.stream.steps
+        self.horizons = _horizons(options, config, epoch)
+        longest = self.horizons[-1]
+        self.steps = min(options.steps or _LENGTHS * longest, epoch)
         if longest >= self.steps:
-            more = f"take more --steps, of {epoch:,}, or" if self.steps < epoch else "take"
             raise ConfigError(
                 f"horizon {longest:,} is not shorter than the {counted(self.steps, 'step')} audited"
-                f" of a lane, so it would cut nothing: {more} shorter --horizons, fewer --lanes, or"
-                " longer recordings"
+                f" of a lane ({epoch:,} in an epoch), so it would cut nothing: take shorter"
+                " --horizons, more --steps, fewer --lanes, or longer recordings"
             )
         without_dropout(self.net)
         self.loss_fn = make_loss(self.spec, self.net, config.loss)
@@ -204,13 +223,12 @@ class AuditJob:
 
     def describe(self) -> str:
         """What will be measured."""
-        options = self.options
-        every = "each its own stride" if options.stride is None else f"stride {options.stride}"
+        stride = self.options.stride
+        every = "each its own stride" if stride is None else f"stride {stride}"
         return (
-            f"auditing {extent(self.steps, self.stream.steps, self.stream.lanes)} of split"
-            f" '{self.split}': horizons {', '.join(map(str, self.horizons))}, {every}; credit"
-            f" traced back through at most"
-            f" {counted(min(options.max_lag, self.steps), 'step')}"
+            f"auditing {self.steps:,} of {counted(self.stream.steps, 'step')} of"
+            f" {counted(self.stream.lanes, 'lane')} of split '{self.split}': horizons"
+            f" {', '.join(map(str, self.horizons))}, {every}"
         )
 
     def run(self, on_phase: OnPhase = lambda *_: None) -> AuditReport:
@@ -219,7 +237,7 @@ class AuditJob:
         Args:
             on_phase: called as each of the four parts begins and ends.
         """
-        net, stream, loss_fn, options = self.net, self.stream, self.loss_fn, self.options
+        net, stream, loss_fn, lag = self.net, self.stream, self.loss_fn, self.options.max_lag
 
         def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
             on_phase(name, 0, 0)
@@ -228,35 +246,22 @@ class AuditJob:
             return result
 
         size: dict[str, Any] = {"steps": self.steps}
+        anchors = min(64, _PASSES * stream.lanes)
+        back: dict[str, Any] = {"max_lag": lag, "anchors": anchors, **size}
+        cost: dict[str, Any] = {"stride": self.options.stride, **size}
+        played = self.spec, self.first, loss_fn, self.config
         with one_thread(when=self.spec.is_small(stream.lanes)):
-            costs = measured(
-                "comparing horizons",
-                audit,
-                stream,
-                loss_fn,
-                self.horizons,
-                stride=options.stride,
-                **size,
+            return AuditReport(
+                self.split,
+                self.data,
+                self.spec.update,
+                stream.steps,
+                self.options.tolerance,
+                measured("comparing horizons", audit, stream, loss_fn, self.horizons, **cost),
+                measured("tracing losses back", reach, stream, loss_fn, **back),
+                measured("comparing cold starts", settling_time, stream, span=lag, **size),
+                measured("tracing updates", trace_run, *played),
             )
-            size["max_lag"] = options.max_lag
-            anchors = min(_ANCHORS, _MAX_PASSES * stream.lanes)
-            decay = measured("tracing losses back", reach, stream, loss_fn, anchors=anchors, **size)
-            size["span"] = size.pop("max_lag")
-            settling = measured("comparing cold starts", settling_time, stream, **size)
-            steps = measured(
-                "tracing updates", trace_run, self.spec, self.first, loss_fn, self.config
-            )
-        return AuditReport(
-            self.split,
-            str(self.data),
-            self.spec.update,
-            stream.steps,
-            options.tolerance,
-            costs,
-            decay,
-            settling,
-            steps,
-        )
 
 
 def _horizons(options: AuditOptions, config: Config, epoch: int) -> tuple[int, ...]:
@@ -267,3 +272,47 @@ def _horizons(options: AuditOptions, config: Config, epoch: int) -> tuple[int, .
     least = options.stride or 1
     usual = {*_HORIZONS, own or least}
     return tuple(sorted(h for h in usual if least <= h <= epoch // 2)) or (max(epoch // 2, least),)
+
+
+def trace_run(
+    net: Carried, spec: ModelSpec, recording: Recording, loss_fn: LossFn, config: Config
+) -> RunTrace | None:
+    """Trace the first steps of a recording; `None` if none of them has a loss.
+
+    Args:
+        net: the model of the run; its weights stay unchanged.
+        spec: its description.
+        recording: the recording to play.
+        loss_fn: the loss of training.
+        config: the settings of the run, which say how credit is truncated.
+    """
+    length = len(recording)
+    stride = min(config.update_steps() or length, _TRACED, length)
+    shown = min(-(-_TRACED // stride) * stride, length)
+    horizon = min(config.credit_steps() or stride, _MOST_WORK * stride // shown)
+    horizon = max(stride, min(horizon, length))
+    part = Part(recording, 0, min(shown + horizon - stride, length))
+    cut = config.train_on == "windows" and not is_reference(config.gradient)
+    played = list(windows([part], config.chunk_steps())) if cut else [part]
+    stream = unbroken_stream(played, spec, config, 1, stride)
+    sums: dict[str, Tensor] = {}
+    with trace(net) as watch:
+        policy = Truncated(stride, horizon)
+        for _ in updates(net, stream, loss_fn, gradient=policy):
+            stop = stream.position or stream.steps
+            begin = max(0, stop - horizon) if horizon > stride else (stop - 1) // stride * stride
+            for name, lanes in watch.last.gradients.items():
+                grads = lanes[:, 0].double().cpu()
+                total = sums.setdefault(name, grads.new_zeros(stream.steps, *grads.shape[1:]))
+                total[begin : begin + len(grads)] += grads
+    net.zero_grad()
+    # in the order of the layers: layer10 after layer9
+    names = sorted(sums, key=lambda name: (len(layer := name.rpartition(".")[0]), layer))
+    norms = {name: _norms(sums[name][:shown]) for name in names}
+    return RunTrace(recording.name, stride, horizon, norms) if norms else None
+
+
+def _norms(grads: Tensor) -> tuple[float, ...]:
+    """The norm of each step of `(T, H)`, in four digits."""
+    norms = grads.flatten(1).norm(dim=1).nan_to_num(nan=math.inf, posinf=math.inf)
+    return tuple(float(f"{norm:.4g}") for norm in norms.tolist())

@@ -13,12 +13,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from throughtime.app.baselines import baseline_table, is_comparison, skill_advice
 from throughtime.app.config import Config
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.tables import DataTable, audit_table, scores_table
+from throughtime.app.report.tables import (
+    DataTable,
+    audit_table,
+    baseline_table,
+    is_comparison,
+    scores_table,
+    skill_advice,
+)
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
 from throughtime.diagnose.reach import within
@@ -296,7 +302,7 @@ def print_table(title: str, content: DataTable) -> None:
 
 def _reach_table(reach: "Reach") -> DataTable:
     shares = sorted(reach.shares)
-    rows = [["whole state", *(str(reach.shares[share]) for share in shares)]]
+    rows: list[list[Any]] = [["whole state", *(reach.shares[share] for share in shares)]]
     for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
-        rows.append([name, *(str(within(reach.lags, norms, share)) for share in shares)])
-    return DataTable(["to the", *(f"{share:.0%} of it" for share in shares)], rows, "", (1, 2, 3))
+        rows.append([name, *(within(reach.lags, norms, share) for share in shares)])
+    return DataTable(["to the", *(f"{share:.0%} of it" for share in shares)], rows)

@@ -1,13 +1,10 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from throughtime._files import write_atomically
 from throughtime.app.baselines import Baselines
@@ -17,69 +14,11 @@ from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import json_safe
+from throughtime.app.scores import ClassScores
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.stream import Recording
 
-_LANES = 64  # recordings evaluated at the same time
-_CHUNK = 512
-_BINS, _LARGEST = 4096, 30.0  # of log-odds: 0.015 apart, which no ranking of a recording notices
-
-
-class ClassScores:
-    """Precision, recall, F1, AUROC and AUPRC of each class against all others, and the confusion.
-
-    Rankings are those of histograms of the log-odds, so memory does not grow with the steps. AUPRC
-    is the average precision: the sum of precision times the gain in recall, without interpolation.
-
-    Args:
-        names: of the classes.
-
-    Attributes:
-        confusion: `(C, C)`, how often class i, the row, was predicted as class j.
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        count = len(names)
-        self._names, self.confusion = (
-            names,
-            torch.zeros(count, count, dtype=torch.long, device="cpu"),
-        )
-        self._ranked = torch.zeros(
-            2, count, _BINS, dtype=torch.long, device="cpu"
-        )  # of others, of the class
-
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)`, logits, and classes `(N,)`."""
-        count, true = len(self._names), targets.long().flatten().cpu()
-        logs = outputs.detach().double().cpu().log_softmax(dim=1)
-        pairs = torch.bincount(true * count + logs.argmax(dim=1), minlength=count**2)
-        self.confusion += pairs.view(count, count)
-        odds = (logs - (-torch.expm1(logs)).log()).clamp(-_LARGEST, _LARGEST)
-        bins = ((odds + _LARGEST) * ((_BINS - 1) / (2 * _LARGEST))).round().long()
-        each = torch.arange(count, device="cpu")
-        rows = ((true[:, None] == each) * count + each) * _BINS + bins
-        self._ranked += torch.bincount(rows.flatten(), minlength=2 * count * _BINS).view(
-            2, count, _BINS
-        )
-
-    def compute(self) -> dict[str, dict[str, float]]:
-        """By class: its steps, precision, recall, F1, AUROC and AUPRC; NaN where undefined."""
-        confusion = self.confusion.double()
-        right, true, named = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-        others, own = self._ranked.double().flip(2)  # by falling odds
-        false_hits, hits = others.cumsum(1), own.cumsum(1)
-        columns = {
-            "steps": true,
-            "precision": right / named,
-            "recall": right / true,
-            "f1": 2 * right / (true + named),
-            "auroc": (others * (hits - own / 2)).sum(1) / (hits[:, -1] * false_hits[:, -1]),
-            "auprc": (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
-        }
-        return {
-            name: {key: float(values[i]) for key, values in columns.items()}
-            for i, name in enumerate(self._names)
-        }
+_LANES, _CHUNK = 64, 512  # recordings evaluated at the same time, and steps
 
 
 def evaluate_recordings(
@@ -94,10 +33,9 @@ def evaluate_recordings(
 
     Those of a forecast include a comparison with the baselines. `classes` gets all outputs.
     """
-    lanes = min(len(recordings), _LANES)
     baselines = Baselines.of_forecast(spec, recordings, config)
     played = recordings if baselines is None else baselines.recordings
-    stream = unbroken_stream(played, spec, config, lanes, _CHUNK)
+    stream = unbroken_stream(played, spec, config, min(len(played), _LANES), _CHUNK)
     for chunk in stream:
         own = chunk if baselines is None else baselines.own_targets(chunk)
         outputs = evaluator.add(own)
@@ -130,9 +68,9 @@ def evaluate_run(
     """
     spec = run.spec
     split, recordings = recordings_for(spec, run.config, data, split, on_phase=on_phase)
+    classes = ClassScores(spec.classes) if spec.classes else None
     with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
         evaluator = Evaluator(run.net, metrics=spec.metrics())
-        classes = ClassScores(spec.classes) if spec.classes else None
         scores = evaluate_recordings(evaluator, spec, recordings, run.config, on_phase, classes)
     content: dict[str, Any] = {
         "split": split,

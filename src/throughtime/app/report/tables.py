@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from throughtime.app.config import Config
 from throughtime.diagnose import Audit
-from throughtime.errors import DataError, counted
+from throughtime.errors import counted, listed
 
 Cell: TypeAlias = str | float
 
@@ -19,6 +20,12 @@ METRIC_NAMES = {
     "auroc": "AUROC",
     "auprc": "AUPRC",
 }
+MODEL = "model"
+_FORECASTS = {
+    MODEL: "model",
+    "persistence": "value now",
+    "season": "value one season before",
+}
 
 
 @dataclass(frozen=True)
@@ -27,23 +34,13 @@ class DataTable:
 
     Args:
         columns: the column headings.
-        rows: one cell per column; the numbers of a column get the same number of decimals.
+        rows: one cell per column; floats of a column get the same number of decimals.
         caption: what the table shows.
-        numeric: indices of the columns to align right; default: the columns without text.
     """
 
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    caption: str
-    numeric: Sequence[int] | None = None
-
-    def __post_init__(self) -> None:
-        for i, row in enumerate(self.rows):
-            if len(row) != len(self.columns):
-                raise DataError(
-                    f"row {i} of table {self.caption!r} has {len(row)} cells, expected one for each"
-                    f" of {list(self.columns)}"
-                )
+    caption: str = ""
 
     @property
     def cells(self) -> list[tuple[str, ...]]:
@@ -51,29 +48,26 @@ class DataTable:
         return list(zip(*map(_as_text, zip(*self.rows, strict=True)), strict=True))
 
     @property
-    def numeric_columns(self) -> Sequence[int]:
-        """Indices of the columns aligned right."""
-        if self.numeric is not None:
-            return self.numeric
+    def numeric_columns(self) -> list[int]:
+        """Indices of the columns with numbers, which are aligned right."""
         columns = enumerate(zip(*self.rows, strict=True))
-        return [i for i, cells in columns if not any(isinstance(cell, str) for cell in cells)]
+        return [i for i, cells in columns if not all(isinstance(cell, str) for cell in cells)]
 
 
 def _as_text(cells: Sequence[Cell]) -> list[str]:
-    """A column as text, its numbers with the decimals that the largest needs for four digits."""
-    sizes = [abs(c) for c in cells if not isinstance(c, str) and math.isfinite(c) and c]
+    """A column as text, its floats with the decimals that the largest needs for four digits."""
+    sizes = [abs(c) for c in cells if isinstance(c, float) and math.isfinite(c) and c]
     digits = 3 - math.floor(math.log10(max(sizes, default=1.0)))
-    even = bool(sizes) and min(sizes) >= 0.5 * 10.0**-digits and 0 <= digits <= 6
-    return [c if isinstance(c, str) else _number(c, digits if even else None) for c in cells]
+    even = 0 <= digits <= 6 and min(sizes, default=1.0) >= 0.5 * 10.0**-digits
+    form = f",.{digits}f" if even else ".4g"
+    return [c if isinstance(c, str) else _number(c, form) for c in cells]
 
 
-def _number(value: float, decimals: int | None) -> str:
-    """A number with these decimals, or with four digits; a dash for one that is not finite."""
+def _number(value: float, form: str) -> str:
+    """A number with a minus sign; a dash for one that is not finite."""
     if not math.isfinite(value):
         return "\u2013"
-    whole = decimals is None and float(value).is_integer() and abs(value) < 1e9
-    text = f"{value:,.{decimals or 0}f}" if whole or decimals is not None else f"{value:.4g}"
-    return text.replace("-", "\u2212")
+    return format(value, form if isinstance(value, float) else ",").replace("-", "\u2212")
 
 
 def scores_table(
@@ -92,15 +86,61 @@ def audit_table(audit: Audit) -> DataTable:
     """The figures of every horizon and of the exact gradient."""
     rows: list[list[Cell]] = []
     for row in audit.rows:
-        worst = max(row.by_parameter, key=lambda name: row.by_parameter[name])
-        counts = [f"{n:,}" for n in (row.horizon, row.stride)]
-        rows.append([*counts, row.bias, row.cosine, worst, row.by_parameter[worst]])
-    rows.append(["exact", f"{audit.steps:,}", 0.0, 1.0, "none", 0.0])
+        worst, bias = max(row.by_parameter.items(), key=lambda item: item[1])
+        rows.append([row.horizon, row.stride, row.bias, row.cosine, worst, bias])
+    rows.append(["exact", audit.steps, 0.0, 1.0, "none", 0.0])
     return DataTable(
         ["horizon", "stride", "bias", "cosine", "worst parameter", "its bias"],
         rows,
         f"{counted(audit.steps, 'step')} of {counted(audit.lanes, 'lane')} at fixed weights."
         f" The mean loss is {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g},"
         f" its sampling noise {audit.noise:.2g} times that.",
-        numeric=(0, 1, 2, 3, 5),
+    )
+
+
+def is_comparison(name: str) -> bool:
+    """Whether a metric of a forecast is one of the comparison with the baselines."""
+    return name.partition("/")[0] in {"compared", *_FORECASTS} and "/" in name
+
+
+def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
+    """Model and baselines of the metrics of a forecast; `None` where there are none."""
+    if "compared/steps" not in metrics:
+        return None
+    kind = "accuracy" if "model/accuracy" in metrics else "rmse"
+    rows: list[list[Cell]] = []
+    for key, value in metrics.items():
+        name, _, score = key.partition("/")
+        if score.startswith(kind):
+            target = score[len(kind) :]
+            skill = metrics.get(f"{name}/skill{target}", math.nan)
+            rows.append([_FORECASTS[name], target.strip("[]"), value, skill])
+    steps = f"forecasts on the same {metrics['compared/steps']:,.0f} steps"
+    caption = f"{METRIC_NAMES.get(kind, 'Accuracy')} of {steps}. A skill above 0: the model has"
+    columns = ["forecast", "target", METRIC_NAMES.get(kind, kind), "skill of the model"]
+    return DataTable(columns, rows, f"{caption} the smaller error")
+
+
+def skill_advice(metrics: Mapping[str, float], config: Config) -> str:
+    """What to try where a baseline is the better forecast; empty where none is.
+
+    Example:
+        >>> config = Config(data="a.csv", targets=("y",), ahead=24)
+        >>> skill_advice({"persistence/skill[y]": -0.5}, config)[:67]
+        'y: the value now is the better forecast. Try --difference, by which'
+    """
+    worse = {name: list[str]() for name in _FORECASTS}
+    for key, value in metrics.items():
+        name, _, score = key.partition("/skill")
+        if name in worse and value < 0:
+            worse[name].append(score.strip("[]") or "the class")
+    better = [
+        f"{listed(t)}: the {_FORECASTS[n]} is the better forecast" for n, t in worse.items() if t
+    ]
+    if not better:
+        return ""
+    change = "--difference, by which the net learns the change from now; or "
+    return (
+        f"{'; '.join(better)}. Try {change * (config.task != 'classify' and not config.difference)}"
+        "more --updates, a longer --horizon, or inputs that lead the target"
     )
