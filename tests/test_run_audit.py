@@ -1,5 +1,6 @@
 """The audit of a run: its numbers match training, are saved and drawn, and support the advice."""
 
+import html
 import json
 import math
 import re
@@ -16,7 +17,7 @@ import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
 from throughtime.app.audit import AuditJob, AuditReport
-from throughtime.app.config import AuditOptions, Config, make_config
+from throughtime.app.config import AuditOptions, Config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.load import load_run
 from throughtime.app.model import StandardisedError, one_thread
@@ -48,11 +49,7 @@ def look(
 
 def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     said = run("audit", folder.path, *QUICK, "--stride", "10")
-    assert (
-        "auditing the first 320 of 400 steps of 2 lanes of split 'train': horizons 10, 40,"
-        " stride 10" in said
-    )
-    assert "what cutting the gradient costs, against the exact one" in said
+    assert "auditing 320 of 400 steps of 2 lanes of split 'train': horizons 10, 40" in said
     assert "whole state" in said
     assert "recurrent.c" in said
     content = json.loads(folder.audit.read_text(encoding="utf-8"), parse_constant=pytest.fail)
@@ -62,26 +59,17 @@ def test_an_audit_is_printed_kept_and_drawn(folder: RunFolder) -> None:
     for words in (
         "How far back the gradient goes",
         "What truncating the gradient costs",
-        "Loss by context length",
         "worst parameter",
         "After a cold start",
-        "A cold start beside the carried state",
-    ):
-        assert words in page
-    for words in (
-        "Where the gradient goes",
-        "Gradient of the training losses",
-        "recurrent.layer0.f",
+        "recurrent.layer0",
     ):
         assert words in page
     found = AuditReport.read(folder.audit)
     assert content["settling"]["quantiles"]["1.0"] == found.settling.quantiles[1.0]
     assert [start["compared"] for start in content["settling"]["starts"]] == [40] * 64
-    cold = str(found.settling)
-    assert cold[1:] in page
-    for words in (found.advice(folder.read_config()), found.warning(), cold[1:]):
-        assert words in " ".join(said.split())
-        assert words.replace("'", "&#39;") in page
+    assert str(found) in said
+    for part in (found.audit, found.reach, found.settling, found.trace, found.advice()):
+        assert html.escape(str(part)).replace("&#x27;", "&#39;") in page
 
 
 def test_the_figures_are_those_of_training(folder: RunFolder) -> None:
@@ -182,13 +170,9 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
         (
             ["--horizons", "500"],
             (
-                "horizon 500 is not shorter than the 400 steps audited of a lane, so it would cut"
-                " nothing: take shorter --horizons, fewer --lanes"
+                "horizon 500 is not shorter than the 400 steps audited of a lane (400 in an epoch),"
+                " so it would cut nothing: take shorter --horizons, more --steps, fewer --lanes"
             ),
-        ),
-        (
-            ["--horizons", "100", "--steps", "60"],
-            "take more --steps, of 400, or shorter --horizons",
         ),
         (
             ["--stride", "400"],
@@ -251,10 +235,7 @@ def audited(
     )
     starts = (ColdStart("0", 500, 100, 12),)
     cold = SettlingTime(starts, {0.5: 12, 0.9: 12, 0.99: 12, 1.0: 12}, 0, 0.01, 1.0, {0: 0.5})
-    return AuditReport("train", "d", 7, 100_000, 0.1, found, replace(goes, **more), cold)
-
-
-CONFIG = make_config({"data": "d", "task": "classify", "out": "o"})
+    return AuditReport("train", "d", 7, 0.1, found, replace(goes, **more), cold)
 
 
 def noisy() -> AuditReport:
@@ -263,97 +244,20 @@ def noisy() -> AuditReport:
 
 
 @pytest.mark.parametrize(
-    ("found", "config", "said"),
+    ("found", "said"),
     [
-        (
-            noisy(),
-            CONFIG,
-            (
-                "These figures cannot choose a window. |g| is small against its sampling noise (1.2"
-                " times |g|), as near a minimum: these relative biases are noise."
-            ),
-        ),
-        (
-            audited(truncation(50, 0.4), truncation(200, 0.05)),
-            CONFIG,
-            "A shorter stride with the same horizon usually has less bias, makes more updates",
-        ),
-        (
-            audited(truncation(50, 0.4), truncation(200, 0.05)),
-            CONFIG,
-            "equal numbers of updates, rows have read unequal amounts of data.",
-        ),
-        (
-            audited(truncation(50, 0.4), truncation(200, 0.05)),
-            CONFIG,
-            "Train with --stride 200: a bias of 0.05, within the tolerance of 0.1. A shorter",
-        ),
+        (noisy(), "These figures cannot choose a window"),
+        (audited(truncation(50, 0.02), memory_used=False), "cannot choose a window"),
+        (audited(truncation(50, 0.0), norm=0.0), "cannot choose a window"),
         (
             audited(truncation(50, 0.4), truncation(200, 0.05, 50)),
-            CONFIG,
-            "Train with --stride 50 --horizon 200: a bias of 0.05, within",
+            "Train with --stride 50 --horizon 200: its bias is 0.05, within 0.1.",
         ),
-        (
-            audited(truncation(50, 0.02)),
-            CONFIG,
-            (
-                "Train with --stride 50: a bias of 0.02, within the tolerance of 0.1. A"
-                " shorter stride"
-            ),
-        ),
-        (
-            audited(truncation(50, 0.4)),
-            CONFIG,
-            "No audited horizon is long enough: the longest, 50 steps, has a bias of 0.4",
-        ),
-        (
-            audited(truncation(50, 0.4)),
-            CONFIG,
-            ("Audit longer ones by --horizons, or train with the exact gradient, --gradient exact"),
-        ),
-        (
-            audited(truncation(60_000, 0.4)),
-            CONFIG,
-            "train with the exact gradient, --gradient exact",
-        ),
-        (audited(truncation(50, math.inf)), CONFIG, "No audited horizon is long enough"),
-        (
-            audited(truncation(50, 0.02), memory_used=False),
-            CONFIG,
-            "These figures cannot choose a window, because the net does not use",
-        ),
-        (audited(truncation(50, 0.0), norm=0.0), CONFIG, "The gradient is zero everywhere"),
-        (
-            audited(truncation(100, 0.4)),
-            CONFIG,
-            "The run was trained with --stride 100, whose bias is 0.4.",
-        ),
+        (audited(truncation(50, math.inf)), "or train with the exact gradient, --gradient exact."),
     ],
 )
-def test_the_advice_follows_from_the_figures(found: AuditReport, config: Config, said: str) -> None:
-    assert said in found.advice(config)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        replace(CONFIG, stride=None, gradient="exact"),
-        replace(CONFIG, train_on="windows"),
-        replace(CONFIG, horizon=400),
-        replace(CONFIG, stride=50),
-    ],
-)
-def test_a_row_is_that_of_the_run_only_if_its_gradients_were_cut_so(config: Config) -> None:
-    found = audited(truncation(100, 0.4))
-    assert found.own(CONFIG) == found.audit.rows[0]
-    assert found.own(config) is None
-    assert "The run was trained" not in found.advice(config)
-
-
-def test_a_reach_as_long_as_the_lags_names_the_option_to_raise() -> None:
-    report = audited(truncation(50, 0.4), shares={0.5: 2, 0.9: 2, 0.99: 2})
-    assert "pass a larger max_lag" in report.reach.warning()
-    assert "pass a larger --max-lag" in report.warning()
+def test_the_advice_follows_from_the_figures(found: AuditReport, said: str) -> None:
+    assert said in found.advice()
 
 
 @pytest.mark.parametrize(
@@ -390,13 +294,10 @@ def test_whatever_was_found_can_be_drawn(found: AuditReport) -> None:
     from xml.etree import ElementTree as ET
 
     from throughtime.app.report.page import audit_charts
-    from throughtime.app.report.tables import audit_table
 
     for chart in audit_charts(found, Config(data="data", task="classify", out="out")):
-        svg = chart.draw()
-        assert ET.fromstring(svg).attrib["aria-label"].startswith(chart.title)
-        assert not re.search(r"\bnan\b", svg)
-    assert len(audit_table(found.audit).rows) == len(found.audit.rows) + 1
+        assert ": " in ET.fromstring(chart).attrib["aria-label"]
+        assert not re.search(r"\bnan\b", chart)
 
 
 def test_a_question_out_of_range_is_refused() -> None:

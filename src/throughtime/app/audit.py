@@ -1,19 +1,7 @@
 """The audit of a run: `tt.audit`, `tt.reach`, `tt.settling_time` and `tt.trace` as it is trained.
 
 They measure with the recordings and lanes of the run, its loss and its class weights. The results
-are kept in a file of the run.
-
-The trace is the gradient over time and layer, at each of the first steps of one recording:
-
-    G_t = sum over updates u of  dL_u / ds_t        s: a state or gate; L_u: the mean loss of the
-                                                    steps that update u counts
-
-The gradient of the weights is a sum over steps of what each contributes under G_t. So G_t is all
-that training learns from step t. With a horizon longer than the stride, a step lies in several
-windows, whose gradients add up. One lane plays the recording at fixed weights, its state carried
-from the first step.
-
-Shapes: `T` steps, `H` hidden.
+are kept in a file of the run, and printed as those functions print them.
 """
 
 import math
@@ -23,27 +11,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
-from torch import Tensor
 
 from throughtime.app.config import AuditOptions, Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
-from throughtime.app.model import (
-    ModelSpec,
-    make_loss,
-    one_thread,
-    unbroken_stream,
-    without_dropout,
-)
+from throughtime.app.model import make_loss, one_thread, unbroken_stream, without_dropout
 from throughtime.app.recordings import OnPhase
-from throughtime.app.user_class import is_reference
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
-from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.trace import trace
 from throughtime.errors import ConfigError, RunError, counted, one_line
 from throughtime.gradient import LossFn, Truncated
-from throughtime.stream import Recording, Stream, windows
+from throughtime.stream import Stream
 from throughtime.stream.recording import Part
 from throughtime.updates import updates
 
@@ -52,35 +31,6 @@ _HORIZONS = (50, 200, 800)
 _LENGTHS = 8  # times the longest horizon: steps that are audited
 _PASSES = 8  # to trace losses back; each takes one loss of every lane
 _TRACED = 400  # steps
-_MOST_WORK = 30_000  # traced steps of all windows; each takes about 0.1 ms a layer
-
-
-@dataclass(frozen=True)
-class RunTrace:
-    """The traced gradient of a run.
-
-    Attributes:
-        recording: its name.
-        stride: steps between two updates.
-        horizon: steps that credit flowed back, fewer than in training where that is too long.
-        norms: norm of the gradient by state or gate, at every step; infinite where it is not
-            finite.
-    """
-
-    recording: str
-    stride: int
-    horizon: int
-    norms: dict[str, tuple[float, ...]]
-
-    @property
-    def steps(self) -> int:
-        """Number of steps."""
-        return len(next(iter(self.norms.values())))
-
-    @property
-    def edges(self) -> tuple[int, ...]:
-        """The steps at which an update ends and the next begins."""
-        return tuple(range(self.stride, self.steps, self.stride))
 
 
 @dataclass(frozen=True)
@@ -90,67 +40,49 @@ class AuditReport:
     Attributes:
         split: the split of the recordings.
         data: their path.
-        update: number of updates behind the weights; `None` if unknown.
-        epoch: steps of every lane in an epoch.
+        update: number of updates behind the weights.
         tolerance: the largest acceptable bias.
         audit: the cost of each truncation.
         reach: how far the gradient goes back.
         settling: how long a cold start differs from the carried state.
-        trace: the gradient at every step of an excerpt; `None` if it was not traced.
+        trace: the summary of the gradient of one update over the first steps of a recording.
     """
 
     split: str
     data: str
-    update: int | None
-    epoch: int
+    update: int
     tolerance: float
     audit: Audit
     reach: Reach
     settling: SettlingTime
-    trace: RunTrace | None = None
+    trace: str = ""
 
-    def own(self, config: Config) -> Truncation | None:
-        """The truncation that the run was trained with, if it was audited."""
-        if config.gradient != "truncated" or config.train_on == "windows":
-            return None
-        setting = (config.update_steps(), config.credit_steps())
-        return next((row for row in self.audit.rows if (row.stride, row.horizon) == setting), None)
+    def __str__(self) -> str:
+        """All results as they print themselves, and the advice."""
+        parts = (self.audit, self.reach, self.settling, self.trace, self.advice())
+        return "\n\n".join(str(part) for part in parts if part)
 
-    def advice(self, config: Config) -> str:
-        """The window to train with, and the bias of the run's own."""
+    def advice(self) -> str:
+        """The window to train with."""
         horizon = self.audit.suggest(self.tolerance)
-        reasons = {
-            "the gradient is zero everywhere": not self.audit.norm,
-            "most of it is sampling noise, as near a minimum": self.audit.noise >= math.sqrt(0.5),
-            "the net does not use its past yet": not self.reach.memory_used,
-        }
-        if reason := next((text for text, applies in reasons.items() if applies), None):
-            text = f"These figures cannot choose a window: {reason}."
-        elif horizon is None:
-            text = (
-                "No audited horizon is long enough: every bias is above the tolerance of"
-                f" {self.tolerance:g}. Audit longer ones by --horizons, or train with the exact"
-                " gradient, --gradient exact."
+        measured = self.audit.norm and self.audit.noise < math.sqrt(0.5)
+        if not (measured and self.reach.memory_used):
+            return (
+                "These figures cannot choose a window: the gradient is zero or mostly sampling"
+                " noise, or the net does not use its past yet."
             )
-        else:
-            (row,) = (row for row in self.audit.rows if row.horizon == horizon)
-            text = f"Train with {_flags(row)}: a bias of {row.bias:.2g}, within the tolerance."
-        if own := self.own(config):
-            text += f" The run was trained with {_flags(own)}, whose bias is {own.bias:.2g}."
-        return text
-
-    def warning(self) -> str:
-        """The limits of the figures, as a sentence."""
-        text = self.reach.warning().replace("max_lag", "--max-lag").rstrip(".")
-        return f"{text[0].upper()}{text[1:]}."
-
-    def facts(self) -> dict[str, Any]:
-        """Plain numbers."""
-        return {**asdict(self), "enough": self.audit.suggest(self.tolerance)}
+        if horizon is None:
+            return (
+                f"Every audited horizon has a bias above {self.tolerance:g}: audit longer ones by"
+                " --horizons, or train with the exact gradient, --gradient exact."
+            )
+        (row,) = (row for row in self.audit.rows if row.horizon == horizon)
+        flags = f"--stride {row.stride} --horizon {horizon}"
+        return f"Train with {flags}: its bias is {row.bias:.2g}, within {self.tolerance:g}."
 
     @classmethod
     def read(cls, path: Path) -> "AuditReport":
-        """Read the file of the facts.
+        """Read the file of an audit.
 
         Raises:
             RunError: the file holds something else.
@@ -163,10 +95,9 @@ class AuditReport:
                 " audit again"
             ) from error
 
-
-def _flags(row: Truncation) -> str:
-    horizon = "" if row.horizon == row.stride else f" --horizon {row.horizon}"
-    return f"--stride {row.stride}{horizon}"
+    def facts(self) -> dict[str, Any]:
+        """Plain numbers."""
+        return asdict(self) | {"enough": self.audit.suggest(self.tolerance)}
 
 
 class AuditJob:
@@ -192,8 +123,8 @@ class AuditJob:
         split: str | None = None,
         on_phase: OnPhase | None = None,
     ) -> None:
-        self.net, self.spec, self.config = run.net, run.spec, run.config
-        config, self.data = run.config, str(data or run.config.data)
+        self._run, self.options, self.net, config = run, options, run.net, run.config
+        self.data = str(data or config.data)
         split = split or ("train" if data is None else None)
         self.split, recordings = recordings_for(run.spec, config, data, split, on_phase=on_phase)
         as_trained = data is None and self.split == "train"
@@ -204,12 +135,11 @@ class AuditJob:
             config.chunk_steps(),
             seed=config.seed,
             warm_up=config.warm_up,
-            dtype=self.spec.torch_dtype,
+            dtype=run.spec.torch_dtype,
             missing=config.missing,
         )
-        self.options, epoch = options, self.stream.steps
-        self.horizons = _horizons(options, config, epoch)
-        longest = self.horizons[-1]
+        self.horizons = _horizons(options, config, self.stream.steps)
+        longest, epoch = self.horizons[-1], self.stream.steps
         self.steps = min(options.steps or _LENGTHS * longest, epoch)
         if longest >= self.steps:
             raise ConfigError(
@@ -218,49 +148,38 @@ class AuditJob:
                 " --horizons, more --steps, fewer --lanes, or longer recordings"
             )
         without_dropout(self.net)
-        self.loss_fn = make_loss(self.spec, self.net, config.loss)
-        self.first = recordings[0]
+        self.loss_fn = make_loss(run.spec, self.net, config.loss)
+        first = Part(recordings[0], 0, min(_TRACED, len(recordings[0])))
+        self._traced = unbroken_stream([first], run.spec, config, 1, _TRACED)
 
     def describe(self) -> str:
         """What will be measured."""
-        stride = self.options.stride
-        every = "each its own stride" if stride is None else f"stride {stride}"
-        return (
-            f"auditing {self.steps:,} of {counted(self.stream.steps, 'step')} of"
-            f" {counted(self.stream.lanes, 'lane')} of split '{self.split}': horizons"
-            f" {', '.join(map(str, self.horizons))}, {every}"
-        )
+        lanes = f"{counted(self.stream.steps, 'step')} of {counted(self.stream.lanes, 'lane')}"
+        horizons = ", ".join(map(str, self.horizons))
+        return f"auditing {self.steps:,} of {lanes} of split '{self.split}': horizons {horizons}"
 
     def run(self, on_phase: OnPhase = lambda *_: None) -> AuditReport:
-        """Measure: seconds to minutes.
-
-        Args:
-            on_phase: called as each of the four parts begins and ends.
-        """
-        net, stream, loss_fn, lag = self.net, self.stream, self.loss_fn, self.options.max_lag
+        """Measure: seconds to minutes; `on_phase` is called as each part begins and ends."""
+        stream, options, spec = self.stream, self.options, self._run.spec
 
         def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
             on_phase(name, 0, 0)
-            result = measure(net, *arguments, **more)
+            result = measure(self.net, stream, *arguments, steps=self.steps, **more)
             on_phase(name, 1, 1)
             return result
 
-        size: dict[str, Any] = {"steps": self.steps}
-        anchors = min(64, _PASSES * stream.lanes)
-        back: dict[str, Any] = {"max_lag": lag, "anchors": anchors, **size}
-        cost: dict[str, Any] = {"stride": self.options.stride, **size}
-        played = self.spec, self.first, loss_fn, self.config
-        with one_thread(when=self.spec.is_small(stream.lanes)):
+        back = {"max_lag": options.max_lag, "anchors": min(64, _PASSES * stream.lanes)}
+        loss_fn, horizons, stride = self.loss_fn, self.horizons, options.stride
+        with one_thread(when=spec.is_small(stream.lanes)):
             return AuditReport(
                 self.split,
                 self.data,
-                self.spec.update,
-                stream.steps,
-                self.options.tolerance,
-                measured("comparing horizons", audit, stream, loss_fn, self.horizons, **cost),
-                measured("tracing losses back", reach, stream, loss_fn, **back),
-                measured("comparing cold starts", settling_time, stream, span=lag, **size),
-                measured("tracing updates", trace_run, *played),
+                spec.update,
+                options.tolerance,
+                measured("comparing horizons", audit, loss_fn, horizons, stride=stride),
+                measured("tracing losses back", reach, loss_fn, **back),
+                measured("comparing cold starts", settling_time, span=options.max_lag),
+                traced(self.net, self._traced, loss_fn),
             )
 
 
@@ -274,45 +193,9 @@ def _horizons(options: AuditOptions, config: Config, epoch: int) -> tuple[int, .
     return tuple(sorted(h for h in usual if least <= h <= epoch // 2)) or (max(epoch // 2, least),)
 
 
-def trace_run(
-    net: Carried, spec: ModelSpec, recording: Recording, loss_fn: LossFn, config: Config
-) -> RunTrace | None:
-    """Trace the first steps of a recording; `None` if none of them has a loss.
-
-    Args:
-        net: the model of the run; its weights stay unchanged.
-        spec: its description.
-        recording: the recording to play.
-        loss_fn: the loss of training.
-        config: the settings of the run, which say how credit is truncated.
-    """
-    length = len(recording)
-    stride = min(config.update_steps() or length, _TRACED, length)
-    shown = min(-(-_TRACED // stride) * stride, length)
-    horizon = min(config.credit_steps() or stride, _MOST_WORK * stride // shown)
-    horizon = max(stride, min(horizon, length))
-    part = Part(recording, 0, min(shown + horizon - stride, length))
-    cut = config.train_on == "windows" and not is_reference(config.gradient)
-    played = list(windows([part], config.chunk_steps())) if cut else [part]
-    stream = unbroken_stream(played, spec, config, 1, stride)
-    sums: dict[str, Tensor] = {}
+def traced(net: Carried, stream: Stream, loss_fn: LossFn) -> str:
+    """What `tt.trace` prints of one update over all steps of the stream; empty without a loss."""
     with trace(net) as watch:
-        policy = Truncated(stride, horizon)
-        for _ in updates(net, stream, loss_fn, gradient=policy):
-            stop = stream.position or stream.steps
-            begin = max(0, stop - horizon) if horizon > stride else (stop - 1) // stride * stride
-            for name, lanes in watch.last.gradients.items():
-                grads = lanes[:, 0].double().cpu()
-                total = sums.setdefault(name, grads.new_zeros(stream.steps, *grads.shape[1:]))
-                total[begin : begin + len(grads)] += grads
+        count = len([*updates(net, stream, loss_fn, gradient=Truncated(stream.steps))])
     net.zero_grad()
-    # in the order of the layers: layer10 after layer9
-    names = sorted(sums, key=lambda name: (len(layer := name.rpartition(".")[0]), layer))
-    norms = {name: _norms(sums[name][:shown]) for name in names}
-    return RunTrace(recording.name, stride, horizon, norms) if norms else None
-
-
-def _norms(grads: Tensor) -> tuple[float, ...]:
-    """The norm of each step of `(T, H)`, in four digits."""
-    norms = grads.flatten(1).norm(dim=1).nan_to_num(nan=math.inf, posinf=math.inf)
-    return tuple(float(f"{norm:.4g}") for norm in norms.tolist())
+    return str(watch) if count else ""

@@ -308,7 +308,7 @@ def audit(values: dict[str, Any]) -> None:
     measured = {name: values.pop(name) for name in fields_of(AuditOptions) if name in values}
     what, options = build(AuditOptions, measured), build(AuditFlags, values)
     from throughtime.app.audit import AuditJob
-    from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
+    from throughtime.app.console import ProgressDisplay, out, print_json
     from throughtime.app.evaluate import keep_results
 
     trained = _open_run(options, options.device, options.missing)
@@ -322,8 +322,7 @@ def audit(values: dict[str, Any]) -> None:
     if options.json:
         print_json(report.facts())
         return
-    print_audit(report, trained.config)
-    out.print(written)
+    out.print(f"{report}\n{written}")
 
 
 def _with_own_loss(run: "Run", *, trust_code: bool) -> "Run":

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -19,7 +19,6 @@ from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
 from throughtime.app.report.tables import (
     DataTable,
-    audit_table,
     baseline_table,
     is_comparison,
     scores_table,
@@ -27,13 +26,8 @@ from throughtime.app.report.tables import (
 )
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
-from throughtime.diagnose.reach import within
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
-
-if TYPE_CHECKING:
-    from throughtime.app.audit import AuditReport
-    from throughtime.diagnose import Reach
 
 _BAR = 10  # characters
 _MAX_ROWS = 40  # recordings in a table of scores
@@ -267,23 +261,6 @@ def print_scores(
         out.print(advice)
 
 
-def print_audit(report: "AuditReport", config: Config) -> None:
-    """Print the tables of an audit, the losses by context, and which window to take."""
-    print_table("what cutting the gradient costs, against the exact one", audit_table(report.audit))
-    print_table(
-        f"steps back within which the credit of a loss lies, mean of {report.reach.anchors} losses",
-        _reach_table(report.reach),
-    )
-    contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
-    out.print(
-        f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
-        f" carried: {report.reach.loss:.4g}"
-    )
-    out.print(str(report.settling))
-    out.print(report.advice(config))
-    out.print(report.warning())
-
-
 def print_json(facts: Mapping[str, Any]) -> None:
     """Print an object, with `null` for numbers that are not finite."""
     print(json.dumps(json_safe(facts), indent=1, allow_nan=False), flush=True)
@@ -298,11 +275,3 @@ def print_table(title: str, content: DataTable) -> None:
     for cells in content.cells:
         table.add_row(*cells)
     out.print(table)
-
-
-def _reach_table(reach: "Reach") -> DataTable:
-    shares = sorted(reach.shares)
-    rows: list[list[Any]] = [["whole state", *(reach.shares[share] for share in shares)]]
-    for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
-        rows.append([name, *(within(reach.lags, norms, share) for share in shares)])
-    return DataTable(["to the", *(f"{share:.0%} of it" for share in shares)], rows)

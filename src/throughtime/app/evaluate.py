@@ -80,9 +80,7 @@ def evaluate_run(
         "metrics": scores.metrics,
         "recordings": scores.recordings,
     }
-    if classes is not None:
-        content |= {"classes": classes.compute(), "confusion": classes.confusion.tolist()}
-    return content
+    return content | (classes.facts() if classes is not None else {})
 
 
 def keep_results(run: Run, path: Path, content: Mapping[str, Any]) -> str:

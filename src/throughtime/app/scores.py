@@ -5,6 +5,7 @@ Shapes: `N` valid steps, `C` labels or classes.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -123,3 +124,7 @@ class ClassScores:
             name: {key: float(values[i]) for key, values in columns.items()}
             for i, name in enumerate(self._names)
         }
+
+    def facts(self) -> dict[str, Any]:
+        """The scores of each class and the confusion as plain values."""
+        return {"classes": self.compute(), "confusion": self.confusion.tolist()}

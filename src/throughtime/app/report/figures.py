@@ -13,14 +13,13 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from html import escape
-from itertools import cycle
 from typing import Any, NamedTuple, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.ticker import NullFormatter
@@ -49,13 +48,8 @@ _STYLE: Any = {
 )
 _SHADES = LinearSegmentedColormap.from_list("shades", ["#2e7de000", "#2e7de0ff"])
 _COLUMNS = 600  # that a long recording is drawn in
-_DECADES = 1e-6  # of the largest gradient: smaller ones have no colour
 _MOST_ROWS = 8  # classes of a heat map
-_MOST_CUTS = 60  # closer together, the lines would hide the cells
-
-Points: TypeAlias = tuple[Sequence[float], Sequence[float]]
-Curves: TypeAlias = Mapping[str, Points]
-Marks: TypeAlias = Mapping[str, float]
+Lines: TypeAlias = Mapping[str, tuple[str, Sequence[float], Sequence[float]]]
 
 
 def printable(text: str) -> str:
@@ -64,59 +58,33 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in encodable)
 
 
-def line_chart(
-    title: str,
-    labels: tuple[str, str],
-    lines: Curves,
-    alt: str,
-    *,
-    points: Curves | None = None,
-    marks: Marks | None = None,
-    levels: Marks | None = None,
-    **settings: Any,
-) -> str:
+def line_chart(title: str, lines: Lines, alt: str, **settings: Any) -> str:
     """Lines over one axis as an SVG element.
 
     Args:
         title: of the chart.
-        labels: of the axes.
-        lines: by their names.
+        lines: by their names: the style, such as `-` or `o`, x and y.
         alt: what the chart shows, for those who do not see it.
-        points: drawn as points, by their names.
-        marks: vertical lines at these values, by their names.
-        levels: horizontal ones.
         settings: of the axes, such as `xscale="log"`.
     """
     with mpl.rc_context(_STYLE):
-        figure = _figure(400, 250)
-        axes = figure.add_subplot()
-        log = settings.get("yscale") == "log"
-        axes.set(title=title, xlabel=labels[0], ylabel=labels[1], **settings)
-        for dashes, (name, (x, y)) in zip(cycle(["-", "--", ":", "-."]), lines.items()):
-            axes.plot(x, _drawable(y, log), dashes, label=name)
-        for name, (x, y) in (points or {}).items():
-            axes.plot(x, _drawable(y, log), "o", color=SERIES[1], markersize=4.5, label=name)
-        for line, marked in ((axes.axvline, marks or {}), (axes.axhline, levels or {})):
-            for name, value in marked.items():
-                line(value, color=INK, linewidth=1, linestyle="--", alpha=0.6, label=name)
+        figure = Figure((400 / 72, 250 / 72), layout="constrained")
+        axes = figure.add_subplot(title=title, **settings)
+        for name, (style, x, y) in lines.items():
+            axes.plot(x, _finite(y), style, markersize=4.5, label=name)
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":  # its own labels are formulas
                 axis.set_major_formatter("{x:g}")
                 axis.set_minor_formatter(NullFormatter())
-        if len(axes.get_legend_handles_labels()[0]) > 1:
+        if len(lines) > 1:
             axes.legend()
         return _svg(figure, f"{title}: {alt}")
 
 
-def _figure(width: float, height: float) -> Figure:
-    return Figure((width / 72, height / 72), layout="constrained")
-
-
-def _drawable(values: Sequence[float], log: bool) -> Array:
+def _finite(values: Any) -> Array:
     """Values in float64 with NaN, a gap, for what an axis cannot show."""
     y = np.array(values, dtype=np.float64)
-    y[~(np.abs(y) < 1e300) | (log & (y <= 0))] = np.nan
-    return y
+    return np.where(np.abs(y) < 1e300, y, np.nan)
 
 
 class PlayedRecording(NamedTuple):
@@ -141,29 +109,28 @@ def recording_figure(
     played: PlayedRecording, steps: range, target: str, classes: Sequence[str], alt: str
 ) -> str:
     """Some steps of a recording: inputs, targets, and below each other or over them predictions."""
-    shown = slice(steps.start, steps.stop)
+    arrays = played.inputs, played.targets, played.outputs
+    inputs, true, outputs = (array[steps.start : steps.stop] for array in arrays)
     count = len(played.columns) + (2 if classes else 1)
     with mpl.rc_context(_STYLE):
-        figure = _figure(660, 40 + 85 * count)
-        panels: list[Axes] = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0].tolist()
-        for panel, name, values in zip(panels, played.columns, played.inputs.T, strict=False):
-            _envelope(panel, steps, values[shown], INK, name)
+        figure = Figure((660 / 72, (40 + 85 * count) / 72), layout="constrained")
+        panels: list[Axes] = [*np.ravel(figure.subplots(count, 1, sharex=True, squeeze=False))]
+        for panel, name, values in zip(panels, played.columns, inputs.T, strict=False):
+            _envelope(panel, steps, values, INK)
             panel.set_title(name)
-        true, outputs, last = played.targets[shown], played.outputs[shown], panels[-1]
         if classes:
             counts = np.bincount(true[~np.isnan(true)].astype(int), minlength=len(classes))
             rows = np.sort(np.argsort(-counts, kind="stable")[:_MOST_ROWS])
-            names = [str(classes[int(row)]) for row in rows]
-            labels = (true[:, None] == rows).T
-            _heat(panels[-2], steps, labels, names, f"labels: {target}", Normalize(0, 1))
-            _heat(last, steps, outputs[:, rows].T, names, "predicted probability", Normalize(0, 1))
+            names = [printable(classes[int(row)]) for row in rows]
+            _heat(panels[-2], steps, true[:, None] == rows, names, f"labels: {target}")
+            _heat(panels[-1], steps, outputs[:, rows], names, "predicted probability")
         else:
-            _envelope(last, steps, true, INK, "target", alpha=0.6)
-            _envelope(last, steps, outputs[:, 0], SERIES[1], "predicted", alpha=0.6)
-            last.set_title(target)
-            last.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2)
-        last.xaxis.set_major_formatter("{x:,.0f}")
-        last.set(xlabel="step", xlim=(steps.start, steps.stop))
+            _envelope(panels[-1], steps, true, INK, label="target")
+            _envelope(panels[-1], steps, outputs[:, 0], SERIES[1], label="predicted")
+            panels[-1].set_title(target)
+            panels[-1].legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, ncols=2)
+        panels[-1].xaxis.set_major_formatter("{x:,.0f}")
+        panels[-1].set(xlabel="step", xlim=(steps.start, steps.stop))
         return _svg(figure, alt)
 
 
@@ -172,48 +139,24 @@ def _edges(count: int) -> Array:
     return np.linspace(0, count, min(_COLUMNS, count) + 1).astype(int)
 
 
-def _envelope(
-    axes: Axes, steps: range, values: Array, color: str, label: str, alpha: float = 0.8
-) -> None:
+def _envelope(axes: Axes, steps: range, values: Array, color: str, **options: Any) -> None:
     """A line as wide as the values of its column."""
-    edges, finite = _edges(len(values)), _drawable(values, log=False)  # type: ignore[arg-type]
-    low, high = (f.reduceat(finite, edges[:-1]) for f in (np.fmin, np.fmax))
-    x, area = steps.start + (edges[1:] + edges[:-1]) / 2, {"color": color, "linewidth": 0.7}
-    axes.fill_between(x, low, high, label=label, alpha=alpha, **area)  # type: ignore[arg-type]
+    edges, finite = _edges(len(values)), _finite(values)
+    low, high = (pick.reduceat(finite, edges[:-1]) for pick in (np.fmin, np.fmax))
+    x = steps.start + (edges[1:] + edges[:-1]) / 2
+    axes.fill_between(x, low, high, color=color, alpha=0.7, linewidth=0.7, **options)
 
 
-def _heat(
-    axes: Axes, steps: range, rows: Array, names: Sequence[str], title: str, norm: Normalize
-) -> Any:
-    """The mean of each row `(R, T)` over the columns as shades."""
-    edges = _edges(rows.shape[1])
-    finite = np.nan_to_num(rows.astype(np.float64), posinf=0.0)
-    shades = np.add.reduceat(finite, edges[:-1], axis=1) / np.diff(edges)
-    extent = (steps.start, steps.stop, len(rows) - 0.5, -0.5)
+def _heat(axes: Axes, steps: range, values: Array, names: Sequence[str], title: str) -> None:
+    """The mean of each of the `(T, R)` values over the columns as shades."""
+    edges, finite = _edges(len(values)), np.nan_to_num(values.astype(np.float64))
+    shades = (np.add.reduceat(finite, edges[:-1]).T / np.diff(edges)).clip(0, 1)
+    extent = (steps.start, steps.stop, len(names) - 0.5, -0.5)
     how: dict[str, Any] = {"cmap": _SHADES, "interpolation": "nearest", "aspect": "auto"}
-    image = axes.imshow(shades, norm=norm, extent=extent, **how)
-    axes.set_yticks(range(len(names)), [*map(printable, names)])
+    axes.imshow(shades, vmin=0, vmax=1, extent=extent, **how)
+    axes.set_yticks(range(len(names)), names)
     axes.set_title(title)
     axes.grid(visible=False)
-    return image
-
-
-def gradient_figure(norms: Mapping[str, Sequence[float]], cuts: Sequence[int], alt: str) -> str:
-    """The norms of gradients by state or gate over the steps, in shades of their logarithm."""
-    values = np.array([*norms.values()], dtype=np.float64)
-    top = max(values[np.isfinite(values)].max(initial=0.0), 1e-300)
-    with mpl.rc_context(_STYLE):
-        figure = _figure(660, 80 + 18 * len(norms))
-        axes = figure.add_subplot()
-        shades = LogNorm(top * _DECADES, top, clip=True)
-        steps, title = range(values.shape[1]), "Gradient of the training losses"
-        image = _heat(axes, steps, values, [*norms], title, shades)
-        for cut in cuts if len(cuts) <= _MOST_CUTS else ():
-            axes.axvline(cut, color=INK, linewidth=0.8, linestyle=":")
-        ticks = [top * _DECADES, top * _DECADES**0.5, top]
-        figure.colorbar(image, ticks=ticks, format="{x:.0e}").minorticks_off()
-        axes.set_xlabel("step of the recording")
-        return _svg(figure, alt)
 
 
 def _svg(figure: Figure, alt: str) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from throughtime.app.config import Config
-from throughtime.diagnose import Audit
-from throughtime.errors import counted, listed
+from throughtime.errors import listed
 
 Cell: TypeAlias = str | float
 
@@ -80,22 +79,6 @@ def scores_table(
     rows = {**recordings, "all steps together": overall}
     cells = [[name, *(row[n] for n in names)] for name, row in rows.items()]
     return DataTable(["recording", *(METRIC_NAMES.get(n, n) for n in names)], cells, caption)
-
-
-def audit_table(audit: Audit) -> DataTable:
-    """The figures of every horizon and of the exact gradient."""
-    rows: list[list[Cell]] = []
-    for row in audit.rows:
-        worst, bias = max(row.by_parameter.items(), key=lambda item: item[1])
-        rows.append([row.horizon, row.stride, row.bias, row.cosine, worst, bias])
-    rows.append(["exact", audit.steps, 0.0, 1.0, "none", 0.0])
-    return DataTable(
-        ["horizon", "stride", "bias", "cosine", "worst parameter", "its bias"],
-        rows,
-        f"{counted(audit.steps, 'step')} of {counted(audit.lanes, 'lane')} at fixed weights."
-        f" The mean loss is {audit.loss:.4g}, the norm of the exact gradient {audit.norm:.3g},"
-        f" its sampling noise {audit.noise:.2g} times that.",
-    )
 
 
 def is_comparison(name: str) -> bool:
