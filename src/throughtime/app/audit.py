@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from throughtime.app.config import AuditOptions, Config
+from throughtime.app.config import AuditOptions
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, one_thread, unbroken_stream, without_dropout
@@ -20,15 +20,14 @@ from throughtime.app.recordings import OnPhase
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose.trace import trace
-from throughtime.errors import ConfigError, RunError, counted, one_line
+from throughtime.errors import RunError, one_line
 from throughtime.gradient import LossFn, Truncated
 from throughtime.stream import Stream
 from throughtime.stream.recording import Part
 from throughtime.updates import updates
 
 T = TypeVar("T")
-_HORIZONS = (50, 200, 800)
-_LENGTHS = 8  # times the longest horizon: steps that are audited
+_STEPS = 6_400  # that are audited
 _PASSES = 8  # to trace losses back; each takes one loss of every lane
 _TRACED = 400  # steps
 
@@ -100,97 +99,63 @@ class AuditReport:
         return asdict(self) | {"enough": self.audit.suggest(self.tolerance)}
 
 
-class AuditJob:
-    """An audit of a run ready to start: everything is opened and checked, nothing is computed yet.
+def audit_run(
+    run: Run,
+    options: AuditOptions,
+    data: Path | None = None,
+    split: str | None = None,
+    on_phase: OnPhase | None = None,
+) -> AuditReport:
+    """Measure a run: seconds to minutes.
 
     Args:
         run: its model and settings; measured on the device of its net.
         options: what to measure.
         data: other recordings; default: those of the run.
         split: which of them; default: `train`, and for other data what `eval` would take.
-        on_phase: called as recordings are opened.
+        on_phase: called as recordings are opened, and as each part of the audit begins and ends.
 
     Raises:
         DataError: no such split, recordings that the model does not fit, or too few steps.
-        ConfigError: horizons as long as the steps that are measured.
     """
+    net, spec, config = run.net, run.spec, run.config
+    split = split or ("train" if data is None else None)
+    split, recordings = recordings_for(spec, config, data, split, on_phase=on_phase)
+    as_trained = data is None and split == "train"
+    lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
+    stream = Stream(
+        recordings,
+        options.lanes or lanes,
+        config.chunk_steps(),
+        seed=config.seed,
+        warm_up=config.warm_up,
+        dtype=spec.torch_dtype,
+        missing=config.missing,
+    )
+    without_dropout(net)
+    loss_fn, steps = make_loss(spec, net, config.loss), options.steps or min(_STEPS, stream.steps)
+    first = Part(recordings[0], 0, min(_TRACED, len(recordings[0])))
 
-    def __init__(
-        self,
-        run: Run,
-        options: AuditOptions,
-        data: Path | None = None,
-        split: str | None = None,
-        on_phase: OnPhase | None = None,
-    ) -> None:
-        self._run, self.options, self.net, config = run, options, run.net, run.config
-        self.data = str(data or config.data)
-        split = split or ("train" if data is None else None)
-        self.split, recordings = recordings_for(run.spec, config, data, split, on_phase=on_phase)
-        as_trained = data is None and self.split == "train"
-        lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
-        self.stream = Stream(
-            recordings,
-            options.lanes or lanes,
-            config.chunk_steps(),
-            seed=config.seed,
-            warm_up=config.warm_up,
-            dtype=run.spec.torch_dtype,
-            missing=config.missing,
-        )
-        self.horizons = _horizons(options, config, self.stream.steps)
-        longest, epoch = self.horizons[-1], self.stream.steps
-        self.steps = min(options.steps or _LENGTHS * longest, epoch)
-        if longest >= self.steps:
-            raise ConfigError(
-                f"horizon {longest:,} is not shorter than the {counted(self.steps, 'step')} audited"
-                f" of a lane ({epoch:,} in an epoch), so it would cut nothing: take shorter"
-                " --horizons, more --steps, fewer --lanes, or longer recordings"
-            )
-        without_dropout(self.net)
-        self.loss_fn = make_loss(run.spec, self.net, config.loss)
-        first = Part(recordings[0], 0, min(_TRACED, len(recordings[0])))
-        self._traced = unbroken_stream([first], run.spec, config, 1, _TRACED)
-
-    def describe(self) -> str:
-        """What will be measured."""
-        lanes = f"{counted(self.stream.steps, 'step')} of {counted(self.stream.lanes, 'lane')}"
-        horizons = ", ".join(map(str, self.horizons))
-        return f"auditing {self.steps:,} of {lanes} of split '{self.split}': horizons {horizons}"
-
-    def run(self, on_phase: OnPhase = lambda *_: None) -> AuditReport:
-        """Measure: seconds to minutes; `on_phase` is called as each part begins and ends."""
-        stream, options, spec = self.stream, self.options, self._run.spec
-
-        def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
+    def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
+        if on_phase is not None:
             on_phase(name, 0, 0)
-            result = measure(self.net, stream, *arguments, steps=self.steps, **more)
-            on_phase(name, 1, 1)
-            return result
+        return measure(net, *arguments, **more)
 
-        back = {"max_lag": options.max_lag, "anchors": min(64, _PASSES * stream.lanes)}
-        loss_fn, horizons, stride = self.loss_fn, self.horizons, options.stride
-        with one_thread(when=spec.is_small(stream.lanes)):
-            return AuditReport(
-                self.split,
-                self.data,
-                spec.update,
-                options.tolerance,
-                measured("comparing horizons", audit, loss_fn, horizons, stride=stride),
-                measured("tracing losses back", reach, loss_fn, **back),
-                measured("comparing cold starts", settling_time, span=options.max_lag),
-                traced(self.net, self._traced, loss_fn),
-            )
-
-
-def _horizons(options: AuditOptions, config: Config, epoch: int) -> tuple[int, ...]:
-    """The given horizons, or the usual ones and the run's own if an epoch is twice as long."""
-    if options.horizons is not None:
-        return tuple(sorted(set(options.horizons)))
-    own = config.credit_steps() if config.gradient == "truncated" else None
-    least = options.stride or 1
-    usual = {*_HORIZONS, own or least}
-    return tuple(sorted(h for h in usual if least <= h <= epoch // 2)) or (max(epoch // 2, least),)
+    size: dict[str, Any] = {"steps": steps}
+    cost: dict[str, Any] = {"horizons": options.horizons, "stride": options.stride, **size}
+    anchors = min(64, _PASSES * stream.lanes)
+    back: dict[str, Any] = {"max_lag": options.max_lag, "anchors": anchors, **size}
+    with one_thread(when=spec.is_small(stream.lanes)):
+        return AuditReport(
+            split,
+            str(data or config.data),
+            spec.update,
+            options.tolerance,
+            measured("comparing horizons", audit, stream, loss_fn, **cost),
+            measured("tracing losses back", reach, stream, loss_fn, **back),
+            measured("comparing cold starts", settling_time, stream, span=options.max_lag, **size),
+            traced(net, unbroken_stream([first], spec, config, 1, _TRACED), loss_fn),
+        )
 
 
 def traced(net: Carried, stream: Stream, loss_fn: LossFn) -> str:

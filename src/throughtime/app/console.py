@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from throughtime.app.config import Config
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
@@ -22,7 +21,6 @@ from throughtime.app.report.tables import (
     baseline_table,
     is_comparison,
     scores_table,
-    skill_advice,
 )
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
@@ -229,7 +227,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
-            print_scores("valid", metrics, row["recordings"], folder.metrics, training.config)
+            print_scores("valid", metrics, row["recordings"], folder.metrics)
     if kept < done.count:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(run)
@@ -244,11 +242,10 @@ def print_scores(
     metrics: Mapping[str, float],
     recordings: Mapping[str, Mapping[str, float]],
     path: Path,
-    config: Config,
 ) -> None:
     """Print the metrics of each recording, if they are few, and of all steps together.
 
-    Those of a forecast beside the baselines, and what to try where these are better.
+    Those of a forecast beside the baselines.
     """
     many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
     shown = {} if many else recordings
@@ -257,8 +254,6 @@ def print_scores(
     print_table(title, scores_table(names, metrics, shown))
     if (baselines := baseline_table(metrics)) is not None:
         print_table(baselines.caption, baselines)
-    if advice := skill_advice(metrics, config):
-        out.print(advice)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:

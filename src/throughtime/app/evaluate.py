@@ -1,24 +1,125 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from throughtime._files import write_atomically
-from throughtime.app.baselines import Baselines
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
 from throughtime.app.recordings import OnPhase
+from throughtime.app.report.tables import MODEL
 from throughtime.app.run_folder import json_safe
 from throughtime.app.scores import ClassScores
+from throughtime.chunk import Chunk
 from throughtime.evaluation import Evaluation, Evaluator
+from throughtime.metrics import Metrics
 from throughtime.stream import Recording
+from throughtime.stream.recording import RecordingView, StepArrays
+from throughtime.stream.targets import ForecastRecording, later_rows
 
 _LANES, _CHUNK = 64, 512  # recordings evaluated at the same time, and steps
+
+
+@dataclass(frozen=True)
+class BaselineRecording(RecordingView[ForecastRecording]):
+    """A forecast with the values of the baselines as series; what they lack is as a missing target.
+
+    Attributes:
+        whole: the forecast.
+        lags: of each baseline, by name: the steps before the present of its value, for each ahead.
+    """
+
+    whole: ForecastRecording
+    lags: Mapping[str, Sequence[int]]
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self.whole.read(start, stop)
+        count, first = len(steps.inputs), max(0, start - max(map(max, self.lags.values())))
+        rows = self.whole.whole.read(first, start + count).targets
+        if rows is None:
+            return steps
+        series = {
+            name: later_rows(rows, [start - first - lag for lag in lags], count)
+            for name, lags in self.lags.items()
+        }
+        return steps._replace(series=series)
+
+
+class Baselines:
+    """Errors of a model and of forecasts without one, the value now and that of the last season.
+
+    Seasonal persistence takes the value of one season before the time of the forecast, or of the
+    latest season before that which is known (Hyndman & Athanasopoulos, Forecasting: Principles and
+    Practice, section 5.2: naive and seasonal naive). All are measured on the same steps: those that
+    have a target and all of these values. `skill = 1 - error / error of the baseline`, of squared
+    errors or of wrong classes, is above 0 where the model is better (Murphy 1988).
+
+    Args:
+        spec: of the model.
+        recordings: that are evaluated.
+        season: steps of a season; one that ends with the present is no other baseline.
+
+    Attributes:
+        recordings: with the values of the baselines, if the model forecasts classes or numbers.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, recordings: Sequence[Recording], season: int | None
+    ) -> None:
+        ahead, self._lags = spec.layout.steps_ahead, dict[str, list[int]]()
+        if ahead and not spec.is_multilabel:
+            self._lags["persistence"] = [0] * len(ahead)
+            if season and any(n % season for n in ahead):
+                self._lags["season"] = [-n % season for n in ahead]
+        self.recordings = [
+            BaselineRecording(r, self._lags)
+            if self._lags and isinstance(r, ForecastRecording)
+            else r
+            for r in recordings
+        ]
+        self._columns, self._numbers = spec.target_names, not spec.classes
+        self._steps, self._errors = 0, np.zeros((1 + len(self._lags), len(self._columns)))
+
+    def add(self, chunk: Chunk, outputs: Tensor) -> None:
+        """Add the outputs `(T, B, C)` of a chunk, which is where they are."""
+        rows, targets = chunk.valid_pairs(outputs)
+        answers = rows if self._numbers else rows.argmax(dim=1)
+        others = (chunk[name][chunk.mask] for name in self._lags)
+        parts = [part.reshape(len(rows), -1).double() for part in (targets, answers, *others)]
+        values = torch.stack(parts)  # (2 + baselines, N, columns)
+        known = values.isfinite() if self._numbers else values >= 0
+        kept = values[:, known.all(dim=2).all(dim=0)]
+        errors = (kept[1:] - kept[0]).square() if self._numbers else (kept[1:] != kept[0]).double()
+        self._steps += kept.shape[1]
+        self._errors += errors.sum(dim=1).cpu().numpy()
+
+    def compute(self) -> Metrics:
+        """The errors by name; empty if no step can be compared.
+
+        For numbers `model/rmse[column]`, `persistence/rmse[column]` and so on, and
+        `persistence/skill[column]`, that of the model against it. For classes `model/accuracy`,
+        `persistence/accuracy` and `persistence/skill`.
+        """
+        metrics: Metrics = {"compared/steps": float(self._steps)} if self._steps else {}
+        means = (self._errors / max(1, self._steps)).tolist()
+        for name, errors in zip((MODEL, *self._lags), means, strict=True) if self._steps else ():
+            for column, error, own in zip(self._columns, errors, means[0], strict=True):
+                of = f"[{column}]" * self._numbers
+                score = {"rmse": math.sqrt(error)} if self._numbers else {"accuracy": 1 - error}
+                if name != MODEL:
+                    score["skill"] = 1 - own / error if error else math.nan
+                metrics |= {f"{name}/{key}{of}": value for key, value in score.items()}
+        return metrics
 
 
 def evaluate_recordings(
@@ -33,21 +134,20 @@ def evaluate_recordings(
 
     Those of a forecast include a comparison with the baselines. `classes` gets all outputs.
     """
-    baselines = Baselines.of_forecast(spec, recordings, config)
-    played = recordings if baselines is None else baselines.recordings
-    stream = unbroken_stream(played, spec, config, min(len(played), _LANES), _CHUNK)
+    season = config.season and config.season // spec.layout.frame_size
+    baselines, lanes = Baselines(spec, recordings, season), min(len(recordings), _LANES)
+    stream = unbroken_stream(baselines.recordings, spec, config, lanes, _CHUNK)
     for chunk in stream:
-        own = chunk if baselines is None else baselines.own_targets(chunk)
-        outputs = evaluator.add(own)
-        if baselines is not None:
-            baselines.add(chunk, outputs)
+        outputs = evaluator.add(chunk)
+        sent = chunk.to(outputs.device)
+        if spec.layout.ahead and not spec.is_multilabel:
+            baselines.add(sent, outputs)
         if classes is not None:
-            classes.add(*own.to(outputs.device).valid_pairs(outputs))
+            classes.add(*sent.valid_pairs(outputs))
         if on_phase is not None:
             on_phase("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
     result = evaluator.result(stream)
-    compared = {} if baselines is None else baselines.compute()
-    return replace(result, metrics=result.metrics | compared)
+    return replace(result, metrics=result.metrics | baselines.compute())
 
 
 def evaluate_run(

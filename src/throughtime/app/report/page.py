@@ -29,7 +29,6 @@ from throughtime.app.report.figures import (
     recording_figure,
 )
 from throughtime.app.report.tables import METRIC_NAMES, baseline_table, scores_table
-from throughtime.app.scores import ClassScores
 from throughtime.errors import DataError, RunError, counted, listed
 from throughtime.predict import predict
 from throughtime.stream import Recording
@@ -78,7 +77,7 @@ def write_report(run: Run) -> Path:
         scores=_scores(run, rows, names),
         learning=_learning(rows, names, run.spec.update),
         audit=audit,
-        audit_charts=[] if audit is None else audit_charts(audit, run.config),
+        reach_chart=audit and reach_chart(audit, run.config),
         counted=counted,
         listed=listed,
     )
@@ -99,7 +98,7 @@ def _longest(run: Run) -> dict[str, Any]:
             split, recordings = recordings_for(spec, run.config, split="train")
         recording = max(recordings, key=len)
         with one_thread(when=spec.is_small(lanes=1)):
-            played, scores = _play(run, recording)
+            played = _play(run, recording)
     except DataError as error:
         return {"error": str(error)}
     figures, unit, target = list[tuple[str, str]](), spec.layout.task, spec.target_names[0]
@@ -111,11 +110,11 @@ def _longest(run: Run) -> dict[str, Any]:
         text = f"{which}, steps {span.start:,} to {span.stop:,}: inputs, {target}, predictions;"
         svg = recording_figure(played, span, target, run.classes, f"{text} {error}")
         figures.append((svg, f"{text} {error}"))
-    return {"name": recording.name, "split": split, "figures": figures, **(scores or {})}
+    return {"split": split, "figures": figures}
 
 
-def _play(run: Run, recording: Recording) -> tuple[PlayedRecording, dict[str, Any] | None]:
-    """The outputs of a recording from its first step, and the scores of its classes."""
+def _play(run: Run, recording: Recording) -> PlayedRecording:
+    """The outputs of a recording from its first step."""
     spec, part = run.spec, Part(recording, 0, min(len(recording), _PLAYED))
     outputs, _ = predict(run.net, part, dtype=spec.torch_dtype, missing=run.config.missing)
     names = spec.layout.inputs[: _INPUTS if spec.layout.frame_size == 1 else 1]
@@ -126,22 +125,15 @@ def _play(run: Run, recording: Recording) -> tuple[PlayedRecording, dict[str, An
         masked = ~np.isfinite(np.c_[inputs, columns]).all(axis=1)
         masked |= bool(spec.classes) & (columns[:, 0] < 0)
         targets = np.where(masked, np.nan, columns[:, 0])
-    values, known, scores = (
-        spec.probabilities(outputs).double().cpu().numpy(),
-        ~np.isnan(targets),
-        None,
-    )
+    values = spec.probabilities(outputs).double().cpu().numpy()
     if spec.classes:
-        scores = ClassScores(spec.classes)
-        scores.add(outputs[known], outputs.new_tensor(targets[known]))
-        errors = (values.argmax(axis=1) != targets) & known
+        errors = (values.argmax(axis=1) != targets) & ~np.isnan(targets)
     else:
         values = values[:, :1]
         answers = values.round() if spec.is_multilabel else values
         errors = np.nan_to_num(np.square(answers[:, 0] - targets))
     shown = inputs[:, : len(names)]
-    played = PlayedRecording(names, shown, targets, values, errors.astype(np.float64))
-    return played, scores and scores.facts()
+    return PlayedRecording(names, shown, targets, values, errors.astype(np.float64))
 
 
 def _worst(errors: Any) -> list[range]:
@@ -219,35 +211,20 @@ def _smoothed(train: Sequence[Row], epoch: int) -> tuple[list[int], list[float]]
     return [row["update"] for row in train[width - 1 :]], means.tolist()
 
 
-def audit_charts(report: AuditReport, config: Config) -> list[str]:
-    """The gradient by lag, and the bias by horizon."""
-    reach, audit, window = report.reach, report.audit, config.credit_steps()
+def reach_chart(report: AuditReport, config: Config) -> str:
+    """The gradient by lag."""
+    reach, window = report.reach, config.credit_steps()
     shares = ", ".join(f"{share:.0%} within {lag:,}" for share, lag in sorted(reach.shares.items()))
-    horizons = [*(row.horizon for row in audit.rows), audit.steps]
-    tolerance, ends = [report.tolerance] * len(horizons), [min(reach.norms), max(reach.norms)]
-    biases: dict[str, Any] = {
-        "bias": ("-", horizons, [*(row.bias for row in audit.rows), 0.0]),
-        "cosine": ("--", horizons, [*(row.cosine for row in audit.rows), 1.0]),
-        f"tolerance {report.tolerance:g}": (":", horizons, tolerance),
-    }
     lines: dict[str, Any] = {"whole state": ("-", reach.lags, reach.norms)}
     if window is not None:
+        ends = [min(reach.norms), max(reach.norms)]
         lines[f"window of training, {window:,}"] = (":", [window, window], ends)
-    return [
-        line_chart(
-            "How far back the gradient goes",
-            lines,
-            f"{shares} steps, mean of {reach.anchors} losses",
-            xlabel="lag: steps before the loss",
-            ylabel="gradient norm",
-            xscale="log",
-            yscale="log" if max(reach.norms) > 0 else "linear",
-        ),
-        line_chart(
-            "Bias and cosine by horizon",
-            biases,
-            "; ".join(f"horizon {row.horizon}: bias {row.bias:.3f}" for row in audit.rows),
-            xlabel="horizon (steps)",
-            xscale="log",
-        ),
-    ]
+    return line_chart(
+        "How far back the gradient goes",
+        lines,
+        f"{shares} steps, mean of {reach.anchors} losses",
+        xlabel="lag: steps before the loss",
+        ylabel="gradient norm",
+        xscale="log",
+        yscale="log" if max(reach.norms) > 0 else "linear",
+    )

@@ -5,9 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from throughtime.app.config import Config
-from throughtime.errors import listed
-
 Cell: TypeAlias = str | float
 
 METRIC_NAMES = {
@@ -33,7 +30,7 @@ class DataTable:
 
     Args:
         columns: the column headings.
-        rows: one cell per column; floats of a column get the same number of decimals.
+        rows: one cell per column.
         caption: what the table shows.
     """
 
@@ -44,7 +41,7 @@ class DataTable:
     @property
     def cells(self) -> list[tuple[str, ...]]:
         """The rows as text."""
-        return list(zip(*map(_as_text, zip(*self.rows, strict=True)), strict=True))
+        return [tuple(map(_text, row)) for row in self.rows]
 
     @property
     def numeric_columns(self) -> list[int]:
@@ -53,20 +50,14 @@ class DataTable:
         return [i for i, cells in columns if not all(isinstance(cell, str) for cell in cells)]
 
 
-def _as_text(cells: Sequence[Cell]) -> list[str]:
-    """A column as text, its floats with the decimals that the largest needs for four digits."""
-    sizes = [abs(c) for c in cells if isinstance(c, float) and math.isfinite(c) and c]
-    digits = 3 - math.floor(math.log10(max(sizes, default=1.0)))
-    even = 0 <= digits <= 6 and min(sizes, default=1.0) >= 0.5 * 10.0**-digits
-    form = f",.{digits}f" if even else ".4g"
-    return [c if isinstance(c, str) else _number(c, form) for c in cells]
-
-
-def _number(value: float, form: str) -> str:
-    """A number with a minus sign; a dash for one that is not finite."""
+def _text(value: Cell) -> str:
+    """Numbers with four digits or decimals and a minus sign; a dash for one that is not finite."""
+    if isinstance(value, str):
+        return value
     if not math.isfinite(value):
         return "\u2013"
-    return format(value, form if isinstance(value, float) else ",").replace("-", "\u2212")
+    form = "," if isinstance(value, int) else ".4f" if 1e-3 < abs(value) < 10 else ".4g"
+    return format(value, form).replace("-", "\u2212")
 
 
 def scores_table(
@@ -102,28 +93,3 @@ def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
     caption = f"{METRIC_NAMES.get(kind, 'Accuracy')} of {steps}. A skill above 0: the model has"
     columns = ["forecast", "target", METRIC_NAMES.get(kind, kind), "skill of the model"]
     return DataTable(columns, rows, f"{caption} the smaller error")
-
-
-def skill_advice(metrics: Mapping[str, float], config: Config) -> str:
-    """What to try where a baseline is the better forecast; empty where none is.
-
-    Example:
-        >>> config = Config(data="a.csv", targets=("y",), ahead=24)
-        >>> skill_advice({"persistence/skill[y]": -0.5}, config)[:67]
-        'y: the value now is the better forecast. Try --difference, by which'
-    """
-    worse = {name: list[str]() for name in _FORECASTS}
-    for key, value in metrics.items():
-        name, _, score = key.partition("/skill")
-        if name in worse and value < 0:
-            worse[name].append(score.strip("[]") or "the class")
-    better = [
-        f"{listed(t)}: the {_FORECASTS[n]} is the better forecast" for n, t in worse.items() if t
-    ]
-    if not better:
-        return ""
-    change = "--difference, by which the net learns the change from now; or "
-    return (
-        f"{'; '.join(better)}. Try {change * (config.task != 'classify' and not config.difference)}"
-        "more --updates, a longer --horizon, or inputs that lead the target"
-    )
