@@ -129,7 +129,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
     remarks = (
         remark,
-        *_setting_remarks(config, layout, len(train)),
+        *_setting_remarks(config, layout, train),
         *_file_remarks(config, sources, layout),
         *_value_remarks(statistics, held_out, spec),
         *_leak_remarks(entries, max(train, key=len), spec),
@@ -374,7 +374,7 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
         )
 
 
-def _setting_remarks(config: Config, layout: Layout, recordings: int) -> Iterator[str]:
+def _setting_remarks(config: Config, layout: Layout, train: Sequence[Recording]) -> Iterator[str]:
     """Effects of settings that one may not expect."""
     if steps := layout.steps_ahead:
         last = counted(steps[-1], "step")
@@ -384,6 +384,10 @@ def _setting_remarks(config: Config, layout: Layout, recordings: int) -> Iterato
         yield f"--season {config.season} has no effect: the value a season before is that of now"
     if config.train_on == "windows":
         return
+    recordings, stride = len(train), config.stride or 0
+    epoch = sum(map(len, train)) / config.lanes + max(map(len, train))  # at most
+    if stride > epoch:
+        yield f"--stride {stride} is longer than an epoch: each epoch is one update"
     if recordings < config.lanes:
         state = (
             "from the state in which the part before it ended the last epoch"

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,12 +64,11 @@ class MultiLabel:
 
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1", and "accuracy[NAME]" and "f1[NAME]" of each label."""
-        metrics: Metrics = {}
         scores = {name: column.compute() for name, column in self.columns.items()}
+        metrics: Metrics = {}
         for mean, key, own in (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1[1]", "f1")):
-            values = np.array([score[key] for score in scores.values()])
-            known = values[~np.isnan(values)]
-            metrics[mean] = float(known.mean()) if len(known) else math.nan
+            known = [score[key] for score in scores.values() if score[key] == score[key]]
+            metrics[mean] = sum(known) / len(known) if known else math.nan
             metrics |= {f"{own}[{name}]": score[key] for name, score in scores.items()}
         return metrics
 

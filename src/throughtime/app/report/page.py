@@ -147,39 +147,28 @@ def _worst(errors: Any) -> list[range]:
 
 
 def _scores(run: Run, rows: Sequence[Row], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The last validation of the model, and every split that `eval` has scored."""
+    """The last validation of the model, and every split that `eval` has scored, with tables."""
     valid = [row for row in rows if row["kind"] == "valid"]
     kept = [row for row in valid if row["update"] == run.spec.update] or valid
-    scores = dict[str, dict[str, Any]]()
-    if kept:
-        scores["valid"] = _tables(names, {"metrics": kept[-1], **kept[-1]})
-    for path in sorted(run.folder.glob("scores-*.json")):
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            scores[content["split"]] = _tables(names, content)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
-                " eval again"
-            ) from error
-    return scores
-
-
-def _tables(names: Sequence[str], content: Row) -> dict[str, Any]:
-    """The metrics of all steps and of each recording, or the worst ones; what else there is."""
-    recordings, key = content["recordings"], "macro_f1" if "macro_f1" in names else names[0]
-    sign = -1 if key in {"rmse", "esr"} else 1  # an error is better if it is small
-    worst = sorted(recordings, key=lambda name: (sign * recordings[name][key], name))[:_MOST]
-    shown = {name: recordings[name] for name in recordings if name in worst}
+    scores = {"valid": {"metrics": kept[-1], **kept[-1]}} if kept else dict[str, dict[str, Any]]()
     columns = [name for name in names if not name.startswith("f1[")] or names
-    caption = "Whole recordings, the state carried."
-    if len(shown) < len(recordings):
-        caption += f" The {_MOST} worst of {len(recordings):,} are shown."
-    tables = [
-        scores_table(columns, content["metrics"], shown, caption),
-        baseline_table(content["metrics"]),
-    ]
-    return {**content, "tables": [table for table in tables if table is not None]}
+    path = run.folder
+    try:
+        for path in sorted(run.folder.glob("scores-*.json")):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            scores[content["split"]] = content
+        for content in scores.values():
+            metrics, many = content["metrics"], content["recordings"]
+            shown = many if len(many) <= _MOST else {}
+            caption = f"{counted(len(many), 'whole recording')}, the state carried."
+            tables = scores_table(columns, metrics, shown, caption), baseline_table(metrics)
+            content["tables"] = [table for table in tables if table is not None]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunError(
+            f"{path}: not scores that `throughtime eval` wrote ({error!r}); remove it, or run"
+            " eval again"
+        ) from error
+    return scores
 
 
 def _learning(rows: Sequence[Row], names: Sequence[str], kept: int) -> list[str]:
