@@ -22,9 +22,8 @@ from throughtime.app.report.figures import (
     line_chart,
     recording_figure,
 )
-from throughtime.app.report.tables import DataTable
 from throughtime.app.run_folder import RunFolder
-from throughtime.app.scores import ClassScores
+from throughtime.app.scores import ClassScores, DataTable
 
 
 @pytest.fixture(scope="module")

@@ -374,7 +374,7 @@ def test_the_command_line_measures_it_where_it_exports_and_audits(tmp_path: Path
     folder = finish(settings(data, tmp_path / "run", updates=5))
     signal, out = data / "0_x.npy", tmp_path / "beat.onnx"
     said = run("export", folder.path, "--out", out, "--check", signal, "--steps", "50")
-    assert "steps until a cold start agrees with the carried state: median" in " ".join(
+    assert "steps until a cold start agrees with the carried state, by the share" in " ".join(
         said.split()
     )
     description = tt.deploy.Session(out).description

@@ -16,13 +16,13 @@ from rich.table import Column, Table
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.tables import (
+from throughtime.app.run_folder import json_safe
+from throughtime.app.scores import (
     DataTable,
     baseline_table,
     is_comparison,
     scores_table,
 )
-from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training, TrainProgress
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed

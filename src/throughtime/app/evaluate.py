@@ -17,9 +17,8 @@ from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
 from throughtime.app.recordings import OnPhase
-from throughtime.app.report.tables import MODEL
 from throughtime.app.run_folder import json_safe
-from throughtime.app.scores import ClassScores
+from throughtime.app.scores import MODEL, ClassScores
 from throughtime.chunk import Chunk
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.metrics import Metrics

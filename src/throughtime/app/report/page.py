@@ -28,7 +28,7 @@ from throughtime.app.report.figures import (
     printable,
     recording_figure,
 )
-from throughtime.app.report.tables import METRIC_NAMES, baseline_table, scores_table
+from throughtime.app.scores import METRIC_NAMES, baseline_table, scores_table
 from throughtime.errors import DataError, RunError, counted, listed
 from throughtime.predict import predict
 from throughtime.stream import Recording
@@ -179,7 +179,7 @@ def _learning(rows: Sequence[Row], names: Sequence[str], kept: int) -> list[str]
     losses |= {"validation": ("o", *_points(valid, "loss"))} if valid else {}
     name, best = METRIC_NAMES.get(key, key), [row for row in valid if row["update"] == kept]
     scores: dict[str, Any] = {"validation" if valid else "training": ("o", *_points(shown, key))}
-    scores |= {"kept": ("*", *_points(best, key))} if best else {}
+    scores |= {f"kept: update {kept:,}": ("*", *_points(best, key))} if best else {}
     alts = [f"from {m[0][k]:.4g} to {m[-1][k]:.4g}" for m, k in ((train, "loss"), (shown, key))]
     return [
         line_chart("Loss", losses, f"of training {alts[0]} at the last log line", xlabel="update"),
