@@ -124,7 +124,7 @@ def test_every_long_phase_is_shown_elsewhere_in_plain_lines(
     assert "evaluating: 100%\n" in said
     assert "predicting: 100%\n" in run("predict", folder.path, data, "--out", tmp_path / "p.npy")
     said = run("audit", folder.path, "--horizons", "10", "--max-lag", "20")
-    for phase in ("comparing horizons", "tracing losses back", "tracing updates"):
+    for phase in ("comparing horizons", "tracing losses back", "comparing cold starts"):
         assert f"{phase} ...\n" in said
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import throughtime as tt
 from strategies import seeds
-from throughtime.app.multilabel import MultiLabel
+from throughtime.app.scores import MultiLabel
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation
 from throughtime.metrics import Classification, Regression, as_metric

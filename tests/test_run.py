@@ -595,6 +595,9 @@ def test_remarks_tell_of_cut_recordings_clocks_and_splits(tmp_path: Path) -> Non
         " whole)" in output
     )
     assert "input 1 only ever rises: a clock?" in output
+    long = settings(data, tmp_path / "run", lanes=5, stride=1000)
+    remarks = open_dataset(make_config(long)).remarks
+    assert "--stride 1000 is longer than an epoch: each epoch is one update" in remarks
     quiet = open_dataset(
         make_config(settings(write_recordings(tmp_path / "other"), tmp_path / "run"))
     )

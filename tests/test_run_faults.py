@@ -80,7 +80,6 @@ def test_scores_of_a_run_that_held_nothing_out_name_the_flag(tmp_path: Path) -> 
     [
         ({"ahead": 24, "season": 24}, "--season 24 has no effect: the value a season before"),
         ({"ahead": 5, "season": 24}, ""),
-        ({"ahead": 5, "season": 24, "task": "multilabel"}, "--season has no effect: labels"),
     ],
 )
 def test_a_season_that_compares_nothing_is_said(

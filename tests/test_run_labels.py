@@ -57,7 +57,9 @@ def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: P
     held_out = slice(2400, 3000)
     assert ((shares > 0.5) == labels)[held_out].mean() > 0.9
     run("export", tmp_path / "run", "--out", tmp_path / "net.onnx", "--steps", "500")
-    assert "what cutting" in run("audit", tmp_path / "run", "--horizons", "10", "--max-lag", "10")
+    assert "worst parameter" in run(
+        "audit", tmp_path / "run", "--horizons", "10", "--max-lag", "10"
+    )
 
 
 def test_the_loss_is_that_of_each_label_and_its_weights(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_the_report_marks_the_best_update_beside_the_last(tmp_path: Path) -> Non
     update = load_model(folder.model)[1].update
     assert f"by the model of update {update};" in output
     page = folder.report.read_text(encoding="utf-8")
-    assert f"update {update}: the best" in page
+    assert f"kept: update {update}" in page
     assert f"of update {update}, the best" in page
     assert "60 updates" in page
     predicted = run("predict", folder.path, tmp_path / "data/0_x.npy", "--out", tmp_path / "p.csv")

@@ -14,8 +14,8 @@ from test_run import flags, settings, stop_at, write_recordings
 from throughtime import _safetensors
 from throughtime.app import console
 from throughtime.app.config import Config
-from throughtime.app.report.tables import DataTable
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.scores import DataTable
 from throughtime.app.train import Training
 
 

@@ -101,8 +101,7 @@ def f1(outputs: Any, targets: Any) -> float:
 def trained(offsets: Path, how: str, out: Path) -> Any:
     options = ("--targets", "anomaly", "--task", "classify", "--hidden", 16, "--lanes", 6)
     options += ("--stride", 50, "--epochs", 12, "--lr", 0.01, "--standardise", how)
-    said = run("train", offsets, *map(str, options), "--out", out)
-    assert ("differs more between recordings" in said) == (how == "split")
+    run("train", offsets, *map(str, options), "--out", out)
     return tt.load_run(out)
 
 
@@ -147,10 +146,9 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: P
 def test_number_targets_keep_the_statistics_of_the_training_split(
     how: str, offsets: Path, tmp_path: Path
 ) -> None:
-    """Those of a new recording are not known when the net runs, and a remark says so."""
+    """Those of a new recording are not known when the net runs."""
     options = ("--targets", "u", "--task", "regress", "--inputs", "v,w", "--updates", "1")
-    said = run("train", offsets, *options, "--standardise", how, "--out", tmp_path / "run")
-    assert ("targets are standardised by the training split" in said) == (how != "split")
+    run("train", offsets, *options, "--standardise", how, "--out", tmp_path / "run")
     loaded = tt.load_run(tmp_path / "run")
     steps = [r.read(0, len(r)).targets for r in loaded.recordings(split="train")]
     train = [targets for targets in steps if targets is not None]

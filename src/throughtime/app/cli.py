@@ -150,7 +150,7 @@ def evaluate(values: dict[str, Any]) -> None:
     if options.json:
         print_json(scores)
         return
-    print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
+    print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
     out.print(
         f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
         f" {written}"
@@ -307,23 +307,19 @@ def audit(values: dict[str, Any]) -> None:
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
     measured = {name: values.pop(name) for name in fields_of(AuditOptions) if name in values}
     what, options = build(AuditOptions, measured), build(AuditFlags, values)
-    from throughtime.app.audit import AuditJob
-    from throughtime.app.console import ProgressDisplay, out, print_audit, print_json
+    from throughtime.app.audit import audit_run
+    from throughtime.app.console import ProgressDisplay, out, print_json
     from throughtime.app.evaluate import keep_results
 
     trained = _open_run(options, options.device, options.missing)
     run = _with_own_loss(trained, trust_code=options.trust_code)
     with ProgressDisplay(enabled=not options.json) as display:
-        job = AuditJob(run, what, options.data, options.split, display.phase)
-        if not options.json:
-            out.print(job.describe())
-        report = job.run(display.phase)
+        report = audit_run(run, what, options.data, options.split, display.phase)
     written = keep_results(trained, trained.files.audit, report.facts())
     if options.json:
         print_json(report.facts())
         return
-    print_audit(report, trained.config)
-    out.print(written)
+    out.print(f"{report}\n{written}")
 
 
 def _with_own_loss(run: "Run", *, trust_code: bool) -> "Run":

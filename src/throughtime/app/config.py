@@ -285,12 +285,11 @@ class AuditOptions(Settings):
     horizons: (
         Annotated[tuple[Count, ...], LIST, "whole numbers of steps, such as 50,200,800"] | None
     ) = None
-    """Horizons to audit, separated by commas. Default: 50,200,800 and the run's own, if an epoch is
-    twice as long."""
+    """Horizons to audit, separated by commas. Default: those of 50,200,800,3200 below the steps."""
     stride: Count | None = None
     """Steps between two updates. Default: each horizon is its own stride."""
     steps: Count | None = None
-    """Steps of every lane. Default: 8 times the longest horizon."""
+    """Steps of every lane. Default: 6400, or an epoch."""
     lanes: Count | None = None
     """Recordings played at the same time. Default: as in training, fewer where other recordings are
     fewer."""

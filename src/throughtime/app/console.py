@@ -7,27 +7,25 @@ import time
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
-from throughtime.app.baselines import baseline_table, is_comparison, skill_advice
-from throughtime.app.config import Config
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.tables import DataTable, audit_table, scores_table
 from throughtime.app.run_folder import json_safe
+from throughtime.app.scores import (
+    DataTable,
+    baseline_table,
+    is_comparison,
+    scores_table,
+)
 from throughtime.app.train import Training, TrainProgress
-from throughtime.diagnose.reach import within
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
-
-if TYPE_CHECKING:
-    from throughtime.app.audit import AuditReport
-    from throughtime.diagnose import Reach
 
 _BAR = 10  # characters
 _MAX_ROWS = 40  # recordings in a table of scores
@@ -229,7 +227,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
-            print_scores("valid", metrics, row["recordings"], folder.metrics, training.config)
+            print_scores("valid", metrics, row["recordings"], folder.metrics)
     if kept < done.count:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(run)
@@ -244,11 +242,10 @@ def print_scores(
     metrics: Mapping[str, float],
     recordings: Mapping[str, Mapping[str, float]],
     path: Path,
-    config: Config,
 ) -> None:
     """Print the metrics of each recording, if they are few, and of all steps together.
 
-    Those of a forecast beside the baselines, and what to try where these are better.
+    Those of a forecast beside the baselines.
     """
     many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
     shown = {} if many else recordings
@@ -257,25 +254,6 @@ def print_scores(
     print_table(title, scores_table(names, metrics, shown))
     if (baselines := baseline_table(metrics)) is not None:
         print_table(baselines.caption, baselines)
-    if advice := skill_advice(metrics, config):
-        out.print(advice)
-
-
-def print_audit(report: "AuditReport", config: Config) -> None:
-    """Print the tables of an audit, the losses by context, and which window to take."""
-    print_table("what cutting the gradient costs, against the exact one", audit_table(report.audit))
-    print_table(
-        f"steps back within which the credit of a loss lies, mean of {report.reach.anchors} losses",
-        _reach_table(report.reach),
-    )
-    contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
-    out.print(
-        f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
-        f" carried: {report.reach.loss:.4g}"
-    )
-    out.print(str(report.settling))
-    out.print(report.advice(config))
-    out.print(report.warning())
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
@@ -292,11 +270,3 @@ def print_table(title: str, content: DataTable) -> None:
     for cells in content.cells:
         table.add_row(*cells)
     out.print(table)
-
-
-def _reach_table(reach: "Reach") -> DataTable:
-    shares = sorted(reach.shares)
-    rows = [["whole state", *(str(reach.shares[share]) for share in shares)]]
-    for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
-        rows.append([name, *(str(within(reach.lags, norms, share)) for share in shares)])
-    return DataTable(["to the", *(f"{share:.0%} of it" for share in shares)], rows, "", (1, 2, 3))

@@ -38,8 +38,7 @@ class Moments:
         finite = np.isfinite(values)
         n = finite.sum(axis=0)
         mean = np.where(finite, values, 0.0).sum(axis=0) / np.maximum(n, 1)
-        step = mean - self.mean
-        total = np.maximum(self.count + n, 1)
+        step, total = mean - self.mean, np.maximum(self.count + n, 1)
         within = (np.where(finite, values - mean, 0.0) ** 2).sum(axis=0)
         self.spread = self.spread + within + step**2 * self.count * n / total
         self.mean = self.mean + step * n / total
@@ -67,7 +66,6 @@ class Statistics:
         faults: one message for each recording with such inputs.
         bad_targets: one message for each block with infinite targets, or other labels than 0 and 1.
         checksums: of the values of each recording, by its name.
-        means: of the input features of each recording.
     """
 
     inputs: Moments = field(default_factory=Moments)
@@ -80,30 +78,49 @@ class Statistics:
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
     checksums: dict[str, str] = field(default_factory=dict[str, str])
-    means: list[Array] = field(default_factory=list[Array])
 
-    def add_inputs(self, inputs: Array) -> None:
-        """Add a block of inputs `(n, D)`."""
-        self.inputs.add(inputs)
-        rises = (np.diff(inputs, axis=0) > 0).all(axis=0) & (len(inputs) > 2)
-        self.rising = np.asarray(self.rising & rises)
+    def add(self, recording: Recording, task: str, on_steps: Callable[[int], None]) -> None:
+        """Add all steps of a recording; `on_steps` is called with those of each block."""
+        wrong, first, crc = 0, "", 0
+        for start, steps in read_blocks(recording):
+            inputs = features(steps)
+            bad = ~np.isfinite(inputs)
+            if bad.any() and not wrong:
+                step, column = np.argwhere(bad)[0].tolist()
+                first = location(recording, start + step, column)
+            wrong += int(bad.any(axis=1).sum())
+            crc = checksum(steps, crc)
+            self.inputs.add(inputs)
+            rises = (np.diff(inputs, axis=0) > 0).all(axis=0) & (len(inputs) > 2)
+            self.rising = np.asarray(self.rising & rises)
+            if steps.targets is not None and task == "classify":
+                for value, n in zip(*np.unique(steps.targets, return_counts=True), strict=True):
+                    self.classes[class_name(value)] += int(n)
+                self.missing_targets += self.classes.pop("", 0)
+            elif steps.targets is not None:
+                self._add_numbers(recording, start, steps.targets, labels=task == "multilabel")
+            on_steps(len(inputs))
+        self.checksums[recording.name] = f"{crc:08x}"
+        self.steps += len(recording)
+        self.missing += wrong
+        if wrong:
+            self.faults.append(
+                f"recording '{recording.name}': {counted(wrong, 'step has', 'steps have')} inputs"
+                f" that are NaN or infinite, the first at {first}"
+            )
 
-    def add_classes(self, targets: Array) -> None:
-        """Count the classes of a block."""
-        values, counts = np.unique(targets, return_counts=True)
-        for value, count in zip(values, counts, strict=True):
-            self.classes[class_name(value)] += int(count)
-        self.missing_targets += self.classes.pop("", 0)
-
-    def add_targets(self, name: str, start: int, targets: Array, *, labels: bool) -> None:
+    def _add_numbers(
+        self, recording: Recording, start: int, targets: Array, *, labels: bool
+    ) -> None:
         """Add a block of numbers, or of labels, which starts at step `start`."""
         rows = targets.reshape(len(targets), -1).astype(np.float64)
         wrong = ~np.isin(rows, (0, 1)) & ~np.isnan(rows) if labels else np.isinf(rows)
-        wrong, what = wrong.any(axis=1), "other" if labels else "infinite"
-        if wrong.any():
+        if (steps := wrong.any(axis=1)).any():
+            kind = "other" if labels else "infinite"
+            count = counted(int(steps.sum()), "step has", "steps have")
             self.bad_targets.append(
-                f"recording '{name}': {counted(int(wrong.sum()), 'step has', 'steps have')}"
-                f" {what} targets, the first is step {start + int(wrong.argmax())}"
+                f"recording '{recording.name}': {count} {kind} targets,"
+                f" the first is step {start + int(steps.argmax())}"
             )
         self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
         self.targets.add(rows)
@@ -132,7 +149,7 @@ def collect_statistics(
     recordings: Sequence[Recording],
     *,
     task: str,
-    on_steps: Callable[[int], None] | None = None,
+    on_steps: Callable[[int], None] = lambda _: None,
 ) -> Statistics:
     """Collect the statistics of all recordings in one pass.
 
@@ -145,42 +162,11 @@ def collect_statistics(
         DataError: recordings with different numbers of columns.
     """
     statistics = Statistics()
-    width: tuple[str, int] | None = None
+    widths = {recording.name: recording.read(0, 1).inputs.size for recording in recordings}
+    if len({*widths.values()}) > 1:
+        raise DataError(f"all recordings need the same number of input columns, got {widths}")
     for recording in recordings:
-        missing, first, crc, own = 0, "", 0, Moments()
-        for start, steps in read_blocks(recording):
-            inputs = features(steps)
-            width = width or (recording.name, inputs.shape[1])
-            if inputs.shape[1] != width[1]:
-                raise DataError(
-                    f"recording '{recording.name}' has {inputs.shape[1]} input columns,"
-                    f" '{width[0]}' has {width[1]}; all recordings need the same number"
-                )
-            bad = ~np.isfinite(inputs)
-            if bad.any() and not first:
-                step, column = np.argwhere(bad)[0].tolist()
-                first = location(recording, start + step, column)
-            missing += int(bad.any(axis=1).sum())
-            crc = checksum(steps, crc)
-            statistics.add_inputs(inputs)
-            own.add(inputs)
-            if steps.targets is not None and task == "classify":
-                statistics.add_classes(steps.targets)
-            elif steps.targets is not None:
-                labels = task == "multilabel"
-                statistics.add_targets(recording.name, start, steps.targets, labels=labels)
-            if on_steps is not None:
-                on_steps(len(inputs))
-        statistics.checksums[recording.name] = f"{crc:08x}"
-        statistics.means.append(np.where(own.count > 0, own.mean, np.nan))
-        statistics.steps += len(recording)
-        statistics.missing += missing
-        if missing:
-            statistics.faults.append(
-                f"recording '{recording.name}':"
-                f" {counted(missing, 'step has', 'steps have')} inputs that are NaN or infinite,"
-                f" the first at {first}"
-            )
+        statistics.add(recording, task, on_steps)
     return statistics
 
 
@@ -211,8 +197,8 @@ def leaks(steps: StepArrays, inputs: Sequence[str]) -> list[list[str]]:
     for y in [] if steps.targets is None else steps.targets.reshape(len(x), -1).T:
         known = np.isfinite(y) & (y != IGNORE_INDEX) & np.isfinite(x).all(axis=1)
         pairs = known[1:] & known[:-1]
-        changes = (y[1:] != y[:-1])[pairs]
-        same = ((x[1:] != x[:-1])[pairs] == changes[:, None]).all(axis=0)
+        changes = np.diff(y)[pairs] != 0
+        same = ((np.diff(x, axis=0)[pairs] != 0) == changes[:, None]).all(axis=0)
         same &= _FEW < changes.sum() < len(changes) / 2
         a, b = (v[known] - v[known].sum(axis=0) / max(1, known.sum()) for v in (x, y))
         squares = (a**2).sum(axis=0) * (b**2).sum()

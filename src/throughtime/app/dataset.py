@@ -4,16 +4,14 @@ Shapes: `T` steps, `C` target columns.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from throughtime.app.baselines import baseline_lags
 from throughtime.app.config import Config
 from throughtime.app.data_statistics import (
     StandardisedRecording,
@@ -52,8 +50,6 @@ from throughtime.stream.targets import ClassRecording, shift_targets, sorted_cla
 _OWNER = "the training split has"  # the classes
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
-_MAX_COPIES = 3  # named in the remarks
-_COMPARED = 4  # recordings: fewer may differ by chance
 
 
 @dataclass(frozen=True)
@@ -104,13 +100,9 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
     Raises:
         DataError: every fault of the files, or else every fault of the values.
     """
-    listed = find_recordings(Path(config.data), config.static)
-    layout = layout_of(config)
-    sources = open_recordings(entries_of(listed, ("train", "valid")), layout, on_phase)
-    source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
-    splits, remark = split_recordings(
-        in_splits(sources, config.standardise), config.holdout, source
-    )
+    entries, layout = find_recordings(Path(config.data), config.static), layout_of(config)
+    sources = open_recordings(entries_of(entries, ("train", "valid")), layout, on_phase)
+    splits, remark = split_recordings(in_splits(sources, config.standardise), config.holdout)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
     total, done = sum(map(len, (*train, *valid))), 0
 
@@ -126,31 +118,22 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         for part in (train, valid)
     )
     _check_values(config, statistics, held_out)
-    if layout.classify:
-        classes = _classes(statistics)
-        if set(held_out.classes) - set(statistics.classes):
-            for recording in valid:  # reading names the step of the unknown class
-                for _ in read_blocks(ClassRecording(recording, classes, _OWNER)):
-                    pass
-    elif not statistics.targets.count.all():
-        raise DataError(
-            "a target column of the training split has no value at all; regression needs some"
-        )
     spec = ModelSpec.from_data(config, statistics, sources)
-    remarks = (
-        remark + _split_counts(listed),
-        *_ahead_remarks(layout),
-        *_season_remarks(config, layout),
-        *_folder_remarks(Path(config.data)),
-        *_lane_remarks(config, len(train)),
-        *_statistics_remarks(statistics, spec),
-        *_time_remarks(sources, layout),
-        *_copy_remarks(statistics, held_out),
-        *_frame_remarks(sources, config.frame_size),
-    )
-    _check_present(train[0], spec)
+    for recording in valid if {*held_out.classes} - {*spec.classes} and layout.classify else ():
+        for _ in read_blocks(ClassRecording(recording, spec.classes, _OWNER)):
+            pass  # reading names the step of the unknown class
+    if any(entry.split for entry in entries):
+        counts = sorted(Counter(entry.split for entry in entries).items())
+        source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
+        remark = f"splits as in the {source} ({listed(f'{name} {n}' for name, n in counts)})"
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
-    remarks += tuple(_leak_remarks(listed, train, spec))
+    remarks = (
+        remark,
+        *_setting_remarks(config, layout, train),
+        *_file_remarks(config, sources, layout),
+        *_value_remarks(statistics, held_out, spec),
+        *_leak_remarks(entries, max(train, key=len), spec),
+    )
     if spec.difference or len(layout.steps_ahead) > 1:
         statistics = replace(statistics, targets=target_moments(train, spec.difference))
     return Dataset(train, valid, statistics, held_out, spec, remarks)
@@ -159,7 +142,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
 def recordings_for(
     spec: ModelSpec,
     config: Config,
-    data: Path | None = None,
+    data: Path | str | None = None,
     split: str | None = None,
     *,
     targets: bool = True,
@@ -182,22 +165,22 @@ def recordings_for(
     Raises:
         DataError: no such split, or recordings that the model does not fit; all are listed.
     """
-    entries = find_recordings(data or Path(config.data), spec.layout.static)
-    unnamed = split is None
-    if split is None:
-        usual = [name for name in ("test", "valid") if any(e.split == name for e in entries)]
-        split = usual[0] if usual else "valid" if data is None else "all"
-    chosen = entries if split == "all" else entries_of(entries, (split,))
-    sources = open_recordings(chosen, spec.layout, on_phase, targets=targets)
-    numeric = _fitting(sources, spec)
-    splits, _ = split_recordings(numeric, 0.0 if split == "all" else config.holdout)
-    if unnamed and data is None and set(splits) == {"train"}:
+    entries = find_recordings(Path(data or config.data), spec.layout.static)
+    named = {entry.split for entry in entries}
+    default = "valid" if data is None else "all"
+    chosen = split or next((name for name in ("test", "valid") if name in named), default)
+    own = entries if chosen == "all" else entries_of(entries, (chosen,))
+    sources = open_recordings(own, spec.layout, on_phase, targets=targets)
+    splits, _ = split_recordings(
+        _fitting(sources, spec), 0.0 if chosen == "all" else config.holdout
+    )
+    if split is None and data is None and set(splits) == {"train"}:
         raise DataError(
             "nothing of the data was held out from training: give other data, or write --split"
             " train to take those of the training"
         )
-    recordings = choose_split(splits, split)
-    return split, as_played(recordings, spec.layout, spec.classes) if targets else recordings
+    recordings = choose_split(splits, chosen)
+    return chosen, as_played(recordings, spec.layout, spec.classes) if targets else recordings
 
 
 def open_recording(
@@ -218,11 +201,10 @@ def open_recording(
     """
     features, expected = dict(static or {}), spec.layout.static
     if set(features) != set(expected):
-        flag = ",".join(f"{name}=NUMBER" for name in expected)
+        flag = "--static " + ",".join(f"{name}=NUMBER" for name in expected)
         raise DataError(
             f"the model was trained on the static features {listed(expected) or 'none'}, got"
-            f" {listed(features) or 'none'}; "
-            + (f"write --static {flag}" if flag else "leave out --static")
+            f" {listed(features) or 'none'}; " + (f"write {flag}" if expected else "leave them out")
         )
     tables = [spec.layout.open(s) if isinstance(s, Path) else s for s in sources]
     name = ";".join(Path(table.path).name for table in tables)
@@ -238,11 +220,11 @@ def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[
     Raises:
         DataError: another number of input columns than that of the model.
     """
-    for source in sources:
-        width = source.recording.read(0, 1).inputs.size
+    for recording in (source.recording for source in sources):
+        width = recording.read(0, 1).inputs.size
         if width != spec.features:
             raise DataError(
-                f"{source.recording.name}: has {width} input columns, the model was trained on"
+                f"{recording.name}: has {width} input columns, the model was trained on"
                 f" {spec.features} ({listed(spec.layout.inputs)})"
             )
     return in_splits(sources, spec.standardise)
@@ -271,35 +253,36 @@ def entries_of(entries: Sequence[ManifestEntry], splits: Sequence[str]) -> list[
 
 
 def split_recordings(
-    recordings: Sequence[tuple[str, Recording]], holdout: float, source: str = "manifest"
+    recordings: Sequence[tuple[str, Recording]], holdout: float
 ) -> tuple[dict[str, list[Recording]], str]:
     """Recordings by split, and in words where the splits come from.
 
     Without splits in a manifest or by sub-folders, the last recordings by name are held out as
     `valid`; of a single recording, its end.
     """
+    splits = dict[str, list[Recording]]()
+    for name, recording in recordings:
+        splits.setdefault(name or "train", []).append(recording)
     if any(name for name, _ in recordings):
-        splits: dict[str, list[Recording]] = {}
-        for name, recording in recordings:
-            splits.setdefault(name or "train", []).append(recording)
-        return splits, f"splits as in the {source}"
-    everything = [recording for _, recording in recordings]
+        return splits, ""
+    train = splits.get("train", [])
     if holdout == 0:
-        remark = "nothing held out (--holdout 0): the scores are those of the training data"
-        return {"train": everything}, remark
-    if len(everything) == 1:
-        whole, cut = everything[0], round(len(everything[0]) * (1 - holdout))
-        if not 0 < cut < len(whole):
-            raise DataError(
-                f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
-                f" share of {holdout}; take --holdout 0"
-            )
-        parts: list[Recording] = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
-        remark = f"the last {holdout:.0%} of the recording held out"
-        return {"train": parts[:1], "valid": parts[1:]}, remark
-    count = max(1, round(len(everything) * holdout))
-    remark = f"{count} of {len(everything)} recordings held out, the last by name"
-    return {"train": everything[:-count], "valid": everything[-count:]}, remark
+        return splits, "nothing held out (--holdout 0): the scores are those of the training data"
+    if len(train) > 1:
+        count = max(1, round(len(train) * holdout))
+        remark = f"{count} of {len(train)} recordings held out, the last by name"
+        return {"train": train[:-count], "valid": train[-count:]}, remark
+    (whole,), cut = train, round(len(train[0]) * (1 - holdout))
+    if not 0 < cut < len(whole):
+        raise DataError(
+            f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
+            f" share of {holdout}; take --holdout 0"
+        )
+    parts: list[Recording] = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
+    return {
+        "train": parts[:1],
+        "valid": parts[1:],
+    }, f"the last {holdout:.0%} of the recording held out"
 
 
 def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:
@@ -353,12 +336,12 @@ def changed_data(
         before: the spec in the checkpoint, as plain values.
         weights: the weights and statistics in the checkpoint.
     """
-    now = asdict(spec)
+    new, old = ({**spec["layout"], **spec, "layout": None} for spec in (asdict(spec), before))
+    old = {key: value for key, value in old.items() if (key, value) != ("rate", None)}
     return [
         f"{key} were {old[key]!r} and are now {value!r}"
-        for new, old in ((now["layout"], before["layout"]), (now, before))
         for key, value in new.items()
-        if key != "layout" and old.get(key, value) != value and (key, old[key]) != ("rate", None)
+        if old.get(key, value) != value
     ] or [
         f"'{name}', a statistic of the training split, was {weights[name].tolist()}"
         f" and is now {value.tolist()}"
@@ -368,6 +351,7 @@ def changed_data(
 
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
+    """Refuse missing inputs that are not masked, and targets that the task cannot have."""
     faults = train.faults + valid.faults if config.missing == "error" else []
     expected = "0 or 1" if config.task == "multilabel" else "finite"
     faults += [
@@ -378,203 +362,119 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
         raise DataError(
             join_faults(faults) + ". Clean the files, or mask steps without inputs: --missing mask"
         )
+    classes = sorted_classes(train.classes)
+    if config.task in {None, "classify"} and not 2 <= len(classes) <= _MAX_CLASSES:
+        raise DataError(
+            f"the training split has {counted(len(classes), 'class', 'classes')}"
+            f" ({listed(classes)}), expected 2 to {_MAX_CLASSES}. Is it --task regress?"
+        )
+    if config.task not in {None, "classify"} and not train.targets.count.all():
+        raise DataError(
+            "a target column of the training split has no value at all; regression needs some"
+        )
 
 
-def _classes(statistics: Statistics) -> tuple[str, ...]:
-    classes = sorted_classes(statistics.classes)
-    if 2 <= len(classes) <= _MAX_CLASSES:
-        return classes
-    needs = "" if len(classes) > 1 else "; classification needs two or more"
-    names = ", ".join(classes[:3]) + (", ..." if len(classes) > 3 else "")
-    raise DataError(
-        f"the training split has {counted(len(classes), 'class', 'classes')} ({names}){needs}. Is"
-        " it --task regress?"
-    )
-
-
-def _folder_remarks(data: Path) -> list[str]:
-    """Files of a folder that are no recordings."""
-    if not is_folder(data) or manifest_of(data) is not None:
-        return []
-    others = read_folder(data, MANIFESTS).others
-    what = f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
-    return [what] if others else []
-
-
-def _split_counts(entries: Sequence[ManifestEntry]) -> str:
-    counts = Counter(entry.split for entry in entries)
-    if len(counts) < 2:
-        return ""
-    return f" ({listed(f'{name} {count}' for name, count in sorted(counts.items()))})"
-
-
-def _ahead_remarks(layout: Layout) -> list[str]:
-    if not layout.ahead:
-        return []
-    steps = layout.steps_ahead
-    which = counted(steps[0], "step") if len(steps) == 1 else f"{listed(steps)} steps"
-    last = counted(steps[-1], "step")
-    return [f"targets are {which} later: the last {last} of each recording have none"]
-
-
-def _season_remarks(config: Config, layout: Layout) -> list[str]:
-    """Where the comparison with the last season says nothing."""
-    if config.season is None:
-        return []
-    if layout.task == "multilabel":
-        return ["--season has no effect: labels are not compared with baselines"]
-    if "season" not in baseline_lags(layout.steps_ahead, config.season // layout.frame_size):
-        return [f"--season {config.season} has no effect: the value a season before is that of now"]
-    return []
-
-
-def _check_present(recording: Recording, spec: ModelSpec) -> None:
-    """Refuse inputs that have the name of a target and are not its present value."""
-    if not spec.difference:
+def _setting_remarks(config: Config, layout: Layout, train: Sequence[Recording]) -> Iterator[str]:
+    """Effects of settings that one may not expect."""
+    if steps := layout.steps_ahead:
+        last = counted(steps[-1], "step")
+        which = last if len(steps) == 1 else f"{listed(steps)} steps"
+        yield f"targets are {which} later: the last {last} of each recording have none"
+    if config.season and not any(n % config.season for n in layout.ahead):
+        yield f"--season {config.season} has no effect: the value a season before is that of now"
+    if config.train_on == "windows":
         return
-    _, steps = next(read_blocks(recording))
-    if steps.targets is None:
-        return
-    inputs = steps.inputs.reshape(len(steps.inputs), -1)
-    for i, (name, now) in enumerate(
-        zip(spec.layout.targets, inputs.T[list(spec.difference)], strict=False)
+    recordings, stride = len(train), config.stride or 0
+    epoch = sum(map(len, train)) / config.lanes + max(map(len, train))  # at most
+    if stride > epoch:
+        yield f"--stride {stride} is longer than an epoch: each epoch is one update"
+    if recordings < config.lanes:
+        state = (
+            "from the state in which the part before it ended the last epoch"
+            if config.hand_off
+            else "from a zero state"
+        )
+        yield (
+            f"cut into {counted(config.lanes, 'part')}, one for each lane, each {state} (--lanes"
+            f" {recordings} keeps recordings whole)"
+        )
+    elif config.hand_off:
+        yield "--hand-off has no effect: there are recordings for all lanes, and none is cut"
+
+
+def _file_remarks(
+    config: Config, sources: Sequence[SourceRecording], layout: Layout
+) -> Iterator[str]:
+    """Files, rows and columns that are not used."""
+    data = Path(config.data)
+    if (
+        is_folder(data)
+        and manifest_of(data) is None
+        and (others := read_folder(data, MANIFESTS).others)
     ):
-        target = steps.targets.reshape(len(inputs), -1)[:, i]
-        known = np.isfinite(now) & np.isfinite(target)
-        if not np.allclose(now[known], target[known], rtol=1e-5):
-            raise DataError(
-                f"recording '{recording.name}': the input '{name}' is not the present value of the"
-                f" target '{name}', to which --difference adds; leave it out, or rename one"
+        yield f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
+    if left := sum(one.left_out for one in sources):
+        yield f"{counted(left, 'row')} left out: they fill no frame of {layout.frame_size}"
+    if lost := sum(one.lost for one in sources):
+        yield (
+            f"{counted(lost, 'interval')} left out: they cover the last row of no frame of"
+            f" {layout.frame_size}"
+        )
+    timed = [(one, *one.times) for one in sources if one.times is not None]
+    if not timed:
+        return
+    _, column, summary = timed[0]
+    text = f"time stamps in '{column}', every {time_span(summary.spacing)}: no input"
+    uneven = [one.recording.name for one, _, s in timed if not (one.rates or s.is_even)]
+    if uneven and not layout.rate_set:
+        text += f"; not evenly spaced in {listed(uneven)}: no rate (--rate sets rows per second)"
+    if gaps := [(s.longest, one.recording.name, s.gaps) for one, _, s in timed if s.gaps]:
+        (longest, row), name, _ = max(gaps)
+        count = counted(sum(gap[2] for gap in gaps), "gap")
+        text += f"; {count}, the longest of {time_span(longest)} before row {row} of '{name}'"
+    yield text
+
+
+def _value_remarks(train: Statistics, valid: Statistics, spec: ModelSpec) -> Iterator[str]:
+    """What the values show."""
+    names = zip(spec.layout.inputs, train.rising, strict=False)
+    if clocks := [name for name, rises in names if rises]:
+        advice = f"--exclude {clocks[0]} leaves it out"
+        yield f"input {listed(clocks)} only ever rises: a clock? {advice}"
+    if train.missing:
+        yield f"{counted(train.missing, 'step')} masked: their inputs are NaN or infinite"
+    if train.missing_targets:
+        yield f"{counted(train.missing_targets, 'step')} masked: they have no target"
+    trained = {checksum: name for name, checksum in train.checksums.items()}
+    for name, checksum in valid.checksums.items():
+        if checksum in trained:  # such as a copy of a file
+            yield (
+                f"held-out recording '{name}' has the values of '{trained[checksum]}', which is"
+                " trained on"
             )
 
 
 def _leak_remarks(
-    entries: Sequence[ManifestEntry], train: Sequence[Recording], spec: ModelSpec
-) -> list[str]:
+    entries: Sequence[ManifestEntry], longest: Recording, spec: ModelSpec
+) -> Iterator[str]:
     """Inputs that give a target away, or that a targets file has as a column, too."""
-    layout, longest = spec.layout, max(train, key=len)
+    layout = spec.layout
     if layout.allow_target_as_input:
-        return []
+        return
     _, steps = next(read_blocks(longest))
-    columns = leaks(steps, layout.inputs)
-    named = {
-        f"determines {target}": n for target, n in zip(spec.target_names, columns, strict=False)
-    }
+    columns = zip(spec.target_names, leaks(steps, layout.inputs), strict=False)
+    named = {f"determines {target}": names for target, names in columns}
     file = next((entry.targets for entry in entries if entry.targets is not None), None)
     if file is not None and not layout.ahead:
-        own = layout.open(file).columns
-        named["is a column of the targets files"] = [
-            n
-            for n in layout.inputs
-            if n in own and not n.isdecimal()  # else it is without a name
-        ]
-    return [
-        f"input {listed(names)} {what}; if it is not known when the net runs,"
-        f" {_without(names, spec)}"
-        for what, names in named.items()
-        if names
-    ]
-
-
-def _without(names: Sequence[str], spec: ModelSpec) -> str:
-    """The flag that leaves inputs out; a target cannot be excluded."""
-    if not {*names} & {*spec.layout.targets}:
-        return f"--exclude {','.join(names)}"
-    return f"--inputs {','.join(name for name in spec.layout.inputs if name not in names)}"
-
-
-def _lane_remarks(config: Config, recordings: int) -> list[str]:
-    """Whether recordings are cut into parts, and from which state the parts start."""
-    if config.train_on == "windows":
-        return []
-    if recordings >= config.lanes:
-        return [
-            "--hand-off has no effect: there are recordings for all lanes, and none is cut"
-        ] * config.hand_off
-    state = (
-        "from the state in which the part before it ended the last epoch"
-        if config.hand_off
-        else "from a zero state"
-    )
-    whole = f"--lanes {recordings} keeps recordings whole"
-    parts = counted(config.lanes, "part")
-    return [f"cut into {parts}, one for each lane, each {state} ({whole})"]
-
-
-def _statistics_remarks(statistics: Statistics, spec: ModelSpec) -> list[str]:
-    remarks: list[str] = []
-    names = zip(spec.layout.inputs, statistics.rising, strict=False)
-    clocks = [name for name, rises in names if rises]
-    if clocks:
-        remarks.append(
-            f"input {listed(clocks)} only ever rises: a clock? --exclude {clocks[0]} leaves it out"
-        )
-    means = np.array(statistics.means)
-    apart = np.where(np.isnan(means), statistics.inputs.mean, means).std(axis=0)
-    within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
-    differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
-    if differ and len(means) >= _COMPARED and spec.standardise == "split":
-        remarks.append(
-            f"input {listed(differ)} differs more between recordings than within them; if its level"
-            " is of no meaning, --standardise first:400 takes that of the first steps of each"
-        )
-    own = spec.standardise not in {"split", "none"} and not spec.difference
-    if own and spec.layout.task == "regress":
-        remarks.append(
-            "targets are standardised by the training split: those of a new recording are not known"
-            " when the net runs. If a forecast has levels of its own, take first:400 and"
-            " --difference"
-        )
-    if statistics.missing:
-        remarks.append(
-            f"{counted(statistics.missing, 'step')} masked: their inputs are NaN or infinite"
-        )
-    if statistics.missing_targets:
-        remarks.append(f"{counted(statistics.missing_targets, 'step')} masked: they have no target")
-    return remarks
-
-
-def _time_remarks(sources: Sequence[SourceRecording], layout: Layout) -> list[str]:
-    """The column of time stamps, which is no input: its spacing, and where it has gaps."""
-    named = [(s.recording.name, *s.times) for s in sources if s.times is not None]
-    if not named:
-        return []
-    spacing = Counter(summary.spacing for _, _, summary in named)
-    usual = spacing.most_common(1)[0][0]
-    remark = f"time stamps in '{named[0][1]}', every {time_span(usual)}: no input"
-    uneven = [s.recording.name for s in sources if s.times and not (s.rates or s.times[1].is_even)]
-    if uneven and not layout.rate_set:
-        whose = f" in {listed(uneven)}" if len(uneven) < len(named) else ""
-        remark += f"; not evenly spaced{whose}: no rate (--rate sets rows per second)"
-    gaps = [(s.longest, s.gaps, name) for name, _, s in named if s.gaps]
-    if gaps:
-        (longest, row), _, name = max(gaps)
-        total = sum(count for _, count, _ in gaps)
-        remark += (
-            f"; {counted(total, 'gap')}, the longest of {time_span(longest)} before"
-            f" row {row} of '{name}'"
-        )
-    missing = sum(summary.missing for _, _, summary in named)
-    return [remark + f"; {missing} are empty" * bool(missing)]
-
-
-def _copy_remarks(train: Statistics, valid: Statistics) -> list[str]:
-    """Held-out recordings with the values of one that is trained on, such as a copy of its file."""
-    trained = {checksum: name for name, checksum in train.checksums.items()}
-    return [
-        f"held-out recording '{name}' has the values of '{trained[checksum]}', which is trained on"
-        for name, checksum in valid.checksums.items()
-        if checksum in trained
-    ][:_MAX_COPIES]
-
-
-def _frame_remarks(sources: Sequence[SourceRecording], frame_size: int) -> list[str]:
-    left, lost = sum(one.left_out for one in sources), sum(one.lost for one in sources)
-    remarks = (
-        (left, "row", f"at the end of their recordings they fill no frame of {frame_size}"),
-        (lost, "interval", f"they cover the last row of no frame of {frame_size}"),
-    )
-    return [f"{counted(count, noun)} left out: {why}" for count, noun, why in remarks if count]
+        own = layout.open(file).columns  # those called 0, 1, ... are without a name
+        copies = [name for name in layout.inputs if name in own and not name.isdecimal()]
+        named["is a column of the targets files"] = copies
+    for what, names in named.items():
+        others = ",".join(name for name in layout.inputs if name not in names)
+        target = {*names} & {*layout.targets}  # which cannot be excluded
+        advice = f"--inputs {others}" if target else f"--exclude {','.join(names)}"
+        if names:
+            yield f"input {listed(names)} {what}; if it is not known when the net runs, {advice}"
 
 
 def idle_remarks(share: float) -> tuple[str, ...]:

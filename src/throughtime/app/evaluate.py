@@ -1,85 +1,124 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from throughtime._files import write_atomically
-from throughtime.app.baselines import Baselines
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import json_safe
+from throughtime.app.scores import MODEL, ClassScores
+from throughtime.chunk import Chunk
 from throughtime.evaluation import Evaluation, Evaluator
+from throughtime.metrics import Metrics
 from throughtime.stream import Recording
+from throughtime.stream.recording import RecordingView, StepArrays
+from throughtime.stream.targets import ForecastRecording, later_rows
 
-_LANES = 64  # recordings evaluated at the same time
-_CHUNK = 512
-_BINS, _LARGEST = 4096, 30.0  # of log-odds: 0.015 apart, which no ranking of a recording notices
+_LANES, _CHUNK = 64, 512  # recordings evaluated at the same time, and steps
 
 
-class ClassScores:
-    """Precision, recall, F1, AUROC and AUPRC of each class against all others, and the confusion.
-
-    Rankings are those of histograms of the log-odds, so memory does not grow with the steps. AUPRC
-    is the average precision: the sum of precision times the gain in recall, without interpolation.
-
-    Args:
-        names: of the classes.
+@dataclass(frozen=True)
+class BaselineRecording(RecordingView[ForecastRecording]):
+    """A forecast with the values of the baselines as series; what they lack is as a missing target.
 
     Attributes:
-        confusion: `(C, C)`, how often class i, the row, was predicted as class j.
+        whole: the forecast.
+        lags: of each baseline, by name: the steps before the present of its value, for each ahead.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
-        count = len(names)
-        self._names, self.confusion = (
-            names,
-            torch.zeros(count, count, dtype=torch.long, device="cpu"),
-        )
-        self._ranked = torch.zeros(
-            2, count, _BINS, dtype=torch.long, device="cpu"
-        )  # of others, of the class
+    whole: ForecastRecording
+    lags: Mapping[str, Sequence[int]]
 
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add outputs `(N, C)`, logits, and classes `(N,)`."""
-        count, true = len(self._names), targets.long().flatten().cpu()
-        logs = outputs.detach().double().cpu().log_softmax(dim=1)
-        pairs = torch.bincount(true * count + logs.argmax(dim=1), minlength=count**2)
-        self.confusion += pairs.view(count, count)
-        odds = (logs - (-torch.expm1(logs)).log()).clamp(-_LARGEST, _LARGEST)
-        bins = ((odds + _LARGEST) * ((_BINS - 1) / (2 * _LARGEST))).round().long()
-        each = torch.arange(count, device="cpu")
-        rows = ((true[:, None] == each) * count + each) * _BINS + bins
-        self._ranked += torch.bincount(rows.flatten(), minlength=2 * count * _BINS).view(
-            2, count, _BINS
-        )
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = self.whole.read(start, stop)
+        count, first = len(steps.inputs), max(0, start - max(map(max, self.lags.values())))
+        rows = self.whole.whole.read(first, start + count).targets
+        if rows is None:
+            return steps
+        series = {
+            name: later_rows(rows, [start - first - lag for lag in lags], count)
+            for name, lags in self.lags.items()
+        }
+        return steps._replace(series=series)
 
-    def compute(self) -> dict[str, dict[str, float]]:
-        """By class: its steps, precision, recall, F1, AUROC and AUPRC; NaN where undefined."""
-        confusion = self.confusion.double()
-        right, true, named = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-        others, own = self._ranked.double().flip(2)  # by falling odds
-        false_hits, hits = others.cumsum(1), own.cumsum(1)
-        columns = {
-            "steps": true,
-            "precision": right / named,
-            "recall": right / true,
-            "f1": 2 * right / (true + named),
-            "auroc": (others * (hits - own / 2)).sum(1) / (hits[:, -1] * false_hits[:, -1]),
-            "auprc": (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
-        }
-        return {
-            name: {key: float(values[i]) for key, values in columns.items()}
-            for i, name in enumerate(self._names)
-        }
+
+class Baselines:
+    """Errors of a model and of forecasts without one, the value now and that of the last season.
+
+    Seasonal persistence takes the value of one season before the time of the forecast, or of the
+    latest season before that which is known (Hyndman & Athanasopoulos, Forecasting: Principles and
+    Practice, section 5.2: naive and seasonal naive). All are measured on the same steps: those that
+    have a target and all of these values. `skill = 1 - error / error of the baseline`, of squared
+    errors or of wrong classes, is above 0 where the model is better (Murphy 1988).
+
+    Args:
+        spec: of the model.
+        recordings: that are evaluated.
+        season: steps of a season; one that ends with the present is no other baseline.
+
+    Attributes:
+        recordings: with the values of the baselines, if the model forecasts classes or numbers.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, recordings: Sequence[Recording], season: int | None
+    ) -> None:
+        ahead, self._lags = spec.layout.steps_ahead, dict[str, list[int]]()
+        if ahead and not spec.is_multilabel:
+            self._lags["persistence"] = [0] * len(ahead)
+            if season and any(n % season for n in ahead):
+                self._lags["season"] = [-n % season for n in ahead]
+        self.recordings = [
+            BaselineRecording(r, self._lags)
+            if self._lags and isinstance(r, ForecastRecording)
+            else r
+            for r in recordings
+        ]
+        self._columns, self._numbers = spec.target_names, not spec.classes
+        self._steps, self._errors = 0, np.zeros((1 + len(self._lags), len(self._columns)))
+
+    def add(self, chunk: Chunk, outputs: Tensor) -> None:
+        """Add the outputs `(T, B, C)` of a chunk, which is where they are."""
+        rows, targets = chunk.valid_pairs(outputs)
+        answers = rows if self._numbers else rows.argmax(dim=1)
+        others = (chunk[name][chunk.mask] for name in self._lags)
+        parts = [part.reshape(len(rows), -1).double() for part in (targets, answers, *others)]
+        values = torch.stack(parts)  # (2 + baselines, N, columns)
+        known = values.isfinite() if self._numbers else values >= 0
+        kept = values[:, known.all(dim=2).all(dim=0)]
+        errors = (kept[1:] - kept[0]).square() if self._numbers else (kept[1:] != kept[0]).double()
+        self._steps += kept.shape[1]
+        self._errors += errors.sum(dim=1).cpu().numpy()
+
+    def compute(self) -> Metrics:
+        """The errors by name; empty if no step can be compared.
+
+        For numbers `model/rmse[column]`, `persistence/rmse[column]` and so on, and
+        `persistence/skill[column]`, that of the model against it. For classes `model/accuracy`,
+        `persistence/accuracy` and `persistence/skill`.
+        """
+        metrics: Metrics = {"compared/steps": float(self._steps)} if self._steps else {}
+        means = (self._errors / max(1, self._steps)).tolist()
+        for name, errors in zip((MODEL, *self._lags), means, strict=True) if self._steps else ():
+            for column, error, own in zip(self._columns, errors, means[0], strict=True):
+                of = f"[{column}]" * self._numbers
+                score = {"rmse": math.sqrt(error)} if self._numbers else {"accuracy": 1 - error}
+                if name != MODEL:
+                    score["skill"] = 1 - own / error if error else math.nan
+                metrics |= {f"{name}/{key}{of}": value for key, value in score.items()}
+        return metrics
 
 
 def evaluate_recordings(
@@ -94,22 +133,20 @@ def evaluate_recordings(
 
     Those of a forecast include a comparison with the baselines. `classes` gets all outputs.
     """
-    lanes = min(len(recordings), _LANES)
-    baselines = Baselines.of_forecast(spec, recordings, config)
-    played = recordings if baselines is None else baselines.recordings
-    stream = unbroken_stream(played, spec, config, lanes, _CHUNK)
+    season = config.season and config.season // spec.layout.frame_size
+    baselines, lanes = Baselines(spec, recordings, season), min(len(recordings), _LANES)
+    stream = unbroken_stream(baselines.recordings, spec, config, lanes, _CHUNK)
     for chunk in stream:
-        own = chunk if baselines is None else baselines.own_targets(chunk)
-        outputs = evaluator.add(own)
-        if baselines is not None:
-            baselines.add(chunk, outputs)
+        outputs = evaluator.add(chunk)
+        sent = chunk.to(outputs.device)
+        if spec.layout.ahead and not spec.is_multilabel:
+            baselines.add(sent, outputs)
         if classes is not None:
-            classes.add(*own.to(outputs.device).valid_pairs(outputs))
+            classes.add(*sent.valid_pairs(outputs))
         if on_phase is not None:
             on_phase("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
     result = evaluator.result(stream)
-    compared = {} if baselines is None else baselines.compute()
-    return replace(result, metrics=result.metrics | compared)
+    return replace(result, metrics=result.metrics | baselines.compute())
 
 
 def evaluate_run(
@@ -130,9 +167,9 @@ def evaluate_run(
     """
     spec = run.spec
     split, recordings = recordings_for(spec, run.config, data, split, on_phase=on_phase)
+    classes = ClassScores(spec.classes) if spec.classes else None
     with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
         evaluator = Evaluator(run.net, metrics=spec.metrics())
-        classes = ClassScores(spec.classes) if spec.classes else None
         scores = evaluate_recordings(evaluator, spec, recordings, run.config, on_phase, classes)
     content: dict[str, Any] = {
         "split": split,
@@ -142,9 +179,7 @@ def evaluate_run(
         "metrics": scores.metrics,
         "recordings": scores.recordings,
     }
-    if classes is not None:
-        content |= {"classes": classes.compute(), "confusion": classes.confusion.tolist()}
-    return content
+    return content | (classes.facts() if classes is not None else {})
 
 
 def keep_results(run: Run, path: Path, content: Mapping[str, Any]) -> str:

@@ -2,18 +2,12 @@
 
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
-from throughtime.app.data_statistics import features
 from throughtime.app.dataset import open_recording
 from throughtime.app.load import Run
-from throughtime.app.model import ModelSpec, in_units, one_thread
-from throughtime.carry.carried import Carried
+from throughtime.app.model import in_units, one_thread, unbroken_stream
 from throughtime.deploy.export import Export, export
-from throughtime.errors import DataError, counted
-from throughtime.stream import Recording, Stream
 
 _STEPS = 1_000  # of the example
 
@@ -39,52 +33,27 @@ def export_run(
         ModelError: the model cannot be written in this format, or the file differs from it.
         DataError: a recording that the model does not fit.
     """
-    net, spec = run.net, run.spec
-    layout = spec.layout
-    recording = None if check is None else open_recording([check], spec)
-    rate = layout.rate / layout.frame_size if layout.rate is not None else None
-    details = {
-        "task": layout.task,
-        "columns": {"inputs": [*layout.inputs, *layout.static], "targets": list(spec.target_names)},
-        "rows_per_step": layout.frame_size,
-        "rows_ahead": layout.ahead,
-    }
+    net, spec, layout, stream = run.net, run.spec, run.spec.layout, None
+    if check is not None:
+        recording = open_recording([check], spec)
+        stream = unbroken_stream([recording], spec, run.config, 1, len(recording))
+    random = torch.Generator().manual_seed(0)  # the same bytes each time
+    x = torch.randn(_STEPS, spec.features, dtype=torch.float64, device="cpu", generator=random)
+    columns = {"inputs": [*layout.inputs, *layout.static], "targets": list(spec.target_names)}
     with one_thread(when=spec.is_small(lanes=1)):
         return export(
             net,
             out,
-            inputs=_example(net, spec),
+            inputs=in_units(net, x),
             steps=steps,
-            rate=rate,
+            rate=layout.rate and layout.rate / layout.frame_size,
             classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
-            stream=None if recording is None else _unbroken(recording, run),
-            details=details,
+            stream=stream,
+            details={
+                "task": layout.task,
+                "columns": columns,
+                "rows_per_step": layout.frame_size,
+                "rows_ahead": layout.ahead,
+            },
             with_session=with_session,
         )
-
-
-def _example(net: Carried, spec: ModelSpec) -> Tensor:
-    """Inputs with the means and deviations of the training split, if the net has these."""
-    random = torch.Generator().manual_seed(0)  # the same bytes each time
-    x = torch.randn(_STEPS, spec.features, dtype=torch.float64, device="cpu", generator=random)
-    return in_units(net, x)
-
-
-def _unbroken(recording: Recording, run: Run) -> Stream:
-    """The inputs of a whole recording with its static features.
-
-    Raises:
-        DataError: an input is NaN or infinite, and the run was not trained to mask such steps.
-    """
-    rows = features(recording.read(0, len(recording)))
-    inputs = {"inputs": torch.from_numpy(rows).to(run.spec.torch_dtype), "name": recording.name}
-    missing = run.config.missing
-    wrong = np.argwhere(~np.isfinite(rows))
-    if missing == "error" and len(wrong):
-        step, column = wrong[0].tolist()
-        raise DataError(
-            f"--check: recording '{recording.name}' has {counted(len(wrong), 'input')} NaN or"
-            f" infinite, the first at step {step}, column {column}. The file is verified on a"
-            " recording without a gap: give another one, or a part of this one"
-        )
-    return Stream(inputs, 1, len(rows), seed=None, missing=missing, rank=0, ranks=1)

@@ -21,9 +21,9 @@ from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.contradictions import LOSSES
 from throughtime.app.data_statistics import Statistics
-from throughtime.app.multilabel import MultiLabel
 from throughtime.app.recordings import SourceRecording, layout_of
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
+from throughtime.app.scores import MultiLabel
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
 from throughtime.app.values import named_numbers
 from throughtime.carry.carried import Carried, carry, running

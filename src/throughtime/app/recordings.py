@@ -4,7 +4,7 @@ Shapes: `T` steps, `S` static features.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeAlias
 
@@ -16,14 +16,7 @@ from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import is_number
 from throughtime.stream.formats.times import TimeSummary, summarize_times
-from throughtime.stream.layout import (
-    Label,
-    Layout,
-    Targets,
-    check_numbers,
-    lay_out,
-    targets_of,
-)
+from throughtime.stream.layout import Label, Layout, Targets, check_numbers, lay_out, targets_of
 from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.row_sources import ColumnRows, concat_tables, time_rows
@@ -101,16 +94,21 @@ def open_recordings(
             file, other columns or rates than those of the first recording; all are listed.
     """
     opened, faults = list[SourceRecording](), list[str]()
-    on_phase = on_phase or (lambda *_: None)
-    on_phase("opening recordings", 0, len(entries))
     for count, entry in enumerate(entries, start=1):
         try:
             tables = [layout.open(path) for path in entry.inputs]
             opened.append(open_entry(entry, tables, layout, targets=targets))
         except DataError as error:
             faults.append(str(error))
-        on_phase("opening recordings", count, len(entries))
-    faults += _exclude_faults(opened, layout) if targets else []
+        if on_phase is not None:
+            on_phase("opening recordings", count, len(entries))
+    absent = [n for n in layout.exclude if not any(n in one.table.columns for one in opened)]
+    if targets and opened and absent:
+        table = opened[0].table
+        faults.append(
+            f"--exclude {listed(absent)}: no recording has it; the columns of {table.path} are"
+            f" {listed(table.columns)}{did_you_mean(absent[0], table.columns)}"
+        )
     return check_sources(opened, layout, faults)
 
 
@@ -118,50 +116,38 @@ def check_sources(
     opened: list[SourceRecording], layout: Layout, faults: Sequence[str] = ()
 ) -> list[SourceRecording]:
     """Refuse recordings that do not fit each other or the layout, beside the faults so far."""
-    every = [
-        *faults,
-        *rate_faults(layout, [rate for one in opened for rate in one.rates]),
-        *_column_faults(opened),
-        *_time_faults(opened),
-    ]
+    every, rates = [*faults], [rate for one in opened for rate in one.rates]
+    if layout.rate is not None:
+        rates.insert(0, Rate("what the model was trained on", layout.rate))
+    for rate in [] if layout.rate_set else rates[1:]:
+        first, hint = rates[0], ", or write --rate N if all have the same"
+        if abs(first.value / rate.value - 1) > max(first.tolerance, rate.tolerance):
+            every.append(
+                f"{rate.source} has {rate.value:.12g} rows per second, {first.source} has"
+                f" {first.value:.12g}; resample one of them{hint * (layout.rate is None)}"
+            )
+    for one in opened:
+        name, other = one.recording.name, opened[0].recording
+        for role in (
+            "input",
+            "target",
+        ):  # may differ, or be in another order, if no setting names them
+            columns, expected = (getattr(r, f"{role}_columns") for r in (one.recording, other))
+            if columns != expected:
+                every.append(
+                    f"recording '{name}' has the {role} columns {listed(columns)}, '{other.name}'"
+                    f" has {listed(expected)}; name them with --{role}s, or rename them"
+                )
+        if one.times is not None and one.times[1].backward is not None:
+            row, before, after = one.times[1].backward
+            every.append(
+                f"recording '{name}': row {row} of '{one.times[0]}', {after}, is earlier than the"
+                f" row before it, {before}; sort the file, split it where another recording begins,"
+                f" or write --exclude {one.times[0]} if the order of the rows is right"
+            )
     if every:
         raise DataError(join_faults(every))
     return opened
-
-
-def rate_faults(layout: Layout, rates: Iterable[Rate]) -> list[str]:
-    """A fault for each rate other than the first, which is that of the layout if it has one.
-
-    There is none where the rate is a setting.
-
-    Example:
-        >>> rate_faults(Layout("regress", rate=8e3), [Rate("b.wav", 16e3)])[0][:30]
-        'b.wav has 16000 rows per secon'
-    """
-    known = [] if layout.rate is None else [Rate("what the model was trained on", layout.rate)]
-    all_rates = [] if layout.rate_set else [*known, *rates]
-    hint = "" if known else ", or write --rate N if all have the same"
-    return [
-        f"{other.source} has {other.value:.12g} rows per second, {first.source} has"
-        f" {first.value:.12g}; resample one of them{hint}"
-        for first in all_rates[:1]
-        for other in all_rates[1:]
-        if abs(first.value / other.value - 1) > max(first.tolerance, other.tolerance)
-    ]
-
-
-def _column_faults(opened: Sequence[SourceRecording]) -> list[str]:
-    """Columns without a setting may have other names, or another order, in another file."""
-    faults: list[str] = []
-    for role in ("input", "target"):
-        named = [(one.recording.name, getattr(one.recording, f"{role}_columns")) for one in opened]
-        faults += [
-            f"recording '{name}' has the {role} columns {listed(names)}, '{named[0][0]}' has"
-            f" {listed(named[0][1])}; name them with --{role}s, or rename them"
-            for name, names in named
-            if names != named[0][1]
-        ]
-    return faults
 
 
 def open_entry(
@@ -188,13 +174,15 @@ def open_entry(
     check_numbers(inputs, "inputs", layout.task)
     if not layout.classify:
         check_numbers(labels, "targets", layout.task)
-    times, rates = _time_summary(table, layout), _rates_of(tables)
+    rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
+    stamps = time_rows(table, layout.exclude)
+    times = None if stamps is None else (stamps.columns[0], summarize_times(stamps))
     if times is not None and times[1].rate is not None and not rates:
-        rates = (Rate(f"column '{times[0]}' of {table.path}", times[1].rate, _MEASURED),)
-    if file is not None and isinstance(labels, ColumnRows):
-        rates += _rates_of([file], layout.target_every or 1)
+        rates = [Rate(f"column '{times[0]}' of {table.path}", times[1].rate, _MEASURED)]
+    if file is not None and file.rate is not None and isinstance(labels, ColumnRows):
+        rates.append(Rate(str(file.path), file.rate * (layout.target_every or 1)))
     left_out = len(table) % layout.frame_size
-    return SourceRecording(entry.split, recording, rates, left_out, table, times)
+    return SourceRecording(entry.split, recording, tuple(rates), left_out, table, times)
 
 
 def _targets(entry: ManifestEntry, table: Table, file: Table | None, layout: Layout) -> Targets:
@@ -205,57 +193,18 @@ def _targets(entry: ManifestEntry, table: Table, file: Table | None, layout: Lay
     """
     if file is not None:
         return targets_of(file, layout)
-    if entry.label is not None:
-        return _label_of(entry, layout)
-    own = ("targets",) if "targets" in table.columns else ()
-    rows = layout.target_rows(table, own)
+    if (label := entry.label) is not None:
+        number = is_number(label) and math.isfinite(float(label))
+        if not label or not (layout.classify or number):
+            expected = "a class" if layout.classify else "a finite number, or --task classify"
+            raise DataError(
+                f"recording '{entry.name}' has the label {label!r}, expected {expected}"
+            )
+        return Label("the manifest", label if layout.classify else float(label))
+    rows = layout.target_rows(table, ("targets",) if "targets" in table.columns else ())
     if rows is None:
         raise DataError(
             f"{table.path}: which columns are the targets? The file has {listed(table.columns)};"
             " name them with --targets"
         )
     return rows
-
-
-def _label_of(entry: ManifestEntry, layout: Layout) -> Label:
-    """The label that the manifest gives to the whole recording."""
-    label, classify = entry.label or "", layout.classify
-    if not label or (not classify and not (is_number(label) and math.isfinite(float(label)))):
-        expected = "a class" if classify else "a finite number (or is it --task classify?)"
-        raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
-    return Label("the manifest", label if classify else float(label))
-
-
-def _exclude_faults(opened: Sequence[SourceRecording], layout: Layout) -> list[str]:
-    """Excluded columns that no recording has."""
-    tables = [one.table for one in opened]
-    absent = [n for n in layout.exclude if not any(n in table.columns for table in tables)]
-    if not tables or not absent:
-        return []
-    hint = did_you_mean(absent[0], tables[0].columns)
-    of = f"the columns of {tables[0].path} are {listed(tables[0].columns)}"
-    return [f"--exclude {listed(absent)}: no recording has it; {of}{hint}"]
-
-
-def _time_faults(opened: Sequence[SourceRecording]) -> list[str]:
-    """Rows that are not in the order of time."""
-    named = [(one.recording.name, *one.times) for one in opened if one.times is not None]
-    return [
-        f"recording '{name}': row {row} of '{column}', {after}, is earlier than the row before it,"
-        f" {before}; sort the file, split it where another recording begins, or write --exclude"
-        f" {column} if the order of the rows is right"
-        for name, column, summary in named
-        if summary.backward is not None
-        for row, before, after in [summary.backward]
-    ]
-
-
-def _rates_of(tables: Iterable[Table], every: int = 1) -> tuple[Rate, ...]:
-    """The rates of the tables that have one, where a row is for `every` rows of the inputs."""
-    return tuple(Rate(str(t.path), t.rate * every) for t in tables if t.rate is not None)
-
-
-def _time_summary(table: Table, layout: Layout) -> tuple[str, TimeSummary] | None:
-    """The name of the column of time stamps, and what they show; `None` without one."""
-    rows = time_rows(table, layout.exclude)
-    return None if rows is None else (rows.columns[0], summarize_times(rows))
