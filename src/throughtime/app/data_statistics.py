@@ -62,6 +62,7 @@ class Statistics:
         missing: steps with inputs that are NaN or infinite.
         missing_targets: steps without a target.
         steps: the number of steps.
+        means: of the inputs of each recording, NaN where it has none.
         rising: input columns that increase strictly within every block.
         faults: one message for each recording with such inputs.
         bad_targets: one message for each block with infinite targets, or other labels than 0 and 1.
@@ -74,6 +75,7 @@ class Statistics:
     missing: int = 0
     missing_targets: int = 0
     steps: int = 0
+    means: list[Array] = field(default_factory=list[Array])
     rising: Array = field(default_factory=lambda: np.ones(1, dtype=np.bool_))
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
@@ -81,7 +83,7 @@ class Statistics:
 
     def add(self, recording: Recording, task: str, on_steps: Callable[[int], None]) -> None:
         """Add all steps of a recording; `on_steps` is called with those of each block."""
-        wrong, first, crc = 0, "", 0
+        wrong, first, crc, own = 0, "", 0, Moments()
         for start, steps in read_blocks(recording):
             inputs = features(steps)
             bad = ~np.isfinite(inputs)
@@ -91,6 +93,7 @@ class Statistics:
             wrong += int(bad.any(axis=1).sum())
             crc = checksum(steps, crc)
             self.inputs.add(inputs)
+            own.add(inputs)
             rises = (np.diff(inputs, axis=0) > 0).all(axis=0) & (len(inputs) > 2)
             self.rising = np.asarray(self.rising & rises)
             if steps.targets is not None and task == "classify":
@@ -101,6 +104,7 @@ class Statistics:
                 self._add_numbers(recording, start, steps.targets, labels=task == "multilabel")
             on_steps(len(inputs))
         self.checksums[recording.name] = f"{crc:08x}"
+        self.means.append(np.where(own.count > 0, own.mean, np.nan))
         self.steps += len(recording)
         self.missing += wrong
         if wrong:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,7 @@ from throughtime.stream.targets import ClassRecording, shift_targets, sorted_cla
 _OWNER = "the training split has"  # the classes
 _MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
+_COMPARED = 4  # recordings: fewer may differ by chance
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
         counts = sorted(Counter(entry.split for entry in entries).items())
         source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
         remark = f"splits as in the {source} ({listed(f'{name} {n}' for name, n in counts)})"
+    _check_present(train[0], spec)
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
     remarks = (
         remark,
@@ -374,6 +377,22 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
         )
 
 
+def _check_present(recording: Recording, spec: ModelSpec) -> None:
+    """Refuse inputs that have the name of a target and are not its present value."""
+    _, steps = next(read_blocks(recording))
+    if not spec.difference or steps.targets is None:
+        return
+    inputs, targets = (a.reshape(len(a), -1) for a in (steps.inputs, steps.targets))
+    pairs = zip(inputs.T[list(spec.difference)], targets.T, strict=False)
+    for name, (now, target) in zip(spec.layout.targets, pairs, strict=False):
+        known = np.isfinite(now) & np.isfinite(target)
+        if not np.allclose(now[known], target[known], rtol=1e-5):
+            raise DataError(
+                f"recording '{recording.name}': the input '{name}' is not the present value of the"
+                f" target '{name}', to which --difference adds; leave it out, or rename one"
+            )
+
+
 def _setting_remarks(config: Config, layout: Layout, train: Sequence[Recording]) -> Iterator[str]:
     """Effects of settings that one may not expect."""
     if steps := layout.steps_ahead:
@@ -441,6 +460,15 @@ def _value_remarks(train: Statistics, valid: Statistics, spec: ModelSpec) -> Ite
     if clocks := [name for name, rises in names if rises]:
         advice = f"--exclude {clocks[0]} leaves it out"
         yield f"input {listed(clocks)} only ever rises: a clock? {advice}"
+    means = np.where(np.isnan(train.means), train.inputs.mean, train.means)
+    apart = means.std(axis=0)
+    within = np.sqrt(np.maximum(train.inputs.scale**2 - apart**2, 0))
+    differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
+    if differ and len(means) >= _COMPARED and spec.standardise == "split":
+        yield (
+            f"input {listed(differ)} differs more between recordings than within them; if its level"
+            " is of no meaning, --standardise first:400 takes that of the first steps of each"
+        )
     if train.missing:
         yield f"{counted(train.missing, 'step')} masked: their inputs are NaN or infinite"
     if train.missing_targets:
