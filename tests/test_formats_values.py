@@ -117,21 +117,6 @@ def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
             open_table(tmp_path / "b.npz")
 
 
-def test_rows_stay_valid_after_their_pages_are_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("throughtime.stream.formats.table.RELEASE_AFTER", 4096)
-    values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
-    columns = {str(i): values[:, i] for i in range(2)}
-    feather.write_feather(pa.table(columns), tmp_path / "a.feather", compression="uncompressed")
-    table = open_table(tmp_path / "a.feather")
-    rows = [table.read(start, start + 1000, ("1", "0")) for start in range(0, 50_000, 1000)]
-    np.testing.assert_array_equal(np.concatenate(rows), values[:, ::-1])
-    first = table.read(0, 5000, table.columns)
-    table.read(5000, 10_000, table.columns)
-    np.testing.assert_array_equal(first, values[:5000])
-
-
 def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path: Path) -> None:
     """Also where there is none: a stream refuses a column whose type changes on the way."""
     table = pa.table({"n": [1, 2, 3, None], "b": [True, False, None, True], "whole": [1, 2, 3, 4]})

@@ -1,16 +1,16 @@
 """The manifest of a data set: its recordings, their entry, and what holds for a whole recording."""
 
-import csv
 import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream.folder import read_folder
-from throughtime.stream.formats.csv import encoding_hint, header_of
+from throughtime.stream.formats.csv import CsvFile
 from throughtime.stream.formats.table import FOLDERS, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
@@ -108,13 +108,22 @@ def manifest_of(data: Path) -> Path | None:
 
 def is_manifest(path: Path) -> bool:
     """Whether a file is a manifest: a CSV file with the columns `id` and `inputs`."""
-    return {"id", "inputs"} <= {*header_of(path)[0]}
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        return False
+    with suppress(DataError):
+        return {"id", "inputs"} <= {*CsvFile(path).names}
+    return False
 
 
 def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
     """The entries of a manifest, read as text: the ids `1` and `001` are two recordings."""
-    columns, rows = _read_text(path)
-    _check_columns(path, columns, static)
+    file = CsvFile(path)
+    _check_columns(path, file.names, static)
+    rows = [
+        {name: text.strip() for name, text in row.items()}
+        for batch in file.texts()
+        for row in batch.to_pylist()
+    ]
     if not rows:
         raise DataError(
             f"{path}: the manifest lists no recording; write a line for each, such as:"
@@ -126,34 +135,6 @@ def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
     if faults := faults + _duplicates(entries):
         raise DataError(f"{path}: {join_faults(faults)}")
     return entries
-
-
-def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the columns, and the fields of each line that is not blank.
-
-    Raises:
-        DataError: duplicate column names, a line with more or fewer fields, or bytes that are not
-            UTF-8; the message names the line.
-    """
-    columns, delimiter = header_of(path)
-    if len({*columns}) < len(columns):
-        raise DataError(f"{path}: the first line is {columns}, expected distinct column names")
-    rows = list[dict[str, str]]()
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True, delimiter=delimiter)
-            for fields in filter(None, reader):
-                if len(fields) != len(columns):
-                    raise DataError(
-                        f"{path}: line {reader.line_num} has {len(fields)} fields, the header has"
-                        f" {len(columns)}"
-                    )
-                rows.append(dict(zip(columns, map(str.strip, fields), strict=True)))
-    except (UnicodeDecodeError, csv.Error) as error:
-        is_text = isinstance(error, csv.Error)
-        reason = f"is no readable CSV file ({error})" if is_text else encoding_hint(error, path)
-        raise DataError(f"{path}: {reason}") from error
-    return columns, rows[1:]
 
 
 def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) -> None:

@@ -5,7 +5,6 @@ Open files are bounded in number, and safe after a fork and after pickling.
 
 import contextlib
 import importlib
-import mmap
 import os
 import re
 import weakref
@@ -24,7 +23,6 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
-RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
 
@@ -294,23 +292,3 @@ class Handle(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_opener": self._opener, "_file": None, "_process": -1}
-
-
-class MappedFile:
-    """A memory-mapped file whose pages return to the system after they were read.
-
-    Memory then stays flat. Arrays that share the memory stay valid: the system reads their pages
-    again where they are used.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._unreleased = 0
-
-    def count_read(self, size: int) -> None:
-        """Count bytes that were read; enough of them release the pages."""
-        self._unreleased += size
-        if self._unreleased > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
-            self.mapping.madvise(mmap.MADV_DONTNEED)
-            self._unreleased = 0
