@@ -25,7 +25,7 @@ import throughtime as tt
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.objects import open_object
-from throughtime.stream.row_sources import time_rows
+from throughtime.stream.rows import time_rows
 
 Array: TypeAlias = npt.NDArray[Any]
 STEPS = 120

@@ -542,7 +542,7 @@ BAD: list[tuple[Any, str]] = [
         "recording 'a' has a series 'mask', a name that every chunk has; give it another name",
     ),
     ({"inputs": X, "ends": X[:, 0]}, "has a series 'ends', a name that every chunk has"),
-    ({"inputs": X, "target": X[:, 0]}, "did you mean 'targets' for 'target'?"),
+    ({"inputs": X, "target": X[:, 0]}, "did you mean 'targets'?"),
     ({"inputs": X, "weight": 3}, r"\['inputs', 'weight'\], .* arrays by other names, one row per"),
     ({"inputs": X, "who": np.array(list("abcdefgh"))}, "series 'who' have shape .* type <U1"),
     ({"inputs": X, "who": "anna"}, r"recording '0' has the keys \['inputs', 'who'\]"),

@@ -132,7 +132,7 @@ def test_a_column_of_times_is_no_input_in_any_format(
     part = step_times(Part(recording, 10, 20), 1, 3)
     assert part is not None
     assert time_texts(part) == ["2020-01-01T11:00:00", "2020-01-01T12:00:00"]
-    with pytest.raises(DataError, match="column 'when' of the inputs holds time stamps"):
+    with pytest.raises(DataError, match="inputs hold time stamps in column 'when'"):
         Layout(inputs=("x", "when")).input_rows(table)
 
 

@@ -26,7 +26,7 @@ from throughtime.stream.layout import (
 )
 from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import TableRecording
-from throughtime.stream.row_sources import ColumnRows, concat_tables, time_rows
+from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
 from throughtime.stream.targets import SpanLabels
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]

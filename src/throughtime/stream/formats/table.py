@@ -9,7 +9,7 @@ import os
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -54,7 +54,6 @@ class Table:
             whole days (`[D]`) where they are dates, and times of day as `timedelta64`; see
             `row_sources.time_rows`.
         rate: rows per second; `None` where the file does not say.
-        names: those that the file has for the columns, where they have others here.
         files: those that must not change while it is read; the path itself if there are none.
     """
 
@@ -63,7 +62,6 @@ class Table:
     length: int
     times: tuple[str, ...] = ()
     rate: float | None = None
-    names: Mapping[str, str] = {}
     files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
@@ -76,7 +74,6 @@ class Table:
         stop = min(stop, self.length)
         if not self.length:
             return np.empty((0, len(columns)))
-        columns = [self.names.get(name, name) for name in columns] if self.names else columns
         if start < stop:
             return self.rows(start, stop, columns)
         return self.rows(0, 1, columns)[:0]  # one row has the type of none
