@@ -214,7 +214,7 @@ def _check_array(value: Any, name: str, role: str) -> None:
         dtype = np.dtype(value.dtype)
     except TypeError:
         dtype = np.dtype(object)
-    dims, fault = tuple(getattr(value, "dims", ())), ""
+    fault, dims = "", tuple[Any, ...](getattr(value, "dims", ()))
     if not value.shape or dtype.kind not in "biuf" or dtype == np.longdouble:
         fault = {
             "M": "; time is no input: leave it out, or take differences in seconds",

@@ -283,7 +283,8 @@ def later_rows(rows: Array, shifts: Sequence[int], count: int) -> Array:
     known = (later >= 0) & (later < len(rows))
     result = missing_like((*later.shape, *rows.shape[1:]), rows)
     result[known] = rows[later[known]]
-    return result[:, 0] if len(shifts) == 1 else result.reshape(count, -1)
+    width = math.prod(result.shape[1:])
+    return result[:, 0] if len(shifts) == 1 else result.reshape(count, width)
 
 
 def horizons(ahead: Any) -> tuple[Any, ...]:
