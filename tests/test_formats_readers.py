@@ -9,7 +9,6 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -35,33 +34,6 @@ PARTS = np.stack([PAIRS["a"], PAIRS["b"]], axis=1)
 HOURS = np.datetime64("2020-03-28T12:00:00") + np.arange(STEPS) * np.timedelta64(3600, "s")
 
 
-def npy_structured(path: Path) -> Array:
-    np.save(path, PAIRS)
-    return PARTS
-
-
-def npz_structured(path: Path) -> Array:
-    np.savez(path, x=np.asfortranarray(X), pair=PAIRS, when=HOURS)
-    return np.concatenate([X, PARTS], axis=1)
-
-
-def hdf5_compound(path: Path) -> Array:
-    with h5py.File(path, "w") as file:
-        file.create_dataset("pair", data=PAIRS, chunks=(7,), compression="gzip")
-        file.create_dataset("seconds", data=np.arange(STEPS)).make_scale("time")
-    return PARTS
-
-
-def hdf5_packed(path: Path) -> Array:
-    """The attributes of satellite data: a fill value, a scale and an offset."""
-    stored = np.arange(STEPS, dtype="i2")
-    stored[5] = -9999
-    with h5py.File(path, "w") as file:
-        file["t"] = stored
-        file["t"].attrs.update(scale_factor=[0.5], add_offset=2.0, _FillValue=np.int16(-9999))
-    return np.where(stored == -9999, np.nan, stored * 0.5 + 2.0)
-
-
 def zarr_packed(version: Any) -> Callable[[Path], Array]:
     def make(path: Path) -> Array:
         values = np.where(np.arange(STEPS) == 3, np.nan, np.round(X[:, 0], 3))
@@ -82,14 +54,6 @@ def zarr_filled(version: Any) -> Callable[[Path], Array]:
         return values
 
     return make
-
-
-def hdf5_filled(path: Path) -> Array:
-    values = np.where(np.arange(STEPS) == 3, 1e20, X[:, 0]).astype("f4")
-    with h5py.File(path, "w") as file:
-        file["t"] = values
-        file["t"].attrs["missing_value"] = np.float32(1e20)
-    return np.where(values > 1e19, np.nan, values)
 
 
 def zarr_times(path: Path) -> Array:
@@ -157,14 +121,9 @@ def wfdb_segments(path: Path) -> Array:
 
 
 FILES: dict[str, tuple[str, Callable[[Path], Array]]] = {
-    "npy structured": ("r.npy", npy_structured),
-    "npz structured": ("r.npz", npz_structured),
-    "hdf5 compound": ("r.h5", hdf5_compound),
-    "hdf5 packed": ("r.h5", hdf5_packed),
     "zarr 2 packed": ("r.zarr", zarr_packed(2)),
     "zarr 3 packed": ("r.zarr", zarr_packed(3)),
     "zarr 3 filled": ("r.zarr", zarr_filled(3)),
-    "hdf5 filled": ("r.h5", hdf5_filled),
     "zarr times": ("r.zarr", zarr_times),
     "parquet index": ("r.parquet", parquet_index),
     "parquet decimals": ("r.parquet", parquet_decimals),
@@ -330,20 +289,6 @@ def test_large_files_have_the_times_of_small_ones(tmp_path: Path) -> None:
         np.testing.assert_array_equal(recording.times.read(15_000, count), times[15_000:])
         steps = recording.read(14, 16).inputs
         np.testing.assert_array_equal(steps, [[14.5, np.nan], [15.5, 15]])
-
-
-def test_fields_and_packed_values_of_an_open_group_are_read_by_workers(tmp_path: Path) -> None:
-    stored = np.arange(STEPS, dtype="i2")
-    with h5py.File(tmp_path / "r.h5", "w") as file:
-        file["pair"] = PAIRS
-        file["t"] = stored
-        file["t"].attrs["scale_factor"] = 0.5
-    with h5py.File(tmp_path / "r.h5") as group:
-        recording = tt.recording(group, inputs=["pair/b", "t"])
-    for workers in (0, 1):
-        chunks = tt.Stream(recording, lanes=1, chunk=STEPS, workers=workers)
-        values = next(iter(chunks)).inputs[:, 0].numpy()
-        np.testing.assert_array_equal(values, np.stack([PAIRS["b"], stored / 2], axis=1))
 
 
 def test_the_index_column_of_pandas_is_named(tmp_path: Path) -> None:

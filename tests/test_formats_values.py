@@ -131,33 +131,10 @@ def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path
         )
 
 
-def test_ogg_gives_the_same_samples_from_the_middle_as_from_the_start(tmp_path: Path) -> None:
-    sound = np.cumsum(np.random.default_rng(0).normal(size=(120_000, 2)), axis=0)
-    soundfile.write(tmp_path / "r.ogg", 0.9 * sound / abs(sound).max(), 44_100)
-    whole = soundfile.read(tmp_path / "r.ogg", dtype="float32")[0]
-    table = open_table(tmp_path / "r.ogg")
-    places = np.random.default_rng(1).integers(0, 119_000, size=200)
-    for row_index in places:
-        np.testing.assert_array_equal(
-            table.read(row_index, row_index + 1000, ("0", "1")), whole[row_index : row_index + 1000]
-        )
-    with soundfile.SoundFile(
-        tmp_path / "r.ogg"
-    ) as file:  # what the library itself gives is wrong right after the place
-        bare = [(file.seek(row_index), file.read(1000, dtype="float32"))[1] for row_index in places]
-    assert not all(
-        np.array_equal(part, whole[row_index : row_index + 1000])
-        for part, row_index in zip(bare, places, strict=True)
-    )
-
-
 def test_sound_that_cannot_be_read_from_the_middle_is_refused(tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "r.ogg", matrix(1), 48_000, format="OGG", subtype="OPUS")
-    with pytest.raises(DataError, match=r"r\.ogg: Opus cannot be read from the middle"):
-        open_table(tmp_path / "r.ogg")
     soundfile.write(tmp_path / "r.wav", matrix(1), 8000, subtype="GSM610")
     with pytest.raises(
-        DataError, match=r"r\.wav: GSM 6\.10 cannot be read from the middle; convert it to PCM"
+        DataError, match=r"r\.wav: GSM 6\.10 cannot be read from the middle; convert it to FLAC"
     ):
         open_table(tmp_path / "r.wav")
 

@@ -160,12 +160,12 @@ _FORMATS = {  # where a format is read: its module, and its library, are importe
     ".nc": "arrays.open_netcdf",
     ".npy": "arrays.open_npy",
     ".npz": "arrays.open_npz",
-    ".ogg": "signals.AudioFile",
     ".parquet": "arrow.open_parquet",
     ".wav": "signals.AudioFile",
     ".zarr": "arrays.open_zarr",
 }
 _HINTS = {
+    ".ogg": "; convert it to FLAC: its samples cannot be read from the middle",
     ".txt": "; text is read as tokens: throughtime.stream.text(path)",
     ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
