@@ -10,8 +10,7 @@ import throughtime as tt
 from throughtime.app.config import make_config
 from throughtime.app.dataset import open_dataset, open_recording
 from throughtime.errors import ConfigError, DataError
-from throughtime.stream.folder import read_folder
-from throughtime.stream.manifest import find_recordings
+from throughtime.stream.manifest import find_recordings, read_folder
 
 TEXT = "u,y\n" + "1,2\n3,5\n" * 30
 

@@ -34,17 +34,16 @@ from throughtime.app.recordings import (
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
-from throughtime.stream.folder import read_folder
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.times import time_span
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
-    MANIFESTS,
     ManifestEntry,
     find_recordings,
     is_folder,
     join_faults,
     manifest_of,
+    read_folder,
 )
 from throughtime.stream.recording import Part
 from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
@@ -396,7 +395,7 @@ def _folder_remarks(data: Path) -> list[str]:
     """Files of a folder that are no recordings."""
     if not is_folder(data) or manifest_of(data) is not None:
         return []
-    others = read_folder(data, MANIFESTS).others
+    others = read_folder(data).others
     what = f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
     return [what] if others else []
 
