@@ -139,7 +139,7 @@ def test_different_seeds_give_different_orders() -> None:
     ("lengths", "lanes", "reason"),
     [
         ([], 1, "no recordings: expected at least one"),
-        ([3, 2], 6, "lanes=6 but the recordings have 5 steps in all"),
+        ([3, 2], 6, "6 lanes, but the recordings have 5 steps in all"),
     ],
     ids=["no recordings", "too many lanes"],
 )

@@ -337,7 +337,7 @@ def test_parts_handed_on_start_at_the_start_of_their_recording_only(
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_offset_and_ranks_count_in_what_lanes_can_play(lanes: int) -> None:
     with pytest.raises(
-        DataError, match=rf"lanes={4 * lanes} but the recordings have 3 steps in all"
+        DataError, match=rf"{4 * lanes} lanes, but the recordings have 3 steps in all"
     ):
         LaneSchedule.plan([4], lanes, offsets=[1], ranks=4)
     assert LaneSchedule.plan([4], 1, offsets=[1], ranks=3).spans == (

@@ -194,7 +194,7 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
             ["--stride", "400"],
             "horizon 400 is not shorter than the 400 steps",
         ),
-        (["--lanes", "1000"], "lanes=1000 but the recordings have 650 steps"),
+        (["--lanes", "1000"], "1000 lanes, but the recordings have 650 steps"),
         (["--tolerance", "1.5"], "--tolerance 1.5: expected a number above 0 and below 1"),
         (["--device", "meta"], "--device meta: holds no numbers"),
     ],
