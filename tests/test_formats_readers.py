@@ -29,8 +29,6 @@ from throughtime.stream.rows import time_rows
 Array: TypeAlias = npt.NDArray[Any]
 STEPS = 120
 X = np.random.default_rng(0).normal(size=(STEPS, 3))
-PAIRS = np.array([(i, i / 2) for i in range(STEPS)], dtype=[("a", "i4"), ("b", "f8")])
-PARTS = np.stack([PAIRS["a"], PAIRS["b"]], axis=1)
 HOURS = np.datetime64("2020-03-28T12:00:00") + np.arange(STEPS) * np.timedelta64(3600, "s")
 
 
@@ -257,20 +255,6 @@ def test_words_for_missing_values_are_missing(tmp_path: Path) -> None:
     expected = np.tile([[np.nan, 1.5], [2.0, np.nan], [np.nan, np.nan]], (40, 1))
     np.testing.assert_array_equal(table.read(0, 120, ("u", "v")), expected)
     assert table.read(0, 2, ("label",))[:, 0].tolist() == ["N", "None"]
-
-
-@pytest.mark.parametrize("before", ["\n\n", "\r\n"])
-def test_blank_lines_before_the_header_are_left_out(before: str, tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    path.write_text(f"{before}u;v\n" + "1,5;x\n" * 9)
-    table = open_table(path)
-    assert (table.columns, len(table)) == (("u", "v"), 9)
-    path.write_text(f"{before}u;v\n" + "1,5;x\n" * 9 + "oops;x\n")
-    with pytest.raises(DataError, match=f"line {11 + before.count(chr(10))}, column 'u'"):
-        open_table(path).read(0, 1, ("u",))
-    path.write_text(before + "1,5;2\n" * 9)
-    table = open_table(path)
-    assert (table.columns, len(table)) == (("0", "1"), 9)
 
 
 def test_large_files_have_the_times_of_small_ones(tmp_path: Path) -> None:

@@ -11,101 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import soundfile
-import torch
-import zarr
 from pyarrow import feather
 
-import throughtime as tt
-from format_files import FORMATS, STEPS, matrix
-from throughtime.chunk import join
+from format_files import FORMATS, matrix
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.table import Array
-from throughtime.stream.layout import Layout, lay_out, targets_of
-
-
-def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    path.write_text("\ufeffa,b\n1,2\n\n,4\n", encoding="utf-8")
-    table = open_table(path)
-    assert table.columns == ("a", "b")
-    assert np.isnan(table.read(1, 2, ["a"])).all()
-    with pytest.raises(
-        DataError, match=r"'r\.csv' has 1 input that is NaN .* first at step 1, column 0"
-    ):
-        list(tt.Stream(path, lanes=1, chunk=4))
-    masked = tt.Stream(path, lanes=1, chunk=4, missing="mask").take(4)
-    assert masked is not None
-    assert masked.inputs[:, 0].tolist() == [[1, 2], [0, 4]]
-
-
-def test_parquet_gap_is_a_missing_number_and_an_empty_text(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"n": [1, 2, None], "s": ["a", None, "c"], "l": [[1.0]] * 3}),
-        tmp_path / "r.parquet",
-    )
-    table = open_table(tmp_path / "r.parquet")
-    assert np.isnan(table.read(0, 3, ["n"])).flatten().tolist() == [False, False, True]
-    assert table.read(0, 3, ["s"]).flatten().tolist() == ["a", "", "c"]
-    with pytest.raises(DataError, match="column 'l' has the type list"):
-        table.read(0, 3, ["l"])
-
-
-def test_text_columns_stay_text(tmp_path: Path) -> None:
-    (tmp_path / "r.csv").write_text('a,label\n1,rest\n2,"beat, late"\n')
-    pq.write_table(
-        pa.table({"a": [1.0, 2.0], "label": ["rest", "beat, late"]}), tmp_path / "r.parquet"
-    )
-    np.savez(tmp_path / "r.npz", a=np.ones(2), label=np.array(["rest", "beat, late"]))
-    feather.write_feather(
-        pa.table({"label": pa.array(["rest", "beat, late"]).dictionary_encode()}),
-        tmp_path / "r.feather",
-    )
-    for suffix in (".csv", ".parquet", ".npz", ".feather"):
-        labels = open_table(tmp_path / f"r{suffix}").read(0, 2, ["label"])
-        assert labels.dtype.kind == "U"
-        assert labels.flatten().tolist() == ["rest", "beat, late"]
-
-
-def test_inputs_and_targets_are_selected_by_name(tmp_path: Path) -> None:
-    values = matrix()
-    np.savez(tmp_path / "r.npz", inputs=values, targets=np.arange(STEPS))
-    (tmp_path / "r.csv").write_text(
-        "targets,inputs\n" + "".join(f"{t},{v}\n" for t, v in enumerate(values[:, 0]))
-    )
-    from_npz = join(list(tt.Stream(tmp_path / "r.npz", lanes=1, chunk=50)))
-    assert torch.equal(from_npz.inputs[:, 0], torch.from_numpy(values))
-    assert from_npz.targets is not None
-    assert from_npz.targets.dtype == torch.int64
-    assert from_npz.targets.flatten().tolist() == list(range(STEPS))
-    from_csv = join(list(tt.Stream(tmp_path / "r.csv", lanes=1, chunk=50)))
-    assert from_csv.inputs.shape == (STEPS, 1, 1)
-    assert from_csv.targets is not None
-    assert from_csv.targets.flatten().tolist() == list(range(STEPS))
-
-
-def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
-    FORMATS["wav"].make(tmp_path / "r.wav")
-    pq.write_table(
-        pa.table({"state": np.arange(STEPS), "x": np.zeros(STEPS)}), tmp_path / "r.parquet"
-    )
-    audio, labels = open_table(tmp_path / "r.wav"), open_table(tmp_path / "r.parquet")
-    layout = Layout(targets=("state",))
-    inputs = layout.input_rows(audio)
-    recording = lay_out("r", inputs, layout, targets_of(labels, layout))
-    epoch = join(list(tt.Stream([recording], lanes=3, chunk=10)))
-    assert epoch.targets is not None
-    assert epoch.inputs.shape[2] == 3
-    busy = epoch.recording >= 0
-    assert torch.equal(epoch.targets[busy], epoch.position[busy])
-    with pytest.raises(
-        DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]"
-    ):
-        targets_of(labels, Layout(targets=("gone",)))
-    np.save(tmp_path / "short.npy", np.zeros(5))
-    short = open_table(tmp_path / "short.npy")
-    with pytest.raises(DataError, match=rf"{STEPS} steps of .*r\.wav and 5 of .*short\.npy"):
-        lay_out("r", inputs, Layout(), targets_of(short, Layout()))
 
 
 def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
@@ -237,13 +148,6 @@ def test_columns_of_hdf5_are_the_longest_datasets(tmp_path: Path) -> None:
         DataError, match=r"none\.h5: holds cube float64 \(9, 2, 2\), expected arrays of numbers"
     ):
         open_table(tmp_path / "none.h5")
-
-
-def test_a_single_zarr_array_is_a_column(tmp_path: Path) -> None:
-    zarr.create_array(tmp_path / "r.zarr", data=np.arange(20).reshape(10, 2), zarr_format=2)
-    table = open_table(tmp_path / "r.zarr")
-    assert table.columns == ("0",)
-    np.testing.assert_array_equal(table.read(3, 5, ["0"]), [[6, 7], [8, 9]])
 
 
 def test_more_files_are_read_than_handles_stay_open(

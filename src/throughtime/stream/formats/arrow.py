@@ -107,7 +107,9 @@ class ArrowFile(Table):
         again: "Callable[[], ArrowFile] | None" = None,
     ) -> None:
         self.path, self.content, self._batch, self._again = path, content, batch, again
-        self.times = tuple(field.name for field in schema if _kind(field.type) in _TIMES)
+        self._kinds = {field.name: _kind(field.type) for field in schema}
+        self._order = {name: i for i, name in enumerate(schema.names)}
+        self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
         self.columns = tuple(n for n in schema.names if n in self.times or not _INDEX.fullmatch(n))
         self.length = content.starts[-1]
@@ -135,8 +137,11 @@ class ArrowFile(Table):
         while start < stop:
             first, end = starts[index], min(stop, starts[index + 1])
             if start < end:  # an empty batch has no rows
-                batch = self._batch(index).slice(start - first, end - start)
-                values = [self._values(name, batch.column(name)) for name in columns]
+                batch = self._batch(index)
+                values = [
+                    self._values(n, batch.column(self._order[n]).slice(start - first, end - start))
+                    for n in columns
+                ]
                 parts.append(values[0][:, None] if len(values) == 1 else np.stack(values, axis=1))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -145,9 +150,12 @@ class ArrowFile(Table):
         """A column; a missing number is NaN, a missing text empty."""
         import pyarrow as pa
 
-        if hasattr(column, "dictionary"):
+        kind = self._kinds[name]
+        if kind == "double" and not column.null_count:  # the usual case
+            return column.to_numpy()
+        if kind == "dictionary":
             column = column.dictionary_decode()
-        kind = _kind(column.type)
+            kind = _kind(column.type)
         if kind in _TEXT:
             return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
         if kind == "time":
