@@ -330,16 +330,13 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
         column: target
         for column, known in _known(inputs, 0, _COMPARED).items()
         for target, wanted in own.items()
-        if _same(known, wanted)
+        if known == wanted
         and (
-            isinstance(known, tuple)
+            isinstance(known, str)
             or (
-                (column == target or len(np.unique(known)) > _CLASSES)
+                (column == target or len(np.unique(np.frombuffer(known))) > _CLASSES)
                 and all(
-                    _same(
-                        _known(inputs, i, i + _BLOCK)[column],
-                        _known(targets, i, i + _BLOCK)[target],
-                    )
+                    _known(inputs, i, i + _BLOCK)[column] == _known(targets, i, i + _BLOCK)[target]
                     for i in range(_COMPARED, len(inputs), _BLOCK)
                 )
             )
@@ -360,15 +357,15 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     )
 
 
-def _known(rows: Any, start: int, stop: int) -> dict[str, tuple[Path, str] | Array]:
-    """By name, where a column of a file is, and of one in memory the numbers, in one type."""
-    result, blocks = dict[str, tuple[Path, str] | Array](), list[tuple[str, Array]]()
+def _known(rows: Any, start: int, stop: int) -> dict[str, str | bytes]:
+    """By name, the column of a file that it is, or the bytes of its numbers as float64."""
+    result, blocks = dict[str, str | bytes](), list[tuple[str, Array]]()
     for name in _columns(rows):
         table, own = rows.table, name
         if isinstance(table, ConcatTable):
             table, own = table.sources[name]
         if isinstance(table.path, Path):
-            result[name] = table.path.resolve(), own
+            result[name] = f"{table.path.resolve()}: {own}"
         else:
             blocks.append((name, table.read(start, stop, (own,))))
     if isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
@@ -376,16 +373,9 @@ def _known(rows: Any, start: int, stop: int) -> dict[str, tuple[Path, str] | Arr
         blocks.append((rows.source, values.reshape(len(values), -1)))
     for name, values in blocks:
         if values.dtype.kind in "biuf" and values.shape[1] <= _COMPARED:
-            wide = values.shape[1] > 1
             for i, column in enumerate(values.T.astype(np.float64)):
-                result[f"{name}[:, {i}]" if wide else name] = column
+                result[f"{name}[:, {i}]" if values.shape[1] > 1 else name] = column.tobytes()
     return result
-
-
-def _same(known: tuple[Path, str] | Array, other: tuple[Path, str] | Array) -> bool:
-    if isinstance(known, tuple) or isinstance(other, tuple):
-        return isinstance(known, tuple) and isinstance(other, tuple) and known == other
-    return known.tobytes() == other.tobytes()
 
 
 def _columns(rows: object) -> tuple[str, ...]:
