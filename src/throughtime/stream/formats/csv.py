@@ -1,7 +1,7 @@
 """CSV by pyarrow, each byte, line and field checked.
 
 The bytes are checked on the way to pyarrow: encoding, NUL, quotes. All fields are read as text. The
-first megabyte shows the delimiter, the decimal mark, the names, and what each column holds; a
+begin shows the delimiter, the decimal mark and the names; the first megabyte what columns hold. A
 column with a field of another kind cannot be read. Python's csv module finds the line of a fault.
 """
 
@@ -24,12 +24,13 @@ from throughtime.stream.formats.arrow import Blocks, converted
 from throughtime.stream.formats.table import Table, is_number
 from throughtime.stream.formats.times import is_time, parse_times, time_kinds
 
-BLOCK = 2**20  # bytes of a block, at least
+BLOCK = 2**18  # bytes of a block, at least
+_FIRST = 4  # blocks that show what columns hold
 DELIMITERS = (",", ";", "\t", "|")
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 UNKNOWN, NUMBER, BOOLEAN, TEXT, TIME = "unknown", "number", "boolean", "text", "time"
 _EXPECTED = {NUMBER: "a number", BOOLEAN: "true or false"}  # of others a time stamp
-_SAMPLE, _RECORDS = 2**20, 200  # bytes and records at most that show the dialect
+_SAMPLE, _RECORDS = 2**17, 200  # bytes and records at most that show the dialect
 _UNDECIDED = "\1"  # the decimal mark of numbers that may have decimals, or thousands
 _MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}([.,'\u2019 \u00a0\u202f])\d{3}(\1\d{3})*([.,]\d+)?")
@@ -90,7 +91,7 @@ class CsvFile:
         self.path, sample = path, b""
         for block in _checked_bytes(path):
             sample += block
-            if len(sample) >= _SAMPLE:
+            if len(sample) >= _SAMPLE and sample.count(10) > 2:
                 break
         text = sample.decode(errors="ignore")
         self.delimiter, rows = _detect_delimiter(text, delimiter, decimal)
@@ -179,8 +180,11 @@ class CsvFile:
         """The values in record batches, and the faults of columns."""
         import pyarrow as pa
 
-        first, none = next(self.texts(), None), pa.array([], pa.string())
-        kinds = {n: UNKNOWN if first is None else self._kind(first[n]) for n in self.names}
+        none = pa.array([], pa.string())
+        first = pa.Table.from_batches(
+            islice(self.texts(), _FIRST), pa.schema(dict.fromkeys(self.names, none.type))
+        )
+        kinds = {name: self._kind(first[name].combine_chunks()) for name in self.names}
         types = {name: self._values(none, kind).type for name, kind in kinds.items()}
         faults = dict[str, str]()
 
