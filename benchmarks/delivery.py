@@ -211,18 +211,24 @@ def waited(source: Any, workers: Any, updates: int = 500) -> float:
     return round(stream.wait_seconds / (time.perf_counter() - began), 4)
 
 
+def private(process: psutil.Process) -> int:
+    """Resident memory of the process, without pages of mapped files, which the system may drop."""
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
+
+
 class Watched:
     """Peak resident memory above the start, sampled every 50 ms: this process and its children."""
 
     def __init__(self) -> None:
         self.process, self.stop = psutil.Process(), threading.Event()
-        self.start = self.process.memory_info().rss
+        self.start = private(self.process)
         self.most = self.children = 0
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while not self.stop.wait(0.05):
-            self.most = max(self.most, self.process.memory_info().rss - self.start)
+            self.most = max(self.most, private(self.process) - self.start)
             try:
                 own = [
                     child.memory_full_info().uss for child in self.process.children(recursive=True)

@@ -86,7 +86,6 @@ LIBRARIES: dict[str, Callable[[Path], Columns]] = {
     "netcdf-classic": netcdf_columns,
     "wav": sound_columns,
     "flac": sound_columns,
-    "ogg": sound_columns,
     "edf": edf_columns,
     "bdf": edf_columns,
     "wfdb": wfdb_columns,

@@ -141,7 +141,7 @@ def write_classic_netcdf(path: Path, values: Array) -> None:
 
 
 def write_sound(path: Path, values: Array) -> None:
-    subtype = {".wav": "FLOAT", ".flac": "PCM_16", ".ogg": "VORBIS"}[path.suffix]
+    subtype = {".wav": "FLOAT", ".flac": "PCM_16"}[path.suffix]
     with soundfile.SoundFile(path, "w", 8000, values.shape[1], subtype) as file:
         for start in range(
             0, len(values), 10_000
@@ -193,8 +193,6 @@ class Format(NamedTuple):
         """Write the file; return the values that it stores, rounded as its format rounds."""
         values = matrix() if values is None else values
         self.write(path, values)
-        if self.suffix == ".ogg":
-            return soundfile.read(path)[0]
         if self.suffix == ".bdf":
             return np.stack([signal.data for signal in edfio.read_bdf(path).signals], axis=1)
         if self.suffix == ".edf":
@@ -228,7 +226,6 @@ FORMATS: dict[str, Format] = {
     "netcdf-classic": Format(".nc", write_classic_netcdf),
     "wav": Format(".wav", write_sound, 8000),
     "flac": Format(".flac", write_sound, 8000),
-    "ogg": Format(".ogg", write_sound, 8000),
     "edf": Format(".edf", write_edf, 100),
     "bdf": Format(".bdf", write_bdf, 100),
     "wfdb": Format(".hea", write_wfdb, 360),

@@ -298,6 +298,5 @@ for fraction in (0.5, 0.97):
     truncated(".npz", odd_arrays.npz_compressed, fraction)
     truncated(".wav", odd_signals.wav_pcm_16, fraction)
     truncated(".flac", odd_signals.flac_16, fraction)
-    truncated(".ogg", odd_signals.ogg_vorbis, fraction)
     truncated(".edf", odd_signals.edf_two_signals, fraction)
     truncated(".hea", odd_signals.wfdb_16, fraction, ".dat")

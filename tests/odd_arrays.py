@@ -93,7 +93,7 @@ def hdf5_enumeration(path: Path) -> Reference:
     return hdf5(path, fill)
 
 
-@ARRAYS.common(".h5")
+@ARRAYS.odd(".h5")
 def hdf5_compound(path: Path) -> Reference:
     table = np.zeros(T, [("u", "f8"), ("v", "<i2")])
     table["u"], table["v"] = U, COUNTS
@@ -258,7 +258,7 @@ def npy_uint64(path: Path) -> Reference:
     return npy(path, np.uint64(2**64 - 1) - np.arange(T, dtype=np.uint64))
 
 
-@ARRAYS.common(".npy")
+@ARRAYS.odd(".npy")
 def npy_header_3(path: Path) -> Reference:
     table = np.zeros(T, [("Größe", "f8"), ("温度", "i2")])
     table["Größe"], table["温度"] = U, COUNTS
@@ -268,7 +268,7 @@ def npy_header_3(path: Path) -> Reference:
     return Reference({name: values[name] for name in ("Größe", "温度")})
 
 
-@ARRAYS.common(".npy")
+@ARRAYS.odd(".npy")
 def npy_fields(path: Path) -> Reference:
     table = np.zeros(T, [("u", "f4"), ("v", ">i4")])
     table["u"], table["v"] = U, COUNTS

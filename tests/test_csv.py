@@ -74,6 +74,11 @@ def test_blocks_give_what_the_csv_module_gives(
 
 
 def check_column(table: Any, name: str, column: list[str], start: int, stop: int) -> None:
+    try:
+        table.read(0, 1, [name])
+    except DataError as error:  # a small first block may have been empty
+        if "since the first megabyte has none" in str(error):
+            return
     filled = [field for field in column if field.strip()]
     if filled and not is_number(filled[0]) and table.read(0, 1, [name]).dtype.kind == "U":
         assert table.read(start, stop, [name])[:, 0].tolist() == column[start:stop]
@@ -82,7 +87,7 @@ def check_column(table: Any, name: str, column: list[str], start: int, stop: int
     if wrong:  # the first block may have had none
         with pytest.raises(
             DataError,
-            match=rf"line \d+, column '{name}' holds .*, expected a number as in the lines before",
+            match=rf"line \d+, column '{name}' holds .*, expected a number",
         ):
             table.read(0, len(column), [name])
         return
@@ -166,20 +171,23 @@ def test_a_first_line_of_values_is_no_header(
 
 
 REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
-    "names or values": ("N,1,2\nV,2,3\n", "the first line, 'N,1,2', may be names or values"),
+    "names or values": (
+        "N,1,2\nV,2,3\n",
+        "the first line is \\['N', '1', '2'\\], which may be names or",
+    ),
     "no name": ("a,,b\n1,2,3\n", "expected distinct column names; mend it"),
     "an index": (",u\n0,1\n", r"an index of pandas\? to_csv\(path, index=False\)"),
-    "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, expected text; if it is UTF-16"),
+    "nul": (b"a,b\n1,2\n1,\0\n", "line 3: holds a NUL byte; if it is UTF-16"),
     "late not utf-8": (b"a,b\n" + b"1,2\n" * 300_000 + b"1,\xff\n", "line 300002: is no UTF-8"),
-    "windows-1252": ("Größe;x\n1;2\n".encode("cp1252"), "is it WINDOWS-1252, .* iconv -f WINDOWS"),
+    "windows-1252": ("Größe;x\n1;2\n".encode("cp1252"), "is it WINDOWS-1252, .* save it as UTF-8"),
     "late short line": (
         b"a,b\n" + b"1,2\n" * 300_000 + b"1\n",
-        "line 300002 has 1 fields, the header has 2; mend it, or read it with pandas",
+        "line 300002 has 1 fields, the first one 2; mend it, or read it with pandas",
     ),
-    "shifted commas": (b"a,b,c\n1,2\n1,2,3,4\n", "line 2 has 2 fields, the header has 3"),
-    "no header": (b"1,2\n3,4\n5,6,7\n", "line 3 has 3 fields, the lines before it have 2"),
-    "short quoted line": (b'a,b\n"1","2"\n"1"\n', "line 3 has 1 fields, the header has 2"),
-    "open quote": (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: unexpected end of data; is a quote open"),
+    "shifted commas": (b"a,b,c\n1,2\n1,2,3,4\n", "line 2 has 2 fields, the first one 3"),
+    "no header": (b"1,2\n3,4\n5,6,7\n", "line 3 has 3 fields, the first one 2"),
+    "short quoted line": (b'a,b\n"1","2"\n"1"\n', "line 3 has 1 fields, the first one 2"),
+    "open quote": (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: a quote is open; mend it"),
     "text after a quote": (b'a,b\n"1"2,3\n', "line 2: "),
     "late text after a quote": (
         "a,b\n" + '"1",2\n' * 200_000 + '"1"2,3\n',
@@ -188,14 +196,13 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
     "a line sep=": ("sep=;\na;b\n1;2\n3;4\n", "expected distinct column names; mend it"),
     "a comment": (
         "# V\na;b\n1;2\n3;4\n5;6\n",
-        "line 2 has 2 fields, the header has 1; delete lines",
+        "line 2 has 2 fields, the first one 1; delete lines",
     ),
     "a title": (
         "Export\n\na;b\n1;2\n3;4\n",
-        "line 3 has 2 fields, the header has 1; delete lines",
+        "line 3 has 2 fields, the first one 1; delete lines",
     ),
-    "decimals in one column": ("x\n1,5\n2,5\n", "line 2 has 2 fields, the header has 1"),
-    "line ends of CR alone": ("a,b\r1,2\r", "line 1: new-line character seen in unquoted field"),
+    "decimals in one column": ("x\n1,5\n2,5\n", "line 2 has 2 fields, the first one 1"),
     "empty": (b"", "the file is empty"),
 }
 
@@ -214,11 +221,11 @@ FAULTS: dict[str, tuple[str, str, str]] = {  # a text, its first column, and the
     "late text": ("x,y\n" + "1,2\n" * 300_000 + "a,2\n", "x", "line 300002, column 'x' holds 'a'"),
     "a quoted line": ('x,t\n1,"two\nlines"\n\n\n2,a\nb,b\n', "x", "line 7, column 'x' holds 'b'"),
     "two decimal marks": ("a;b\n2,5;1\n1.5;2\n", "a", "line 3, .* is '.' its decimal mark"),
-    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "a", "thousands.* if its mark is that of decimals"),
+    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "a", "thousands.* is ',' its decimal mark"),
     "thousands": ("a;b\n1.234,5;2,5\n", "a", "holds '1.234,5', .* does it separate thousands"),
     "spaces": ("a;b\n1 234,0;2,5\n", "a", "holds '1 234,0', .* does it separate thousands"),
     "quoted comma": ('a,b\n"1,5",2\n', "a", r"is ',' its decimal mark\? --decimal ,"),
-    "merged labels": ("a,b\n9007199254740993,2\n", "a", "so many digits that float64 would merge"),
+    "merged labels": ("a,b\n9007199254740993,2\n", "a", "16 digits, since float64 would merge"),
     "late digits": (
         "a,b\n" + "1,2\n" * 300_000 + "9007199254740993,2\n",
         "a",
@@ -243,17 +250,19 @@ def test_a_field_of_another_kind_is_refused_where_its_column_is_read(
             table.read(0, 1, [column])
 
 
-def test_what_a_column_holds_may_show_in_a_later_block(tmp_path: Path) -> None:
-    """Labels after a megabyte without any, a day above 12, a sign: the conversion begins again."""
-    lines = [f"{i},,3/9/2020 10:00,1" for i in range(80_000)]
-    lines += ["7,beat,3/13/2020 10:00,+2", "8,,3/14/2020 10:00,3"]
-    table = open_table(written(tmp_path / "r.csv", "\n".join(["n,label,date,x", *lines])))
-    assert table.times == ("date",)
-    labels = table.read(79_999, 80_002, ["label"])[:, 0].tolist()
-    assert labels == ["", "beat", ""]
-    times = table.read(0, 80_002, ["date"])[:, 0]
-    assert times[[0, -1]].astype("M8[D]").astype(str).tolist() == ["2020-03-09", "2020-03-14"]
+def test_what_a_column_holds_shows_in_its_first_megabyte(tmp_path: Path) -> None:
+    """Labels later than that, and another order of dates, are refused by their line."""
+    lines = [f"{i},,,3/9/2020 10:00,1" for i in range(80_000)]
+    lines += ["7,beat,2.5,3/13/2020 10:00,+2", "8,,,3/14/2020 10:00,3"]
+    table = open_table(written(tmp_path / "r.csv", "\n".join(["n,label,late,date,x", *lines])))
     assert table.read(80_000, 80_002, ["x", "n"]).tolist() == [[2, 7], [3, 8]]
+    np.testing.assert_array_equal(table.read(79_999, 80_001, ["late"])[:, 0], [np.nan, 2.5])
+    with pytest.raises(
+        DataError, match=r"line 80002, column 'label' holds 'beat', .* megabyte has"
+    ):
+        table.read(0, 1, ["label"])
+    with pytest.raises(DataError, match=r"line 2, column 'date' .* day and month cannot be told"):
+        table.read(0, 1, ["date"])
 
 
 def test_a_column_of_labels_stays_text_where_labels_look_like_numbers(tmp_path: Path) -> None:
@@ -293,7 +302,7 @@ def test_settings_win_over_what_is_detected(tmp_path: Path) -> None:
     path = written(tmp_path / "v.csv", "a,b\tc\n1,5\t2\n")
     assert open_table(path, delimiter="tab").columns == ("a,b", "c")
     for wrong in ("", "ab", "1", '"', "\n", " ", "^"):
-        with pytest.raises(ConfigError, match="of other files read a frame by pandas"):
+        with pytest.raises(ConfigError, match="read files with another one by pandas"):
             open_table(path, delimiter=wrong)
 
 
@@ -305,7 +314,7 @@ def test_whole_numbers_are_refused_where_float64_merges_them(quote: str, tmp_pat
     path = written(tmp_path / "r.csv", text)
     assert open_table(path).read(0, 3, ["t"])[:, 0].tolist() == [micros + i for i in range(3)]
     written(path, text.replace(str(micros), str(2**53)))
-    with pytest.raises(DataError, match="line 2, column 't' holds 9007199254740992, a whole numbe"):
+    with pytest.raises(DataError, match="line 2, column 't' holds '9007199254740992'"):
         open_table(path).read(0, 3, ["t"])
 
 

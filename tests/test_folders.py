@@ -10,8 +10,7 @@ import throughtime as tt
 from throughtime.app.config import make_config
 from throughtime.app.dataset import open_dataset, open_recording
 from throughtime.errors import ConfigError, DataError
-from throughtime.stream.folder import read_folder
-from throughtime.stream.manifest import find_recordings
+from throughtime.stream.manifest import find_recordings, read_folder
 
 TEXT = "u,y\n" + "1,2\n3,5\n" * 30
 
@@ -174,7 +173,7 @@ def test_columns_of_text_are_named_with_what_to_do(tmp_path: Path) -> None:
     ):
         dataset(path)
     path.write_text("\n".join([lines[0], ";A;l/min;;", *lines[1:]]))
-    with pytest.raises(DataError, match=r"'A' in 'Current' in the first row .* line .* of units"):
+    with pytest.raises(DataError, match=r"'Current' .*'A' in the first row .* line .* of units"):
         dataset(path)
 
 

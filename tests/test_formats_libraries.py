@@ -1,6 +1,5 @@
 """What a library says of its format: missing values, bits of a sample, dates, sizes, groups."""
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import zarr
 
 import throughtime as tt
 from format_files import FORMATS, STEPS, matrix
-from throughtime.errors import DataError, MissingExtraError
+from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 
 
@@ -48,23 +47,23 @@ def test_integers_of_netcdf_that_float64_rounds_are_refused(tmp_path: Path) -> N
         table.read(0, 3, ["v"])
 
 
-def test_packed_hdf5_is_read_by_netcdf4_in_every_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stored = np.array([0, 2, -1, 9], "i2")
+def test_packed_hdf5_and_records_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Mutant: the numbers as they are stored."""
+    pairs = np.zeros(4, dtype=[("a", "i4"), ("b", "f8")])
     with h5py.File(tmp_path / "r.h5", "w") as file:
-        file["in/u"], file["v"] = stored, np.arange(4)
-        file["in/u"].attrs.update(scale_factor=0.5, _FillValue=np.int16(-1), valid_max=np.int16(8))
-    expected = [[0, 0], [1, 1], [np.nan, 2], [np.nan, 3]]
-    np.testing.assert_array_equal(open_table(tmp_path / "r.h5").read(0, 4, ["in/u", "v"]), expected)
-    with h5py.File(tmp_path / "r.h5") as group:
-        recording = tt.recording(group["in"])
-    np.testing.assert_array_equal(recording.read(0, 4).inputs[:, 0], [0, 1, np.nan, np.nan])
-    monkeypatch.setitem(sys.modules, "netCDF4", None)
-    with pytest.raises(
-        MissingExtraError, match=r"netCDF or packed data needs netCDF4; pip .*\[netcdf\]"
-    ):
+        file["in/u"] = np.arange(4, dtype="i2")
+        file["in/u"].attrs.update(scale_factor=0.5)
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["pair"] = pairs
+    np.save(tmp_path / "r.npy", pairs)
+    np.savez(tmp_path / "r.npz", pair=pairs)
+    with pytest.raises(DataError, match=r"'in/u' has the attribute scale_factor.* name the file"):
         open_table(tmp_path / "r.h5")
+    with h5py.File(tmp_path / "r.h5") as file, pytest.raises(DataError, match="scale_factor"):
+        tt.recording(file)
+    for name in ("s.h5", "r.npy", "r.npz"):
+        with pytest.raises(DataError, match=r"holds records; pass their fields: .* \['a', 'b'\]"):
+            open_table(tmp_path / name)
 
 
 def test_xarray_reads_the_times_of_its_zarr_stores(tmp_path: Path) -> None:
@@ -142,15 +141,12 @@ def test_wfdb_signals_of_several_samples_a_frame_are_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("workers", [2, "thread"])
 def test_workers_read_what_another_library_unpacks(workers: Any, tmp_path: Path) -> None:
-    """HDF5 by netCDF4, and Zarr by xarray."""
+    """netCDF by netCDF4, and Zarr by xarray."""
     values = np.random.default_rng(0).normal(size=(STEPS, 2)).round(3)
-    with h5py.File(tmp_path / "r.h5", "w") as file:
-        file["u"], file["v"] = (values.T * 1000).round().astype("i4")
-        for dataset in file.values():
-            dataset.attrs["scale_factor"] = 0.001
     columns = {name: ("time", values[:, i]) for i, name in enumerate("uv")}
     xr.Dataset(columns).to_zarr(tmp_path / "r.zarr", consolidated=False)
-    for path in (tmp_path / "r.h5", tmp_path / "r.zarr"):
+    xr.Dataset(columns).to_netcdf(tmp_path / "r.nc", engine="netcdf4")
+    for path in (tmp_path / "r.nc", tmp_path / "r.zarr"):
         stream = tt.Stream(path, lanes=1, chunk=20, workers=workers, seed=None)
         for _ in range(2):
             read = np.concatenate([chunk.inputs[:, 0].numpy() for chunk in stream])

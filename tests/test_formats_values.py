@@ -11,101 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import soundfile
-import torch
-import zarr
 from pyarrow import feather
 
-import throughtime as tt
-from format_files import FORMATS, STEPS, matrix
-from throughtime.chunk import join
+from format_files import FORMATS, matrix
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
 from throughtime.stream.formats.table import Array
-from throughtime.stream.layout import Layout, lay_out, targets_of
-
-
-def test_csv_gap_is_a_missing_value(tmp_path: Path) -> None:
-    path = tmp_path / "r.csv"
-    path.write_text("\ufeffa,b\n1,2\n\n,4\n", encoding="utf-8")
-    table = open_table(path)
-    assert table.columns == ("a", "b")
-    assert np.isnan(table.read(1, 2, ["a"])).all()
-    with pytest.raises(
-        DataError, match=r"'r\.csv' has 1 input that is NaN .* first at step 1, column 0"
-    ):
-        list(tt.Stream(path, lanes=1, chunk=4))
-    masked = tt.Stream(path, lanes=1, chunk=4, missing="mask").take(4)
-    assert masked is not None
-    assert masked.inputs[:, 0].tolist() == [[1, 2], [0, 4]]
-
-
-def test_parquet_gap_is_a_missing_number_and_an_empty_text(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"n": [1, 2, None], "s": ["a", None, "c"], "l": [[1.0]] * 3}),
-        tmp_path / "r.parquet",
-    )
-    table = open_table(tmp_path / "r.parquet")
-    assert np.isnan(table.read(0, 3, ["n"])).flatten().tolist() == [False, False, True]
-    assert table.read(0, 3, ["s"]).flatten().tolist() == ["a", "", "c"]
-    with pytest.raises(DataError, match="column 'l' has the type list"):
-        table.read(0, 3, ["l"])
-
-
-def test_text_columns_stay_text(tmp_path: Path) -> None:
-    (tmp_path / "r.csv").write_text('a,label\n1,rest\n2,"beat, late"\n')
-    pq.write_table(
-        pa.table({"a": [1.0, 2.0], "label": ["rest", "beat, late"]}), tmp_path / "r.parquet"
-    )
-    np.savez(tmp_path / "r.npz", a=np.ones(2), label=np.array(["rest", "beat, late"]))
-    feather.write_feather(
-        pa.table({"label": pa.array(["rest", "beat, late"]).dictionary_encode()}),
-        tmp_path / "r.feather",
-    )
-    for suffix in (".csv", ".parquet", ".npz", ".feather"):
-        labels = open_table(tmp_path / f"r{suffix}").read(0, 2, ["label"])
-        assert labels.dtype.kind == "U"
-        assert labels.flatten().tolist() == ["rest", "beat, late"]
-
-
-def test_inputs_and_targets_are_selected_by_name(tmp_path: Path) -> None:
-    values = matrix()
-    np.savez(tmp_path / "r.npz", inputs=values, targets=np.arange(STEPS))
-    (tmp_path / "r.csv").write_text(
-        "targets,inputs\n" + "".join(f"{t},{v}\n" for t, v in enumerate(values[:, 0]))
-    )
-    from_npz = join(list(tt.Stream(tmp_path / "r.npz", lanes=1, chunk=50)))
-    assert torch.equal(from_npz.inputs[:, 0], torch.from_numpy(values))
-    assert from_npz.targets is not None
-    assert from_npz.targets.dtype == torch.int64
-    assert from_npz.targets.flatten().tolist() == list(range(STEPS))
-    from_csv = join(list(tt.Stream(tmp_path / "r.csv", lanes=1, chunk=50)))
-    assert from_csv.inputs.shape == (STEPS, 1, 1)
-    assert from_csv.targets is not None
-    assert from_csv.targets.flatten().tolist() == list(range(STEPS))
-
-
-def test_two_files_make_one_recording_if_they_agree(tmp_path: Path) -> None:
-    FORMATS["wav"].make(tmp_path / "r.wav")
-    pq.write_table(
-        pa.table({"state": np.arange(STEPS), "x": np.zeros(STEPS)}), tmp_path / "r.parquet"
-    )
-    audio, labels = open_table(tmp_path / "r.wav"), open_table(tmp_path / "r.parquet")
-    layout = Layout(targets=("state",))
-    inputs = layout.input_rows(audio)
-    recording = lay_out("r", inputs, layout, targets_of(labels, layout))
-    epoch = join(list(tt.Stream([recording], lanes=3, chunk=10)))
-    assert epoch.targets is not None
-    assert epoch.inputs.shape[2] == 3
-    busy = epoch.recording >= 0
-    assert torch.equal(epoch.targets[busy], epoch.position[busy])
-    with pytest.raises(
-        DataError, match=r"r\.parquet: targets \['gone'\] asked for, the file has \['state', 'x'\]"
-    ):
-        targets_of(labels, Layout(targets=("gone",)))
-    np.save(tmp_path / "short.npy", np.zeros(5))
-    short = open_table(tmp_path / "short.npy")
-    with pytest.raises(DataError, match=rf"{STEPS} steps of .*r\.wav and 5 of .*short\.npy"):
-        lay_out("r", inputs, Layout(), targets_of(short, Layout()))
 
 
 def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
@@ -115,21 +26,6 @@ def test_an_npz_cut_short_is_refused_and_closed(tmp_path: Path) -> None:
         (tmp_path / "b.npz").write_bytes(whole[:share])
         with pytest.raises(DataError, match=r"b\.npz: not a readable"):
             open_table(tmp_path / "b.npz")
-
-
-def test_rows_stay_valid_after_their_pages_are_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("throughtime.stream.formats.table.RELEASE_AFTER", 4096)
-    values = np.arange(100_000, dtype=np.int16).reshape(-1, 2)
-    columns = {str(i): values[:, i] for i in range(2)}
-    feather.write_feather(pa.table(columns), tmp_path / "a.feather", compression="uncompressed")
-    table = open_table(tmp_path / "a.feather")
-    rows = [table.read(start, start + 1000, ("1", "0")) for start in range(0, 50_000, 1000)]
-    np.testing.assert_array_equal(np.concatenate(rows), values[:, ::-1])
-    first = table.read(0, 5000, table.columns)
-    table.read(5000, 10_000, table.columns)
-    np.testing.assert_array_equal(first, values[:5000])
 
 
 def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path: Path) -> None:
@@ -146,33 +42,10 @@ def test_whole_numbers_with_gaps_are_floating_in_every_part_of_the_file(tmp_path
         )
 
 
-def test_ogg_gives_the_same_samples_from_the_middle_as_from_the_start(tmp_path: Path) -> None:
-    sound = np.cumsum(np.random.default_rng(0).normal(size=(120_000, 2)), axis=0)
-    soundfile.write(tmp_path / "r.ogg", 0.9 * sound / abs(sound).max(), 44_100)
-    whole = soundfile.read(tmp_path / "r.ogg", dtype="float32")[0]
-    table = open_table(tmp_path / "r.ogg")
-    places = np.random.default_rng(1).integers(0, 119_000, size=200)
-    for row_index in places:
-        np.testing.assert_array_equal(
-            table.read(row_index, row_index + 1000, ("0", "1")), whole[row_index : row_index + 1000]
-        )
-    with soundfile.SoundFile(
-        tmp_path / "r.ogg"
-    ) as file:  # what the library itself gives is wrong right after the place
-        bare = [(file.seek(row_index), file.read(1000, dtype="float32"))[1] for row_index in places]
-    assert not all(
-        np.array_equal(part, whole[row_index : row_index + 1000])
-        for part, row_index in zip(bare, places, strict=True)
-    )
-
-
 def test_sound_that_cannot_be_read_from_the_middle_is_refused(tmp_path: Path) -> None:
-    soundfile.write(tmp_path / "r.ogg", matrix(1), 48_000, format="OGG", subtype="OPUS")
-    with pytest.raises(DataError, match=r"r\.ogg: Opus cannot be read from the middle"):
-        open_table(tmp_path / "r.ogg")
     soundfile.write(tmp_path / "r.wav", matrix(1), 8000, subtype="GSM610")
     with pytest.raises(
-        DataError, match=r"r\.wav: GSM 6\.10 cannot be read from the middle; convert it to PCM"
+        DataError, match=r"r\.wav: GSM 6\.10 cannot be read from the middle; convert it to FLAC"
     ):
         open_table(tmp_path / "r.wav")
 
@@ -275,13 +148,6 @@ def test_columns_of_hdf5_are_the_longest_datasets(tmp_path: Path) -> None:
         DataError, match=r"none\.h5: holds cube float64 \(9, 2, 2\), expected arrays of numbers"
     ):
         open_table(tmp_path / "none.h5")
-
-
-def test_a_single_zarr_array_is_a_column(tmp_path: Path) -> None:
-    zarr.create_array(tmp_path / "r.zarr", data=np.arange(20).reshape(10, 2), zarr_format=2)
-    table = open_table(tmp_path / "r.zarr")
-    assert table.columns == ("0",)
-    np.testing.assert_array_equal(table.read(3, 5, ["0"]), [[6, 7], [8, 9]])
 
 
 def test_more_files_are_read_than_handles_stay_open(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from quick import examples
-from strategies import apart, draw_lanes, gradients, named, recordings, seeds, some_nets, start
+from strategies import apart, draw_lanes, gradients, named, recordings, some_nets, start
 from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.distributed import Ranks
@@ -210,24 +210,6 @@ def test_without_hand_off_every_epoch_is_as_cold_as_the_first() -> None:
     stream = tt.Stream(recordings([103]), 4, 50)
     first, second = play(net, stream), play(net, stream)
     assert all(torch.equal(first[part], second[part]) for part in first)
-
-
-@given(lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6), seed=seeds)
-@examples(15)
-def test_recordings_that_are_not_cut_are_read_as_without_hand_off(
-    lengths: list[int], seed: int
-) -> None:
-    net = named("hides-layer").net()
-    one, two = (
-        tt.Stream(recordings(lengths), 2, 9, seed=seed, hand_off=handed_off)
-        for handed_off in (True, False)
-    )
-    for _ in range(3):
-        losses = [
-            [u.loss.item() for u in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5))]
-            for stream in (one, two)
-        ]
-        assert losses[0] == losses[1]
 
 
 @pytest.mark.filterwarnings("ignore:lanes=4 for 1 recording")  # its parts are what is tested

@@ -109,17 +109,6 @@ def test_recordings_are_cut_only_when_they_are_fewer_than_lanes(
         assert all(len(span) == lengths[span.recording] for span in spans)
 
 
-@given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds)
-def test_lanes_end_within_the_longest_span_of_each_other(
-    lengths: list[int], wish: int, seed: int
-) -> None:
-    lanes = draw_lanes(lengths, wish)
-    table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
-    ends = [row[-1] for row in table.starts]
-    assert max(ends) - min(ends) <= max(map(len, cut(lengths, lanes)))
-    assert min(ends) > 0
-
-
 @given(seed=seeds)
 def test_order_comes_from_the_seed_and_none_keeps_that_of_the_sequence(seed: int) -> None:
     lengths = list(range(1, 12))
@@ -128,18 +117,11 @@ def test_order_comes_from_the_seed_and_none_keeps_that_of_the_sequence(seed: int
     assert [span.recording for span in LaneSchedule.plan(lengths, 1).spans[0]] == list(range(11))
 
 
-def test_different_seeds_give_different_orders() -> None:
-    orders = {
-        LaneSchedule.plan(list(range(1, 12)), 3, random.Random(seed)).spans for seed in range(20)
-    }
-    assert len(orders) == 20
-
-
 @pytest.mark.parametrize(
     ("lengths", "lanes", "reason"),
     [
         ([], 1, "no recordings: expected at least one"),
-        ([3, 2], 6, "lanes=6 but the recordings have 5 steps in all"),
+        ([3, 2], 6, "6 lanes, but the recordings have 5 steps in all"),
     ],
     ids=["no recordings", "too many lanes"],
 )

@@ -255,23 +255,6 @@ def test_longest_lane_is_at_most_four_thirds_of_what_it_must_be(
     assert table.steps * 3 * lanes <= best(lengths, lanes) * (4 * lanes - 1)
 
 
-@given(
-    lengths=st.lists(st.integers(1, 10_000), min_size=8, max_size=80),
-    lanes=st.integers(1, 8),
-    seed=seeds,
-)
-def test_longest_lane_is_within_one_recording_of_the_mean(
-    lengths: list[int], lanes: int, seed: int
-) -> None:
-    table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
-    ends = [row[-1] for row in table.starts]
-    shortest_on_it = min(
-        min(map(len, row)) for row, end in zip(table.spans, ends, strict=True) if end == max(ends)
-    )
-    assert table.steps - min(ends) <= shortest_on_it
-    assert table.steps >= max(-(-sum(lengths) // lanes), *lengths)
-
-
 def test_four_thirds_is_reached_so_that_the_bound_can_fail() -> None:
     lengths = [5, 5, 4, 4, 3, 3, 3]
     assert (
@@ -279,23 +262,6 @@ def test_four_thirds_is_reached_so_that_the_bound_can_fail() -> None:
         best(lengths, 3),
         in_sequence_order(lengths[::-1], 3),
     ) == (11, 9, 12)
-
-
-def test_longest_first_wastes_less_than_the_order_of_the_sequence() -> None:
-    draw = random.Random(0)
-    longest_first, given_order = list[float](), list[float]()
-    for seed in range(300):
-        lengths = [int(draw.lognormvariate(6, 1)) + 1 for _ in range(draw.randrange(10, 60))]
-        lanes = draw.randrange(2, 9)
-        table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
-        longest_first.append(table.idle_steps / (table.steps * lanes))
-        steps = in_sequence_order(lengths, lanes)
-        given_order.append((steps * lanes - sum(lengths)) / (steps * lanes))
-        unpacked = LaneSchedule.plan(lengths, lanes)
-        assert unpacked.idle_steps == steps * lanes - sum(
-            lengths
-        )  # without a seed the order given is kept
-    assert np.mean(longest_first) < 0.5 * np.mean(given_order)
 
 
 @given(
@@ -337,7 +303,7 @@ def test_parts_handed_on_start_at_the_start_of_their_recording_only(
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_offset_and_ranks_count_in_what_lanes_can_play(lanes: int) -> None:
     with pytest.raises(
-        DataError, match=rf"lanes={4 * lanes} but the recordings have 3 steps in all"
+        DataError, match=rf"{4 * lanes} lanes, but the recordings have 3 steps in all"
     ):
         LaneSchedule.plan([4], lanes, offsets=[1], ranks=4)
     assert LaneSchedule.plan([4], 1, offsets=[1], ranks=3).spans == (

@@ -149,12 +149,6 @@ def copies_in_pairs(_: Path) -> object:
     return tt.Stream((frame(), frame()[["y"]]), 1, 5)
 
 
-def copies_in_renamed_columns(folder: Path) -> object:
-    frame().to_parquet(folder / "a.parquet")
-    names = list("abcdef")
-    return tt.recording(folder / "a.parquet", columns=names, inputs=["a", "c"], targets="c")
-
-
 def copies_in_linked_files(folder: Path) -> object:
     frame()[["y"]].to_csv(folder / "a.csv", index=False)
     frame()[["u"]].to_csv(folder / "b.csv", index=False)
@@ -199,7 +193,6 @@ COPIES: list[Callable[[Path], object]] = [
     copies_in_a_frame,
     copies_beside_a_frame,
     copies_in_pairs,
-    copies_in_renamed_columns,
     copies_in_linked_files,
     copies_in_files_side_by_side,
     copies_in_arrays,

@@ -210,7 +210,7 @@ def test_a_bad_manifest_is_refused_with_what_to_do(tmp_path: Path, rows: str, ou
 
 
 def test_more_lanes_than_steps_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="lanes=9999 but the recordings have 650 steps"):
+    with pytest.raises(DataError, match="9999 lanes, but the recordings have 650 steps"):
         Training.begin(
             make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", lanes=9999))
         )

@@ -135,7 +135,7 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
             "--horizons '50;200': expected whole numbers of steps, such as 50,200,800",
         ),
         (["--horizons", "0"], "--horizons 0: expected whole numbers of steps, such as 50,200,800"),
-        (["--lanes", "1000"], "lanes=1000 but the recordings have 650 steps"),
+        (["--lanes", "1000"], "1000 lanes, but the recordings have 650 steps"),
         (["--tolerance", "1.5"], "--tolerance 1.5: expected a number above 0 and below 1"),
         (["--device", "meta"], "--device meta: holds no numbers"),
     ],

@@ -482,19 +482,6 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
 
 
-def test_a_finished_run_with_hand_off_trains_on_as_if_asked_at_once(tmp_path: Path) -> None:
-    """Stopped between epochs: the checkpoint has the states that the next epoch starts from."""
-    data = write_recordings(tmp_path / "data")
-    more = {"lanes": 5, "stride": 30, "updates": None, "hand_off": True, "valid_every": 0}
-    more |= {"schedule": "constant"}  # a cosine is that of the new end
-    short = finish(settings(data, tmp_path / "run", epochs=2, **more))
-    Training.resume(short.path, epochs=4).run()
-    whole = finish(settings(data, tmp_path / "whole", epochs=4, **more))
-    assert whole.model.read_bytes() == short.model.read_bytes()
-    cold = finish(settings(data, tmp_path / "cold", epochs=4, **(more | {"hand_off": False})))
-    assert cold.model.read_bytes() != short.model.read_bytes()
-
-
 def test_the_time_spent_waiting_for_data_is_printed(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     said = run(

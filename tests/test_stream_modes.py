@@ -5,10 +5,9 @@ Shapes: `T` steps, `B` lanes.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,55 +84,6 @@ def test_ranks_play_every_step_once_in_every_epoch(
     assert (
         len({stream.state_dict()["epoch"] for stream in streams})
         == len({len(stream) for stream in streams})
-        == 1
-    )
-
-
-MUTANTS: dict[str, Callable[[list[tt.Stream]], list[tt.Stream]]] = {
-    "a rank is missing": lambda streams: streams[1:],
-    "a rank plays twice": lambda streams: [*streams, streams[0]],
-    "every rank plays everything": lambda streams: [
-        tt.Stream(s.recordings, s.lanes, 7) for s in streams
-    ],
-    "seeds differ": lambda streams: [streams[0], *on_ranks([30, 30, 20, 20, 5], 1, 2, seed=1)[1:]],
-}
-
-
-@pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
-def test_check_of_ranks_fails_on_mutants(
-    mutant: Callable[[list[tt.Stream]], list[tt.Stream]],
-) -> None:
-    lengths = [30, 30, 20, 20, 5]
-    streams = on_ranks(lengths, 1, 2)
-    check_epoch([whole(stream) for stream in streams], lengths)
-    for stream in streams:
-        stream.load_state_dict(on_ranks(lengths, 1, 2)[stream._shard.rank].state_dict())
-    with pytest.raises(AssertionError):
-        check_epoch([whole(stream) for stream in mutant(streams)], lengths)
-
-
-@given(
-    lengths=st.lists(st.integers(2, 60), min_size=1, max_size=5),
-    ranks=st.integers(1, 3),
-    seed=seeds,
-    mode=modes,
-    at=st.integers(0, 200),
-)
-@examples(25)
-def test_ranks_agree_on_steps_and_on_where_all_start_together(
-    lengths: list[int], ranks: int, seed: int, mode: dict[str, Any], at: int
-) -> None:
-    streams = on_ranks(lengths, 1, min(ranks, len(lengths)), seed, **mode)
-    for stream in streams:
-        if at % stream.steps:
-            stream.take(at % stream.steps)
-    assert (
-        len(
-            {
-                (stream.steps, stream.steps_to_common_reset(), stream.remaining(50))
-                for stream in streams
-            }
-        )
         == 1
     )
 

@@ -165,18 +165,6 @@ def test_resume_between_epochs_gives_the_same_weights_to_the_bit(
         assert same_bits(weights(second.net), expected), epoch
 
 
-def test_resume_between_epochs_goes_on_by_the_call_that_plays_the_next_epoch_too() -> None:
-    """Users load the place and write `for update in tt.updates(...)` again."""
-    lengths, options = OPTIONS["hand-off"]
-    _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
-    torch.manual_seed(1)
-    checkpoint = Training.of(lengths, options, tt.Truncated(6, 15)).until(-1)
-    second = Training.of(lengths, options, tt.Truncated(6, 15))
-    second.restored(checkpoint)
-    second.until(None)
-    assert same_bits(weights(second.net), expected)
-
-
 @pytest.mark.parametrize("lost", ["entering", "handed"])
 def test_resume_that_forgets_what_is_handed_on_gives_other_weights(lost: str) -> None:
     """The mutants of the laws above."""
@@ -418,20 +406,6 @@ def test_what_is_measured_between_updates_leaves_the_training_untouched(
             next(t.net.parameters()).add_(1e-9)
 
     assert not same_bits(trained(spoil), trained(None))  # the law can fail
-
-
-def test_saving_a_position_between_updates_leaves_the_training_unchanged() -> None:
-    for lengths, options in OPTIONS.values():
-        _, expected = uninterrupted(lengths, options, tt.Truncated(6, 15))
-        torch.manual_seed(1)
-        training = Training.of(lengths, options, tt.Truncated(6, 15))
-        while training.stream.epoch < EPOCHS:
-            run = training.updates()
-            for _ in run:
-                training.optimizer.step()
-                training.optimizer.zero_grad()
-                training.saved(run)
-        assert same_bits(weights(training.net), expected)
 
 
 @examples(10)

@@ -67,17 +67,13 @@ def test_columns_are_chosen_by_name_from_any_table(kind: str, tmp_path: Path) ->
     assert np.array_equal(others.inputs, values()[:5, [0, 2]])
 
 
-def test_arrays_have_the_names_that_the_user_gives(tmp_path: Path) -> None:
+def test_columns_of_arrays_are_named_by_numbers(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", values())
     for source in (values(), torch.from_numpy(values()), tmp_path / "x.npy", hdf5(tmp_path)["x"]):
-        for recording in (
-            tt.recording(source, inputs=["2", "0"], targets="1"),
-            tt.recording(source, columns=["u", "v", "w"], inputs=["w", "u"], targets="v"),
-        ):
-            steps = recording.read(0, T)
-            assert np.array_equal(steps.inputs, values()[:, [2, 0]])
-            assert steps.targets is not None
-            assert np.array_equal(steps.targets, values()[:, 1])
+        steps = tt.recording(source, inputs=["2", "0"], targets="1").read(0, T)
+        assert np.array_equal(steps.inputs, values()[:, [2, 0]])
+        assert steps.targets is not None
+        assert np.array_equal(steps.targets, values()[:, 1])
 
 
 def test_settings_of_a_csv_file(tmp_path: Path) -> None:
@@ -123,7 +119,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "static that changes": ({"inputs": ["a"], "static": ["b"]}, "static column 'b' is .* in row 0"),
     "no step": ({"start": 5, "stop": 5}, "start=5, stop=5 of 307 steps"),
     "too late": ({"stop": 999}, "start=0, stop=999 of 307 steps"),
-    "too few names": ({"columns": ["u"]}, r"columns=\['u'\] are 1 names, expected .* 3 columns"),
     "too few targets": ({"targets": np.ones(5)}, "307 steps of the DataFrame and 5 of targets"),
 }
 
@@ -268,10 +263,13 @@ def test_groups_of_a_frame_are_recordings_in_order_of_time(make: Callable[[Any],
     assert [s.inputs[:, 1].tolist() for s in steps] == [[70, 70, 70], [50, 50]]
     pairs = tt.from_frame(make(ROWS), by=["patient", "visit"], time="date", inputs="u")
     assert [(r.name, len(r)) for r in pairs] == [("p2/1", 2), ("p1/1", 1), ("p1/2", 1), ("p2/2", 1)]
-    defaults = tt.from_frame(make(ROWS), by="patient", targets="y")
+    defaults = tt.from_frame(make(ROWS), by="patient", time="date", targets="y")
     assert [r.read(0, 1).inputs.shape for r in defaults] == [(1, 3)] * 2  # visit, u, age
-    (whole,) = tt.from_frame(make(ROWS), inputs="u")
+    (whole,) = tt.from_frame(make(ROWS), inputs="u", exclude="date")
     assert whole.read(0, 5).inputs[:, 0].tolist() == ROWS["u"]
+    for use in (tt.from_frame, tt.recording):
+        with pytest.raises(DataError, match=r"row 1 of 'date', .* is earlier .* exclude='date'"):
+            use(make(ROWS), inputs="u")
 
 
 @given(

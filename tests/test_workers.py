@@ -18,12 +18,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import throughtime as tt
 import throughtime.stream.stream as stream_module
 from quick import examples
-from strategies import draw_lanes, named, recordings, seeds
+from strategies import draw_lanes, recordings, seeds
 from test_stream import Counting, all_same, rest_of_epoch, same
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
@@ -218,27 +217,6 @@ def test_error_that_is_none_of_ours_keeps_its_type(workers: Any) -> None:
     message, at = error_of(Unreadable(90), workers, OSError)
     assert "the disk is gone" in message
     assert at == error_of(Unreadable(90), 0, OSError)[1]
-
-
-@WORKERS
-def test_masked_steps_are_counted_alike(workers: Any) -> None:
-    ahead, here = (tt.Stream(with_nan(), 2, 5, workers=w, missing="mask") for w in (workers, 0))
-    assert all_same([*ahead, *ahead], [*here, *here])
-    assert (ahead.masked, ahead.missing_targets) == (here.masked, here.missing_targets) == (2, 0)
-
-
-@WORKERS
-def test_training_with_workers_gives_the_same_weights_to_the_bit(workers: Any) -> None:
-    ends: list[list[torch.Tensor]] = []
-    for stream in pair(workers):
-        net = named("hides-layer").net()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-        for _ in range(2):
-            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(4, 6)):
-                optimizer.step()
-                optimizer.zero_grad()
-        ends.append([p.detach() for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def children() -> set[psutil.Process]:

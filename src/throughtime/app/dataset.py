@@ -33,17 +33,16 @@ from throughtime.app.recordings import (
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
-from throughtime.stream.folder import read_folder
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.times import time_span
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
-    MANIFESTS,
     ManifestEntry,
     find_recordings,
     is_folder,
     join_faults,
     manifest_of,
+    read_folder,
 )
 from throughtime.stream.recording import Part
 from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
@@ -429,7 +428,7 @@ def _file_remarks(
     if (
         is_folder(data)
         and manifest_of(data) is None
-        and (others := read_folder(data, MANIFESTS).others)
+        and (others := read_folder(data).others)
     ):
         yield f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
     if left := sum(one.left_out for one in sources):

@@ -19,7 +19,7 @@ from throughtime.stream.formats.times import TimeSummary, summarize_times
 from throughtime.stream.layout import Label, Layout, Targets, check_numbers, lay_out, targets_of
 from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import TableRecording
-from throughtime.stream.row_sources import ColumnRows, concat_tables, time_rows
+from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
 from throughtime.stream.targets import SpanLabels
 
 OnPhase: TypeAlias = Callable[[str, int, int], None]

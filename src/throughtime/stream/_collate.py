@@ -20,7 +20,7 @@ from throughtime.chunk import Chunk
 from throughtime.errors import DataError, counted
 from throughtime.stream.formats.table import Array
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
-from throughtime.stream.layout import text_hint
+from throughtime.stream.layout import check_recording
 from throughtime.stream.recording import Recording, StepArrays, location
 from throughtime.stream.targets import IGNORE_INDEX
 
@@ -180,33 +180,26 @@ class Collator:
         name, arrays = recording.name, steps.by_role
         for role, array in arrays.items():
             if array.dtype.kind not in "biuf":
+                check_recording(recording, role)
                 raise DataError(
-                    text_hint(recording, role)
-                    or f"recording '{name}': the {role} are {array.dtype}, expected numbers; map"
-                    " text to integers first"
+                    f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
+                    " to integers first"
                 )
         if taken := [key for key in steps.series if hasattr(Chunk, key)]:
             raise DataError(
                 f"recording '{name}' has a series '{taken[0]}', a name that every chunk has; give"
                 " it another name"
             )
-        if self._first is None:
-            self._first = (name, steps)
-        first_name, first = self._first
+        first_name, first = self._first = self._first or (name, steps)
         expected = first.by_role
-        faults = [
-            f"recording '{name}' has {role} of {got}, recording '{first_name}' of {wanted}"
-            for role in {**expected, **arrays}
-            if (got := self._layout(role, arrays.get(role)))
-            != (wanted := self._layout(role, expected.get(role)))
-        ]
-        if faults:
-            whole = any("integer" in fault or "boolean" in fault for fault in faults)
-            hint = "." if whole or self.dtype is not None else ", or give the stream a dtype."
-            raise DataError(
-                "; ".join(faults) + ". All recordings of a stream need the same columns, and the"
-                " same kind of numbers" + hint
-            )
+        for role in {**expected, **arrays}:
+            got, wanted = (self._layout(role, rows.get(role)) for rows in (arrays, expected))
+            if got != wanted:
+                raise DataError(
+                    f"recording '{name}' has {role} of {got}, recording '{first_name}' of {wanted}."
+                    " All recordings of a stream need the same columns and the same kind of"
+                    " numbers; where floating types differ, give the stream a dtype"
+                )
 
     def _layout(self, role: str, array: Array | None) -> str:
         """The columns in words; floating types differ only where they decide that of the chunk."""

@@ -1,8 +1,6 @@
 """Chunks from any iterable as a source of steps for a gradient policy."""
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from torch.utils.data import DataLoader, SequentialSampler
@@ -20,15 +18,10 @@ class ChunkQueue:
     def __init__(self, chunks: Iterable[Chunk]) -> None:
         if isinstance(chunks, DataLoader):
             _refuse_sampler(cast("DataLoader[Any]", chunks))
-        self._again = chunks if isinstance(chunks, Sequence) else None
-        self.once = self._again is None
-        self._kind = type(chunks).__name__
-        again = self._again or ()
-        steps = (c.steps for c in again if isinstance(c, Chunk))  # pyright: ignore[reportUnnecessaryIsInstance]
-        self._starts = [0, *accumulate(steps)]
-        self._chunks = iter(chunks)
-        self._waiting: list[Chunk] = []
-        self._last: Chunk | None = None
+        self.once = not isinstance(chunks, Sequence)
+        self._source, self._chunks = chunks, _checked(chunks)
+        self._waiting = list[Chunk]()
+        self._whole: Chunk | None = None
         self._placement: Placement | None = None
         self.position = 0
 
@@ -37,7 +30,7 @@ class ChunkQueue:
         self._placement = placement
 
     def take(self, steps: int) -> Chunk | None:
-        self._fetch_until(steps)
+        self.remaining(steps)
         if not self._waiting:
             return None
         whole = join(self._waiting)
@@ -47,72 +40,62 @@ class ChunkQueue:
         return taken
 
     def remaining(self, steps: int) -> int:
-        return min(steps, self._fetch_until(steps))
+        while (waiting := sum(c.steps for c in self._waiting)) < steps:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                break
+            self._waiting.append(self._placed(chunk))
+        return min(steps, waiting)
 
     def read(self, start: int, stop: int) -> Chunk:
-        chunks = self._readable()
-        first = bisect_right(self._starts, start) - 1
-        last = bisect_left(self._starts, stop)
-        chunk = join(
-            [
-                chunks[i][max(0, start - self._starts[i]) : stop - self._starts[i]]
-                for i in range(first, min(last, len(chunks)))
-            ]
-        )
-        return chunk if self._placement is None else chunk.convert(self._placement)
+        return self._placed(self._joined()[start:stop])
 
     def steps_to_common_reset(self) -> int:
-        chunks = self._readable()
-        for i in range(max(0, bisect_right(self._starts, self.position) - 1), len(chunks)):
-            chunk, at = chunks[i], self._starts[i]
-            if chunk.any_reset:
-                metadata, span = chunk.metadata, chunk.span
-                common = (metadata.resets[span] | (metadata.recording[span] < 0)).all(dim=1)
-                steps = [at + step for step in common.nonzero().flatten().tolist()]
-                later = [step for step in steps if step > self.position]
-                if later:
-                    return later[0] - self.position
-        return self._starts[-1] - self.position
+        whole = self._joined()
+        resets, recording = (
+            getattr(whole.metadata, n)[whole.span] for n in ("resets", "recording")
+        )
+        common = (resets | (recording < 0)).all(dim=1)[self.position + 1 :].nonzero()
+        return int(common[0]) + 1 if len(common) else whole.steps - self.position
 
-    def _readable(self) -> Sequence[Chunk]:
-        if self._again is None:
+    def _placed(self, chunk: Chunk) -> Chunk:
+        return chunk if self._placement is None else chunk.convert(self._placement)
+
+    def _joined(self) -> Chunk:
+        if self.once:
             raise DataError(
                 "this gradient policy reads its steps again, and the chunks come from a"
-                f" {self._kind}, which gives each of them once: give tt.updates a tt.Stream, or a"
-                " list of chunks"
+                f" {type(self._source).__name__}, which gives each of them once: give tt.updates a"
+                " tt.Stream, or a list of chunks"
             )
-        return self._again
+        if self._whole is None:
+            self._whole = join([*_checked(self._source)])
+        return self._whole
 
-    def _fetch_until(self, steps: int) -> int:
-        """Fetch chunks until `steps` steps are waiting or the source is exhausted.
 
-        Returns the number of waiting steps.
-        """
-        while (waiting := sum(c.steps for c in self._waiting)) < steps and self._fetch():
-            pass
-        return waiting
+def _checked(chunks: Iterable[Any]) -> Iterator[Chunk]:
+    """The chunks, each of which continues the one before it.
 
-    def _fetch(self) -> bool:
-        chunk = next(self._chunks, None)
-        if chunk is None:
-            if self._last is None:
-                raise DataError(
-                    "the stream gave no chunk at all; an exhausted iterator? Give tt.updates a"
-                    " tt.Stream or a list of chunks"
-                )
-            return False
-        # users pass loaders of anything
-        if not isinstance(chunk, Chunk):  # pyright: ignore[reportUnnecessaryIsInstance]
+    Raises:
+        DataError: one does not, or is no chunk, or there is none.
+    """
+    last: Chunk | None = None
+    for chunk in chunks:
+        if not isinstance(chunk, Chunk):
             raise DataError(
                 f"the stream gave a {type(chunk).__name__}, expected a Chunk: use"
                 " tt.Stream(recordings, lanes, chunk), or Chunk.from_tensors(inputs, targets) of"
                 " throughtime.chunk"
             )
-        if self._last is not None:
-            _check_adjacent(self._last, chunk)
-        self._last = chunk
-        self._waiting.append(chunk if self._placement is None else chunk.convert(self._placement))
-        return True
+        if last is not None:
+            _check_adjacent(last, chunk)
+        last = chunk
+        yield chunk
+    if last is None:
+        raise DataError(
+            "the stream gave no chunk at all; an exhausted iterator? Give tt.updates a tt.Stream or"
+            " a list of chunks"
+        )
 
 
 def _refuse_sampler(loader: "DataLoader[Any]") -> None:

@@ -79,8 +79,8 @@ def cut(
     played = [length - start for length, start in zip(lengths, starts, strict=True)]
     if lanes > sum(played):
         raise DataError(
-            f"lanes={lanes} but the recordings have {sum(played)} steps in all: a lane needs at"
-            " least one step"
+            f"{lanes} lanes, but the recordings have {sum(played)} steps in all: a lane needs at"
+            " least one step; take fewer lanes"
         )
     parts = _parts(played, lanes)
     return [
@@ -253,21 +253,14 @@ def check_offset(
     Raises:
         DataError: one of these.
     """
-    if not offset:
-        return
-    if seed is None:
-        raise DataError(
-            f"offset={offset} is drawn from the seed, and seed=None draws nothing; give a seed"
-        )
-    if hand_off:
-        raise DataError(
-            f"offset={offset} moves the edges between parts from epoch to epoch, and hand_off hands"
-            " states over at these edges: leave one of them out"
-        )
     least = sum(length - min(offset - 1, length // 2) for length in lengths)
-    if lanes > least:
-        raise DataError(
-            f"offset={offset} can leave {least} steps of the recordings, and there are {lanes}"
-            " lanes: a lane needs at least one step in every epoch. Take a smaller offset or fewer"
-            " lanes"
-        )
+    faults = {
+        "is drawn from the seed, and seed=None draws nothing; give a seed": seed is None,
+        "moves the edges between parts from epoch to epoch, and hand_off hands states over at these"
+        " edges: leave one of them out": hand_off,
+        f"can leave {least} steps of the recordings, and there are {lanes} lanes: a lane needs at"
+        " least one step in every epoch. Take a smaller offset or fewer lanes": lanes > least,
+    }
+    for fault, wrong in faults.items():
+        if offset and wrong:
+            raise DataError(f"offset={offset} {fault}")

@@ -19,14 +19,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from throughtime.errors import DataError, counted, listed
+from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, Table, is_number
+from throughtime.stream.formats.times import summarize_times, time_span
 from throughtime.stream.recording import TableRecording, innermost
-from throughtime.stream.row_sources import (
+from throughtime.stream.rows import (
     ColumnRows,
-    ConcatRows,
     ConcatTable,
     FrameRows,
     check_columns,
@@ -34,17 +34,18 @@ from throughtime.stream.row_sources import (
     time_rows,
     value_columns,
 )
-from throughtime.stream.targets import At, class_names, interval_labels, periodic_labels
+from throughtime.stream.targets import (
+    At,
+    SpanLabels,
+    class_names,
+    interval_labels,
+    periodic_labels,
+)
 
 _COMPARED, _EXCERPT, _BLOCK = 1000, 64, 65_536  # rows
 _CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
-_BELONGS = {
-    "target_every": "targets with fewer rows than the inputs",
-    "target_at": "labels for more than one step",
-    "background_class": "intervals with the columns start,stop,label",
-}
 
 
 @dataclass(frozen=True)
@@ -208,26 +209,27 @@ def lay_out(
 
     Raises:
         DataError: no rows, series or targets of another length, an input that is the target of the
-            same step, text where numbers are expected, or a setting that belongs to targets of
-            another form.
+            same step, times that descend, or a setting that belongs to targets of another form.
 
-    Cost: a row of the columns whose types are checked.
+    Cost: a row of the columns whose types are checked, and all time stamps.
     """
     size, others = layout.frame_size, dict(series or {})
     if len(inputs) < size:
-        fault = (
-            f"has {counted(len(inputs), 'row')}, too few for a single frame of {size}"
-            if len(inputs)
-            else "is empty, expected at least one step"
-        )
+        fault = f"has {counted(len(inputs), 'row')}, too few for a single frame of {size}"
+        fault = fault if len(inputs) else "is empty, expected at least one step"
         raise DataError(f"recording '{name}' ({inputs.source}) {fault}")
     lengths = [(f"series '{key}'", len(rows)) for key, rows in others.items()]
     check_lengths(name, [("inputs", len(inputs)), *lengths])
     labels = None if targets is None else _place(name, targets, inputs, layout)
     if not (layout.ahead or layout.allow_target_as_input):
         _refuse_copies(name, inputs, targets, layout.task)
-    table = inputs.table if isinstance(inputs, ColumnRows) else None
-    times: RowSource | None = None if table is None else time_rows(table, layout.exclude)
+    times = time_rows(inputs.table, layout.exclude) if isinstance(inputs, ColumnRows) else None
+    if times is not None:
+        _check_times(name, times, layout)
+
+    def last(rows: RowSource) -> RowSource:
+        return FrameRows(rows, size, last=True) if size > 1 else rows
+
     return TableRecording(
         name,
         FrameRows(inputs, size) if size > 1 else inputs,
@@ -235,49 +237,75 @@ def lay_out(
         static,
         _columns(inputs),
         LABEL if isinstance(targets, (Intervals, Label)) else _columns(targets),
-        times and _last_rows(times, size),
-        tuple((key, _last_rows(rows, size)) for key, rows in others.items()),
+        times and last(times),
+        tuple((key, last(rows)) for key, rows in others.items()),
     )
 
 
-def _last_rows(rows: RowSource, size: int) -> RowSource:
-    """The last row of each frame."""
-    return FrameRows(rows, size, last=True) if size > 1 else rows
+def _check_times(name: str, times: RowSource, layout: Layout) -> None:
+    """Refuse times that descend, and warn of gaps that a forecast would cross."""
+    summary = summarize_times(times)
+    column = times.source.rpartition(": ")[2].split(" and ")[0].strip("'")
+    if summary.backward is not None:
+        row, before, after = summary.backward
+        raise DataError(
+            f"recording '{name}': row {row} of '{column}', {after}, is earlier than the row before"
+            f" it, {before}; sort the rows, split them where another recording begins, or exclude"
+            f" the column if their order is right: exclude='{column}' (--exclude {column})"
+        )
+    if layout.ahead and summary.gaps:
+        warn_caller(
+            f"recording '{name}': '{column}' has {counted(summary.gaps, 'gap')}, the longest of"
+            f" {time_span(summary.longest[0])}, and 'ahead' counts rows: across a gap a target is"
+            " later than that. Split the recording there, or fill the rows that are missing"
+        )
 
 
 def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> RowSource:
     """The targets as one for each step, missing where there is none."""
     size, every, at, rows = layout.frame_size, layout.target_every, layout.target_at, len(inputs)
+    settings = {
+        "target_every": "targets with fewer rows than the inputs",
+        "target_at": "labels for more than one step",
+        "background_class": "intervals with the columns start,stop,label",
+    }
+    what, suits = "its targets are one for each row", set[str]()
     if isinstance(targets, Intervals):
-        _refuse(name, layout, f"{targets.source} holds intervals", "target_every")
-        labels = _interval_labels(targets, layout)
-        spans = interval_labels(
+        what, suits = f"{targets.source} holds intervals", {"target_at", "background_class"}
+    elif isinstance(targets, Label):
+        what, suits = "its label is for the whole recording", {"target_at"}
+    elif every is not None:
+        what, suits = f"its targets are one for every {every} rows", {"target_every", "target_at"}
+    for key, owner in settings.items():
+        if (value := getattr(layout, key)) is not None and key not in suits:
+            flag = key.replace("_", "-")
+            raise DataError(
+                f"recording '{name}': {key}={value!r} (--{flag}) belongs to {owner}, but {what};"
+                " leave it out"
+            )
+    if isinstance(targets, Intervals):
+        labels = _typed(ArrayRows(targets.source, _numbers(targets, layout)), layout)
+        spans: SpanLabels = interval_labels(
             name, targets.starts, targets.stops, labels, rows, at or "all", size
         )
         spans.background = layout.background_class
         return spans
     if isinstance(targets, Label):
-        what = "its label is for the whole recording"
-        _refuse(name, layout, what, "target_every", "background_class")
         labels = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
         return periodic_labels(name, labels, rows // size, rows // size, at or "last")
     if every is not None:
-        what = f"{targets.source} holds a row of targets for every {every} rows"
-        _refuse(name, layout, what, "background_class")
-        labels = _typed(targets, layout)
-        return periodic_labels(name, labels, every, rows, at or "last", size)
-    _refuse(name, layout, "its targets are one for each row", *_BELONGS)
+        return periodic_labels(name, _typed(targets, layout), every, rows, at or "last", size)
     if len(targets) != rows:
         raise DataError(
             f"recording '{name}' has {counted(rows, 'step')} of {inputs.source} and"
             f" {len(targets):,} of {targets.source}; both need one row per step, or say by"
             " target_every=N (--target-every N) how many rows each target is for"
         )
-    frames = _last_rows(targets, size)
+    frames = FrameRows(targets, size, last=True) if size > 1 else targets
     return frames if layout.classify else _typed(frames, layout)
 
 
-def _interval_labels(intervals: Intervals, layout: Layout) -> RowSource:
+def _numbers(intervals: Intervals, layout: Layout) -> Array:
     """The labels of intervals; of a regression they are numbers."""
     labels = np.asarray(intervals.labels)
     if labels.dtype.kind == "U" and len(labels) and layout.task not in {None, "classify"}:
@@ -287,164 +315,116 @@ def _interval_labels(intervals: Intervals, layout: Layout) -> RowSource:
             f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
             " task='classify' (--task classify)"
         )
-    return _typed(ArrayRows(intervals.source, labels), layout)
-
-
-def _refuse(name: str, layout: Layout, what: str, *settings: str) -> None:
-    """Refuse settings that belong to targets of another form."""
-    for setting in settings:
-        value = getattr(layout, setting)
-        if value is not None:
-            raise DataError(
-                f"recording '{name}': {setting}={value!r} belongs to {_BELONGS[setting]}, but"
-                f" {what}; leave it out"
-            )
+    return labels
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse a column that is an input and the target of the same step."""
-    if not isinstance(targets, (ColumnRows, ArrayRows)) or not (copied := _copies(inputs, targets)):
+    """Refuse a column that is an input and the target of the same step.
+
+    A column of a file is known by the file and its name there; one in memory by its values,
+    whatever its type. Under another name it needs more values than classes have, which may agree by
+    chance.
+    """
+    own = {} if isinstance(targets, (Intervals, Label)) else _known(targets, 0, _COMPARED)
+    pairs = {
+        column: target
+        for column, known in _known(inputs, 0, _COMPARED).items()
+        for target, wanted in own.items()
+        if known == wanted
+        and (
+            isinstance(known, str)
+            or (
+                (column == target or len(np.unique(np.frombuffer(known))) > _CLASSES)
+                and all(
+                    _known(inputs, i, i + _BLOCK)[column] == _known(targets, i, i + _BLOCK)[target]
+                    for i in range(_COMPARED, len(inputs), _BLOCK)
+                )
+            )
+        )
+    }
+    if not pairs:
         return
-    pairs = [c if c == target else f"{c} = {target}" for c, target in copied.items()]
-    own = _columns(targets)
-    others = [c for r in _parts(inputs) for c in _columns(r) if c not in copied] or own[:-1]
+    texts = [c if c == target else f"{c} = {target}" for c, target in pairs.items()]
+    others = [c for c in _columns(inputs) if c not in pairs] or [*pairs][:-1]
     choice = f"inputs={listed(others, quoted=True)}"
     if task is None:
-        choice = f"tt.recording(..., {choice}, targets='{own[-1] if own else 'y'}')"
+        choice = f"tt.recording(..., {choice}, targets='{[*pairs.values()][-1]}')"
     advice = f"name other inputs: {choice}" if others else "take them out of the inputs"
     raise DataError(
-        f"recording '{name}': {listed(pairs, quoted=True)} are inputs and targets of the same"
+        f"recording '{name}': {listed(texts, quoted=True)} are inputs and targets of the same"
         f" step, so the net would only learn to copy them; {advice}, predict"
         " later values: ahead=1, or write allow_target_as_input=True (--allow-target-as-input)"
     )
 
 
-def _copies(inputs: RowSource, targets: RowSource) -> dict[str, str]:
-    """The columns of the inputs that repeat one of the targets.
-
-    A column of a file is known by the file and its name there. One in memory is known by its
-    values, whatever its name and type; under another name it needs more values than classes have,
-    which may agree by chance.
-    """
-    own = {_key(known): target for target, known in _known(targets, 0, _COMPARED).items()}
-    copies = dict[str, str]()
-    for column, known in _known(inputs, 0, _COMPARED).items():
-        target = own.get(_key(known))
-        if target is None:
-            continue
-        if isinstance(known, tuple) or (
-            (column == target or len(np.unique(known)) > _CLASSES)
-            and _agree(inputs, column, targets, target)
-        ):
-            copies[column] = target
-    return copies
-
-
-def _agree(inputs: RowSource, column: str, targets: RowSource, target: str) -> bool:
-    """Whether two columns in memory, equal so far, are equal to their ends."""
-    return all(
-        _key(_known(inputs, start, start + _BLOCK)[column])
-        == _key(_known(targets, start, start + _BLOCK)[target])
-        for start in range(_COMPARED, len(inputs), _BLOCK)
-    )
-
-
-def _key(known: tuple[Path, str] | Array) -> object:
-    return known if isinstance(known, tuple) else known.tobytes()
-
-
-def _known(rows: RowSource, start: int, stop: int) -> dict[str, tuple[Path, str] | Array]:
-    """By name, where a column of a file is, and of one in memory the numbers, in one type."""
-    result, blocks = dict[str, tuple[Path, str] | Array](), dict[tuple[str, ...], Array]()
-    parts = _parts(rows)
-    for i, part in enumerate(parts):
-        if isinstance(part, ColumnRows):
-            origins = {column: _origin(part, column) for column in part.columns}
-            paths = {table.path for table, _ in origins.values()}
-            files = {path: path.resolve() for path in paths if isinstance(path, Path)}
-            result |= {c: (files[t.path], n) for c, (t, n) in origins.items() if t.path in files}
-            memory = tuple(c for c, (t, _) in origins.items() if t.path not in files)
-            if memory:
-                blocks[memory] = part.table.read(start, stop, memory)
-        elif isinstance(part, ArrayRows) and isinstance(part.array, np.ndarray):
-            blocks[(part.source + f"[{i}]" * (len(parts) > 1),)] = part.read(start, stop)
-    for names, values in blocks.items():
-        if values.dtype.kind in "biuf" and values.size <= _COMPARED * len(values):
-            columns = values.reshape(len(values), -1).T.astype(np.float64)
-            wide = (f"{'/'.join(names)}[:, {i}]" for i in range(len(columns)))
-            each = names if len(names) == len(columns) else wide
-            result.update(zip(each, columns, strict=True))
+def _known(rows: Any, start: int, stop: int) -> dict[str, str | bytes]:
+    """By name, the column of a file that it is, or the bytes of its numbers as float64."""
+    result, blocks = dict[str, str | bytes](), list[tuple[str, Array]]()
+    for name in _columns(rows):
+        table, own = rows.table, name
+        if isinstance(table, ConcatTable):
+            table, own = table.sources[name]
+        if isinstance(table.path, Path):
+            result[name] = f"{table.path.resolve()}: {own}"
+        else:
+            blocks.append((name, table.read(start, stop, (own,))))
+    if isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
+        values = rows.read(start, stop)
+        blocks.append((rows.source, values.reshape(len(values), -1)))
+    for name, values in blocks:
+        if values.dtype.kind in "biuf" and values.shape[1] <= _COMPARED:
+            for i, column in enumerate(values.T.astype(np.float64)):
+                result[f"{name}[:, {i}]" if values.shape[1] > 1 else name] = column.tobytes()
     return result
 
 
-def _parts(rows: RowSource) -> tuple[RowSource, ...]:
-    return rows.parts if isinstance(rows, ConcatRows) else (rows,)
-
-
-def _columns(rows: RowSource | None) -> tuple[str, ...]:
+def _columns(rows: object) -> tuple[str, ...]:
     return rows.columns if isinstance(rows, ColumnRows) else ()
 
 
-def _origin(rows: ColumnRows, column: str) -> tuple[Table, str]:
-    """The table that a column comes from, and its name there."""
-    table = rows.table
-    if isinstance(table, ConcatTable):
-        index, column = table.sources[column]
-        table = table.tables[index]
-    return table, getattr(table, "names", {}).get(column, column)
-
-
-def check_numbers(rows: object, role: str, task: str | None = None) -> None:
+def check_numbers(rows: object, role: str, task: str | None = None, start: int = 0) -> None:
     """Refuse columns of text; the message says how to leave them out.
 
     Args:
         rows: of columns of a table; others are not looked at.
         role: inputs or targets.
         task: of the layout.
+        start: the row that is looked at.
 
     Cost: one row of the columns.
     """
-    if isinstance(rows, ColumnRows) and rows.read(0, 1).dtype.kind not in "biuf":
-        raise DataError(text_fault(rows, role, 0, task))
-
-
-def text_hint(recording: object, role: str) -> str:
-    """The fault of `text_fault` in a recording that a stream plays; empty where it is unknown."""
-    table, start = innermost(recording)
-    rows = getattr(table, role, None)
     if not isinstance(rows, ColumnRows) or rows.read(start, start + 1).dtype.kind in "biuf":
-        return ""
-    return text_fault(rows, role, start)
-
-
-def text_fault(rows: ColumnRows, role: str, start: int = 0, task: str | None = None) -> str:
-    """Which columns hold text where numbers are expected, and what to do about it."""
+        return
     table = rows.table
     fields = {n: table.read(start, start + _EXCERPT, (n,))[:, 0] for n in rows.columns}
     texts = {n: [*map(str, v.tolist())] for n, v in fields.items() if v.dtype.kind not in "biuf"}
     words = {n: [t for t in v if t.strip() and not is_number(t)] for n, v in texts.items()}
-    name, several = next(iter(texts)), len(texts) > 1
-    which = f"columns {listed(texts, quoted=True)}" if several else f"column '{name}'"
-    head = f"{rows.source}: {which} of the {role} hold{'s' * (not several)} text, such as"
-    head += f" {next(iter(words[name]), '')!r}" + f" in '{name}'" * several
+    name, names = next(iter(texts)), listed(texts, quoted=True)
+    head = (
+        f"{rows.source}: column '{name}' of the {role} holds text, such as"
+        f" {next(iter(words[name]), '')!r}"
+    )
     if start == 0 and any(len(v) > 1 and words[n] == v[:1] for n, v in texts.items()):
-        return (
+        raise DataError(
             f"{head} in the first row and numbers after it; is the line after the header one of"
             " units? Delete it"
         )
-    exclude = f"exclude={listed(texts, quoted=True)} (--exclude {','.join([*texts][:8])})"
-    if task is None:
-        exclude = f"tt.recording(..., exclude={listed(texts, quoted=True)})"
-    head += f", expected numbers; leave {'them' if several else 'it'} out: {exclude}"
+    exclude = f"tt.recording(..., exclude={names})"
     if task is not None:
-        return f"{head} (or is '{name}' a class? --targets {name} --task classify)"
-    if role != "targets":
-        return head
-    names = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])
-    return (
-        f"{head}, or name the classes in the order of their indices:"
-        f" classes={listed(names, quoted=True)}"
-    )
+        exclude = f"exclude={names} (--exclude {','.join([*texts][:8])})"
+    head += f", expected numbers; leave it out: {exclude}"
+    if task is not None:
+        head += f" (or is '{name}' a class? --targets {name} --task classify)"
+    elif role == "targets":
+        classes = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])
+        head += f", or name the classes in the order of their indices: classes={[*classes]}"
+    raise DataError(head)
+
+
+def check_recording(recording: object, role: str) -> None:
+    """Refuse columns of text of a recording that a stream plays, where they are known."""
+    table, start = innermost(recording)
+    check_numbers(getattr(table, role, None), role, start=start)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,34 @@
-"""The manifest of a data set: its recordings, their entry, and what holds for a whole recording."""
+"""The recordings of a data set: those of a folder, or of a manifest, and what holds for each.
 
-import csv
+A manifest is a CSV file with a line for each recording. In a folder, recordings are in splits if
+sub-folders are called so. Left out are hidden files and folders, folders of runs and of
+predictions, and files of an unknown format. A folder that several links lead to is read once.
+"""
+
 import math
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from throughtime.errors import DataError, counted, listed
-from throughtime.stream.folder import read_folder
-from throughtime.stream.formats.csv import encoding_hint, header_of
+from throughtime.stream import formats
+from throughtime.stream.formats.csv import CsvFile
 from throughtime.stream.formats.table import FOLDERS, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
+SPLITS = {split: split for split in ("train", "valid", "test")} | {
+    "training": "train",
+    "val": "valid",
+    "validation": "valid",
+}
+"""Names of sub-folders, in lower case, and the splits that they mean."""
+OUTPUTS = ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "predictions.json")
+_OTHER_FOLDERS = ("__pycache__", "__MACOSX")
 _MAX_FAULTS = 5  # listed at most
 
 
@@ -38,6 +52,13 @@ class ManifestEntry:
     targets: Path | None = None
     label: str | None = None
     static: tuple[float, ...] = ()
+
+
+class FolderContent(NamedTuple):
+    """The recordings of a folder by name, and the names of files of an unknown format."""
+
+    recordings: list[ManifestEntry]
+    others: list[str]
 
 
 def join_faults(faults: Sequence[str]) -> str:
@@ -77,19 +98,22 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
     """
     if not data.exists():
         raise DataError(f"{data}: no such file or folder")
-    manifest = manifest_of(data)
+    manifest, faults = manifest_of(data), list[str]()
     if manifest is not None:
-        return _read(manifest, static)
-    if static:
+        data = manifest
+        entries = list[ManifestEntry]()
+        for row in _rows(manifest, static):
+            entries.append(_entry(manifest.parent, row, static, faults))
+    elif static:
         raise DataError(
             f"{data}: static={','.join(static)} names columns of a manifest (CSV:"
             f" {', '.join(COLUMNS)}), but this is not a manifest"
         )
-    if not is_folder(data):
+    elif is_folder(data):
+        entries = read_folder(data).recordings
+    else:
         return [ManifestEntry(data.name, "", (data,))]
-    files = read_folder(data, MANIFESTS).recordings
-    entries = [ManifestEntry(file.name, file.split, (file.path,)) for file in files]
-    if faults := _duplicates(entries):
+    if faults := faults + _duplicates(entries):
         raise DataError(f"{data}: {join_faults(faults)}")
     return entries
 
@@ -108,107 +132,78 @@ def manifest_of(data: Path) -> Path | None:
 
 def is_manifest(path: Path) -> bool:
     """Whether a file is a manifest: a CSV file with the columns `id` and `inputs`."""
-    return {"id", "inputs"} <= {*header_of(path)[0]}
+    if path.suffix.lower() == ".csv" and path.is_file():
+        with suppress(DataError):
+            return {"id", "inputs"} <= {*CsvFile(path).names}
+    return False
 
 
-def _read(path: Path, static: Sequence[str]) -> list[ManifestEntry]:
-    """The entries of a manifest, read as text: the ids `1` and `001` are two recordings."""
-    columns, rows = _read_text(path)
-    _check_columns(path, columns, static)
+def _rows(path: Path, static: Sequence[str]) -> list[dict[str, str]]:
+    """The lines of a manifest, read as text: the ids `1` and `001` are two recordings."""
+    file = CsvFile(path)
+    for name in static:
+        if name in COLUMNS or name not in file.names:
+            known = name in COLUMNS
+            what = "'{}' has another meaning in a manifest" if known else "there is no column '{}'"
+            raise DataError(
+                f"{path}: static={','.join(static)}, but {what.format(name)}; its columns are"
+                f" {listed(file.names)}"
+            )
+    unknown = [name for name in file.names if name not in {*COLUMNS, *static}]
+    if unknown or not {"id", "inputs"} <= {*file.names}:
+        hint = "; to feed a number of each recording to the net, write --static "
+        raise DataError(
+            f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
+            f" optional); got {listed(file.names)}"
+            + (hint + ",".join((*static, *unknown)))
+            * bool(unknown)
+        )
+    lines = (row for batch in file.texts() for row in batch.to_pylist())
+    rows = [{name: text.strip() for name, text in row.items()} for row in lines]
     if not rows:
         raise DataError(
             f"{path}: the manifest lists no recording; write a line for each, such as:"
             " a,train,a.csv"
         )
-    entries = [_entry(path.parent, row, static) for row in rows]
-    lines = zip(rows, entries, strict=True)
-    faults = [fault for row, entry in lines for fault in _entry_faults(row, entry, static)]
-    if faults := faults + _duplicates(entries):
-        raise DataError(f"{path}: {join_faults(faults)}")
-    return entries
+    return rows
 
 
-def _read_text(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """The names of the columns, and the fields of each line that is not blank.
-
-    Raises:
-        DataError: duplicate column names, a line with more or fewer fields, or bytes that are not
-            UTF-8; the message names the line.
-    """
-    columns, delimiter = header_of(path)
-    if len({*columns}) < len(columns):
-        raise DataError(f"{path}: the first line is {columns}, expected distinct column names")
-    rows = list[dict[str, str]]()
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.reader(file, strict=True, delimiter=delimiter)
-            for fields in filter(None, reader):
-                if len(fields) != len(columns):
-                    raise DataError(
-                        f"{path}: line {reader.line_num} has {len(fields)} fields, the header has"
-                        f" {len(columns)}"
-                    )
-                rows.append(dict(zip(columns, map(str.strip, fields), strict=True)))
-    except (UnicodeDecodeError, csv.Error) as error:
-        is_text = isinstance(error, csv.Error)
-        reason = f"is no readable CSV file ({error})" if is_text else encoding_hint(error, path)
-        raise DataError(f"{path}: {reason}") from error
-    return columns, rows[1:]
-
-
-def _check_columns(path: Path, columns: Sequence[str], static: Sequence[str]) -> None:
-    for name in static:
-        if name in COLUMNS or name not in columns:
-            what = (
-                f"'{name}' has another meaning in a manifest"
-                if name in COLUMNS
-                else f"there is no column '{name}'"
-            )
-            raise DataError(
-                f"{path}: static={','.join(static)}, but {what}; its columns are {listed(columns)}"
-            )
-    unknown = [c for c in columns if c not in {*COLUMNS, *static}]
-    if unknown or not {"id", "inputs"} <= {*columns}:
-        hint = "; to feed a number of each recording to the net, write --static "
-        raise DataError(
-            f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            f" optional); got {listed(columns)}"
-            + (hint + ",".join((*static, *unknown)))
-            * bool(unknown)
-        )
-
-
-def _entry(folder: Path, row: dict[str, str], static: Sequence[str]) -> ManifestEntry:
-    inputs = tuple(folder / part.strip() for part in row["inputs"].split(";"))
-    targets = folder / row["targets"] if row.get("targets") else None
-    label = row.get("label") if targets is None else None
-    features = tuple(float(row[name]) if is_number(row[name]) else math.nan for name in static)
-    return ManifestEntry(row["id"], row.get("split", ""), inputs, targets, label, features)
-
-
-def _entry_faults(row: dict[str, str], entry: ManifestEntry, static: Sequence[str]) -> list[str]:
-    """The faults of one line."""
-    name, inputs, targets = entry.name, row["inputs"], entry.targets
-    faults = [] if name else ["a recording has no id"]
-    if not all(part.strip() for part in inputs.split(";")):
-        fault = f"'{name}' has inputs {inputs!r}, expected a file, or several separated by ';'"
-        return [*faults, fault]
-    paths = entry.inputs if targets is None else (*entry.inputs, targets)
-    faults += [
-        f"'{name}': no such file {path}"
-        for path in paths
-        if not os.path.exists(path) or is_folder(path)  # noqa: PTH110  false for an impossible name
+def _entry(
+    folder: Path, row: Mapping[str, str], static: Sequence[str], faults: list[str]
+) -> ManifestEntry:
+    """The recording of a line; its faults are added to the others."""
+    name, inputs = row["id"], [part.strip() for part in row["inputs"].split(";")]
+    targets, label = row.get("targets", ""), row.get("label", "")
+    features = [float(row[n]) if is_number(row[n]) else math.nan for n in static]
+    files = [*inputs, *([targets] if targets else [])]
+    absent = [
+        folder / file
+        for file in files
+        if not os.path.exists(folder / file) or is_folder(folder / file)  # noqa: PTH110  false for an impossible name
     ]
-    if len({*entry.inputs}) < len(entry.inputs):
-        faults.append(f"'{name}' names one of its inputs twice: {inputs}")
-    if targets is not None and row.get("label"):
-        faults.append(f"'{name}' has targets and the label {row['label']!r}, expected one of them")
-    return faults + [
-        f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number for"
-        " every recording"
-        for feature, value in zip(static, entry.static, strict=True)
+    texts = {
+        "a recording has no id": not name,
+        f"'{name}' has inputs {row['inputs']!r}, expected a file, or several separated by ';'": (
+            not all(inputs)
+        ),
+        f"'{name}': no such file {listed(absent)}": all(inputs) and absent,
+        f"'{name}' names one of its inputs twice: {row['inputs']}": len({*inputs}) < len(inputs),
+        f"'{name}' has targets and the label {label!r}, expected one of them": targets and label,
+    }
+    faults += [text for text, wrong in texts.items() if wrong]
+    faults += [
+        f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number"
+        for feature, value in zip(static, features, strict=True)
         if not math.isfinite(value)
     ]
+    return ManifestEntry(
+        name,
+        row.get("split", ""),
+        tuple(folder / file for file in inputs),
+        folder / targets if targets else None,
+        row.get("label") if not targets else None,
+        tuple(features),
+    )
 
 
 def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
@@ -239,3 +234,66 @@ def _identity(path: Path) -> object:
     if not stat.st_ino:
         return path.resolve()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def read_folder(folder: Path) -> FolderContent:
+    """List the recordings of a folder and its sub-folders.
+
+    Raises:
+        DataError: it holds no recording, a manifest in a sub-folder, or recordings in and beside
+            folders of splits.
+
+    Cost: a listing of each folder; no file is opened.
+    """
+    entries, others, fault = list[ManifestEntry](), list[str](), ""
+    for path in _walk(folder):
+        name = path.relative_to(folder).as_posix()
+        splits = {SPLITS[part] for part in name.lower().split("/")[:-1] if part in SPLITS}
+        if path.name in MANIFESTS:
+            fault = (
+                f"the sub-folder {path.parent.name} has a manifest of its own, {name}; name"
+                f" {path.parent} as the data, or write one manifest for all in {folder}"
+            )
+        elif len(splits) > 1:
+            several = " and ".join(sorted(splits))
+            fault = f"'{name}' lies in folders of the splits {several}; keep it in one of them"
+        elif path.suffix.lower() in formats.SUFFIXES:
+            entries.append(ManifestEntry(name, next(iter(splits), ""), (path,)))
+        else:
+            others.append(name)
+    beside = [entry.name for entry in entries if not entry.split]
+    if not fault and not entries:
+        fault = (
+            f"the folder and its sub-folders hold no {', '.join(formats.SUFFIXES)} file and no"
+            f" {' or '.join(MANIFESTS)}"
+        )
+    elif not fault and 0 < len(beside) < len(entries):
+        fault = (
+            f"{listed(beside, quoted=True)} lie beside the folders of the splits"
+            f" {', '.join(sorted({entry.split for entry in entries if entry.split}))}; move them"
+            f" into one of them, rename the folders, or write a manifest: {MANIFESTS[0]}"
+        )
+    if fault:
+        raise DataError(f"{folder}: {fault}")
+    return FolderContent(sorted(entries, key=lambda entry: entry.name), sorted(others))
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """The files of a folder, and folders that are one recording (`.zarr`)."""
+    visited = set[tuple[int, int]]()
+    for root, folders, files in os.walk(folder, followlinks=True):
+        here = Path(root)
+        stat = here.stat()
+        known = (stat.st_dev, stat.st_ino)
+        run = here != folder and any(name in files for name in OUTPUTS)
+        if known in visited or run:
+            folders.clear()
+            continue
+        visited.add(known)
+        recordings = [name for name in folders if Path(name).suffix.lower() in FOLDERS]
+        yield from (here / name for name in (*files, *recordings) if not name.startswith("."))
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".") and name not in (*_OTHER_FOLDERS, *recordings)
+        )

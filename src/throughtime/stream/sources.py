@@ -7,7 +7,6 @@ arrays, an MNE `Raw`). All else is made of them: pairs, mappings, lists, data se
 Shapes: `T` steps, `D` input features, `C` target columns, `S` static features, `N` recordings.
 """
 
-import difflib
 import glob
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,23 +15,20 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import open_bytes
 from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
-from throughtime.stream.formats.table import FileTable, RowSource, Table
+from throughtime.stream.formats.table import FileTable, Table
 from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import Part, Recording, TableRecording
-from throughtime.stream.row_sources import (
+from throughtime.stream.rows import (
     ColumnRows,
     as_rows,
-    concat_rows,
-    concat_tables,
     is_array,
     is_rows,
     open_source,
-    value_columns,
 )
 from throughtime.stream.tables import recording
 from throughtime.stream.targets import check_at, horizons, shift_targets
@@ -169,8 +165,7 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
     if isinstance(data, Mapping):
         return [_from_mapping(data, str(data.get("name", name)))]
     if is_series(data) or is_array(data):
-        _check_dimensions(data, index, "", "{'inputs': x}")
-        return [_from_mapping({"inputs": data}, name)]
+        return [_from_pair((data,), index, name)]
     if isinstance(data, tuple) and any(map(is_rows, data[:1])):
         return [_from_pair(data, index, name)]
     if isinstance(data, Dataset) and has(data, "__len__"):
@@ -190,30 +185,21 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
     )
 
 
-def _check_dimensions(inputs: Any, index: int | None, each: str, whole: str) -> None:
-    """Refuse `(N, T, D)` alone: N recordings, or one of N steps with features `(T, D)`."""
-    shape = tuple(getattr(inputs, "shape", ()))
-    if index is None and len(shape) > 2:
-        raise DataError(
-            f"inputs of shape {shape} may be {shape[0]} recordings of {shape[1]} steps, or one of"
-            f" {shape[0]} steps. Write list({each or 'x'}) for the former, {whole} for the latter"
-        )
-
-
 def _from_pair(pair: tuple[Any, ...], index: int | None, name: str) -> Recording:
-    """The recording of `(inputs, targets)`; at the top, two paths may be two recordings."""
-    if len(pair) > 2:
-        raise DataError(
-            f"a tuple of {len(pair)}: expected (inputs, targets) of one recording. Several"
-            " recordings are a list: [a, b, c]"
-        )
+    """The recording of `(inputs,)` or `(inputs, targets)`; alone it must not mean several."""
     inputs, targets = (*pair, None)[:2]
-    if index is None and isinstance(inputs, (str, Path)) and isinstance(targets, (str, Path)):
+    shape, fault = tuple(getattr(inputs, "shape", ())), ""
+    if len(pair) > 2:
+        fault = f"a tuple of {len(pair)}: expected (inputs, targets) of one recording"
+    elif index is None and isinstance(inputs, (str, Path)) and isinstance(targets, (str, Path)):
+        fault = f"a tuple of two paths, '{inputs}' and '{targets}', may be two recordings"
+    elif index is None and len(shape) > 2:
+        fault = f"inputs of shape {shape} may be {shape[0]} recordings or one of {shape[0]} steps"
+    if fault:
         raise DataError(
-            f"a tuple of two paths, '{inputs}' and '{targets}': write {{'inputs': ..., 'targets':"
-            " ...} for one recording, or a list for two: ['...', '...']"
+            f"{fault}; write [a, b] or list(zip(x, y)) for several recordings, {{'inputs': x,"
+            " 'targets': y} for one"
         )
-    _check_dimensions(inputs, index, "zip(x, y)", "{'inputs': x, 'targets': y}")
     return _from_mapping({"inputs": inputs, "targets": targets}, name)
 
 
@@ -278,18 +264,17 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     values = {key: value for key, value in source.items() if value is not None}
     series = {key: value for key, value in values.items() if key not in _KEYS}
     similar = {key.rstrip("s") for key in _KEYS}  # 'target', 'input'
-    unknown = sorted(
+    unknown = [
         str(key)
         for key, value in series.items()
         if str(key).rstrip("s") in similar or not (is_array(value) or is_series(value))
-    )
+    ]
     if "inputs" not in values or unknown:
-        near = difflib.get_close_matches(unknown[0], _KEYS, n=1) if unknown else []
-        hint = f"; did you mean '{near[0]}' for '{unknown[0]}'?" if near else _hint(source)
+        hint = did_you_mean(unknown[0], _KEYS) if unknown else ""
         raise DataError(
-            f"recording '{name}' has the keys {listed(sorted(map(str, source)), quoted=True)},"
-            f" expected 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names,"
-            f" one row per step{hint}"
+            f"recording '{name}' has the keys {listed(map(str, source), quoted=True)}, expected"
+            f" 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names, one row"
+            f" per step{hint or '; several recordings are a list: list(data.values())'}"
         )
     settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
     settings["ahead"] = horizons(values.get("ahead", 0))
@@ -298,33 +283,13 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         check_at(name, layout.target_at)
     result = lay_out(
         name,
-        _input_rows(values["inputs"], name),
+        as_rows(values["inputs"], name, "inputs"),
         layout,
         _targets(values, name),
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
     return shift_targets(result, values.get("ahead", 0))
-
-
-def _hint(source: Mapping[str, Any]) -> str:
-    """The line to write where a mapping has recordings, or lists of them, by name."""
-    first, value = next(iter(source.items()), ("", None))
-    if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
-        return f"; to play one of several lists of recordings: data['{first}']"
-    if has_columns(value) or isinstance(value, Mapping):
-        return "; several recordings are a list: list(data.values())"
-    return ""
-
-
-def _input_rows(inputs: Any, name: str) -> RowSource:
-    """The rows of the inputs: one object, or those of a list of them side by side."""
-    several = isinstance(inputs, (list, tuple)) and inputs and all(map(is_rows, inputs))
-    parts = inputs if several else [inputs]
-    if all(isinstance(part, (str, Path)) or has_columns(part) for part in parts):
-        table = concat_tables(name, [open_source(part) for part in parts])
-        return ColumnRows(table, value_columns(table))
-    return concat_rows(name, [as_rows(part, name, "inputs") for part in parts])
 
 
 def _targets(values: Mapping[str, Any], name: str) -> Targets | None:

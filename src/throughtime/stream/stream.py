@@ -50,15 +50,13 @@ class Shard(NamedTuple):
         Raises:
             DataError: only one of the two is set, or a rank that is none of `ranks`.
         """
-        if (rank is None) != (ranks is None):
-            raise DataError(
-                f"rank={rank}, ranks={ranks}: expected both or neither; without them"
-                " torch.distributed's group says"
-            )
-        if rank is not None and ranks is not None:
-            if not 0 <= rank < ranks:
-                raise DataError(f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1")
+        if rank is not None and ranks is not None and 0 <= rank < ranks:
             return cls(rank, ranks)
+        if rank is not None or ranks is not None:
+            raise DataError(
+                f"rank={rank}, ranks={ranks}: expected a rank from 0 to ranks - 1, or neither;"
+                " without them torch.distributed's group says"
+            )
         if distributed.is_available() and distributed.is_initialized():
             return cls(distributed.get_rank(), distributed.get_world_size())
         return cls(0, 1)

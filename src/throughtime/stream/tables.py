@@ -3,10 +3,9 @@
 Shapes: `T` steps, `D` input features, `C` target columns, `S` static features.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import numpy as np
 
@@ -29,7 +28,7 @@ from throughtime.stream.formats.objects import (
 from throughtime.stream.formats.table import Array, RowSource, Table
 from throughtime.stream.layout import Layout, as_static, check_numbers, lay_out
 from throughtime.stream.recording import Part, Recording
-from throughtime.stream.row_sources import as_rows, check_columns, is_array
+from throughtime.stream.rows import as_rows, is_array
 from throughtime.stream.targets import horizons, shift_targets, with_classes
 
 _BLOCK = 65_536  # rows
@@ -48,7 +47,6 @@ def recording(
     exclude: str | Sequence[str] | None = None,
     delimiter: str | None = None,
     decimal: str | None = None,
-    columns: Sequence[str] | None = None,
     classes: Sequence[Any] | None = None,
     ahead: int | Sequence[int] = 0,
     allow_target_as_input: bool = False,
@@ -74,7 +72,6 @@ def recording(
         exclude: columns that are not used.
         delimiter: the character between the fields of a CSV file; default: detected.
         decimal: the decimal mark of a CSV file; default: detected.
-        columns: names for all columns of a source, where it has none.
         classes: the names of the classes in the order of their indices, where the targets are
             names. A target without a name is -100; one that is no class is an error when it is
             read.
@@ -100,8 +97,6 @@ def recording(
         Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
     """
     table = as_table(source, delimiter, decimal)
-    if columns is not None:
-        table = _renamed(table, columns)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
     targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
     constant = names_of(static) if _is_names(static) else ()
@@ -120,13 +115,20 @@ def recording(
     rows, others = layout.input_rows(table, layout.targets), layout.series_rows(table)
     features = _constants(table, constant) if constant else static
     features = None if features is None else as_static(features, title)
-    result = lay_out(title, rows, layout, labels, static=features, series=others)
-    check_numbers(rows, "inputs")
-    if classes is None:
-        check_numbers(labels, "targets")
-    for key, values in others.items():
-        check_numbers(values, f"series '{key}'")
-    return _part(with_classes(result, classes), start, stop, ahead)
+    result = with_classes(
+        lay_out(title, rows, layout, labels, static=features, series=others), classes
+    )
+    named = {"inputs": rows, "targets": labels if classes is None else None}
+    for role, values in (named | {f"series '{key}'": rows for key, rows in others.items()}).items():
+        check_numbers(values, role)
+    end = len(result) if stop is None else stop
+    if not 0 <= start < end <= len(result):
+        raise DataError(
+            f"recording '{title}': start={start}, stop={stop} of {len(result)} steps; expected"
+            " 0 <= start < stop <= the number of steps"
+        )
+    whole = end - start == len(result)
+    return shift_targets(result if whole else Part(result, start, end), ahead)
 
 
 def from_frame(
@@ -183,7 +185,8 @@ def from_frame(
     whole = arrow_columns(f"the {type(frame).__name__}", arrow)
     groups, times = names_of(by), names_of(time)
     used = (*groups, *times)
-    check_columns(_with(whole, times=()), used or whole.columns[:1], "by and time")
+    if absent := [name for name in used if name not in whole.columns]:
+        _no_column(whole, absent, "group or sort by")
     recordings: list[Recording] = []
     for rows in _groups(whole, arrow, groups, times):
         first = arrow.slice(int(rows[0]), 1)
@@ -206,13 +209,6 @@ def from_frame(
     return recordings
 
 
-def _with(table: Table, **attributes: Any) -> Table:
-    """A copy of a table with other attributes."""
-    other = copy.copy(table)
-    vars(other).update(attributes)
-    return other
-
-
 def _groups(
     whole: ArrowFile, table: Any, names: tuple[str, ...], times: tuple[str, ...]
 ) -> list[Array]:
@@ -226,18 +222,24 @@ def _groups(
         grouped = pa.table(columns).group_by([*columns][:-1], use_threads=False)
         lists = grouped.aggregate([("row", "list")]).column("row_list").combine_chunks()
         groups = np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
-    if not times:
-        return groups
-    values = _time_values(whole, *times)
-    groups = [rows[np.argsort(values[rows], kind="stable")] for rows in groups]
-    for rows in groups:
-        same = values[rows][1:] == values[rows][:-1]
-        if same.any():
-            first, second = rows[same.argmax() :][:2]
+    for time in times:
+        values = whole.read(0, len(whole), (time,))[:, 0]
+        if values.dtype.kind not in "iufM":
             raise DataError(
-                f"{whole.path}: rows {first} and {second} have the same '{times[0]}',"
-                f" {values[first]}, in one group; which is first? Name another by=, or drop one"
+                f"{whole.path}: time='{time}' holds {values.dtype}, such as '{values[0]}', expected"
+                f" numbers or time stamps: pandas.to_datetime(frame['{time}'])"
             )
+        if (missing := values != values).any():
+            raise DataError(f"{whole.path}: row {int(missing.argmax())} has no time '{time}'")
+        groups = [rows[np.argsort(values[rows], kind="stable")] for rows in groups]
+        for rows in groups:
+            same = values[rows][1:] == values[rows][:-1]
+            if same.any():
+                first, second = rows[same.argmax() :][:2]
+                raise DataError(
+                    f"{whole.path}: rows {first} and {second} have the same '{time}',"
+                    f" {values[first]}, in one group; which is first? Name another by=, or drop one"
+                )
     return groups
 
 
@@ -249,28 +251,18 @@ def _key(whole: ArrowFile, name: str, column: Any) -> Any:
     return column.dictionary_decode() if hasattr(column, "dictionary") else column  # a categorical
 
 
-def _time_values(whole: ArrowFile, name: str) -> Array:
-    """The values of the column of times, checked."""
-    values = whole.read(0, len(whole), (name,))[:, 0]
-    if values.dtype.kind not in "iufM":
-        raise DataError(
-            f"{whole.path}: time='{name}' holds {values.dtype}, such as '{values[0]}', expected"
-            f" numbers or time stamps: pandas.to_datetime(frame['{name}'])"
-        )
-    missing = np.isnat(values) if values.dtype.kind == "M" else np.isnan(values.astype(np.float64))
-    if missing.any():
-        raise DataError(f"{whole.path}: row {int(missing.argmax())} has no time '{name}'")
-    return values
+def _no_column(table: Table, absent: Sequence[str], use: str) -> Never:
+    raise DataError(
+        f"{table.path}: there is no column {listed(absent, quoted=True)} to {use}; it has"
+        f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
+    )
 
 
 def _excluded(table: Table, exclude: Any) -> tuple[str, ...]:
     """The names of columns that are not used, checked."""
     names = names_of(exclude)
     if absent := [name for name in names if name not in table.columns]:
-        raise DataError(
-            f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
-            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
-        )
+        _no_column(table, absent, "exclude")
     return names
 
 
@@ -290,9 +282,8 @@ def _is_name(key: object) -> bool:
 
 def _is_names(value: Any) -> bool:
     """Whether a value names columns, rather than being one."""
-    if isinstance(value, (list, tuple)):
-        return all(isinstance(item, str) for item in value)
-    return isinstance(value, str)
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return all(isinstance(item, str) for item in items)
 
 
 def names_of(value: Any) -> tuple[str, ...]:
@@ -330,18 +321,6 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
     )
 
 
-def _renamed(table: Table, names: Sequence[str]) -> Table:
-    named = dict(zip(map(str, names), table.columns, strict=False))
-    if len(names) != len(table.columns) or len(named) < len(names):
-        raise DataError(
-            f"{table.path}: columns={listed(names, quoted=True)} are {len(names)} names, expected a"
-            f" distinct one for each of its {len(table.columns)} columns,"
-            f" {listed(table.columns, quoted=True)}"
-        )
-    times = tuple(new for new, old in named.items() if old in table.times)
-    return _with(table, columns=tuple(named), times=times, names=named)
-
-
 def _constants(table: Table, names: tuple[str, ...]) -> Array:
     """The values of columns that do not change, `(S,)`."""
     first = table.read(0, 1, names)[0]
@@ -355,17 +334,3 @@ def _constants(table: Table, names: tuple[str, ...]) -> Array:
                 f" {rows[step, column]} in row {start + step}; a value that changes is an input"
             )
     return first
-
-
-def _part(
-    recording: Recording, start: int, stop: int | None, ahead: int | Sequence[int]
-) -> Recording:
-    """Some steps of a recording, with targets of later steps among them."""
-    end = len(recording) if stop is None else stop
-    if not 0 <= start < end <= len(recording):
-        raise DataError(
-            f"recording '{recording.name}': start={start}, stop={stop} of {len(recording)} steps;"
-            " expected 0 <= start < stop <= the number of steps"
-        )
-    whole = end - start == len(recording)
-    return shift_targets(recording if whole else Part(recording, start, end), ahead)

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError, check_whole, listed
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, is_number
 from throughtime.stream.recording import (
@@ -90,12 +90,7 @@ def periodic_labels(
         DataError: the number of labels does not fit that of the rows.
     """
     check_at(name, at)
-    count = count.item() if isinstance(count, np.integer) else count
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise DataError(
-            f"recording '{name}': target_every={count!r}, expected how many steps a label is for,"
-            " at least 1"
-        )
+    count = check_whole(f"recording '{name}': target_every", count, 1, DataError)
     expected = -(-rows // count)
     if len(labels) != expected:
         raise DataError(
@@ -117,45 +112,33 @@ def interval_labels(
             message names the first.
     """
     check_at(name, at)
-    where = f"in {labels.source}"
     sizes = [np.size(starts), np.size(stops), len(labels)]
+    what = f"recording '{name}': intervals in {labels.source}"
     if len({*sizes}) > 1:
         raise DataError(
-            f"recording '{name}': intervals {where} have {sizes[0]} starts, {sizes[1]} stops,"
-            f" {sizes[2]} labels; expected one each"
+            f"{what} have {sizes[0]} starts, {sizes[1]} stops, {sizes[2]} labels; expected one each"
         )
     edges = np.stack([np.ravel(starts), np.ravel(stops)])
     if len(labels) and (
         edges.dtype.kind not in "iuf" or not (np.isfinite(edges) & (edges == np.floor(edges))).all()
     ):
-        raise DataError(
-            f"recording '{name}': interval starts and stops {where} are {edges.dtype}, expected"
-            " whole steps, such as 1200"
-        )
+        raise DataError(f"{what} have {edges.dtype} edges, expected whole steps, such as 1200")
     begin, end = edges = edges.astype(np.int64)
-    checks = (
+    before = np.append(0, end[:-1])
+    for wrong, fault in (
         ((begin < 0) | (end > rows), f"leaves the recording of {rows} steps"),
         (begin >= end, "stops before it has a step; a stop is after its start"),
-        (np.append(False, begin[1:] < begin[:-1]), "starts before {}; sort them"),
-        (
-            np.append(False, begin[1:] < end[:-1]),
-            "overlaps {}, and a step has one label. Cut or join them",
-        ),
-    )
-    for wrong, fault in checks:
+        (begin < before, "begins before the end of the one before it; sort, cut or join them"),
+    ):
         if wrong.any():
             i = int(wrong.argmax())
-            previous = f"the one before it, {begin[i - 1]} to {end[i - 1]}"
-            raise DataError(
-                f"recording '{name}': interval {i} {where}, {begin[i]} to {end[i]},"
-                f" {fault.format(previous)}"
-            )
+            raise DataError(f"{what}: number {i}, {begin[i]} to {end[i]}, {fault}")
     begin, end = edges // frame_size
     kept = np.flatnonzero(begin < end)
-    if len(kept) < len(begin):
+    lost = len(begin) - len(kept)
+    if lost:
         labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
-    steps, lost = rows // frame_size, len(begin) - len(kept)
-    return SpanLabels(begin[kept], end[kept], labels, steps, at, lost=lost)
+    return SpanLabels(begin[kept], end[kept], labels, rows // frame_size, at, lost=lost)
 
 
 def check_at(name: str, at: Any) -> None:
@@ -300,7 +283,8 @@ def later_rows(rows: Array, shifts: Sequence[int], count: int) -> Array:
     known = (later >= 0) & (later < len(rows))
     result = missing_like((*later.shape, *rows.shape[1:]), rows)
     result[known] = rows[later[known]]
-    return result[:, 0] if len(shifts) == 1 else result.reshape(count, -1)
+    width = math.prod(result.shape[1:])
+    return result[:, 0] if len(shifts) == 1 else result.reshape(count, width)
 
 
 def horizons(ahead: Any) -> tuple[Any, ...]:
@@ -332,18 +316,14 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
         array([ 1.,  2.,  3., nan])
     """
     several = np.ndim(steps) > 0
-    counts = [n.item() if isinstance(n, np.integer) else n for n in (steps if several else [steps])]
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in counts)
-    if not counts or not whole or min(counts) < int(several):
+    what = f"recording '{recording.name}': ahead"
+    counts = [
+        check_whole(what, n, int(several), DataError) for n in (steps if several else [steps])
+    ]
+    if not counts or len({*counts}) < len(counts):
         raise DataError(
-            f"recording '{recording.name}': ahead={steps!r}, expected how many steps later the"
-            " target of a step is, at least 0, or several of at least 1, such as range(1, 25): a"
-            " target of the past is no forecast"
-        )
-    if repeated := [n for n in counts if counts.count(n) > 1]:
-        raise DataError(
-            f"recording '{recording.name}': ahead={steps!r} names {repeated[0]} twice, so two"
-            f" columns of the targets would be equal; write ahead={sorted({*counts})}"
+            f"{what}={steps!r}: expected how many steps later the target is, or several different"
+            f" ones: ahead={sorted({*counts}) or 1}"
         )
     count = max(counts)
     if 0 < len(recording) <= count:

@@ -8,7 +8,6 @@ import importlib
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +53,6 @@ class MatrixColumns(Table):
         return rows if tuple(columns) == self.columns else rows[:, [int(c) for c in columns]]
 
 
-class FieldArray:
-    """A field of a structured array."""
-
-    def __init__(self, array: FileArray, field: str) -> None:
-        form, self._array, self._field = array.dtype[field], array, field
-        self.shape, self.dtype = (*array.shape, *form.shape), form.base
-
-    def __getitem__(self, rows: slice, /) -> Array:
-        return self._array[rows][self._field]
-
-
 @dataclass(frozen=True)
 class ArrayRows:
     """The rows of an array; of one that is lazy or memory-mapped only those read are loaded.
@@ -97,27 +85,21 @@ class ArrayRows:
             return np.asarray(rows)
 
 
-def with_fields(arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
-    """The arrays, and in the place of a structured one its fields: `name/field`, or the fields."""
-    single = len(arrays) == 1
-    return {
-        (field if single else f"{name}/{field}") if field else name: (
-            FieldArray(array, field) if field else array
-        )
-        for name, array in arrays.items()
-        for field in array.dtype.names or ("",)
-    }
-
-
 def longest_arrays(path: Path | str, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
     """The longest numeric vectors and matrices, and time stamps of that length: the columns.
 
     Raises:
-        DataError: there is none.
+        DataError: there is none, or one holds records of several fields.
     """
+    for name, array in arrays.items():
+        if array.dtype.names:
+            raise DataError(
+                f"{path}: '{name}' holds records; pass their fields: tt.recording({{field:"
+                f" array[field] for field in {list(array.dtype.names)}}}, ...)"
+            )
     usable = {
         name: array
-        for name, array in with_fields(arrays).items()
+        for name, array in arrays.items()
         if len(array.shape) in (1, 2) and array.dtype.kind in "biufM"
     }
     longest = max((a.shape[0] for a in usable.values() if a.dtype.kind != "M"), default=None)
@@ -131,17 +113,11 @@ def longest_arrays(path: Path | str, arrays: Mapping[str, FileArray]) -> dict[st
 
 
 def open_npy(path: Path) -> Table:
-    """A vector is the column `0`; a matrix gives the columns `0`, `1`, ...
-
-    The fields of a structured vector are columns by their names.
-    """
+    """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
     with unreadable(f"{path}: not a readable .npy file"):
         array: Any = np.lib.format.open_memmap(path, mode="r")
-    columns = _checked_fields(path, {"0": array})
-    if array.ndim > 2:
-        raise DataError(f"{path}: has shape {array.shape}, expected (steps,) or (steps, features)")
-    is_matrix = array.ndim == 2 and not array.dtype.names
-    return MatrixColumns(path, array) if is_matrix else ArraysFile(path, columns)
+    columns = _checked(path, {"0": array})
+    return MatrixColumns(path, array) if array.ndim == 2 else ArraysFile(path, columns)
 
 
 def open_bytes(path: Path) -> Table:
@@ -159,25 +135,26 @@ def open_npz(path: Path) -> ArraysFile:
     """
     with unreadable(f"{path}: not a readable .npz file"), path.open("rb") as file:
         members: Any = np.load(file)  # of a path, it leaves a damaged file open
-        columns = _checked_fields(path, dict(members))
-    lengths = {name: array.shape[0] for name, array in columns.items()}
-    if len(set(lengths.values())) > 1:
+        arrays = _checked(path, dict(members))
+    lengths = {name: array.shape[0] for name, array in arrays.items()}
+    if len({*lengths.values()}) > 1:
         raise DataError(
             f"{path}: arrays of different lengths, {lengths}; all need one row per step"
         )
-    return ArraysFile(path, columns)
+    return ArraysFile(path, arrays)
 
 
-def _checked_fields(path: Path, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
-    """The arrays and fields, checked."""
-    columns = with_fields(arrays)
-    for name, array in columns.items():
-        if not array.shape or array.dtype.kind not in "biufUSM":
+def _checked(path: Path, arrays: dict[str, FileArray]) -> dict[str, FileArray]:
+    """The arrays, checked."""
+    for name, array in arrays.items():
+        if array.dtype.names:
+            longest_arrays(path, arrays)
+        if len(array.shape) not in (1, 2) or array.dtype.kind not in "biufUSM":
             raise DataError(
                 f"{path}: array '{name}' has shape {array.shape} and type {array.dtype}, expected"
-                " numbers or labels with one row per step"
+                " numbers or labels, (steps,) or (steps, features)"
             )
-    return columns
+    return arrays
 
 
 def open_hdf5(path: Path) -> ArraysFile:
@@ -193,24 +170,28 @@ def open_hdf5(path: Path) -> ArraysFile:
     return ArraysFile(path, longest_arrays(path, arrays))
 
 
+_PACKING = {"scale_factor", "add_offset", "_FillValue", "missing_value"}
+
+
 def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
     """The datasets of an open group and of the groups in it, by their paths; no scales.
 
-    Those that are packed, or mark missing values, are read by netCDF4, which knows the attributes.
+    Raises:
+        DataError: one is packed, or marks missing values: netCDF4 and xarray know these attributes.
     """
-    arrays, path = dict[str, FileArray](), Path(group.file.filename)
-    data = cache(partial(_open_netcdf, path))
+    arrays = dict[str, FileArray]()
 
     def add(name: str, member: Any) -> None:
         if getattr(member, "shape", None) is not None and not member.is_scale:  # and no group
-            packed = member.dtype.kind in "iuf" and _PACKING & {*member.attrs}
-            arrays[name] = data()[member.name] if packed else member
+            if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
+                raise DataError(
+                    f"{group.file.filename}: '{name}' has the attribute {min(packing)}, as netCDF"
+                    " has; name the file .nc, or read it with xarray and pass the data set"
+                )
+            arrays[name] = member
 
     group.visititems(add)
     return arrays
-
-
-_PACKING = {"scale_factor", "add_offset", "_FillValue", "missing_value"}
 
 
 def open_variable(path: Path, name: str) -> FileArray:
@@ -223,7 +204,7 @@ def open_variable(path: Path, name: str) -> FileArray:
 
 
 def _open_netcdf(path: Path, **options: Any) -> Any:
-    return import_extra("netCDF4", path, "netCDF or packed data", "netcdf").Dataset(path, **options)
+    return import_extra("netCDF4", path, "netCDF", "netcdf").Dataset(path, **options)
 
 
 def open_zarr(path: Path) -> ArraysFile:

@@ -17,72 +17,54 @@ import numpy as np
 from throughtime.errors import DataError, listed
 from throughtime.stream.formats.table import Array, Table, import_extra, unreadable
 
-# The longest block of Vorbis, in samples. After a seek libsndfile 1.2.2 decodes up to one wrongly.
-WARM_UP = 8192
 _SIGNAL = (16, 80, 8, 8, 8, 8, 8, 80, 8, 32)  # widths of the fields, each of all signals in turn
 _HINT = "is a file missing or cut short, or does a frame have several samples?"
 
 
 class AudioFile(Table):
-    """WAV, FLAC or Ogg Vorbis: channels are the columns `0`, `1`, ...
+    """WAV or FLAC: channels are the columns `0`, `1`, ...
 
     Samples are in [-1, 1), float32, or float64 where they have 32 bits or more. Reading seeks only
     where it does not continue from its last position.
 
     Raises:
         MissingExtraError: soundfile is not installed.
-        DataError: the file is no sound file, holds fewer samples than its header promises, or
-            cannot be read from the middle.
-
-    Cost: after a seek in Ogg, 8192 samples before are decoded too, so that the samples are those of
-    reading from the start.
+        DataError: the file is no such file, or holds fewer samples than its header promises.
     """
 
     def __init__(self, path: Path) -> None:
         soundfile = import_extra("soundfile", path, path.suffix[1:].upper(), "audio")
-        _refuse_cut_short(path)
+        with path.open("rb") as file:
+            header = file.read(28)
+        # libsndfile reads what is left of a file that is cut short
+        sizes = {b"RIFF": header[4:8], b"RF64": header[20:28]}
+        size = int.from_bytes(sizes.get(header[:4], b""), "little")
+        promised, length = 8 + size, path.stat().st_size
+        # 2**32 - 1: written by programs that could not seek back
+        if size != 0xFFFFFFFF and length < promised:
+            raise DataError(
+                f"{path}: holds {length} bytes, its header promises {promised}; the file is cut"
+                " short: copy it again"
+            )
         with unreadable(f"{path}: not a readable sound file"):
             self._file = file = soundfile.SoundFile(path)
-        if file.subtype == "OPUS" or not file.seekable() or file.frames >= 2**62:
+        if file.format == "OGG" or not file.seekable() or file.frames >= 2**62:
             raise DataError(
-                f"{path}: {file.subtype_info} cannot be read from the middle; convert it to PCM"
+                f"{path}: {file.subtype_info} cannot be read from the middle; convert it to FLAC"
             )
         self.path, self.columns = path, tuple(map(str, range(file.channels)))
         self.length, self.rate = file.frames, float(file.samplerate)
         self._type = "float64" if file.subtype in ("PCM_32", "DOUBLE") else "float32"
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        what, begin = f"{self.path}: samples {start} to {stop} cannot be read", start
+        what = f"{self.path}: samples {start} to {stop} cannot be read"
         with unreadable(what, "is the file cut short?"):
             if self._file.tell() != start:
-                begin = max(0, start - WARM_UP) if self._file.format == "OGG" else start
-                self._file.seek(begin)
-            samples = self._file.read(stop - begin, dtype=self._type, always_2d=True)
-            if len(samples) != stop - begin:
-                raise ValueError(f"it ends at sample {begin + len(samples)}")
-        return samples[start - begin :, list(map(int, columns))]
-
-
-def _refuse_cut_short(path: Path) -> None:
-    """Refuse a file that is cut short: libsndfile reads what is left.
-
-    A header of RIFF or RF64 holds the size, and the last page of Ogg is marked (RFC 3533, 6).
-    """
-    with path.open("rb") as file:
-        header = file.read(28)
-        file.seek(-min(path.stat().st_size, 2**16 + 2**10), 2)
-        page = file.read().rpartition(b"OggS")[2].ljust(23, b"\0")
-    sizes = {b"RIFF": header[4:8], b"RF64": header[20:28]}
-    size = int.from_bytes(sizes.get(header[:4], b""), "little")
-    promised, length = 8 + size, path.stat().st_size
-    # 2**32 - 1: written by programs that could not seek back
-    if size != 0xFFFFFFFF and length < promised:
-        raise DataError(
-            f"{path}: holds {length} bytes, its header promises {promised}; the file is cut short"
-        )
-    end = 23 + page[22]
-    if header[:4] == b"OggS" and not (page[1] & 4 and len(page) >= end + sum(page[23:end])):
-        raise DataError(f"{path}: its last page does not end the stream; the file is cut short")
+                self._file.seek(start)
+            samples = self._file.read(stop - start, dtype=self._type, always_2d=True)
+            if len(samples) != stop - start:
+                raise ValueError(f"it ends at sample {start + len(samples)}")
+        return samples[:, list(map(int, columns))]
 
 
 class EdfFile(Table):

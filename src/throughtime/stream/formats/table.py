@@ -5,12 +5,11 @@ Open files are bounded in number, and safe after a fork and after pickling.
 
 import contextlib
 import importlib
-import mmap
 import os
 import re
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -24,7 +23,6 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
-RELEASE_AFTER = 8 * 2**20  # bytes of a mapped file read before its pages are given back
 _recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
 
 
@@ -56,7 +54,6 @@ class Table:
             whole days (`[D]`) where they are dates, and times of day as `timedelta64`; see
             `row_sources.time_rows`.
         rate: rows per second; `None` where the file does not say.
-        names: those that the file has for the columns, where they have others here.
         files: those that must not change while it is read; the path itself if there are none.
     """
 
@@ -65,7 +62,6 @@ class Table:
     length: int
     times: tuple[str, ...] = ()
     rate: float | None = None
-    names: Mapping[str, str] = {}
     files: tuple[Path, ...] = ()
 
     def __len__(self) -> int:
@@ -78,7 +74,6 @@ class Table:
         stop = min(stop, self.length)
         if not self.length:
             return np.empty((0, len(columns)))
-        columns = [self.names.get(name, name) for name in columns] if self.names else columns
         if start < stop:
             return self.rows(start, stop, columns)
         return self.rows(0, 1, columns)[:0]  # one row has the type of none
@@ -165,12 +160,12 @@ _FORMATS = {  # where a format is read: its module, and its library, are importe
     ".nc": "arrays.open_netcdf",
     ".npy": "arrays.open_npy",
     ".npz": "arrays.open_npz",
-    ".ogg": "signals.AudioFile",
     ".parquet": "arrow.open_parquet",
     ".wav": "signals.AudioFile",
     ".zarr": "arrays.open_zarr",
 }
 _HINTS = {
+    ".ogg": "; convert it to FLAC: its samples cannot be read from the middle",
     ".txt": "; text is read as tokens: throughtime.stream.text(path)",
     ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
@@ -294,23 +289,3 @@ class Handle(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "_opener": self._opener, "_file": None, "_process": -1}
-
-
-class MappedFile:
-    """A memory-mapped file whose pages return to the system after they were read.
-
-    Memory then stays flat. Arrays that share the memory stay valid: the system reads their pages
-    again where they are used.
-    """
-
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._unreleased = 0
-
-    def count_read(self, size: int) -> None:
-        """Count bytes that were read; enough of them release the pages."""
-        self._unreleased += size
-        if self._unreleased > RELEASE_AFTER and hasattr(mmap, "MADV_DONTNEED"):
-            self.mapping.madvise(mmap.MADV_DONTNEED)
-            self._unreleased = 0

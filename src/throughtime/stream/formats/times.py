@@ -1,20 +1,17 @@
-"""Time stamps of rows: recognised in text, kept as nanoseconds since 1970, checked to ascend.
+"""Time stamps of rows: read from text, kept as nanoseconds since 1970, checked to ascend.
 
-A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/20`, `3/9/2020` or
-`9-Mar-2020`, with or without a time of day, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`,
-`UTC` or `+01:00`. Times with a zone are converted to UTC. Whether 3/9 is March or September is
-decided by all stamps together: by a number above 12, or else by the order that ascends, in the
-shorter time. Two digits of a year are one of 1969 to 2068.
+A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
+without a time of day, `10`, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`, `UTC` or `+01:00`.
+Times with a zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps
+together: by a number above 12, or else by the order that ascends, in the shorter time.
 
-A form is a list of patterns and replacements that make a text ISO 8601, which pyarrow reads.
+A kind of times is the order of a date and what follows it, such as `dmy+time`.
 """
 
-import importlib
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -22,47 +19,22 @@ import numpy as np
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 
-_DATES = (
-    r"\d{4}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/]\d\d?[-/](\d{4}|\d\d)|\d\d?\.\d\d?\.\d{4}|\d\d\.\d\d\.\d\d"
-    r"|\d\d?[-/ ][A-Za-z]{3}[-/ ](\d{4}|\d\d)"  # 1.2.00 is a version
-)
-_MINUTES = r":\d\d(:\d\d([.,]\d{1,9})?)?"
-_CLOCK = rf"(\d\d?{_MINUTES}|(0?[1-9]|1[0-2]){_MINUTES} *[AaPp][Mm])"
-_ZONE = r" *([Zz]|UTC|GMT|[+-]\d\d(:?\d\d)?)"
-_ANY = rf"^({_CLOCK}|({_DATES})(([Tt]|,? +){_CLOCK}({_ZONE})?)?)$"
-_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
-_ISO = r"^\d{4}-\d\d-\d\d([T ]([01]\d|2[0-3]):\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:\d\d)?)?$"
-_OTHER = (r"^\d{4}", "another form")  # of dates that do not begin with a year
-_ORDERS = {
-    "ymd": [(r"^\d\d?[-/]", "another form"), (r"^(\d{4})[-/.](\d+)[-/.](\d+)", r"\1-\2-\3")],
-    "dmy": [_OTHER, (r"^(\d+)[-/.](\d+)[-/.](\d+)", r"\3-\2-\1")],
-    "mdy": [_OTHER, (r"^(\d+)[-/](\d+)[-/](\d+)", r"\3-\1-\2")],
-    "yymd": [_OTHER, (r"^(\d\d)[-/](\d+)[-/](\d+)", r"\1-\2-\3")],
-    "dby": [(r"^\d+[-/.]\d", "another form")]
-    + [
-        (rf"(?i)^(\d+)[-/ ]{month}[-/ ](\d+)", rf"\2-{number}-\1")
-        for number, month in enumerate(_MONTHS, 1)
-    ],
-    "": [("^", "1970-01-01 ")],  # a time of day
+_YEAR, _MONTH, _DAY = r"(?P<y>\d{4})", r"(?P<m>\d\d?)", r"(?P<d>\d\d?)"
+_MINUTES = r"(?P<M>:\d\d(?::\d\d(?:[.,]\d{1,9})?)?)"
+_HALF = r"(?: *(?P<p>[AaPp])[Mm])?"
+_ZONE = r"(?: *(?P<z>[Zz]|UTC|GMT|[+-]\d\d(?::?\d\d)?))?"
+_DATES = {
+    "ymd": f"{_YEAR}[-/.]{_MONTH}[-/.]{_DAY}",
+    "mdy": f"{_MONTH}[-/]{_DAY}[-/]{_YEAR}",
+    "dmy": f"{_DAY}[-/.]{_MONTH}[-/.]{_YEAR}",
 }
-_REPAIRS = [
-    (r"^([0-6]\d)-", r"20\1-"),  # two digits of a year, as POSIX has it
-    (r"^(\d\d)-", r"19\1-"),
-    (r"^(\d+)-(\d)-", r"\1-0\2-"),
-    (r"^(\d+-\d+)-(\d)\b", r"\1-0\2"),
-    (r"(\d)(?:[Tt]|,? +)(\d+:)", r"\1 \2"),
-    (r" (\d):", r" 0\1:"),
-    (" 12(.*[AaPp][Mm])$", r" 00\1"),
-    (" *[AaPp][Mm]$", ""),
-    (" 24:00(:00)?$", r" 00:00\1"),
-    (r",(\d)", r".\1"),
-    ("(:.*?) *([Zz]|UTC|GMT)$", r"\1Z"),
-    (r"(:.*?) *([+-]\d+:?\d*)$", r"\1\2"),
-]
-_LATER = {"[Pp][Mm]$": 43_200 * 10**9, "[Tt ]24:00(:00)?$": 86_400 * 10**9}  # nanoseconds
-CLOCK, DATE = "+clock", "+date"  # ends of forms: of times of day, of dates
-_FORMS = [order + rest for rest in (DATE, "+time", "+zone") for order in _ORDERS if order]
-_FORMS.append(CLOCK)
+_PATTERNS = {
+    order: rf"^{date}(?:(?:[Tt]|,? +)(?P<H>\d\d?){_MINUTES}?{_HALF}{_ZONE})?$"
+    for order, date in _DATES.items()
+} | {"": rf"^(?P<H>\d\d?){_MINUTES}{_HALF}$"}
+DATE, CLOCK = "+date", "+clock"
+KINDS = [order + rest for rest in (DATE, "+time", "+zone") for order in _DATES] + [CLOCK]
+_EPOCH_DAY = {"y": "1970", "m": "01", "d": "01"}
 _EPOCH = np.datetime64(0, "ns")
 _BLOCK = 65_536  # rows read at once
 _FEW = 10  # steps: fewer may be evenly spaced by chance
@@ -71,100 +43,91 @@ _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-
 
 def is_time(text: str) -> bool:
     """Whether a text is written like a time stamp or a time of day; `2020-02-31` is, too."""
-    return re.match(_ANY, text.strip(), re.ASCII) is not None
+    return any(re.match(pattern, text.strip(), re.ASCII) for pattern in _PATTERNS.values())
 
 
-def time_forms(texts: Any) -> list[str]:
-    """The form of an Arrow array of texts that are times; none if the first is no time.
+def time_kinds(texts: Any) -> list[str]:
+    """The kind of an Arrow array of texts that are times; none if the first is no time.
 
-    That by which most of them are read until one is not; of several, one whose times ascend, in the
-    shorter time. Both are returned where that leaves open which is the day, or the year. More than
-    half of the texts are written like times, or all.
+    Two kinds where the texts leave open which number is the day.
 
     Example:
         >>> import pyarrow as pa
-        >>> [time_forms(pa.array([text])) for text in ("2020-03-19 10:14:33", "1:14 PM", "x")]
+        >>> [time_kinds(pa.array([text])) for text in ("2020-03-19 10:14:33", "1:14 PM", "x")]
         [['ymd+time'], ['+clock'], []]
-        >>> time_forms(pa.array(["1/2/2020", "1/3/2020"]))
-        ['dmy+date', 'mdy+date']
+        >>> time_kinds(pa.array(["1/2/2020", "1/3/2020"]))
+        ['mdy+date', 'dmy+date']
     """
-    compute: Any = importlib.import_module("pyarrow.compute")
-    like = compute.sum(compute.match_substring_regex(texts, _ANY)).as_py()
-    if 2 * like <= len(texts) != like:
-        return []
-    readings = dict[str, tuple[tuple[int, bool, bool, int], list[int]]]()
-    for form in _FORMS:
-        if texts[0].as_py()[-1] in "Mm" and form.startswith(("dmy", "yymd")):
-            continue  # with 1 PM the month comes first
-        convert = partial(_parse, form=form)
-        count = count_converted(texts[:1], convert) and count_converted(texts, convert)
-        if count:
-            values = _parse(texts[:count], form).to_numpy()
-            ascends, is_date = bool((np.diff(values) >= 0).all()), form.endswith(DATE)
-            span = int(values[-1] - values[0]) if ascends and not is_date else 0
-            readings[form] = (-count, not is_date, not ascends, span), values.tolist()
-    best = min((rank for rank, _ in readings.values()), default=None)
-    forms = [form for form, (rank, _) in readings.items() if rank == best]
-    first, *others = forms or _FORMS[:1]  # as of 2020-02-30 alone
-    return [first, *(form for form in others if readings[form] != readings[first])]
-
-
-def count_converted(texts: Any, convert: Callable[[Any], object]) -> int:
-    """How many of the first texts are converted without an `ArrowInvalid`, by bisection."""
     import pyarrow as pa
 
-    first, last, middle = 0, len(texts), len(texts)
-    while first < last:
+    first, ranks, valid = texts[0].as_py(), dict[str, tuple[bool, bool, int, bytes]](), list[str]()
+    like = [k for k in KINDS if re.match(_PATTERNS[k.partition("+")[0]], first, re.ASCII)]
+    for kind in like:
         try:
-            convert(texts[first:middle])
-            first = middle
+            _nanoseconds(texts[:1], kind)
+            valid.append(kind)
+            values = _nanoseconds(texts, kind).to_numpy()
         except pa.ArrowInvalid:
-            last = middle - 1
-        middle = (first + last + 1) // 2
-    return first
+            continue
+        falls, is_date = bool((np.diff(values) < 0).any()), kind.endswith(DATE)
+        span = 0 if falls or is_date else int(values[-1] - values[0])
+        ranks[kind] = not is_date, falls, span, values.tobytes()
+    if ranks or not like:
+        best = min((rank[:3] for rank in ranks.values()), default=None)
+        return [*{rank[3]: kind for kind, rank in ranks.items() if rank[:3] == best}.values()]
+    some = texts[:_BLOCK].to_pylist()  # a text may begin with a date
+    return (valid or like)[:1] if 2 * sum(map(is_time, some)) > len(some) else []
 
 
-def parse_times(texts: Any, form: str) -> Any:
+def parse_times(texts: Any, kind: str) -> Any:
     """An Arrow array of text as time stamps, dates or times of day; what is null stays so.
 
     Raises:
-        pyarrow.ArrowInvalid: a text has another form, or is no time, such as 2020-02-30.
+        pyarrow.ArrowInvalid: a text is of another kind, or is no time, such as 2020-02-30.
 
-    Cost: one microsecond for each text with two digits for day, month and hour; four for others.
+    Cost: 0.1 microseconds for each text in ISO 8601, two for others.
     """
     import pyarrow as pa
 
-    times = _parse(texts, form)
-    if form == CLOCK:
+    times = _nanoseconds(texts, kind)
+    if kind == CLOCK:
         return times.cast(pa.time64("ns"))
     stamps = times.cast(pa.timestamp("ns"))
-    return stamps.cast(pa.date32()) if form.endswith(DATE) else stamps
+    return stamps.cast(pa.date32()) if kind.endswith(DATE) else stamps
 
 
-def _parse(texts: Any, form: str) -> Any:
+def _nanoseconds(texts: Any, kind: str) -> Any:
     """The nanoseconds since 1970 of an Arrow array of text."""
     import pyarrow as pa
 
-    compute: Any = importlib.import_module("pyarrow.compute")
-    order, rest = form.split("+")
-
-    def match(pattern: str) -> bool:
-        return compute.all(compute.match_substring_regex(texts, pattern), min_count=0).as_py()
-
-    if not match(_ANY):
-        raise pa.ArrowInvalid("a text is no time")
-    later = [
-        compute.multiply(compute.match_substring_regex(texts, pattern).cast("int64"), shift)
-        for pattern, shift in _LATER.items()
+    order, _, rest = kind.partition("+")
+    dtype = pa.timestamp("ns", "UTC" if rest == "zone" else None)
+    if order == "ymd":
+        with contextlib.suppress(pa.ArrowInvalid):  # of ISO 8601
+            return (texts.cast(pa.date32()) if rest == "date" else texts).cast(dtype).cast("int64")
+    pattern = re.compile(_PATTERNS.get(order, "no time"), re.ASCII)
+    isos = [
+        text if text is None else _iso(pattern.match(text), order, rest)
+        for text in texts.to_pylist()
     ]
-    for rewrites in (_ORDERS[order], _REPAIRS):
-        if rewrites not in (_ORDERS["ymd"], _REPAIRS) or not match(_ISO):
-            for pattern, replacement in rewrites:
-                texts = compute.replace_substring_regex(texts, pattern, replacement)
-    if form.endswith(DATE):
-        texts = texts.cast(pa.date32())
-    times = texts.cast(pa.timestamp("ns", "UTC" if rest == "zone" else None)).cast("int64")
-    return reduce(compute.add, later, times)
+    return pa.array(isos, pa.string()).cast(dtype).cast("int64")
+
+
+def _iso(match: re.Match[str] | None, order: str, rest: str) -> str:
+    """A time in ISO 8601; one that is no time where it is of another kind."""
+    if match is None:
+        return "no time"
+    part = match.groupdict("")
+    hour, half, zone = part["H"], part["p"], part.get("z", "")
+    if bool(zone) != (rest == "zone") or (rest == "date" and hour):
+        return "another kind"
+    if half:
+        if order == "dmy" or not 0 < int(hour) < 13:  # with 1 PM the month comes first
+            return "no hour of 12"
+        hour = str(int(hour) % 12 + 12 * (half in "Pp"))
+    day = "-".join(f"{part.get(key, default):0>2}" for key, default in _EPOCH_DAY.items())
+    zone = "Z" if zone.isalpha() else zone
+    return f"{day} {hour:0>2}{part['M'].replace(',', '.') or ':00'}{zone}"
 
 
 def nanoseconds(values: Array, source: str) -> Array:

@@ -1,4 +1,4 @@
-"""Rows of steps: of arrays, of columns of a table, or of several of them side by side.
+"""Rows of steps: of arrays, of columns of a table, or of several tables side by side.
 
 Shapes: `n` rows read, `D` columns, `N` rows per frame.
 """
@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.arrays import ArrayRows
+from throughtime.stream.formats.arrays import ArrayRows, ArraysFile
 from throughtime.stream.formats.objects import (
     as_file_array,
     has,
@@ -48,25 +49,6 @@ class ColumnRows:
 
 
 @dataclass(frozen=True)
-class ConcatRows:
-    """The columns of several row sources, concatenated."""
-
-    parts: tuple[RowSource, ...]
-
-    @property
-    def source(self) -> str:
-        return ", ".join(part.source for part in self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts[0])
-
-    def read(self, start: int, stop: int) -> Array:
-        return np.concatenate(
-            [(rows := part.read(start, stop)).reshape(len(rows), -1) for part in self.parts], axis=1
-        )
-
-
-@dataclass(frozen=True)
 class FrameRows:
     """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row.
 
@@ -90,24 +72,40 @@ class FrameRows:
         return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
 
 
+@dataclass(frozen=True)
+class TimeRows:
+    """The times of rows, `datetime64[ns]` `(n,)`: of a column, or of a date and a time of day."""
+
+    table: Table
+    columns: tuple[str, ...]
+
+    @property
+    def source(self) -> str:
+        return f"{self.table.path}: {' and '.join(map(repr, self.columns))}"
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def read(self, start: int, stop: int) -> Array:
+        first, *rest = (self.table.read(start, stop, (name,))[:, 0] for name in self.columns)
+        return sum(rest, nanoseconds(first, self.source))
+
+
 class ConcatTable(Table):
     """Tables of equal length, their columns side by side.
 
-    `sources` maps each column to the index of its table and its name there.
+    `sources` maps each column to its table and its name there.
     """
 
-    def __init__(self, tables: Sequence[Table], sources: dict[str, tuple[int, str]]) -> None:
-        self.tables, self.sources, self.columns = tables, sources, tuple(sources)
-        self.path, self.length = Path("; ".join(str(t.path) for t in tables)), len(tables[0])
-        self.times = tuple(n for n, (i, name) in sources.items() if name in tables[i].times)
+    def __init__(self, tables: Sequence[Table], sources: dict[str, tuple[Table, str]]) -> None:
+        self.sources, self.columns, self.length = sources, tuple(sources), len(tables[0])
+        self.path = Path("; ".join(str(table.path) for table in tables))
+        self.times = tuple(n for n, (table, name) in sources.items() if name in table.times)
         self.rate = next((table.rate for table in tables if table.rate is not None), None)
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        groups = groupby((self.sources[name] for name in columns), key=lambda source: source[0])
-        parts = [
-            self.tables[index].read(start, stop, [column for _, column in sources])
-            for index, sources in groups
-        ]
+        groups = groupby((self.sources[name] for name in columns), key=itemgetter(0))
+        parts = [table.read(start, stop, [name for _, name in group]) for table, group in groups]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
@@ -125,8 +123,8 @@ def concat_tables(name: str, tables: Sequence[Table]) -> Table:
         return tables[0]
     counts = Counter(column for table in tables for column in table.columns)
     sources = [
-        (f"{i + 1}.{column}" if counts[column] > 1 else column, (i, column))
-        for i, table in enumerate(tables)
+        (f"{i}.{column}" if counts[column] > 1 else column, (table, column))
+        for i, table in enumerate(tables, 1)
         for column in table.columns
     ]
     if len(dict(sources)) < len(sources):
@@ -135,7 +133,7 @@ def concat_tables(name: str, tables: Sequence[Table]) -> Table:
             f"recording '{name}': its files have a column '{repeated}' and another that would get"
             " this name; rename one"
         )
-    return ConcatTable(tuple(tables), dict(sources))
+    return ConcatTable(tables, dict(sources))
 
 
 def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
@@ -148,16 +146,6 @@ def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
             )
 
 
-def concat_rows(name: str, parts: Sequence[RowSource]) -> RowSource:
-    """One source of rows, or several of equal length side by side.
-
-    Raises:
-        DataError: their lengths differ.
-    """
-    check_lengths(name, [(part.source, len(part)) for part in parts])
-    return parts[0] if len(parts) == 1 else ConcatRows(tuple(parts))
-
-
 def is_array(value: object) -> bool:
     """Whether an object has `shape`, `dtype` and slices, as those of NumPy, torch and h5py do."""
     if has_columns(value) or not has(value, "__getitem__"):
@@ -165,11 +153,14 @@ def is_array(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
+def is_table(value: object) -> bool:
+    """Whether an object is a table, or the path of one."""
+    return isinstance(value, (str, Path)) or has_columns(value)
+
+
 def is_rows(value: object) -> bool:
     """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
-    return (
-        isinstance(value, (str, Path)) or has_columns(value) or is_series(value) or is_array(value)
-    )
+    return is_table(value) or is_series(value) or is_array(value)
 
 
 def open_source(value: Any) -> Table:
@@ -181,19 +172,27 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
     """The rows of an array, or of all columns of a file or another table.
 
     Args:
-        value: see `is_rows`.
+        value: see `is_rows`; of inputs also a list of them, side by side.
         name: of the recording.
-        role: inputs or targets; targets of a single column are read as `(n,)`.
+        role: inputs, targets or a series; a single column of one that is no input is `(n,)`.
 
     Raises:
         DataError: anything else, or an array without rows of numbers.
     """
-    if is_series(value):
-        table = open_object(value)
-        return ColumnRows(table, table.columns, flat=True)
-    if isinstance(value, (str, Path)) or has_columns(value):
+    if role == "inputs" and isinstance(value, (list, tuple)) and value and all(map(is_rows, value)):
+        parts = [as_rows(part, name, role) for part in value]
+        tables = [
+            part.table
+            if isinstance(part, ColumnRows)
+            else ArraysFile(role, {f"inputs[{i}]": part.array})
+            for i, part in enumerate(parts)
+            if isinstance(part, (ColumnRows, ArrayRows))
+        ]
+        table = concat_tables(name, tables)
+        return parts[0] if len(parts) == 1 else ColumnRows(table, value_columns(table))
+    if is_table(value) or is_series(value):
         table = open_source(value)
-        return ColumnRows(table, value_columns(table), flat=role == "targets")
+        return ColumnRows(table, value_columns(table), flat=role != "inputs" or is_series(value))
     if not is_array(value):
         hint = ""
         if has(value, "collect"):
@@ -215,23 +214,20 @@ def _check_array(value: Any, name: str, role: str) -> None:
         dtype = np.dtype(value.dtype)
     except TypeError:
         dtype = np.dtype(object)
+    fault, dims = "", tuple[Any, ...](getattr(value, "dims", ()))
     if not value.shape or dtype.kind not in "biuf" or dtype == np.longdouble:
-        hint = {
+        fault = {
             "M": "; time is no input: leave it out, or take differences in seconds",
-            "m": "; divide it by np.timedelta64(1, 's')",
             "V": f"; take a column: array['{(dtype.names or ('x',))[0]}']",
             "O": "; of recordings give their list: list(array). Otherwise array.astype(float)",
             "U": "; map text to integers first: np.unique(text, return_inverse=True)[1]",
-        }.get(dtype.kind, "")
+        }.get(dtype.kind, " ")
+    elif "time" in dims[1:]:
+        fault = f"; of {listed(dims)} time is not the first: array.transpose('time', ...)"
+    if fault:
         raise DataError(
             f"recording '{name}': {role} have shape {tuple(value.shape)} and type {value.dtype},"
-            f" expected numbers with one row per step{hint}"
-        )
-    dims: tuple[Any, ...] = tuple(getattr(value, "dims", ()))
-    if "time" in dims[1:]:
-        raise DataError(
-            f"recording '{name}': {role} have the dimensions {listed(dims)}, and time is not the"
-            " first: array.transpose('time', ...)"
+            f" expected numbers with one row per step{fault.rstrip()}"
         )
 
 
@@ -241,34 +237,14 @@ def value_columns(table: Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for name in table.columns if name not in others)
 
 
-@dataclass(frozen=True)
-class TimeRows:
-    """The times of rows, `datetime64[ns]` `(n,)`: of a column, or of a date and a time of day."""
-
-    table: Table
-    columns: tuple[str, ...]
-
-    @property
-    def source(self) -> str:
-        return f"{self.table.path}: {' and '.join(map(repr, self.columns))}"
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def read(self, start: int, stop: int) -> Array:
-        first, *rest = (self.table.read(start, stop, (name,))[:, 0] for name in self.columns)
-        return sum(rest, nanoseconds(first, self.source))
-
-
 def time_rows(table: Table, exclude: Sequence[str] = ()) -> TimeRows | None:
     """The times of a table's rows: its first column of time stamps; `None` without one.
 
     To dates, the only column of times of day is added. That column alone is a time of 1970-01-01.
     """
-    names = [name for name in table.times if name not in exclude]
-    types = {name: table.read(0, 1, (name,)).dtype for name in names}
-    clocks = [name for name in names if types[name].kind == "m"]
-    chosen = next((name for name in names if name not in clocks), clocks[0] if clocks else None)
+    types = {n: table.read(0, 1, (n,)).dtype for n in table.times if n not in exclude}
+    clocks = [name for name, dtype in types.items() if dtype.kind == "m"]
+    chosen = next((name for name in types if name not in clocks), *clocks[:1] or [None])
     if chosen is None:
         return None
     joined = types[chosen] == "M8[D]" and len(clocks) == 1
@@ -276,28 +252,22 @@ def time_rows(table: Table, exclude: Sequence[str] = ()) -> TimeRows | None:
 
 
 def check_columns(table: Table, names: Sequence[str], role: str) -> None:
-    """Refuse names of columns that are missing or named twice."""
+    """Refuse names of columns that are missing, named twice, or of time stamps."""
     twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise DataError(
-            f"{table.path}: {role} name {listed(twice, quoted=True)} twice; name each column once"
-        )
     clocks = [name for name in names if name in table.times]
-    if clocks:
-        raise DataError(
-            f"{table.path}: column '{clocks[0]}' of the {role} holds time stamps, expected numbers;"
-            " leave it out"
-        )
-    available = set(table.columns)  # there may be a million
-    # lines of a CSV file are also named from the last one, which only the table knows
-    missing = [c for c in names if c not in available and c not in table.columns]
-    if not missing and names:
+    available = {*table.columns}  # there may be a million
+    missing = [name for name in names if name not in available]
+    what, hint = f"{listed(names, quoted=True)} asked for, the file has", ""
+    if twice:
+        what = f"name {listed(twice, quoted=True)} twice; name each column once of"
+    elif clocks:
+        what = f"hold time stamps in column '{clocks[0]}', expected numbers; leave it out of"
+    elif missing or not names:
+        hint = did_you_mean(missing[0], table.columns) if missing else ""
+        if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
+            hint = f"; are its fields separated by {mark[0]!r}? Set the delimiter {mark[0]!r}"
+        elif len(names) > len(missing) > 0:
+            hint = f"; {listed(missing, quoted=True)} missing{hint}"
+    else:
         return
-    hint = f"; {listed(missing, quoted=True)} missing" if len(names) > len(missing) > 0 else ""
-    hint += did_you_mean(missing[0], table.columns) if missing else ""
-    if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
-        hint = f"; are its fields separated by {mark[0]!r}? Write delimiter={mark[0]!r}"
-    raise DataError(
-        f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
-        f" {listed(table.columns, quoted=True)}{hint}"
-    )
+    raise DataError(f"{table.path}: {role} {what} {listed(table.columns, quoted=True)}{hint}")
