@@ -54,8 +54,13 @@ class Sentences(NamedTuple):
     advice: str
 
 
-# In the order in which they are measured; the later the broken one is, the nearer is the way.
+# The later the broken one is, the nearer is the way.
 LAWS: dict[str, Sentences] = {
+    "last": Sentences(
+        "steps one by one do not end where one call of the whole sequence ends",
+        "It was made for whole sequences: attention, pooling or a convolution over all steps"
+        " cannot be carried. Let forward(x, state) return (y, state) for each step",
+    ),
     "repeat": Sentences(
         "two equal calls in evaluation mode give different outputs",
         "Random numbers: give functional dropout training=self.training. A counter in an attribute,"
@@ -118,11 +123,6 @@ LAWS: dict[str, Sentences] = {
         "Its recordings start from something that no layer shows: give the module a method"
         " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda m, lanes:"
         " ...)",
-    ),
-    "last": Sentences(
-        "steps one by one do not end where one call of the whole sequence ends",
-        "It was made for whole sequences: attention, pooling or a convolution over all steps"
-        " cannot be carried. Let forward(x, state) return (y, state) for each step",
     ),
     "long": Sentences(
         "long chunks with the state carried do not give what one call gives",

@@ -208,7 +208,7 @@ def _start(search: Search, failure: Failure) -> str:
         if all(fits):
             own = [names[min(i, len(names) - 1)] for i, names in enumerate(fits)]
             return f"lambda m, lanes: {own[0] if len(own) == 1 else '(' + ', '.join(own) + ')'}"
-        state = c.lanes.to_module(c.lanes.zeros(MARK, None)) if c.arguments else state
+        state = c.lanes.to_module(c.lanes.fill(None, MARK, None)) if c.arguments else state
     if search.own_methods and failure.law is None:
         return f"lambda m, lanes: m.{search.own_methods[0]}(lanes)"
     leaves = [] if state is None else trees.tensors(state)

@@ -27,7 +27,13 @@ from throughtime.carry._layout import shapes_of
 from throughtime.carry._refusal import device_error, refuse_width
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
 from throughtime.carry._trial import guessed_inputs, is_sharded
-from throughtime.carry.layers import ChainAdapter, UnknownAdapter, adapter_for, prepared
+from throughtime.carry.layers import (
+    ChainAdapter,
+    UnknownAdapter,
+    UnknownStateError,
+    adapter_for,
+    prepared,
+)
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -111,9 +117,13 @@ class Carried(nn.Module):
         """
         if like is not None:
             self.prepare(like)
-        elif not self.adapter.is_known and (guess := guessed_inputs(self.module)) is not None:
-            with suppress(*MISFIT_ERRORS):  # it may take other inputs
-                self.prepare(guess)
+        try:
+            return self.adapter.initial_state(lanes)
+        except UnknownStateError:
+            if (guess := guessed_inputs(self.module)) is None:
+                raise
+        with suppress(*MISFIT_ERRORS):  # it may take other inputs
+            self.prepare(guess)
         return self.adapter.initial_state(lanes)
 
     def prepare(self, x: Tensor) -> None:
