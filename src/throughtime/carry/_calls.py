@@ -522,6 +522,9 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
+ZEROS = (layer_zeros,)  # a start
+
+
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:
     """What a method that makes initial states returns for some lanes.
 

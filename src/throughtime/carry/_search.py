@@ -17,14 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import (
     CALLS,
     OWN,
-    STATE,
+    ZEROS,
     Convention,
     Hints,
     ModuleAdapter,
@@ -33,20 +32,12 @@ from throughtime.carry._calls import (
 from throughtime.carry._inside import (
     Key,
     attributes,
-    get_attributes,
     is_turned,
     names_state,
     parameters_of,
     ports_of,
 )
-from throughtime.carry._laws import (
-    LAWS,
-    Laboratory,
-    Law,
-    NotFiniteError,
-    difference,
-    gradient_difference,
-)
+from throughtime.carry._laws import LAWS, MEASURED, Laboratory, Law, difference
 from throughtime.carry._layout import (
     FEATURES_FIRST,
     LANES_FIRST,
@@ -84,7 +75,6 @@ CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made fo
 LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hide the state
 NEAR = ("value", "credit", "long", "random")  # the way is right, the module is not
 PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
-ZEROS = (layer_zeros,)  # a start
 STARTS = re.compile(r"_*(init|begin|zero|start|reset)")  # methods that say the start
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
@@ -420,104 +410,23 @@ class Search:
 
         Also on the module's own weights, if it cannot be copied.
         """
+        lanes, is_training = x.shape[1], self.modes.get("", False)
+        steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
+        names = ["random", *MEASURED, "kept"]
+        names += ["long"] * (twin in self.twins[:2] and steps > STEPS)
+        is_second = twin is self.twins[:2][-1]
+        names += ["start", "last"] * is_second
+        if is_training and twin is not self.twins[0]:
+            names.remove("credit")
         with twin.bound(c) as bound:
-            laboratory = Laboratory(bound, twin.module, x, by_step=c.call != "chunk")
-            states = [bound.initial_state(x.shape[1]) for _ in range(2)]
-            yield Law("random", difference(*states), 0.0)
-            is_training = self.modes.get("", False)
-            yield from laboratory.measure(credit=twin is self.twins[0] or not is_training)
-            if c.scratch and not c.attributes:
-                yield Law("kept", _kept(bound, laboratory), laboratory.tolerance)
-            if twin is not self.twins[:2][-1]:
-                return
-            steps = long_steps(max(self._steps, LONG_STEPS * self._is_link), twin.module)
-            long = twin.inputs(x.shape[1], steps)
-            if c.call == "chunk" and steps > STEPS:
+            laboratory = Laboratory(bound, twin.module, x, long=twin.inputs(lanes, steps))
+            yield from laboratory.measure(names)
+            if is_training and is_second:
                 try:
-                    yield laboratory.measure_long(long)
-                except NotFiniteError:  # noise lets a recurrence grow
-                    with self.twins[0].bound(c) as own:
-                        x = self.twins[0].inputs(x.shape[1], steps)
-                        yield Laboratory(own, own.module, x).measure_long(x)
-            yield from _own_laws(bound, laboratory, long)
-            if is_training:
-                try:
-                    yield from laboratory.measure(self.modes)
-                    if c.call == "last":
-                        yield from _own_laws(bound, laboratory, long)
+                    yield from laboratory.measure([*MEASURED, "last"], self.modes)
                 except CALL_ERRORS as error:
                     text = f"{type(error).__name__}: {error}".split("\n")[0]
                     yield Law("repeat", math.nan, 0.0, text, training=True)
-
-
-def _kept(bound: ModuleAdapter, laboratory: Laboratory) -> float:
-    """How much the attributes that a call leaves change what the next one returns and leaves."""
-    keys, bound.touched = bound.touched, ()
-    before, x = laboratory.x[:6].split(3)
-    state, rows = bound.initial_state(x.shape[1]), list[Any]()
-    for parts in ((x,), (before, x)):
-        laboratory.restore()
-        for part in parts:
-            y, _ = bound.run(part, state)
-        rows.append([y, get_attributes(bound.module, keys)])
-    bound.touched = keys
-    laboratory.restore()
-    return difference(*rows)
-
-
-def _own_laws(bound: ModuleAdapter, laboratory: Laboratory, long: Tensor) -> Iterator[Law]:
-    """The author's own call must give the same, with its gradients.
-
-    It shows the start; and that a module that returns its last output, and would else be run on
-    each step alone, was not made for whole sequences.
-    """
-    c, law = bound.convention, partial(Law, training=laboratory.training is not None)
-    is_last = c.call == "last" and not c.hints.context and c.written is None
-    if c.start not in (None, OWN, ZEROS) and not c.attributes and not is_last:
-        return  # the user says it, or the author in a method for that
-    x = long if is_last else laboratory.x if c.call == "chunk" else laboratory.x[:1]
-
-    def own(start: Any) -> tuple[Tensor, State]:
-        laboratory.restore()
-        bound.convention = replace(c, start=start, call="chunk" if is_last else c.call)
-        try:
-            with laboratory.constant_randomness():
-                result, after = bound.first_call(x)
-            if is_last:
-                return item_at(result, c.outputs[0].path), ()
-            return bound.read(result, c.padded(x)), c.lanes.lanes_first(after)
-        finally:
-            bound.convention = c
-
-    calls: list[tuple[Tensor, State]] = []
-    for start in (None, ZEROS) if c.start == ZEROS else (c.start,):
-        with suppress(*CALL_ERRORS):
-            calls = calls or [own(start), own(start)]
-    name, tolerance = (
-        ("last", 10 * laboratory.tolerance) if is_last else ("start", laboratory.tolerance)
-    )
-    if not calls:  # it needs a state
-        yield law(name, math.inf if is_last else 0.0, 0.0)
-        return
-    yield law("random", difference(*calls), tolerance)
-    (y, state), (z, end) = calls[0], laboratory.run(x)
-    end = () if is_last else end[STATE] if c.hints.context else end
-    if is_last:  # all outputs, or the last
-        fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
-        fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-        z = min(fits, key=partial(difference, y), default=z)
-    deviation = difference((y, state), (z, end))
-    leaves = [p for p in bound.module.parameters() if p.requires_grad]
-    with suppress(RuntimeError):  # of a layer whose outputs are written in place
-        rows = _row(y, state), _row(z, end)
-        deviation = max(deviation, gradient_difference(*rows, leaves))
-    yield law(name, deviation, tolerance)
-
-
-def _row(y: Tensor, state: State) -> Tensor:
-    """Outputs and a state as one row of numbers."""
-    leaves = [leaf for leaf in (y, *trees.tensors(state)) if leaf.is_floating_point()]
-    return torch.cat([leaf.to(y.dtype).flatten() for leaf in leaves])
 
 
 def _own_methods(module: nn.Module) -> list[str]:
