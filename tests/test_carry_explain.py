@@ -94,7 +94,7 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
         {"context": 3},
         [
             "called with (B, T, 3): one call for each chunk, after 3 steps of the past",
-            "leaves, lanes first: past (B, 3, 3), gru.h (B, 1, 7)",
+            "leaves, lanes first: gru.h (B, 1, 7)",
             "outputs: (B, T, 7)",
         ],
     ),

@@ -68,7 +68,7 @@ PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(38_030, 25_000),
     "kernels, nn": Part(17_880, 16_000),
-    "carry": Part(25_778, 20_000, modules=13),
+    "carry": Part(25_634, 20_000, modules=12),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(35_446, 18_000),

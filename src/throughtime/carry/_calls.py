@@ -307,13 +307,10 @@ class ModuleAdapter(Adapter):
 
         past = c.hints.context
         inputs = "what inputs= returns" if c.hints.inputs else shape(c.order, x.shape[2 + c.drop :])
-        leaves = [*trees.tensors(c.lanes.example)]
-        names = self.leaf_names(c.lanes.example)
-        if past:
-            names, leaves = [PAST, *names], [x.expand(past, *x.shape[1:]).transpose(0, 1), *leaves]
+        state = c.lanes.example
         shapes = [
             f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
-            for name, leaf in zip(names, leaves, strict=True)
+            for name, leaf in zip(self.leaf_names(state), trees.tensors(state), strict=True)
         ]
         lines = [
             f"{type(self.module).__name__}: called with {inputs}: {CALLS[c.call]}"
@@ -321,12 +318,10 @@ class ModuleAdapter(Adapter):
             *([f"state: {c.where}"] if c.where else []),
             f"leaves, lanes first: {', '.join(shapes)}",
             f"start: {c.start_name}",
-            *(
-                f"outputs: {f'item {path_name(y.path)}, ' * bool(y.path)}"
-                + shape(y.order, y.features)
-                for y in c.outputs
-            ),
         ]
+        for y in c.outputs:
+            item = f"item {path_name(y.path)}, " * bool(y.path)
+            lines.append(f"outputs: {item}{shape(y.order, y.features)}")
         return "\n  ".join(lines)
 
     # ------------------------------------------------------------ the start
@@ -489,6 +484,7 @@ class LayerAdapter(ModuleAdapter):
         return isinstance(self.module, Recurrent)
 
     def _arranged(self, x: Tensor) -> tuple[Any, ...]:
+        # as torch: in contiguous memory its products round otherwise
         return (x.transpose(0, 1) if self.convention.order == LANES_FIRST else x,)
 
 

@@ -395,9 +395,8 @@ class Laboratory:
         try:
             for parts in ((x,), (before, x)):
                 self.restore()
-                for part in parts:
-                    y, _ = adapter.run(part, self._starts[0])
-                rows.append([y, get_attributes(self.module, keys)])
+                ys = [adapter.run(part, self._starts[0])[0] for part in parts]
+                rows.append([ys[-1], get_attributes(self.module, keys)])
         finally:
             adapter.touched = keys
         return difference(*rows)
@@ -441,12 +440,13 @@ class Laboratory:
         finally:
             adapter.convention = self._c
 
-    def _difference(self, *calls: tuple[Tensor, State]) -> float:
+    def _difference(self, *calls: Any) -> float:
         """The difference of two outputs and states, and that of their gradients."""
         leaves = [p for p in self.module.parameters() if p.requires_grad]
         deviation = difference(*calls)
         with suppress(RuntimeError):  # of a layer whose outputs are written in place
-            return max(deviation, gradient_difference(*map(_row, calls), leaves))
+            y, z = map(_row, calls)
+            return max(deviation, gradient_difference(y, z, leaves))
         return deviation
 
 

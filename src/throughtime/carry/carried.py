@@ -304,7 +304,6 @@ def carry(
     *,
     inputs: Callable[[Tensor], Any] | None = None,
     output: int | str | tuple[int | str, ...] | list[Any] | None = None,
-    state: str | None = None,
     start: State | Callable[..., State] = None,
     call: str | Callable[..., Any] | None = None,
     context: int = 0,
@@ -329,7 +328,6 @@ def carry(
             them for a tensor in a nested result; a list of these for several outputs, or "all" of
             them but the state. Several are a dict, if their keys are different strings, else a
             tuple; outputs of several types get the widest of them.
-        state: refused with the line to write: `call` says where the state is.
         start: the state before a recording in the module's layout, of all lanes, of one or without
             a dimension for lanes; or a function of the number of lanes, or of the module and that
             number, which returns it.
@@ -372,15 +370,11 @@ def carry(
     if isinstance(module, Carried):
         return module
     refuse_wrappers(module)
-    is_own = getattr(call, "__self__", None) is module
-    method = getattr(call, "__name__", "") if is_own else ""
     if isinstance(call, str) and call not in CALLS:
-        method = call
-    if state is not None or method:
-        line = f"m.{method}(x, state)" if method else f"m(x, {state}=state)"
         raise ModelError(
-            "write how the module takes its state: tt.carry(module, call=lambda m, x, state:"
-            f" {line}, start=lambda m, lanes: ...), where call returns (outputs, next state)"
+            f"call={call!r}, expected one of {[*CALLS]} or a function: tt.carry(module, call=lambda"
+            f" m, x, state: m.{call}(x, state), start=lambda m, lanes: ...), where call returns"
+            " (outputs, next state)"
         )
     hints = Hints(inputs, output, start, call, context, batch_first)
     net = Carried(module, adapter_for(module, hints))

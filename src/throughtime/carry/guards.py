@@ -1,6 +1,6 @@
 """What must stay as it was for a prepared computation to be that of a net.
 
-A fused update and a prepared step do not call the forward of a module, so no hook of it runs.
+A fused update does not call the forward of a module, so no hook of it runs.
 Guards say whether a module is still what it was: its class, its children, its hooks, the code and
 the names that its forward uses; and whether torch itself observes or changes what modules compute.
 """
@@ -62,19 +62,16 @@ class ModuleGuards:
     Args:
         module: of a carried net. The net itself is not kept: it may own these guards.
         guards: of what was read in its forward.
-
-    Attributes:
-        modules: the module and those in it.
     """
 
     def __init__(self, module: nn.Module, guards: Guards | None = None) -> None:
-        self.modules = (*module.modules(),)
+        modules = (*module.modules(),)
         self._guards = guards or Guards()
         own = self._own = Guards()
         # of all: an empty container may be filled later
-        self._children = [(m._modules, [*m._modules.items()]) for m in self.modules]
-        self._hooks = [(vars(m), [*filter(_is_own, _listed(vars(m)))]) for m in self.modules]
-        for m in self.modules:
+        self._children = [(m._modules, [*m._modules.items()]) for m in modules]
+        self._hooks = [(vars(m), [*filter(_is_own, _listed(vars(m)))]) for m in modules]
+        for m in modules:
             own.read(attrgetter("forward"), own.read(type, m))
             for name in _SETTINGS if isinstance(m, nn.RNNBase) else ():
                 own.read(vars(m).get, name)
