@@ -237,7 +237,7 @@ class Search:
         orders += [FEATURES_FIRST] if x.dim() == 3 and x.is_floating_point() else []
         if hints.batch_first is not None:
             orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
-        calls: Iterable[Any] = [hints.call] if hints.call in CALLS else CALLS
+        calls: Any = [hints.call] if hints.call in CALLS else CALLS
         for call in calls:
             for order in orders[:1] if call == "step" or hints.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:

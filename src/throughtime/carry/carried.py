@@ -30,7 +30,6 @@ from throughtime.carry._trial import guessed_inputs, is_sharded
 from throughtime.carry.layers import (
     ChainAdapter,
     UnknownAdapter,
-    UnknownStateError,
     adapter_for,
     prepared,
 )
@@ -119,7 +118,7 @@ class Carried(nn.Module):
             self.prepare(like)
         try:
             return self.adapter.initial_state(lanes)
-        except UnknownStateError:
+        except MISFIT_ERRORS:  # it is not known yet, or what the module says is not all
             if (guess := guessed_inputs(self.module)) is None:
                 raise
         with suppress(*MISFIT_ERRORS):  # it may take other inputs

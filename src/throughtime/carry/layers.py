@@ -18,6 +18,7 @@ from throughtime.carry._calls import (
     layer_adapter,
 )
 from throughtime.carry._inside import RECURRENT
+from throughtime.carry._layout import LaneLayout
 from throughtime.carry._refusal import bidirectional_error, refusal
 from throughtime.carry._search import Search
 from throughtime.carry._trial import (
@@ -32,11 +33,6 @@ from throughtime.errors import ModelError, StateError
 from throughtime.nn.affine import Difference, Standardise
 from throughtime.state import State
 
-
-class UnknownStateError(StateError):
-    """The state of a module is asked for before its first inputs."""
-
-
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
 
 
@@ -48,17 +44,20 @@ class UnknownAdapter(Adapter):
         self.hints = hints
 
     def initial_state(self, lanes: int) -> State:
-        del lanes
-        raise UnknownStateError(
+        method: Any = getattr(self.module, "initial_state", None)
+        if self.hints != Hints() or not callable(method):
+            self.run(lanes)
+        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
+        return layout.lanes_first(method(lanes))
+
+    def run(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise StateError(
             f"how {type(self.module).__name__} is called, and the layout of its state, is not known"
             " yet: call net.initial_state(lanes, like=inputs), or net = tt.carry(module, inputs)."
             " It is found by trials on a copy, which is impossible while torch compiles or exports,"
             " and for weights that are spread over ranks: do that before, and before"
             " fully_shard(net)"
         )
-
-    def run(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.initial_state(1)
 
     def explain(self) -> str:
         return (
@@ -179,11 +178,6 @@ def link_outputs(
     return y, after
 
 
-def has_layers(module: nn.Module) -> bool:
-    """Whether a module is, or has inside, a recurrent layer or cell of torch.nn."""
-    return any(isinstance(part, RECURRENT) for part in module.modules())
-
-
 def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
     """The adapter of a module before its first inputs."""
     is_script = isinstance(module, torch.jit.ScriptModule)
@@ -203,9 +197,11 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
         links: dict[str, Adapter] = {}
         # named_children leaves out the second position of a module
         for key, child in zip(module._modules, module, strict=True):
-            is_plain = all(type(m).__module__.startswith("torch.") for m in child.modules())
-            plain = StatelessAdapter(child) if is_plain and not has_layers(child) else None
-            links[key] = plain or adapter_for(child, hints, key)
+            is_stateless = all(
+                type(m).__module__.startswith("torch.") and not isinstance(m, RECURRENT)
+                for m in child.modules()
+            )
+            links[key] = StatelessAdapter(child) if is_stateless else adapter_for(child, hints, key)
         return ChainAdapter(module, links)
     return UnknownAdapter(module, hints)
 
