@@ -135,10 +135,6 @@ def test_before_the_first_inputs_it_says_how_to_find_out() -> None:
     assert "one call for each step" in net.explain()
 
 
-def test_evaluation_mode_alone_is_said() -> None:
-    assert tt.carry(OneStep().eval(), torch.randn(5, 2, 4)).explain().count("training") == 0
-
-
 @pytest.mark.parametrize(
     ("module", "lines"),
     [
