@@ -271,12 +271,6 @@ def test_state_of_other_lanes_is_refused_naming_the_leaf(row: Row) -> None:
         net(x[:, :2], start(net, x))
 
 
-def test_missing_state_is_refused_with_the_line_to_write() -> None:
-    net = tt.carry(nn.GRU(FEATURES, HIDDEN))
-    with pytest.raises(StateError, match=r"the state is None.*net\.initial_state\(lanes=2\)"):
-        net(torch.zeros(5, 2, FEATURES), None)
-
-
 def test_state_leaf_that_is_no_tensor_is_refused() -> None:
     net = tt.carry(nn.LSTM(FEATURES, HIDDEN))
     with pytest.raises(StateError, match=r"is a int, expected a tensor"):

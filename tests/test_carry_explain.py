@@ -94,7 +94,7 @@ CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
         {"context": 3},
         [
             "called with (B, T, 3): one call for each chunk, after 3 steps of the past",
-            "leaves, lanes first: past (B, 3, 3), gru.h (B, 1, 7)",
+            "leaves, lanes first: gru.h (B, 1, 7)",
             "outputs: (B, T, 7)",
         ],
     ),
@@ -133,10 +133,6 @@ def test_before_the_first_inputs_it_says_how_to_find_out() -> None:
     assert "tt.carry(module, x) finds it at once" in net.explain()
     net.prepare(torch.randn(5, 2, 4))
     assert "one call for each step" in net.explain()
-
-
-def test_evaluation_mode_alone_is_said() -> None:
-    assert tt.carry(OneStep().eval(), torch.randn(5, 2, 4)).explain().count("training") == 0
 
 
 @pytest.mark.parametrize(

@@ -480,16 +480,6 @@ def test_activation_checkpointing_of_a_hidden_layer_is_refused(
         tt.carry(Saves(), torch.randn(5, 2, 3))
 
 
-def test_two_sequences_through_one_layer_are_refused() -> None:
-    class Two(Hidden):
-        def forward(self, x: Tensor) -> Tensor:
-            zeros = torch.zeros(1, x.shape[1], 4)
-            return self.layer(x, (zeros, zeros))[0] + self.layer(-x, (zeros, zeros))[0]
-
-    with pytest.raises(ModelError, match="chunks with the state carried do not give"):
-        tt.carry(Two(), torch.randn(5, 2, 3))
-
-
 def test_threads_that_share_a_net_do_not_share_their_states() -> None:
     net = tt.carry(Hidden()).eval()
     xs = [torch.randn(40, 1, 3) for _ in range(4)]

@@ -25,7 +25,6 @@ from throughtime.carry.carried import (
     require_carried,
     running,
 )
-from throughtime.carry.single_step import SingleStep
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
@@ -36,7 +35,6 @@ from throughtime.stream.formats.table import Array
 from throughtime.stream.sources import Recordings, as_recording
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
-MOST_PREPARED = 20  # a net that changes again and again is called
 
 
 class ArrayWriter(Protocol):
@@ -153,8 +151,7 @@ class Predictor:
         if on_nan not in ("raise", "hold", "reset"):
             raise ConfigError(f"on_nan={on_nan!r}: expected 'raise', 'hold' or 'reset'")
         self.net, self.lanes, self.on_nan, self.skipped = net, lanes, on_nan, 0
-        self._state, self._single, self._prepared = state, None, 0
-        self._dtype, self._alone = dtype_of(net), _OneThread()
+        self._state, self._dtype, self._alone = state, dtype_of(net), _OneThread()
         self._ranks = Ranks(0, 1, self.device, shards_of(net))
 
     @property
@@ -165,11 +162,7 @@ class Predictor:
     @property
     def state(self) -> State:
         """The state after the last step, where the net is; `None` before the first."""
-        single, device = self._single, self.device
-        if single is not None and single.is_loaded:
-            with self._alone:
-                self.state = single.read()
-        state = self._state
+        state, device = self._state, self.device
         if state is not None and any(leaf.device != device for leaf in trees.tensors(state)):
             self._state = trees.map_leaves(lambda leaf: leaf.to(device), state)
         return self._state
@@ -177,12 +170,10 @@ class Predictor:
     @state.setter
     def state(self, state: State) -> None:
         self._state = state
-        if self._single is not None:
-            self._single.is_loaded = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy prepares calls of its own."""
-        return {**self.__dict__, "_state": self.state, "_single": None, "_alone": _OneThread()}
+        """A lock cannot be copied."""
+        return {**self.__dict__, "_alone": _OneThread()}
 
     def __call__(self, inputs: Tensor | Array, resets: Tensor | None = None) -> Any:
         """Outputs `(T, B, C)` for inputs `(T, B, D)`, of NumPy or torch.
@@ -347,37 +338,12 @@ class Predictor:
     def step(self, inputs: Tensor | Array) -> Any:
         """Outputs `(B, C)` for the inputs `(B, D)` of a single step.
 
-        Cost: the first step of a net of `tt.nn` layers prepares those that follow, which take a
-        quarter of an ordinary call.
+        Cost: that of an ordinary call. Where microseconds count, `tt.deploy.Session` plays the file
+        that `tt.export` writes.
         """
-        single = self._single
-        if single is not None and (y := self._step_prepared(single, inputs)) is not None:
-            return y
-        if not self._prepared:
-            refuse_whole_recordings(self.net)
-        before, x = self.state, self._as_tensor(inputs).unsqueeze(0)
-        y = self._call(x)
-        again = self._single is None and self._prepared < MOST_PREPARED and not self._ranks.shards
-        again &= self.net.adapter.unpack is None
-        if again and x.dim() >= (3 if x.is_floating_point() else 2):
-            self._prepared += 1
-            with running(self.net):
-                if before is None:
-                    before = self.net.initial_state(self.lanes, like=x)
-                x = send(x, self.device)
-                self._single = SingleStep.prepare(self.net, x, before, y, self.state)
+        refuse_whole_recordings(self.net)
+        y = self._call(self._as_tensor(inputs).unsqueeze(0))
         return self._unpacked(y.squeeze(0))
-
-    def _step_prepared(self, single: SingleStep, inputs: Tensor | Array) -> Tensor | None:
-        """The outputs of a prepared step; None if an ordinary call has to run."""
-        with self._alone, single.mode:
-            if single.holds(self.net):
-                state = self._state
-                if state is None and not single.is_loaded:
-                    state = self.net.initial_state(self.lanes)
-                return single.run(inputs) if single.is_loaded or single.load(state) else None
-        self._state, self._single = self.state, None
-        return None
 
     def reset(self, lanes: int | Sequence[int] | None = None) -> None:
         """Start some lanes anew, by number; all of them by default.

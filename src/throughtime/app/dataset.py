@@ -425,11 +425,7 @@ def _file_remarks(
 ) -> Iterator[str]:
     """Files, rows and columns that are not used."""
     data = Path(config.data)
-    if (
-        is_folder(data)
-        and manifest_of(data) is None
-        and (others := read_folder(data).others)
-    ):
+    if is_folder(data) and manifest_of(data) is None and (others := read_folder(data).others):
         yield f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
     if left := sum(one.left_out for one in sources):
         yield f"{counted(left, 'row')} left out: they fill no frame of {layout.frame_size}"

@@ -8,7 +8,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import math
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -43,10 +42,9 @@ from throughtime.carry._layout import (
     Order,
     OutputLayout,
     Path,
-    item_at,
+    items_at,
     path_name,
     shapes_of,
-    widen,
 )
 from throughtime.carry._trial import weight_of
 from throughtime.errors import ModelError
@@ -64,33 +62,35 @@ CALLS: dict[Call, str] = {
 OWN = "what the module itself starts from"
 
 
-class Adapter(ABC):
-    """Calls one module as `(x, state) -> (y, state)`.
+class Adapter:
+    """Calls one module as `(x, state) -> (y, state)`; as it is here, one without a state.
 
     Attributes:
         module: the user's.
         unpack: returns the items of several outputs from what `run` returns, in which they lie
             side by side; None for a single one.
-        is_known: whether it is known how the module is called.
         hints: what trials of the module take into account; None if there are none.
     """
 
-    module: Any  # of a kind of its own in each adapter
     hints: "Hints | None" = None
     unpack: Callable[[Tensor], Any] | None = None
-    is_known: bool = True
 
-    @abstractmethod
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
     def initial_state(self, lanes: int) -> State:
         """The state before the first step of a recording."""
+        del lanes
+        return ()
 
-    @abstractmethod
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         """Map `x` `(T, B, ...)` to outputs `(T, B, C)` and the final state.
 
         `resets` `(T, B)` are true where a lane starts a recording; they are passed only if
         `takes_resets` is true.
         """
+        del resets
+        return self.module(x), state
 
     def takes_resets(self) -> bool:
         """Whether `run` applies resets itself."""
@@ -159,10 +159,10 @@ class Convention:
         drop: whether a single feature has no dimension of its own.
         arguments: the parameters that take the state, which the module returns; empty for a state
             inside.
-        result: where the next state is in the result.
+        result: the keys of the result where the next state is; none for all of it.
         ports: recurrent submodules by name, which hold the state.
         attributes: attributes, or buffers, that hold the state.
-        scratch: those that a call changes; restored after every call.
+        scratch: all that a call changes; restored after every call.
         start: the state before the first step: None for zeros, or what attributes hold; `OWN` for
             what the module passes to its ports; the name of a method; or what the user says, in a
             tuple.
@@ -209,8 +209,11 @@ class Convention:
         if self.written is not None:
             return "what call(module, x, state) takes and returns"
         if self.arguments:
-            item = f"item {path_name(self.result)} of the result" if self.result else "the result"
-            return f"argument {', '.join(self.arguments)}; the next state is {item}"
+            items = ", ".join(f"item [{key!r}]" for key in self.result)
+            return (
+                f"argument {', '.join(self.arguments)}; the next state is"
+                f" {f'{items} of ' if items else ''}the result"
+            )
         parts = [f"the hidden state of '{name}', set and read by hooks" for name in self.ports]
         return "; ".join([*parts, *(f"attribute {key_name(key)}" for key in self.attributes)])
 
@@ -251,12 +254,13 @@ class ModuleAdapter(Adapter):
     """
 
     def __init__(self, module: nn.Module, convention: Convention, x: Tensor) -> None:
-        self.module, self.convention, self.hints = module, convention, convention.hints
+        super().__init__(module)
+        self.convention, self.hints = convention, convention.hints
         self.example = torch.zeros_like(x[:1, :1])
         is_row = convention.hints.several and any(y.path for y in convention.outputs)
         self.unpack = self._unpack if is_row else None
         self._hooks = PortHooks(module, convention.ports) if convention.ports else None
-        self._touched = {*convention.attributes, *convention.scratch}
+        self.touched = convention.scratch
         # what a module starts from is what it holds now; its own calls may change that
         self._fresh = self._attributes()
 
@@ -267,7 +271,7 @@ class ModuleAdapter(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
-        changes = c.drop or c.hints.context or c.hints.inputs or c.written or self._touched
+        changes = c.drop or c.hints.context or c.hints.inputs or c.written or self.touched
         changes = changes or self.unpack
         if c.call != "chunk" or changes or c.order != outputs.order:
             return None
@@ -303,13 +307,10 @@ class ModuleAdapter(Adapter):
 
         past = c.hints.context
         inputs = "what inputs= returns" if c.hints.inputs else shape(c.order, x.shape[2 + c.drop :])
-        leaves = [*trees.tensors(c.lanes.example)]
-        names = self.leaf_names(c.lanes.example)
-        if past:
-            names, leaves = [PAST, *names], [x.expand(past, *x.shape[1:]).transpose(0, 1), *leaves]
+        state = c.lanes.example
         shapes = [
             f"{name or 'state'} ({', '.join(['B', *map(str, leaf.shape[1:])])})"
-            for name, leaf in zip(names, leaves, strict=True)
+            for name, leaf in zip(self.leaf_names(state), trees.tensors(state), strict=True)
         ]
         lines = [
             f"{type(self.module).__name__}: called with {inputs}: {CALLS[c.call]}"
@@ -317,12 +318,10 @@ class ModuleAdapter(Adapter):
             *([f"state: {c.where}"] if c.where else []),
             f"leaves, lanes first: {', '.join(shapes)}",
             f"start: {c.start_name}",
-            *(
-                f"outputs: {f'item {path_name(y.path)}, ' * bool(y.path)}"
-                + shape(y.order, y.features)
-                for y in c.outputs
-            ),
         ]
+        for y in c.outputs:
+            item = f"item {path_name(y.path)}, " * bool(y.path)
+            lines.append(f"outputs: {item}{shape(y.order, y.features)}")
         return "\n  ".join(lines)
 
     # ------------------------------------------------------------ the start
@@ -384,10 +383,9 @@ class ModuleAdapter(Adapter):
         c, weight, lanes = self.convention, weight_of(self.module), x.shape[1]
 
         def fit(leaf: Tensor) -> Tensor:
-            if weight is not None:
-                leaf = leaf.to(weight if leaf.is_floating_point() else weight.device)
             is_row = leaf.dim() > 1 and leaf.shape[-2] == 1 and lanes not in leaf.shape
-            return widen(leaf, lanes, leaf.dim() - 2) if is_row else leaf
+            leaf = leaf.repeat_interleave(lanes, -2) if is_row else leaf
+            return leaf.to(weight) if weight is not None and leaf.is_floating_point() else leaf
 
         start = None if c.start == OWN else trees.map_tensors(fit, self.start(lanes))
         return self._invoke(c.parts(c.padded(x))[0], start)
@@ -441,7 +439,7 @@ class ModuleAdapter(Adapter):
         """
         c, module = self.convention, self.module
         args = self._arranged(x)
-        with self._holding(state) if self._touched else nullcontext():
+        with self._holding(state) if self.touched else nullcontext():
             if c.written is not None:
                 return c.written(module, *args, state)
             if self._hooks is not None:
@@ -458,7 +456,7 @@ class ModuleAdapter(Adapter):
             if resets is not None:
                 named["resets"] = resets.transpose(0, 1) if c.order == LANES_FIRST else resets
             result = module(*args, **named)
-            return result, item_at(result, c.result)
+            return result, items_at(result, c.result)
 
     def _arranged(self, x: Tensor) -> tuple[Any, ...]:
         return self.convention.arrange(x)
@@ -467,7 +465,7 @@ class ModuleAdapter(Adapter):
     def _holding(self, state: Any) -> Generator[None]:
         """Attributes hold the state of one call, of a module that threads share."""
         with _setting:
-            saved = get_attributes(self.module, self._touched)
+            saved = get_attributes(self.module, self.touched)
             own = (
                 {} if state is None else {k: state[key_name(k)] for k in self.convention.attributes}
             )
@@ -486,6 +484,7 @@ class LayerAdapter(ModuleAdapter):
         return isinstance(self.module, Recurrent)
 
     def _arranged(self, x: Tensor) -> tuple[Any, ...]:
+        # as torch: in contiguous memory its products round otherwise
         return (x.transpose(0, 1) if self.convention.order == LANES_FIRST else x,)
 
 
@@ -517,6 +516,9 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     sizes = getattr(layer, "proj_size", 0) or layer.hidden_size, layer.hidden_size
     h, c = (next(layer.parameters()).new_zeros(*rows, lanes, size) for size in sizes)
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
+
+
+ZEROS = (layer_zeros,)  # a start
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

@@ -9,12 +9,12 @@ shape     the state keeps its shape from call to call
 whole     chunks with the state carried give what one call gives
 memory    outputs depend on the state
 credit    gradients flow through the state: chunks give the gradients of one call
-long      the same as `whole`, with chunks as long as those of the stream
 
-Those that compare with the module as its author calls it are in `_search`:
+These too, on a module that is called by a convention:
 
 random    two recordings start from the same state
 kept      no attribute beside the state is read by the next call
+long      the same as `whole`, with chunks as long as those of the stream
 start     the start gives what the module gives without a state, and its gradients
 last      steps one by one end where one call of the whole sequence ends
 
@@ -24,16 +24,18 @@ Every law is a deviation and what is allowed. Shapes: `T` steps, `B` lanes, `D` 
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import Adapter
-from throughtime.carry._layout import shapes_of
+from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
+from throughtime.carry._inside import get_attributes
+from throughtime.carry._layout import ORDERS, item_at, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
     Snapshot,
@@ -54,8 +56,13 @@ class Sentences(NamedTuple):
     advice: str
 
 
-# In the order in which they are measured; the later the broken one is, the nearer is the way.
+# The later the broken one is, the nearer is the way.
 LAWS: dict[str, Sentences] = {
+    "last": Sentences(
+        "steps one by one do not end where one call of the whole sequence ends",
+        "It was made for whole sequences: attention, pooling or a convolution over all steps"
+        " cannot be carried. Let forward(x, state) return (y, state) for each step",
+    ),
     "repeat": Sentences(
         "two equal calls in evaluation mode give different outputs",
         "Random numbers: give functional dropout training=self.training. A counter in an attribute,"
@@ -114,15 +121,11 @@ LAWS: dict[str, Sentences] = {
         "Give it one that is fixed",
     ),
     "start": Sentences(
-        "it gives other outputs, or gradients, for no state than from the start that was tried",
+        "it gives other outputs, or gradients, for no state than from the start that was tried, or"
+        " its start is random",
         "Its recordings start from something that no layer shows: give the module a method"
         " initial_state(lanes) that returns it, or write tt.carry(module, start=lambda m, lanes:"
         " ...)",
-    ),
-    "last": Sentences(
-        "steps one by one do not end where one call of the whole sequence ends",
-        "It was made for whole sequences: attention, pooling or a convolution over all steps"
-        " cannot be carried. Let forward(x, state) return (y, state) for each step",
     ),
     "long": Sentences(
         "long chunks with the state carried do not give what one call gives",
@@ -131,8 +134,9 @@ LAWS: dict[str, Sentences] = {
         " state) return (y, state) with all that it needs",
     ),
 }
-# Measured on any adapter; the others are of `_search`.
+# Measured on any adapter
 MEASURED = ("repeat", "value", "inputs", "causal", "lanes", "shape", "whole", "memory", "credit")
+EXACT = ("random", "value", "inputs", "memory", "shape")
 # The exceptions that a module raises for inputs or a state that do not fit it.
 MISFIT_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)
 
@@ -176,8 +180,7 @@ class Laboratory:
         chunks: lengths of chunks, with T as their sum.
         tolerance: relative to the largest output; by default a hundred roundings, and at least
             those of a computation in float32.
-        by_step: whether the module gets one step at a call, so that a state that it detaches
-            carries no gradient at all.
+        long: inputs as long as the chunks of the stream, if they are to be tried.
 
     Attributes:
         training: the modes of all parts in which laws are measured; None for evaluation.
@@ -192,11 +195,11 @@ class Laboratory:
         x: Tensor,
         chunks: Sequence[int] = (3, 4),
         tolerance: float | None = None,
-        by_step: bool = False,
+        long: Tensor | None = None,
     ) -> None:
-        self.adapter, self.module, self.x = adapter, module, x
-        self._by_step, self._lengths = by_step, [*chunks]
-        self._early, self._late = x[: chunks[0]], x[chunks[0] :]
+        self.adapter, self.module, self.x, self._steps = adapter, module, x, long
+        self._c: Any = getattr(adapter, "convention", None)
+        self._early, self._late, self._lengths = x[: chunks[0]], x[chunks[0] :], [*chunks]
         self._snapshot, weight = Snapshot(module), weight_of(module)
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         self._rounding = 100 * torch.finfo(dtype).eps
@@ -205,37 +208,37 @@ class Laboratory:
         self.training: dict[str, bool] | None = None
 
     def measure(
-        self, training: dict[str, bool] | None = None, *, credit: bool = True
+        self, names: Sequence[str] = MEASURED, training: dict[str, bool] | None = None
     ) -> Iterator[Law]:
         """The laws, one by one, so that a caller may stop at the first that is broken.
 
         Args:
+            names: of the laws.
             training: the modes of all parts, to measure in training, with dropout and random
                 numbers replaced by constants; None for evaluation.
-            credit: whether to measure this law; it takes as long as all others.
         """
         self.training, is_training = training, training is not None
-        evaluated = (self.outputs, self.end) if is_training else None
+        self._starts = [self.adapter.initial_state(self.x.shape[1]) for _ in range(2)]
         with torch.set_grad_enabled(is_training):  # as in use
-            y, end = self.run(self.x)
-            self.outputs, self.end = y.detach(), trees.detach(end)
+            y, self.end = self.run(self.x)
+            self.outputs = y.detach()
             self._first, self._middle = self.run(self._early)
             self._before = trees.map_leaves(torch.clone, trees.detach(self._middle))
             self._later = self.run(self._late, *self._lengths[1:], state=self._middle)
-        scale = 1 + float(self.outputs.abs().max())
-        self.tolerance, self._needed = self._relative * scale, self._rounding * scale
-        same = evaluated is not None and self._apart(*evaluated) <= self._needed
-        # in training, a net without dropout and batch statistics
-        names = ("whole", "credit") if same else MEASURED
-        for name in names if credit else names[:-1]:
+        self._scale = 1 + float(self.outputs.abs().max())
+        self.tolerance, self._needed = (n * self._scale for n in (self._relative, self._rounding))
+        for name in names:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
-                with torch.set_grad_enabled(is_training or name == "credit"):
+                with torch.set_grad_enabled(is_training or name in ("credit", "start", "last")):
                     deviation, error = measure(), ""
             except MISFIT_ERRORS as raised:
                 deviation, error = math.nan, str(raised).split("\n")[0]
-            tolerance = 0.0 if name in ("value", "inputs", "memory", "shape") else self.tolerance
+            tolerance = self.tolerance * (10 if name in ("long", "last") else name not in EXACT)
             yield Law(name, deviation, tolerance, error, is_training)
+
+    def _random(self) -> float:
+        return difference(*self._starts)
 
     def _repeat(self) -> float:
         # in evaluation, what the first run left in attributes and buffers must not matter
@@ -260,22 +263,21 @@ class Laboratory:
         if (lanes := self.x.shape[1]) == 1:
             return 0.0
         mixed = max(float(self._change[:, :-1].max()), float(self._moved(0)[:, 1:].max()))
-        # a module that is made for a number of lanes takes them in another order
-        for order in ([lanes - 1, 0], [*range(lanes)][::-1]):
-            index = torch.tensor(order, device=self.x.device)
-            try:
-                alone, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
-                break
-            except MISFIT_ERRORS as error:
-                fault = error
-        else:
-            raise fault
-        # in training a mask may be drawn for each row of the batch
-        return max(mixed, 0.0 if self.training else difference(alone, self._later[0][:, index]))
+        if self.training:
+            return mixed  # a mask may be drawn for each row of the batch
+        try:
+            alone = self._alone([lanes - 1, 0])
+        except MISFIT_ERRORS:  # it is made for a number of lanes
+            alone = self._alone([*range(lanes)][::-1])
+        return max(mixed, alone)
+
+    def _alone(self, lanes: list[int]) -> float:
+        index = torch.tensor(lanes, device=self.x.device)
+        y, _ = self.run(self._late[:, index], state=trees.select(self._before, index))
+        return difference(y, self._later[0][:, index])
 
     def _shape(self) -> float:
-        states = self.adapter.initial_state(self.x.shape[1]), self._before, self.end
-        first, *others = map(shapes_of, states)
+        first, *others = map(shapes_of, (self._starts[0], self._before, self.end))
         return 0.0 if others == [first, first] else math.inf
 
     def _whole(self) -> float:
@@ -300,7 +302,9 @@ class Laboratory:
             if not leaves or not (y.requires_grad and z.requires_grad):
                 return 0.0
             deviation = gradient_difference(y, z, leaves)
-            return math.inf if self._by_step and self._cuts_credit() else deviation
+            is_stepped = self._c is not None and self._c.call != "chunk"
+            # what it detaches gets no gradient at all then
+            return math.inf if is_stepped and self._cuts_credit() else deviation
         except RuntimeError:  # of torch's LSTM in float32 whose outputs are written in place
             if self.training is None:
                 raise
@@ -368,18 +372,88 @@ class Laboratory:
         """The difference from one call."""
         return difference((y, end), (self.outputs, self.end))
 
-    @torch.no_grad()
-    def measure_long(self, x: Tensor) -> Law:
-        """The law `whole` in evaluation, on two chunks of more steps than those of the trial.
+    # ------------------------------------------------------------ with the author's own calls
 
-        Args:
-            x: inputs `(T, B, ...)`.
-        """
-        self.training = None
-        whole, _ = self.run(x)
-        chunks, _ = self.run(x, len(x) // 2, len(x) - len(x) // 2)
-        scale = 1 + float(whole.abs().max())
-        return Law("long", difference(whole, chunks), 10 * self._relative * scale)
+    def _long(self) -> float:
+        x: Any = self._steps
+        if self._c.call != "chunk":
+            return 0.0
+        try:
+            y, z = (self.run(x, *chunks)[0] for chunks in ((), (len(x) // 2, -(-len(x) // 2))))
+        except NotFiniteError:  # noise lets a recurrence grow
+            return 0.0
+        return difference(y, z) * self._scale / (1 + float(y.abs().max()))
+
+    def _kept(self) -> float:
+        """How much the attributes that a call leaves change what the next one makes and leaves."""
+        adapter: Any = self.adapter
+        if self._c.attributes:
+            return 0.0
+        keys, adapter.touched = adapter.touched, ()
+        before, x = self.x[:6].split(3)
+        rows = list[Any]()
+        try:
+            for parts in ((x,), (before, x)):
+                self.restore()
+                ys = [adapter.run(part, self._starts[0])[0] for part in parts]
+                rows.append([ys[-1], get_attributes(self.module, keys)])
+        finally:
+            adapter.touched = keys
+        return difference(*rows)
+
+    def _start(self) -> float:
+        adapter: Any = self.adapter
+        c = self._c
+        if c.start not in (None, OWN, ZEROS) and not c.attributes:
+            return 0.0  # the user says it, or the author in a method for that
+        x, calls = self.x if c.call == "chunk" else self.x[:1], list[Any]()
+        for start in (None, ZEROS) if c.start == ZEROS else (c.start,):
+            with suppress(Exception):  # it needs a state
+                calls = calls or [self._own(x, start, c.call) for _ in range(2)]
+        if not calls:
+            return 0.0
+        y, end = self.run(x)
+        end = end[STATE] if c.hints.context else end
+        rows = [(adapter.read(y, c.padded(x)), c.lanes.lanes_first(state)) for y, state in calls]
+        return max(difference(*rows), self._difference(rows[0], (y, end)))
+
+    def _last(self) -> float:
+        c = self._c
+        x: Any = self._steps
+        if c.call != "last" or c.hints.context or c.written is not None:
+            return 0.0
+        y = item_at(self._own(x, c.start, "chunk")[0], c.outputs[0].path)
+        z, _ = self.run(x)
+        # all outputs, or the last
+        fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
+        fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
+        return self._difference((y, ()), (min(fits, key=partial(difference, y), default=z), ()))
+
+    def _own(self, x: Tensor, start: Any, call: Any) -> tuple[Any, State]:
+        """What the author's own call returns, and the state after it."""
+        adapter: Any = self.adapter
+        self.restore()
+        adapter.convention = replace(self._c, start=start, call=call)
+        try:
+            with self.constant_randomness():
+                return adapter.first_call(x)
+        finally:
+            adapter.convention = self._c
+
+    def _difference(self, *calls: Any) -> float:
+        """The difference of two outputs and states, and that of their gradients."""
+        leaves = [p for p in self.module.parameters() if p.requires_grad]
+        deviation = difference(*calls)
+        with suppress(RuntimeError):  # of a layer whose outputs are written in place
+            y, z = map(_row, calls)
+            return max(deviation, gradient_difference(y, z, leaves))
+        return deviation
+
+
+def _row(call: tuple[Tensor, State]) -> Tensor:
+    """Outputs and a state as one row of numbers."""
+    leaves = [leaf for leaf in trees.tensors(call) if leaf.is_floating_point()]
+    return torch.cat([leaf.to(leaves[0].dtype).flatten() for leaf in leaves])
 
 
 def _fresh_leaf(leaf: Tensor) -> Tensor:

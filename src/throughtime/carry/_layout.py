@@ -4,9 +4,8 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -34,11 +33,17 @@ def item_at(result: Any, path: Path) -> Any:
     """
     try:
         for key in path:
-            is_index = isinstance(key, int | slice) or isinstance(result, Mapping)
+            is_index = isinstance(key, int) or isinstance(result, Mapping)
             result = result[key] if is_index else getattr(result, str(key))
     except (LookupError, TypeError, AttributeError) as error:
         raise MisfitError(f"the result has no item {error}") from error
     return result
+
+
+def items_at(result: Any, keys: Path) -> Any:
+    """The item at a key of a result, those at several as a tuple, or all of it at none."""
+    items = [item_at(result, (key,)) for key in keys]
+    return (items[0] if len(items) == 1 else tuple(items)) if items else result
 
 
 def items_of(result: Any) -> list[tuple[Any, Any]]:
@@ -53,8 +58,8 @@ def tensor_paths(result: Any) -> list[tuple[Path, Tensor]]:
 
 
 def path_name(path: Path) -> str:
-    """A path as Python writes it: `[0]`, `['logits']`, `[1:]`."""
-    return "".join(f"[{k.start}:]" if isinstance(k, slice) else f"[{k!r}]" for k in path)
+    """A path as Python writes it: `[0]`, `['logits']`."""
+    return "".join(f"[{key!r}]" for key in path)
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ class OutputLayout:
 
     @classmethod
     def of(
-        cls, path: Path, y: Tensor, orders: Iterable[Order], steps: int, lanes: int, context: int
+        cls, path: Path, y: Tensor, orders: Sequence[Order], steps: int, lanes: int, context: int
     ) -> "OutputLayout | None":
         """The layout of a tensor with one output for each step and lane; None for others.
 
@@ -87,29 +92,27 @@ class OutputLayout:
             lanes: B.
             context: steps before those, which may have outputs as well.
         """
-        shape, first = tuple(y.shape), next(iter(orders))
+        shape, (first, *_) = tuple(y.shape), orders
         for skip in dict.fromkeys((context, 0)) if shape and y.is_floating_point() else ():
             sizes = steps + skip, lanes
-            layouts = [
+            fits = [
                 cls(path, order, tuple(n for i, n in enumerate(shape) if i not in order), skip)
                 for order in orders
                 if len(shape) > max(order) and tuple(shape[i] for i in order) == sizes
             ]
-            flat = [cls(path, first, shape[1:], skip)] * (shape[0] == math.prod(sizes))
-            single = [cls(path, first, shape, skip)] * (sizes == (1, 1))
-            for layout in (*(flat + layouts if sizes[0] == 1 else layouts + flat), *single):
-                return layout
+            if shape[0] == math.prod(sizes):
+                fits.insert(len(fits) * (sizes[0] > 1), cls(path, first, shape[1:], skip))
+            if fits or sizes == (1, 1):
+                return fits[0] if fits else cls(path, first, shape, skip)
         return None
 
     def read(self, result: Any, steps: int, lanes: int) -> Tensor:
         """The outputs `(T, B, ...)`.
 
         Raises:
-            MisfitError: the item is no tensor, or its shape does not fit.
+            MisfitError: the shape of the item does not fit.
         """
         y, (t, b), steps = item_at(result, self.path), self.order, steps + self.skip
-        if not isinstance(y, Tensor):
-            raise MisfitError(f"it returned a {type(y).__name__}, expected one tensor of outputs")
         if y.dim() != 2 + len(self.features) or (y.shape[t], y.shape[b]) != (steps, lanes):
             # steps and lanes in one dimension, or squeeze() in a module drops a time or a batch
             if y.numel() != steps * lanes * math.prod(self.features):
@@ -120,8 +123,7 @@ class OutputLayout:
                 )
             t, b = min(t, 1), 1 - min(t, 1)
             y = y.reshape(*((lanes, steps) if t else (steps, lanes)), *self.features)
-        y = y.movedim((t, b), (0, 1)) if t else y
-        return y[self.skip :] if self.skip else y
+        return y.movedim((t, b), (0, 1))[self.skip :]
 
 
 class LaneDim(NamedTuple):
@@ -191,28 +193,13 @@ class LaneLayout:
     def _moved(self, state: State, move: Callable[[LaneDim, Tensor], Tensor]) -> State:
         if all(dim == (0, 1) for dim in self.dims):
             return state
-        if isinstance(state, Tensor):
-            return move(self.dims[0], state)
-        if type(state) is tuple and all(isinstance(leaf, Tensor) for leaf in state):
-            return tuple(map(move, self.dims, state))  # the usual case, in every chunk
-        dims = cycle(self.dims)
-        return trees.map_leaves(lambda leaf: move(next(dims), leaf), state)
-
-    def zeros(self, lanes: int, weight: Tensor | None) -> State:
-        """A zero state, lanes first, on the device of the module.
-
-        In its dtype, if it was when this was inferred.
-        """
-
-        def rows(leaf: Tensor) -> Tensor:
-            like = leaf if weight is None or leaf.dtype != self.weight_dtype else weight
-            device = leaf.device if weight is None else weight.device
-            return like.new_zeros(lanes, *leaf.shape[1:], device=device)
-
-        return trees.map_leaves(rows, self.example)
+        dims = iter(self.dims)
+        return trees.map_tensors(lambda leaf: move(next(dims), leaf), state)
 
     def fill(self, start: Any, lanes: int, weight: Tensor | None) -> State:
-        """The state of all lanes, lanes first, that a module means by its start.
+        """The state of all lanes, lanes first, on the device of the module.
+
+        It has the dtype of the module's weights, if it had that when this was inferred.
 
         Args:
             start: in the layout of the module, of one lane, or without a dimension for lanes; None
@@ -223,16 +210,22 @@ class LaneLayout:
         Raises:
             StateError: it has another structure, or other sizes.
         """
-        zeros, dims = self.to_module(self.zeros(lanes, weight)), iter(self.dims)
+
+        def zero(leaf: Tensor) -> Tensor:
+            like = leaf if weight is None or leaf.dtype != self.weight_dtype else weight
+            device = leaf.device if weight is None else weight.device
+            return like.new_zeros(lanes, *leaf.shape[1:], device=device)
 
         def spread(zero: Tensor, leaf: Tensor) -> Tensor:
-            dim = next(dims).dim
-            if leaf.numel() > 1 and dim is not None and leaf.shape != zero.shape:
-                leaf = widen(leaf, lanes, dim)
-            return leaf.to(zero).expand(zero.shape).contiguous()
+            dim, leaf = next(dims), leaf.to(zero)
+            sizes, own = ([n for n in shape if n > 1] for shape in (zero.shape[1:], leaf.shape))
+            if own == sizes:  # of one lane
+                return leaf.reshape(1, *zero.shape[1:]).expand(zero.shape).contiguous()
+            return dim.to_front(leaf.expand(dim.to_module(zero).shape)).contiguous()
 
+        zeros, dims = trees.map_leaves(zero, self.example), iter(self.dims)
         try:
-            return self.lanes_first(trees.map_leaves(spread, zeros, _complete(start, zeros)))
+            return trees.map_leaves(spread, zeros, _complete(start, zeros))
         except RuntimeError as error:
             raise StateError(f"the start does not fit {lanes} lanes: {error}") from error
 
@@ -240,28 +233,14 @@ class LaneLayout:
 def _complete(start: Any, zeros: Any) -> Any:
     """A start with zeros for what is None yet, and numbers as tensors."""
     if not (start.numel() if isinstance(start, Tensor) else start):
-        return zeros
+        return trees.map_tensors(lambda leaf: leaf.new_zeros(()), zeros)
     if isinstance(start, (int, float)):
-        return zeros + start
+        return torch.tensor(start)
     if isinstance(start, dict):
         return {key: _complete(start.get(key), zero) for key, zero in zeros.items()}
     if type(start) in (list, tuple) and len(start) == len(zeros):
         return type(start)([*map(_complete, start, zeros)])
     return start
-
-
-def widen(leaf: Tensor, lanes: int, dim: int) -> Tensor:
-    """A tensor of one lane, or without a dimension for lanes, repeated for all lanes.
-
-    Args:
-        leaf: of a state, in the layout of a module.
-        lanes: B.
-        dim: where the lanes are to be.
-    """
-    while leaf.dim() <= dim:
-        leaf = leaf.unsqueeze(0)
-    leaf = leaf if leaf.shape[dim] == 1 else leaf.unsqueeze(dim)
-    return leaf.repeat_interleave(lanes, dim)
 
 
 def _lane_dim(name: str, counts: list[int], shapes: list[tuple[int, ...]]) -> LaneDim:

@@ -17,7 +17,6 @@ from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
 from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
 
-EMPTY = inspect.Parameter.empty
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
 GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
@@ -68,12 +67,18 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return bidirectional_error(path or type(part).__name__)
     nearest = max(search.failures, key=lambda failure: failure.stage, default=Failure(0, None))
+    law, c = nearest.law, nearest.convention
+    text = _uncallable(search, nearest.error) if law is None else broken(module, law, c)
     late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
-    if nearest.law is not None:
-        text = broken(module, nearest.law, nearest.convention)
-    else:
-        text = _uncallable(module, search, nearest.error)
-    return ModelError(f"{name} {text}{late}{_line(search, nearest)}")
+    line, start = "", f"start={_start(search, nearest)}"
+    if law is not None and law.name in ("random", "start"):
+        line = f"\nWrite: tt.carry(module, {start})"
+    elif (law is None or law.name == "memory") and (call := _call(search)):
+        line = (
+            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, {start}), where call"
+            " returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
+        )
+    return ModelError(f"{name} {text}{late}{line}")
 
 
 def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
@@ -85,67 +90,65 @@ def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
             " is measured with other lengths, lanes or states. Mend that"
             + (", or carry it as tt.carry(module.eval(), x)." if law.training else ".")
         )
+    what, advice = LAWS[law.name]
     details = [f"deviation {law.deviation:.2g}"] if 0 < law.deviation < float("inf") else []
     details += [f"the state is {c.where}"] if c is not None and c.where else []
     remark = f" ({'; '.join(details)})" if details else ""
-    return f"cannot be carried: {mode}{LAWS[law.name].broken}{remark}. {_advice(module, law, c)}."
-
-
-def _advice(module: nn.Module, law: Law, c: Convention | None) -> str:
-    """What to change, by the law and the parts of the module that usually break it."""
     if law.training and law.name in ("whole", "last"):
-        return (
+        advice = (
             "What a step gets is not what the step before returned, such as a state after"
             " dropout: dropout belongs on outputs, or into the cell that returns the state"
         )
-    over_time = law.name != "lanes" and (c is None or not c.hints.context)
-    for path, part in module.named_modules() if law.name in OVER_TIME else ():
-        for kinds, text in CAUSES.items():
-            is_possible = law.training if kinds == BATCH_NORMS else over_time
-            if is_possible and isinstance(part, kinds):
-                where = f"'{path}' ({type(part).__name__})" if path else "the module itself"
-                remark = text.format(path=path, past=reach_of(module))
-                return f"The likely cause is {where}: {remark}"
-    return LAWS[law.name].advice
+    elif law.name in OVER_TIME:
+        is_over_time = law.name != "lanes" and (c is None or not c.hints.context)
+        for path, part in reversed([*module.named_modules()]):
+            for kinds, text in CAUSES.items():
+                if isinstance(part, kinds) and (
+                    law.training if kinds == BATCH_NORMS else is_over_time
+                ):
+                    where = f"'{path}' ({type(part).__name__})" if path else "the module itself"
+                    cause = text.format(path=path, past=reach_of(module))
+                    advice = f"The likely cause is {where}: {cause}"
+    return f"cannot be carried: {mode}{what}{remark}. {advice}."
 
 
-def _uncallable(module: nn.Module, search: Search, error: Exception | None) -> str:
+def _uncallable(search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
-    if not has_forward(module) and not callable(search.hints.call):
+    module, first = search.module, search.hints.batch_first
+    if not has_forward(module) and search.hints.call is None:
         return "has no forward, so the call must be written."
     if search.failures:  # of the usual layout
         refuse_width(search.failures[0].error, module, search.x)
     needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
     unknown = [name for name in needed if not names_state(name)]
+    past, what = reach_of(module), f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
     if unknown and len(unknown) < len(needed):
-        return (
-            f"cannot be carried: its forward requires {', '.join(map(repr, unknown))} beside its"
+        text = (
+            f"its forward requires {', '.join(map(repr, unknown))} beside its"
             " first input and its state. Inputs in several arguments are split by"
             " tt.carry(module, inputs=lambda x: (x[..., :2], x[..., 2:])); what marks a restart is"
-            " a constant in a call of yours, since a carried net is restarted by resets."
+            " a constant in a call of yours, since a carried net is restarted by resets"
         )
-    if search.is_callable and not search.has_state:
-        first = search.hints.batch_first
-        other = f" If it takes the other order: tt.carry(module, batch_first={not first})."
-        return (
-            "cannot be carried: it has no recurrent layer of torch.nn inside, and no state was"
+    elif search.is_callable and not search.has_state:
+        text = (
+            "it has no recurrent layer of torch.nn inside, and no state was"
             " found in its arguments, attributes or submodules: there is nothing to carry, as in"
             " attention over steps, or it is a variable of forward, where it cannot be reached."
-            f" Let forward(x, state) return (y, state).{'' if first is None else other}"
+            " Let forward(x, state) return (y, state)"
         )
-    past = reach_of(module)
-    if past and isinstance(error, MisfitError):
-        return (
-            f"cannot be carried: {error}. If it is a convolution over time that shortens the"
-            f" sequence, keep the steps before a chunk: tt.carry(module, context={past})."
+        if first is not None:
+            text += f". If it takes the other order: tt.carry(module, batch_first={not first})"
+    elif past and isinstance(error, MisfitError):
+        text = (
+            f"{error}. If it is a convolution over time that shortens the"
+            f" sequence, keep the steps before a chunk: tt.carry(module, context={past})"
         )
-    is_own = isinstance(error, ThroughtimeError)
-    what = str(error) if is_own else f"{type(error).__name__}: {error}"
-    return (
-        "cannot be carried: the call that came furthest failed:"
-        f" {what.splitlines()[0].rstrip('.')}."
-        " Inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x: ...)."
-    )
+    else:
+        text = (
+            f"the call that came furthest failed: {what}. Inputs that are several arguments or a"
+            " dict: tt.carry(module, inputs=lambda x: ...)"
+        )
+    return f"cannot be carried: {text}."
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -153,45 +156,32 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _line(search: Search, failure: Failure) -> str:
-    """The line that says what was not found, with the module's own names."""
-    name = "memory" if failure.law is None else failure.law.name
-    if name in ("random", "start"):
-        return f"\nWrite: tt.carry(module, start={_start(search, failure)})"
-    if name != "memory" or not (call := _call(search)):
-        return ""
-    return (
-        f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, start="
-        f"{_start(search, failure)}), where call returns (outputs, next state) for a step (B, ...)"
-        " or a chunk (T, B, ...)"
-    )
-
-
 def _call(search: Search) -> str:
     """A call of a method that takes a state, or of forward; empty if none does."""
     module, kind = search.module, type(search.module)
     own = [n for n, value in vars(kind).items() if inspect.isfunction(value) and n[0] != "_"]
-    own = [n for n in own if n not in search.own_methods and n != "forward"]
+    own = [n for n in own if n not in (*search.own_methods, "forward")]
     steps = [n for n in own if "step" in n or not has_forward(module)]
     name = f"m.{steps[0]}" if steps else "m"
     parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
     if len(parameters) < 2:
         return "" if search.is_callable else f"{name}((x, state))"
     turned = is_turned(parameters)
-    first, other = [p.name for p in parameters[:2]][:: -1 if turned else 1]
-    defaults = {p.name: p.default for p in parameters if p.name != first}
-    states = [n for n, d in defaults.items() if names_state(n) and d in (None, EMPTY)] or [other]
-    passed = [f"{first}=x" if turned else "x"]
-    for n, default in defaults.items():
-        if n in states:
-            passed.append(f"{n}=state{'' if len(states) == 1 else [states.index(n)]}")
-        elif default is EMPTY:
-            is_mask = GOES_ON.search(n)
-            passed.append(
-                f"{n}=x.new_{'ones(*x.shape[:-1], 1)' if is_mask else 'zeros(x.shape[:-1])'}"
-            )
-        elif default is False and ASKS.search(n):
-            passed.append(f"{n}=True")
+    first = parameters.pop(int(turned))
+    states = [p.name for p in parameters if names_state(p.name) and p.default in (None, p.empty)]
+    states = states or [parameters[0].name]
+    passed = [f"{first.name}=x" if turned else "x"]
+    for p in parameters:
+        if p.name in states:
+            value = "state" if len(states) == 1 else f"state[{states.index(p.name)}]"
+        elif p.default is p.empty:
+            is_mask = GOES_ON.search(p.name)
+            value = f"x.new_{'ones(*x.shape[:-1], 1)' if is_mask else 'zeros(x.shape[:-1])'}"
+        elif p.default is False and ASKS.search(p.name):
+            value = "True"
+        else:
+            continue
+        passed.append(f"{p.name}={value}")
     line = f"{name}({', '.join(passed)})"
     return line + "[::-1]" * turned if len(states) == 1 else f"(lambda y, *s: (y, s))(*{line})"
 
@@ -199,28 +189,31 @@ def _call(search: Search) -> str:
 def _start(search: Search, failure: Failure) -> str:
     """A start from tensors of the module that have the sizes of the state, a method, or zeros."""
     module, c, state = search.module, failure.convention, layer_zeros(search.module, MARK)
+    fits: list[list[str]] = []
     if c is not None and c.lanes.dims:
         tensors = [*module.named_parameters(), *module.named_buffers()]
         fits = [
-            [f"m.{n}" for n, t in tensors if t.numel() == leaf.numel() and _names_start(n)]
+            [
+                f"m.{n}"
+                for n, t in tensors
+                if t.numel() == leaf.numel() and (names_state(n) or re.search("0$|init|start", n))
+            ]
             for leaf in trees.tensors(c.lanes.example)
         ]
-        if all(fits):
-            own = [names[min(i, len(names) - 1)] for i, names in enumerate(fits)]
-            return f"lambda m, lanes: {own[0] if len(own) == 1 else '(' + ', '.join(own) + ')'}"
-        state = c.lanes.to_module(c.lanes.zeros(MARK, None)) if c.arguments else state
-    if search.own_methods and failure.law is None:
-        return f"lambda m, lanes: m.{search.own_methods[0]}(lanes)"
-    leaves = [] if state is None else trees.tensors(state)
-    if any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
-        leaves = [leaf.reshape(MARK, -1) for leaf in leaves]  # such a mask is multiplied with it
-    shapes = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves] or ["torch.zeros(lanes, N)"]
-    text = shapes[0] if len(shapes) == 1 else f"({', '.join(shapes)})"
-    return f"lambda m, lanes: {text}".replace(str(MARK), "lanes")
-
-
-def _names_start(name: str) -> bool:
-    return names_state(name) or re.search("0$|init|start", name) is not None
+        state = c.lanes.to_module(c.lanes.fill(None, MARK, None)) if c.arguments else state
+    if fits and all(fits):
+        texts = [names[min(i, len(names) - 1)] for i, names in enumerate(fits)]
+    elif search.own_methods and failure.law is None:
+        texts = [f"m.{search.own_methods[0]}(lanes)"]
+    else:
+        leaves = [] if state is None else trees.tensors(state)
+        if any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
+            leaves = [
+                leaf.reshape(MARK, -1) for leaf in leaves
+            ]  # such a mask is multiplied with it
+        texts = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves] or ["torch.zeros(lanes, N)"]
+    text = ", ".join(texts).replace(str(MARK), "lanes")
+    return f"lambda m, lanes: {text if len(texts) == 1 else f'({text})'}"
 
 
 def device_error(module: nn.Module, x: Tensor) -> ModelError | None:

@@ -9,14 +9,13 @@ and chains of them apply resets themselves: the results are the same, for the pr
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _set_grad_enabled as set_grad_enabled  # that of torch is an object
 from torch.utils._pytree import tree_map
 
 from throughtime import state as trees
@@ -28,7 +27,12 @@ from throughtime.carry._layout import shapes_of
 from throughtime.carry._refusal import device_error, refuse_width
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
 from throughtime.carry._trial import guessed_inputs, is_sharded
-from throughtime.carry.layers import ChainAdapter, UnknownAdapter, adapter_for, prepared
+from throughtime.carry.layers import (
+    ChainAdapter,
+    UnknownAdapter,
+    adapter_for,
+    prepared,
+)
 from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
 from throughtime.nn import fuse
 from throughtime.state import State
@@ -112,9 +116,13 @@ class Carried(nn.Module):
         """
         if like is not None:
             self.prepare(like)
-        elif not self.adapter.is_known and (guess := guessed_inputs(self.module)) is not None:
-            with suppress(*MISFIT_ERRORS):  # it may take other inputs
-                self.prepare(guess)
+        try:
+            return self.adapter.initial_state(lanes)
+        except MISFIT_ERRORS:  # it is not known yet, or what the module says is not all
+            if (guess := guessed_inputs(self.module)) is None:
+                raise
+        with suppress(*MISFIT_ERRORS):  # it may take other inputs
+            self.prepare(guess)
         return self.adapter.initial_state(lanes)
 
     def prepare(self, x: Tensor) -> None:
@@ -363,12 +371,8 @@ def carry(
     if isinstance(module, Carried):
         return module
     refuse_wrappers(module)
-    is_own = getattr(call, "__self__", None) is module
-    method = getattr(call, "__name__", "") if is_own else ""
-    if isinstance(call, str) and call not in CALLS:
-        method = call
-    if state is not None or method:
-        line = f"m.{method}(x, state)" if method else f"m(x, {state}=state)"
+    if state is not None or (isinstance(call, str) and call not in CALLS):
+        line = f"m.{call}(x, state)" if state is None else f"m(x, {state}=state)"
         raise ModelError(
             "write how the module takes its state: tt.carry(module, call=lambda m, x, state:"
             f" {line}, start=lambda m, lanes: ...), where call returns (outputs, next state)"
@@ -407,34 +411,18 @@ def dtype_of(net: nn.Module) -> torch.dtype | None:
     return types.pop() if len(types) == 1 and types <= {torch.float32, torch.float64} else None
 
 
-class EvaluationMode:
-    """Evaluation mode without a graph; each of the modules gets its own mode back.
-
-    It may be entered again, by one thread at a time. As a generator with `torch.no_grad()` it would
-    take four times as long.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = (*modules,)
-        self._training: list[nn.Module] = []
-        self._graph = True
-
-    def __enter__(self) -> None:
-        self._training = [m for m in self._modules if m.training]
-        for m in self._training:
+@contextmanager
+def running(net: nn.Module) -> Generator[None]:
+    """Evaluation mode without a graph; each module of the net gets its own mode back."""
+    training = [m for m in net.modules() if m.training]
+    try:
+        for m in training:
             m.training = False
-        self._graph = torch.is_grad_enabled()
-        set_grad_enabled(False)
-
-    def __exit__(self, *error: object) -> None:
-        set_grad_enabled(self._graph)
-        for m in self._training:
+        with torch.no_grad():
+            yield
+    finally:
+        for m in training:
             m.training = True
-
-
-def running(net: nn.Module) -> EvaluationMode:
-    """Evaluation mode without a graph, for all modules of a net as it is now."""
-    return EvaluationMode(net.modules())
 
 
 def refuse_wrappers(net: nn.Module) -> None:

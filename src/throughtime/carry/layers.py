@@ -6,7 +6,6 @@ Shapes: `T` steps, `B` lanes, `H` hidden, `L` layers.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,13 +36,12 @@ from throughtime.state import State
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
 
 
-@dataclass(frozen=True)
 class UnknownAdapter(Adapter):
     """A module before its first inputs, at which it is measured."""
 
-    module: nn.Module
-    hints: Hints  # pyright: ignore[reportIncompatibleVariableOverride]
-    is_known = False
+    def __init__(self, module: nn.Module, hints: Hints) -> None:
+        super().__init__(module)
+        self.hints = hints
 
     def initial_state(self, lanes: int) -> State:
         method: Any = getattr(self.module, "initial_state", None)
@@ -68,11 +66,8 @@ class UnknownAdapter(Adapter):
         )
 
 
-@dataclass(frozen=True)
 class StandardiseAdapter(Adapter):
     """Standardise: what it has counted is its state."""
-
-    module: Standardise
 
     def initial_state(self, lanes: int) -> State:
         return self.module.initial_state(lanes)
@@ -85,47 +80,23 @@ class StandardiseAdapter(Adapter):
         return f"Standardise: by the first {self.module.steps} steps of each recording"
 
 
-@dataclass(frozen=True)
 class StatelessAdapter(Adapter):
     """A child of a chain that carries nothing: it runs on all steps at once."""
 
-    module: nn.Module
     hints = Hints(batch_first=False)
-
-    def initial_state(self, lanes: int) -> State:
-        del lanes
-        return ()
 
     def takes_resets(self) -> bool:
         return True
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        del resets
-        return self.module(x), state
 
-
-@dataclass(frozen=True)
 class DifferenceAdapter(Adapter):
-    """Difference: its state is that of its module."""
+    """Difference: its state is that of its module, which `link` calls."""
 
-    module: Difference
-    link: Adapter
-
-    @property
-    def is_known(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.link.is_known
-
-    def initial_state(self, lanes: int) -> State:
-        return self.link.initial_state(lanes)
-
-    def takes_resets(self) -> bool:
-        return self.link.takes_resets()
-
-    def starts_from_zeros(self) -> bool:
-        return self.link.starts_from_zeros()
-
-    def leaf_names(self, state: State) -> list[str]:
-        return self.link.leaf_names(state)
+    def __init__(self, module: Difference, link: Adapter) -> None:
+        super().__init__(module)
+        self.link = link
+        self.initial_state, self.takes_resets = link.initial_state, link.takes_resets
+        self.starts_from_zeros, self.leaf_names = link.starts_from_zeros, link.leaf_names
 
     def explain(self) -> str:
         columns = self.module.columns.tolist()
@@ -138,21 +109,23 @@ class DifferenceAdapter(Adapter):
         return self.module.restore(changes, x), after
 
 
-@dataclass(frozen=True)
 class ChainAdapter(Adapter):
     """nn.Sequential: the outputs of each child are the inputs of the next.
 
     The state is a dict by the child's name. A child of the user's is carried by the search for any
     module; it has no state if it is shown to compute each step of each lane alone.
+
+    Raises:
+        ModelError: nothing in it carries a state.
     """
 
-    module: nn.Sequential
-    children: tuple[nn.Module, ...]
-    links: Mapping[str, Adapter]
-
-    @property
-    def is_known(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return all(link.is_known for link in self.links.values())
+    def __init__(self, module: nn.Sequential, links: Mapping[str, Adapter]) -> None:
+        super().__init__(module)
+        self.children, self.links = (*module,), links
+        if all(isinstance(link, StatelessAdapter) for link in links.values()):
+            raise ModelError(
+                "none of the modules in this nn.Sequential carries a state; nothing to carry"
+            )
 
     def initial_state(self, lanes: int) -> State:
         return {name: link.initial_state(lanes) for name, link in self.links.items()}
@@ -205,11 +178,6 @@ def link_outputs(
     return y, after
 
 
-def has_layers(module: nn.Module) -> bool:
-    """Whether a module is, or has inside, a recurrent layer or cell of torch.nn."""
-    return any(isinstance(part, RECURRENT) for part in module.modules())
-
-
 def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
     """The adapter of a module before its first inputs."""
     is_script = isinstance(module, torch.jit.ScriptModule)
@@ -229,24 +197,13 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
         links: dict[str, Adapter] = {}
         # named_children leaves out the second position of a module
         for key, child in zip(module._modules, module, strict=True):
-            is_plain = all(type(m).__module__.startswith("torch.") for m in child.modules())
-            plain = StatelessAdapter(child) if is_plain and not has_layers(child) else None
-            links[key] = plain or adapter_for(child, hints, key)
-        return chain_of(module, links)
+            is_stateless = all(
+                type(m).__module__.startswith("torch.") and not isinstance(m, RECURRENT)
+                for m in child.modules()
+            )
+            links[key] = StatelessAdapter(child) if is_stateless else adapter_for(child, hints, key)
+        return ChainAdapter(module, links)
     return UnknownAdapter(module, hints)
-
-
-def chain_of(module: nn.Sequential, links: dict[str, Adapter]) -> ChainAdapter:
-    """The adapter of a chain.
-
-    Raises:
-        ModelError: nothing in it carries a state.
-    """
-    if all(isinstance(link, StatelessAdapter) for link in links.values()):
-        raise ModelError(
-            "none of the modules in this nn.Sequential carries a state; nothing to carry"
-        )
-    return ChainAdapter(module, tuple(module), links)
 
 
 def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Adapter:
@@ -263,7 +220,7 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
     """
     steps = max(steps, len(x))
     if isinstance(adapter, DifferenceAdapter):
-        return replace(adapter, link=prepared(adapter.link, x, steps))
+        return DifferenceAdapter(adapter.module, prepared(adapter.link, x, steps))
     if isinstance(adapter, ChainAdapter):
         return _prepared_chain(adapter, x, steps)
     if adapter.hints is None or (link and type(adapter.module) in STEPWISE):
@@ -321,4 +278,4 @@ def _prepared_chain(chain: ChainAdapter, x: Tensor, steps: int) -> ChainAdapter:
                     x, _ = link_outputs(name, link, x, link.initial_state(LANES))
             finally:
                 snapshot.restore()
-    return chain if links == chain.links else chain_of(chain.module, links)
+    return chain if links == chain.links else ChainAdapter(chain.module, links)

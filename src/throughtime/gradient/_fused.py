@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.guards import ModuleGuards, modified, torch_observes
+from throughtime.carry.structure import ModuleGuards, modified, torch_observes
 from throughtime.chunk import Chunk
 from throughtime.gradient._parts import Parts, match
 from throughtime.gradient.objective import IGNORED, Objective, require_gradient

@@ -14,9 +14,8 @@ from throughtime import state as trees
 from throughtime._device import fork_rng
 from throughtime.carry._calls import Adapter, LayerAdapter, layer_adapter
 from throughtime.carry.carried import MISFIT_ERRORS, Carried
-from throughtime.carry.guards import Guards
 from throughtime.carry.layers import ChainAdapter
-from throughtime.carry.structure import Around, Structure, is_foreign, structure_of
+from throughtime.carry.structure import Around, Guards, Structure, is_foreign, structure_of
 from throughtime.gradient.segment import preserve_rng_and_buffers, tolerance
 from throughtime.nn.layers import Recurrent
 from throughtime.state import State
