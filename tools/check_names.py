@@ -71,7 +71,7 @@ PARTS = {
     "carry": Part(28_157, 20_000, modules=14),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
-    "doctor": Part(35_446, 18_000),
+    "doctor": Part(33_387, 18_000),
     "deploy": Part(13_090, 13_000),
     "integrations": Part(8_000, 8_000),
     "app": Part(50_449, 24_000),
