@@ -12,11 +12,9 @@ from torch import nn
 
 import throughtime as tt
 from throughtime.doctor import Doctor
-from throughtime.doctor._frames import SourceLine
-from throughtime.doctor.findings import CODES, FindingList, rewritten
 
 BROKEN = Path(__file__).parent / "cases" / "broken"
-AFTER_BACKWARD = "between chunks, after each backward: "
+AFTER_BACKWARD = "between chunks: "
 WITH_IMPORT = " (import throughtime as tt)"
 
 
@@ -54,10 +52,6 @@ def follow(script: Path, line: int, fix: str) -> str:
 @pytest.mark.parametrize(
     "name",
     [
-        "running_loss_with_graph",
-        "outputs_kept_for_the_accuracy",
-        "membrane_decays_in_place",
-        "detach_result_thrown_away",
         "detach_as_a_statement",
         "cloned_instead_of_detached",
         "matrices_by_hand",
@@ -70,60 +64,13 @@ def follow(script: Path, line: int, fix: str) -> str:
 )
 def test_a_script_that_follows_the_advice_runs_without_a_finding(name: str, tmp_path: Path) -> None:
     script, repaired = BROKEN / f"{name}.py", tmp_path / f"{name}.py"
-    rounds = 2 if name == "membrane_decays_in_place" else 1  # lines at fault
-    for _ in range(rounds):
-        doctor, _ = diagnosed(script)
-        finding = doctor.findings[0]
-        repaired.write_text(follow(script, finding.line, finding.fix), encoding="utf-8")
-        script = repaired
-        linecache.checkcache()
+    doctor, _ = diagnosed(script)
+    finding = doctor.findings[0]
+    repaired.write_text(follow(script, finding.line, finding.fix), encoding="utf-8")
+    linecache.checkcache()
     again, error = diagnosed(repaired)
     assert not error
     assert not again.findings
-
-
-@pytest.mark.parametrize(
-    ("code", "before", "after"),
-    [
-        ("TT104", "total += loss  # of all", "total += loss.detach()"),
-        ("TT104", "total += a + b", "total += (a + b).detach()"),
-        ("TT104", "self.losses.append(loss)", "self.losses.append(loss.detach())"),
-        ("TT104", "kept[name].append(f(x)[0])", "kept[name].append(f(x)[0].detach())"),
-        ("TT104", "kept.append((loss, y))", ""),
-        ("TT104", "mean = 0.9 * mean + loss", ""),
-        ("TT103", "v *= a + b", "v = v * (a + b)  # and so for every change of v in place"),
-        (
-            "TT103",
-            "self.v -= x @ w",
-            "self.v = self.v - x @ w  # and so for every change of self.v in place",
-        ),
-        ("TT103", "for v in x:", ""),
-        ("TT101", "total += loss", ""),
-    ],
-)
-def test_a_simple_line_is_rewritten(code: str, before: str, after: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"    {before}\n", encoding="utf-8")
-    assert rewritten(code, SourceLine(str(script), 1)) == after
-    compile(after, "fix", "exec")
-
-
-def test_a_row_is_written_into_a_copy(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("self.h[ended] = 0.0\n", encoding="utf-8")
-    fix = rewritten("TT103", SourceLine(str(script), 1))
-    assert fix.startswith("self.h = self.h.clone() before this line")
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_advice_that_uses_tt_says_how_to_import_it(known: bool, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    head = "import throughtime as tt" if known else "import torch"
-    script.write_text(f"{head}\n", encoding="utf-8")
-    found = FindingList.from_options((), strict=False).add("TT201", SourceLine(str(script), 1))
-    assert found is not None
-    assert found.fix.removesuffix(WITH_IMPORT) == CODES["TT201"][1]
-    assert found.fix.endswith(WITH_IMPORT) is not known
 
 
 @pytest.mark.parametrize("assigned", [True, False])
@@ -270,8 +217,8 @@ IMPORT = ("import torch\n", "import throughtime as tt\nimport torch\n")
 OWN_STATE = (
     "start validation from a state of its own, such as zeros, and go on afterwards with the one"
 )
-NEW_STATE = "start every batch from a new zero state, made in the loop as before the first batch"
-IN_ORDER = "read the pieces in order: DataLoader(..., shuffle=False), no random sampler"
+NEW_STATE = "start every batch from a new zero state, made in the loop"
+IN_ORDER = "read them in order and without overlap: shuffle=False"
 ORDER_OF_CALLS = "optimizer.zero_grad(); loss.backward(); optimizer.step()"
 STEP_TO_STEP = "pass the state itself from step to step"
 
@@ -422,11 +369,11 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "chunks_in_random_order": (
-        "visit the chunks in the order of time",
+        IN_ORDER,
         (("torch.randperm(len(chunks)).tolist()", "range(len(chunks))"),),
     ),
     "windows_moved_by_one": (
-        "advance by the length of the window, so that windows do not overlap",
+        IN_ORDER,
         (("range(60)", "range(0, 60, width)"),),
     ),
     "every_second_window": (IN_ORDER, (("sampler=sampler", "shuffle=False"),)),
@@ -479,7 +426,7 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "ignite_losses_kept": (
-        "history.append(loss.detach())",
+        "keep values without their graph",
         (("history.append(loss)", "history.append(loss.detach())"),),
     ),
     "ignite_state_across_recordings": (
@@ -530,7 +477,7 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "lightning_losses_in_a_list": (
-        "self.losses.append(loss.detach())",
+        "keep values without their graph",
         (("self.losses.append(loss)", "self.losses.append(loss.detach())"),),
     ),
     "lightning_recording_to_recording": (
@@ -567,7 +514,7 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
         ),
     ),
     "lightning_state_with_graph": (
-        "at the start of each step: self.hidden = tt.state.detach(self.hidden)",
+        "between chunks: self.hidden = tt.state.detach(self.hidden)",
         (
             IMPORT,
             (

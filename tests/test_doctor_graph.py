@@ -150,26 +150,22 @@ def gradient_before_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loop", "error", "fix"),
+    ("loop", "error"),
     [
-        (two_losses, "second time", "(loss1 + loss2).backward(); or retain_graph=True"),
-        (losses_one_by_one, "second time", "one backward for the sum of the losses"),
-        (one_loss_twice, "second time", "compute the loss anew before each backward"),
-        (one_loss_for_all_epochs, "second time", "compute the loss anew before each backward"),
-        (features_for_all_epochs, "second time", "compute features anew before each backward"),
-        (critic_without_detach, "second time", "fake.detach() in the loss that must not train"),
-        (critic_without_detach_through_a_function, "second time", "fake.detach() in the loss"),
-        (step_between_two_losses, "inplace operation", "before every step()"),
-        (gradient_before_backward, "second time", "torch.autograd.grad(..., retain_graph=True)"),
+        (two_losses, "second time"),
+        (losses_one_by_one, "second time"),
+        (one_loss_twice, "second time"),
+        (one_loss_for_all_epochs, "second time"),
+        (features_for_all_epochs, "second time"),
+        (critic_without_detach, "second time"),
+        (critic_without_detach_through_a_function, "second time"),
+        (step_between_two_losses, "inplace operation"),
+        (gradient_before_backward, "second time"),
     ],
 )
-def test_a_graph_sent_back_twice_is_found_with_the_advice_that_fits(
-    loop: Loop, error: str, fix: str
-) -> None:
+def test_a_graph_sent_back_twice_is_found_at_the_second_backward(loop: Loop, error: str) -> None:
     d = examine(loop, error)
     assert {(f.code, f.line) for f in d.findings} == marks(loop)
-    assert fix in d.findings[0].fix
-    assert "item()" not in d.findings[0].fix
 
 
 # States with the graph of an earlier chunk.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from throughtime.doctor import Finding, doctor
 
@@ -635,26 +635,6 @@ def test_samples_with_one_label_each_are_not_taken_for_steps() -> None:
     assert not [f for f in diagnose(loop) if f.code == "TT209"]
 
 
-@fault
-def shuffled_samples_along_the_time_of_the_layer() -> None:
-    data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
-    rnn, head = nn.LSTM(3, 8), nn.Linear(8, 1)
-    net = nn.ModuleList([rnn, head])
-    for x, target in DataLoader(data, batch_size=5, shuffle=True):
-        y, _ = rnn(x)  # <- TT209
-        learn(net, mse(head(y.mean(1)), target))
-
-
-@fault
-def the_last_lane_taken_for_the_last_step() -> None:
-    x, labels = torch.randn(40, 7, 3), torch.randn(40, 1)
-    rnn, head = nn.LSTM(3, 8), nn.Linear(8, 1)
-    net = nn.ModuleList([rnn, head])
-    for i in range(0, 40, 5):
-        y, _ = rnn(x[i : i + 5])  # <- TT209
-        learn(net, mse(head(y[:, -1]), labels[i : i + 5]))
-
-
 @sound
 def shuffled_samples_along_the_lanes() -> None:
     data = TensorDataset(torch.randn(40, 7, 3), torch.randn(40, 1))
@@ -714,19 +694,6 @@ def a_smaller_last_batch() -> None:
         y, h = net(x, h)
         h = h.detach()
         learn(net, mse(y, target))
-
-
-@fault
-def a_lane_that_ends_by_hand() -> None:
-    x, h = series(100, 4, 3), torch.zeros(4, 5)
-    w, u = torch.randn(3, 5, requires_grad=True), torch.randn(5, 5, requires_grad=True)
-    for i in range(0, 100, 10):
-        h, loss = h.detach(), torch.zeros(())
-        for t in range(i, i + 10):
-            step = x[t] if i < 60 else x[t, :3]
-            h = torch.tanh(step @ w + h @ u)  # <- TT211
-            loss = loss + h.square().mean()
-        loss.backward()
 
 
 # --- masks, gradients by hand
@@ -1012,74 +979,3 @@ def test_a_sound_loop_has_no_finding(loop: Loop) -> None:
 def test_a_detach_at_every_step_whose_gradient_is_not_used_is_a_fault() -> None:
     findings = diagnose(lambda: truncated_by_hand(pass_on=False))
     assert [f.code for f in findings] == ["TT203"]
-
-
-def test_a_state_under_another_name_is_named_with_both() -> None:
-    (finding,) = diagnose(a_state_stored_under_another_name)
-    assert finding.tensor == "self.hidden"
-    assert (
-        finding.fix
-        == "self.hidden = tt.state.detach(self.h) after each chunk; nothing else sets self.hidden"
-        " (import throughtime as tt)"
-    )
-    (finding,) = diagnose(the_first_state_at_every_chunk)
-    assert finding.fix == (
-        "start = tt.state.detach(_) after each chunk; nothing else sets start"
-        " (import throughtime as tt)"
-    )
-
-
-class Pieces(Dataset[Tensor]):
-    """Pieces of one recording, or sequences of their own."""
-
-    def __init__(self, pieces: list[Tensor]) -> None:
-        self.pieces = pieces
-
-    def __len__(self) -> int:
-        return len(self.pieces)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.pieces[index]
-
-
-def carry_between_batches(pieces: list[Tensor], **options: Any) -> Finding:
-    def loop() -> None:
-        net, h = Net(batch_first=True), None
-        for x in DataLoader(Pieces(pieces), **options):
-            y, h = net(x, h)
-            h = h.detach()
-            learn(net, mse(y, x[..., :1]))
-
-    (finding,) = diagnose(loop)
-    assert finding.code == "TT207"
-    return finding
-
-
-def test_the_fix_of_batches_out_of_order_fits_what_they_are() -> None:
-    recording = series(160, 3)
-    pieces = list(recording.split(10))
-    shuffled = carry_between_batches(pieces, batch_size=1, shuffle=True).fix
-    assert "shuffle=False" in shuffled
-    assert "zero state" not in shuffled
-    windows = [recording[i : i + 10] for i in range(0, 150, 3)]
-    for data, lanes in (([torch.randn(10, 3) for _ in range(16)], 1), (windows, 4)):
-        fresh = carry_between_batches(data, batch_size=lanes, shuffle=True, drop_last=True).fix
-        assert "zero state" in fresh
-        assert "shuffle=False" not in fresh
-    beside = carry_between_batches(pieces, batch_size=4).fix
-    assert "tt.Stream" in beside
-    assert "shuffle=False" not in beside
-    overlapping = diagnose(overlapping_windows_with_the_last_state)[0].fix
-    assert "overlap" in overlapping
-
-
-def test_the_fix_of_a_smaller_last_batch_is_to_drop_it_and_of_an_ended_lane_to_select() -> None:
-    (finding,) = diagnose(a_smaller_last_batch)
-    assert "drop_last=True" in finding.fix
-    (finding,) = diagnose(a_lane_that_ends_by_hand)
-    assert "h[rows]" in finding.fix
-
-
-def test_the_fix_of_exchanged_dimensions_says_which_order_the_data_has() -> None:
-    assert "without batch_first" in diagnose(next_steps_as_targets_along_the_lanes)[0].fix
-    assert "batch_first=True" in diagnose(shuffled_samples_along_the_time_of_the_layer)[0].fix

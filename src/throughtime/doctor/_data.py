@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from throughtime.doctor._operations import RECURRENT
+from throughtime.doctor._records import RECURRENT
 from throughtime.doctor._torch_private import base_of, storage_of, version_of
 
 MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones

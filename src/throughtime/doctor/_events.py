@@ -20,6 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from throughtime.doctor._autograd import is_leaf, mean_terms, reachable_nodes
 from throughtime.doctor._frames import (
     SourceLine,
     call_site,
@@ -29,25 +30,23 @@ from throughtime.doctor._frames import (
     line_in,
     user_frame,
 )
-from throughtime.doctor._records import BackwardCall, Clock, tensors
-from throughtime.doctor._torch_private import LoaderIterator, is_transformed, sequence
-from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules import EVENTS, Rule, parameters_of
-from throughtime.doctor.rules.gradients import DetachRule, OptimizerRule
-from throughtime.doctor.rules.graph import AutogradErrorRule, GrowthRule
-from throughtime.doctor.rules.layout import LayoutRule
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Step
+from throughtime.doctor._records import tensors
+from throughtime.doctor._torch_private import (
+    LoaderIterator,
+    is_transformed,
+    next_sequence,
+    sequence,
+    version_of,
+)
+from throughtime.doctor.findings import Finding, FindingList
+from throughtime.doctor.rules.errors import explain, lanes_of_error
+from throughtime.doctor.rules.loop import AT, kept
 from throughtime.doctor.rules.state import StateRule
 from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
 
-# In the order in which they receive an event. The first sets `TensorRecord.source` for the others.
-RULES: tuple[type[Rule], ...] = (
-    StateRule,
-    LayoutRule,
-    OptimizerRule,
-    DetachRule,
-    GrowthRule,
-    AutogradErrorRule,
-)
+MAX_NODES = 4_000  # nodes visited in the graph of a backward
+MAX_RETAINED = 12  # retained backwards measured in one line
 # where the modules are whose results are followed while operations are not watched
 FRONT_ENDS = {
     f"torch.nn.modules.{name}"
@@ -61,14 +60,15 @@ class LoopEvents:
     """Hooks and wrappers of torch, the watcher, and the rules that receive their events."""
 
     def __init__(self, findings: FindingList) -> None:
-        self.clock = Clock()
-        self.watcher = Watcher(self.clock)
-        self.notify = self.watcher.notify
-        rules = [rule(self.watcher, findings) for rule in RULES]
-        self.watcher.handlers |= {
-            event: [getattr(rule, event) for rule in rules if hasattr(rule, event)]
-            for event in EVENTS
-        }
+        self.log = Log()
+        self.watcher = Watcher(self.log)
+        self.findings = findings
+        self.state = StateRule(self.watcher, findings)
+        self.watcher.on_operation = self.state.on_operation
+        self.watcher.emit = self._report
+        self._optimizers = weakref.WeakSet[Any]()
+        self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
+        self._in_step = False
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
@@ -112,6 +112,30 @@ class LoopEvents:
             while self._undo:
                 self._undo.pop()()
 
+    def emit(self, event: Event) -> None:
+        """Add an event to the log, and report what the rules find."""
+        self.log.append(event)
+        self.watcher.guarded(self._report, event)
+
+    def _report(self, event: Event) -> None:
+        for rule in AT.get(type(event), ()):
+            for fault in rule(self.log, event):
+                self._add(fault)
+
+    def _add(self, fault: Fault | None) -> Finding | None:
+        return None if fault is None else self.findings.add(*fault)
+
+    def end(self, error: BaseException | None) -> None:
+        """Report what the end of the loop shows."""
+        if error is not None:
+            fault = self.watcher.guarded(lanes_of_error, error)
+            self.watcher.guarded(self._add, fault)
+            return
+        self.watcher.guarded(self.watcher.table.settle_detaches)
+        self.watcher.guarded(self.state.close)
+        self.log.codes = {finding.code for finding in self.findings.items}
+        self.emit(Close())
+
     def _wrap(self, owner: Any, name: str, handler: Callable[..., Any]) -> None:
         """Replace `owner.name` by a function that calls `handler(original, ...)`."""
         original = owner.__dict__[name]
@@ -132,14 +156,14 @@ class LoopEvents:
 
     def _watch(self, chunks: int) -> None:
         """Watch every operation for some chunks."""
-        self._watch_until = max(self._watch_until, self.clock.chunk + chunks)
+        self._watch_until = max(self._watch_until, self.log.chunk + chunks)
         self.watcher.operations = 0
         self.watcher.on()
 
     def _pause(self) -> None:
         """After a backward: stop watching if the chunks or the operations are used up."""
-        over = self.clock.chunk >= self._watch_until
-        if over and self.clock.chunk % PERIOD == 0:
+        over = self.log.chunk >= self._watch_until
+        if over and self.log.chunk % PERIOD == 0:
             self._watch(AGAIN_CHUNKS)
         elif over and self.watcher.follows_data and self.watcher.internal_error is None:
             self.watcher.operations = 0
@@ -150,40 +174,34 @@ class LoopEvents:
     def _before_module(self, module: nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling() or is_transformed() or self._ignored:
             return
-        clock = self.clock
-        if clock.depth == 0:
-            clock.call += 1
-            clock.training = module.training
+        log = self.log
+        if log.depth == 0:
+            log.call += 1
+            log.training = module.training
             if self._training.setdefault(id(module), module.training) != module.training:
                 self._training[id(module)] = module.training
                 self._watch(AGAIN_CHUNKS)
             elif self.watcher.operations > MAX_OPERATIONS:
                 self.watcher.off()
-        clock.depth += 1
+        log.depth += 1
         if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             return
-        if clock.chunk >= self._watch_until:
+        if log.chunk >= self._watch_until:
             self.watcher.off()
         if not self.watcher.active:
-            self.notify("before_module", module, inputs, user_frame(current_frame()))
+            frame = user_frame(current_frame())
+            self.watcher.guarded(self.state.before_module, module, inputs, frame)
 
     def _after_module(self, module: nn.Module, inputs: Any, result: Any) -> None:
-        if (
-            torch.compiler.is_compiling()
-            or is_transformed()
-            or self._ignored
-            or not self.clock.depth
-        ):
+        if torch.compiler.is_compiling() or is_transformed() or self._ignored or not self.log.depth:
             return
-        self.clock.depth -= 1
+        self.log.depth -= 1
         if not self.watcher.active and inputs and type(module).__module__ in FRONT_ENDS:
             self.watcher.guarded(self.watcher.pass_data_on, module, inputs[0], result)
         if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             return
-        if result is None:
-            self.notify("on_module_error", module)
-        elif not self.watcher.active:
-            self.notify("after_module", module, result)
+        if result is not None and not self.watcher.active:
+            self.watcher.guarded(self.state.after_module, module, result)
 
     def _tensor_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Switch the mode off around `Tensor.backward`: inside, it cannot be switched."""
@@ -209,43 +227,97 @@ class LoopEvents:
             self.watcher.guarded(self.watcher.note_gradients, inputs)
         roots = tensors(outputs)
         root = roots[0].grad_fn if roots else None
-        number = -1 if root is None else sequence(root)
-        line, site = line_in(frame), call_site(frame)
-        backward = BackwardCall(root, bool(retain), line, site, is_grad, number)
+        backward = Backward(root, line_in(frame), call_site(frame), bool(retain), is_grad)
         run = functools.partial(original, outputs, *args, **kwargs)
         result = self._run_backward(run, roots, backward)
         if is_grad:
             self._pause()
         return result
 
-    def _run_backward(
-        self, run: Callable[[], Any], roots: list[Tensor], backward: BackwardCall
-    ) -> Any:
+    def _run_backward(self, run: Callable[[], Any], roots: list[Tensor], backward: Backward) -> Any:
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         if ends_chunk := not (backward.is_grad and backward.retain):
-            self.notify("before_backward", backward)
+            self.watcher.guarded(self.state.before_backward, backward)
+            self.watcher.guarded(self._measure, backward)
         self._in_backward = True
         try:
             result = run()
         except RuntimeError as error:
-            for finding in filter(None, self.notify("explain", error, roots, backward)):
+            finding = self.watcher.guarded(self._explain, str(error), roots, backward)
+            if finding is not None:
                 error.add_note(f"tt.doctor: {finding}")
             raise
         finally:
             self._in_backward, backward.root = False, None  # its graph must not live on
-            if ends_chunk:
-                self.notify("end_backward", backward)
         if ends_chunk:
-            self.clock.chunk += 1
-            self.clock.continued.clear()
+            self.log.next_chunk()
             self.watcher.guarded(self.watcher.next_chunk)
-            self.notify("after_backward", backward)
+            backward.boundary = self.log.boundary
+            self.emit(backward)
+            self.watcher.guarded(self._report_kept)
         return result
+
+    def _measure(self, backward: Backward) -> None:
+        """The facts of a backward before it runs."""
+        root, log = backward.root, self.log
+        backward.chunk, backward.steps, backward.reads = log.chunk, log.steps, log.reads
+        backward.newest = next_sequence()
+        backward.detaches, log.detaches = log.detaches, {}
+        backward.versions = self._versions()
+        backward.fresh = {
+            id(each) for each, grad in self._last_grads.items() if _is_cleared(each, grad())
+        }
+        if root is None:
+            return
+        backward.number = sequence(root)
+        backward.again = backward.number <= log.boundary
+        log.several |= backward.again
+        log.roots.add(log.instruction_of(backward.number))
+        backward.means = mean_terms(root)
+        lines = {log.instruction_of(term.number) for term in backward.means}
+        count = len(backward.means)
+        backward.by_chunk = len(lines) == 1 < count and count - 1 in log.continued.values()
+        self._find_sums(root)
+        same = [b for b in log.backwards if b.line == backward.line and b.nodes]
+        if (backward.retain or same) and len(same) <= MAX_RETAINED:
+            nodes = list(reachable_nodes(root, MAX_NODES))
+            backward.nodes = len(nodes)
+            backward.oldest = min(sequence(node) for node in nodes if not is_leaf(node))
+
+    def _find_sums(self, root: Any) -> None:
+        """Note the sums that the backward of this root goes through."""
+        sums = self.log.sums
+        if not sums:
+            return
+        oldest = min(number for each in sums.values() for number in each.numbers)
+        numbers = set(map(sequence, reachable_nodes(root, MAX_NODES, above=oldest - 1)))
+        for instruction, each in list(sums.items()):
+            if not numbers.isdisjoint(each.numbers):
+                self.log.sent.add(instruction)
+                del sums[instruction]
+
+    def _explain(self, message: str, roots: list[Tensor], backward: Backward) -> Finding | None:
+        nodes = (root.grad_fn for root in roots if root.grad_fn is not None)
+        faults = (explain(self.log, message, node, backward) for node in nodes)
+        return self._add(next(filter(None, faults), None))
+
+    def _report_kept(self) -> None:
+        for fault in kept(self.log, self.watcher.table.records.values()):
+            self._add(fault)
+
+    def _versions(self) -> dict[int, int]:
+        """The in-place changes of the first and the last parameter of each optimizer."""
+        versions: dict[int, int] = {}
+        for optimizer in self._optimizers:
+            parameters = parameters_of(optimizer)
+            versions[id(optimizer)] = sum(map(version_of, (*parameters[:1], *parameters[-1:])))
+        return versions
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._ignored:
             return
-        self.notify("before_step", optimizer)
+        self._optimizers.add(optimizer)
+        self._in_step = True
         # a closure would be the user's loop
         if not args[1:] and not kwargs and self.watcher.active:
             self.watcher.off()
@@ -257,14 +329,42 @@ class LoopEvents:
         if self._off_in_step:
             self._off_in_step = False
             self.watcher.on()
-        self.clock.steps += 1
-        self.notify("after_step", optimizer, current_line())
+        self.log.steps += 1
+        self._in_step = False
+        self.watcher.guarded(self._log_step, optimizer)
+
+    def _log_step(self, optimizer: Any) -> None:
+        parameters, log = parameters_of(optimizer), self.log
+        grad = _first_grad(parameters)
+        last = self._last_grads.get(optimizer, lambda: None)()
+        step = Step(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
+        step.number, step.call = next_sequence() - 1, log.call
+        step.lacks = all(p.grad is None or not _has_values(p.grad) for p in parameters)
+        step.repeated = grad is not None and grad is last
+        step.by_trainer = called_by_trainer(current_frame())
+        self._last_grads[optimizer] = (lambda: None) if grad is None else weakref.ref(grad)
+        self.emit(step)
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         is_optimizer = isinstance(owner, torch.optim.Optimizer)
+        if is_optimizer:
+            self._optimizers.add(owner)
         parameters = parameters_of(owner) if is_optimizer else list(owner.parameters())
-        self.notify("before_zero_grad", owner, parameters, current_line())
+        self.watcher.guarded(self._log_clear, frozenset(map(id, parameters)))
         return original(owner, *args, **kwargs)
+
+    def _log_clear(self, parameters: frozenset[int]) -> None:
+        useful: set[int] = set()
+        recent = itertools.takewhile(lambda e: not isinstance(e, Step), reversed(self.log.events))
+        if any(isinstance(event, Backward) for event in recent):
+            for optimizer in self._optimizers:
+                grad = _first_grad([p for p in parameters_of(optimizer) if id(p) in parameters])
+                if grad is not None and _has_values(grad) and bool(_values(grad).isfinite().all()):
+                    useful.add(id(optimizer))
+        line = None if self._in_step else current_line()
+        clear = Clear(parameters, line, useful, self.log.reads, self._versions())
+        clear.watched = self.watcher.active
+        self.emit(clear)
 
     def _from_numpy(self, original: Any, array: Any) -> Tensor:
         result = original(array)
@@ -285,17 +385,40 @@ class LoopEvents:
         return iterator
 
     def _next_batch(self, original: Any, iterator: Any) -> Any:
-        clock = self.clock
+        log = self.log
         number, is_random, line = self._iterators.get(iterator, (0, False, None))
-        clock.loading = is_random
+        log.loading = is_random
         try:
             batch = original(iterator)
         finally:
-            clock.loading = False
+            log.loading = False
         if number:
-            clock.random, clock.loader = is_random, line
-            clock.batch = number, clock.batch[1] + 1
+            log.random, log.loader = is_random, line
+            log.batch = number, log.batch[1] + 1
         return batch
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """All parameters of an optimizer."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _first_grad(parameters: list[Tensor]) -> Tensor | None:
+    return next((p.grad for p in parameters if p.grad is not None), None)
+
+
+def _values(grad: Tensor) -> Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _has_values(grad: Tensor) -> bool:
+    return bool(_values(grad).any())
+
+
+def _is_cleared(optimizer: Any, last: Tensor | None) -> bool:
+    """Whether the user has cleared the gradient of the last step by hand."""
+    grad = _first_grad(parameters_of(optimizer))
+    return grad is None or grad is not last or not _has_values(grad)
 
 
 def draws_at_random(loader: Any) -> bool:

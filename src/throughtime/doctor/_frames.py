@@ -1,4 +1,4 @@
-"""The user's stack frames: the running line, the path to a variable, the line that appends.
+"""The user's stack frames: the running line and the path to a variable.
 
 Also the traceback of an error without the frames of the doctor.
 
@@ -6,9 +6,7 @@ A frame is the user's if its file belongs neither to a library nor to throughtim
 """
 
 import itertools
-import linecache
 import os
-import re
 import site
 import sysconfig
 from collections import defaultdict, deque
@@ -208,17 +206,6 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
     return next(filter(None, (_path_in(each, matches) for each in user_frames(frame))), "")
 
 
-def paths(
-    first: Callable[[Any], bool], second: Callable[[Any], bool], frame: FrameType | None
-) -> tuple[str, str]:
-    """The paths of two values in the innermost of the user's frames that refers to both."""
-    for each in user_frames(frame):
-        a = _path_in(each, first)
-        if a and (b := _path_in(each, second)):
-            return (a[:-3], b[:-3]) if a.endswith("[0]") and b.endswith("[0]") else (a, b)
-    return "", ""
-
-
 def _paths_in(frame: FrameType, matches: Callable[[Any], bool]) -> Iterator[str]:
     """The paths from the variables of this frame, see `variable_path`."""
     if frame.f_code.co_name in COMPREHENSIONS:
@@ -307,11 +294,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
     yield from list(itertools.islice(items, MAX_ITEMS))
 
 
-def find_append_line(tensors: list[Tensor], files: set[str]) -> tuple[SourceLine, str] | None:
-    """The first line of the files that adds to what holds many of these tensors, and its name.
+def container_of(tensors: list[Tensor]) -> str:
+    """The user's list, dict, set or deque that holds many of these tensors; empty if none does.
 
-    That is a list, dict, set or deque of them, or of rows around them, such as tuples or objects.
-    A deque of limited length does not count.
+    They may lie in rows of it, such as tuples or objects. A deque of limited length does not count.
     """
     ids = set(map(id, tensors))
 
@@ -323,16 +309,4 @@ def find_append_line(tensors: list[Tensor], files: set[str]) -> tuple[SourceLine
         limited = isinstance(value, deque) and value.maxlen is not None
         return not limited and sum(map(bool, kept)) >= max(4, len(tensors) // 3)
 
-    frames = user_frames(current_frame())
-    for path in (path for frame in frames for path in _paths_in(frame, holds_many)):
-        name = re.sub(INDICES, "", path).rpartition(".")[2]
-        pattern = re.compile(
-            rf"\b{name}(\[[^\]]*\]|['\"]\])*"
-            r"(\.(append|appendleft|extend|insert|add|setdefault)\(|\s*\+=|\[.*\]\s*=(?!=)"
-            rf"|\s*=\s*(\[\*)?{name}\s*[,+])"
-        )
-        for file in sorted(files):
-            for number, line in enumerate(linecache.getlines(file), 1):
-                if pattern.search(line):
-                    return SourceLine(file, number), name
-    return None
+    return variable_path(holds_many, current_frame())

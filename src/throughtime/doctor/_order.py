@@ -223,25 +223,24 @@ class ChunkOrder:
         last = self.read.get((call.unit, root))
         return [] if last is None else [lane for lane in lanes_of(last) if lane.root is root]
 
-    def goes_on_along_lanes(self, origin: UnitCall, call: UnitCall) -> bool:
-        """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""
-        if origin.batch_sizes is not None or call.batch_sizes is not None:
-            return False
-        lanes = lanes_of(call)
-        before, after = (
-            lanes_of(
-                replace(
-                    each, lane_dim=each.time_dim, time_dim=each.lane_dim, previous=None, lanes=None
-                )
-            )
-            for each in (origin, call)
+
+def goes_on_along_lanes(origin: UnitCall, call: UnitCall) -> bool:
+    """Whether two chunks are adjacent along what the layer takes for lanes, at every step."""
+    if origin.batch_sizes is not None or call.batch_sizes is not None:
+        return False
+    lanes = lanes_of(call)
+    before, after = (
+        lanes_of(
+            replace(each, lane_dim=each.time_dim, time_dim=each.lane_dim, previous=None, lanes=None)
         )
-        if not lanes or not before or len(before) != len(after):
-            return False
-        return all(
-            len(b.dims) == 1 and not b.dims & lanes[0].dims and follows(a, b)
-            for a, b in zip(before, after, strict=True)
-        )
+        for each in (origin, call)
+    )
+    if not lanes or not before or len(before) != len(after):
+        return False
+    return all(
+        len(b.dims) == 1 and not b.dims & lanes[0].dims and follows(a, b)
+        for a, b in zip(before, after, strict=True)
+    )
 
 
 def remember(table: dict[Any, Any], key: object, value: Any) -> None:

@@ -1,43 +1,78 @@
-"""Records of the watched loop: its position, operations, tensors, detaches and recurrent calls."""
+"""Records of the watched loop: its operations, tensors, detaches and recurrent calls."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from throughtime.doctor._data import View
-from throughtime.doctor._frames import Instruction, SourceLine
-from throughtime.doctor._operations import LAYERS, RECURRENT
+from throughtime.doctor._frames import Instruction
+
+if TYPE_CHECKING:
+    from throughtime.doctor._data import View
 
 MAX_STEPS = 2**20  # in one call
+# Operations by name. Recurrent layers and cells,
+LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+RECURRENT = LAYERS | CELLS
+# those that select rows, that take a part, that cast or copy:
+ROWS = frozenset(["__getitem__", "index_select", "flip", "roll"])
+STEPS = frozenset(["__getitem__", "unbind", "select"])
+SLICES = frozenset(["__getitem__", "unbind", "split", "chunk", "select", "narrow", "transpose"])
+CASTS = frozenset(["to", "float", "double", "half", "clone", "contiguous"])
+CLONES = frozenset(["clone", "__deepcopy__"])
+DETACHES = frozenset(["detach", "data", "detach_"])
+IN_PLACE_ZEROS = frozenset(["zero_", "fill_"])
+# those that pass a state on unchanged,
+COPY_OR_VIEW = (
+    DETACHES
+    | ROWS
+    | SLICES
+    | CASTS
+    | {
+        "view",
+        "reshape",
+        "unsqueeze",
+        "squeeze",
+        "t",
+        "permute",
+        "cpu",
+        "cuda",
+        "expand",
+        "requires_grad_",
+        "type",
+        "movedim",
+        "__deepcopy__",
+    }
+)
+# and those that mask or reset some of its values.
+EDITS = frozenset(
+    [
+        "mul",
+        "__mul__",
+        "__rmul__",
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "mul_",
+        "__imul__",
+        "add",
+        "__add__",
+        "lerp",
+        "index_copy",
+        "index_fill",
+    ]
+)
+MASKS = EDITS - {"add", "__add__", "index_copy", "index_fill"}
+GETTERS = {"data", "grad", "T", "mT", "H"}
 EMPTY: frozenset[Any] = frozenset()
 
 
 def _no_tensor() -> Tensor | None:
     return None
-
-
-@dataclass(slots=True, eq=False)
-class Clock:
-    """The position in the loop: which chunk, call and batch it is."""
-
-    chunk: int = 0  # backward calls so far
-    call: int = 0  # calls of outermost modules so far
-    depth: int = 0  # modules that run now, one inside the other
-    training: bool | None = None  # of the outermost module that runs
-    batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
-    random: bool = False  # the loader's sampler does not keep the order of time
-    loader: SourceLine | None = None  # the line that decides the order of the batches
-    loading: bool = False  # such a loader collects a batch now
-    crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
-    # calls of a unit in this chunk that take over a state of the same chunk
-    continued: dict[Any, int] = field(default_factory=dict)
-    recurrent: Instruction | None = None  # the last call of a recurrent unit
-    units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
-    steps: int = 0  # of optimizers so far
 
 
 @dataclass(eq=False)
@@ -73,7 +108,7 @@ class UnitCall:
     batch: tuple[int, int]
     training: bool | None
     grad: bool
-    data: View | None  # the inputs, without the state
+    data: "View | None"  # the inputs, without the state
     steps: int = 1
     lane_dim: int | None = 0
     time_dim: int | None = None
@@ -84,13 +119,15 @@ class UnitCall:
     is_layer: bool = False
     inputs: Tensor | None = None  # of a layer, without their graph
     lanes: Any = None  # where each lane of the data begins and ends
-    previous: View | None = None  # of single steps, the data of the one before
+    previous: "View | None" = None  # of single steps, the data of the one before
     parent: "UnitCall | None" = None  # the call, maybe of another unit, that its state comes from
     detach: "DetachRecord | None" = None  # the last of its outputs
     masks: bool = False  # it masks a state by its data
     start: Any = None  # copies of the states from which its chunk started
     begin: "UnitCall | None" = None  # the first call in its chunk, if it is another one
     copies: int = 0  # of the memory of its state since the call that it comes from
+    beside: bool = False  # its state ended the inputs beside its own
+    exchanged: str = ""  # what shows that batch and time are exchanged
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
 
 
@@ -163,19 +200,6 @@ class Operation:
         return zip(self.inputs, self.records, strict=True)
 
 
-@dataclass(slots=True, eq=False)
-class BackwardCall:
-    """One backward of the user."""
-
-    root: Any  # the node of the first tensor, if it has one; `None` after the backward
-    retain: bool
-    line: SourceLine
-    site: int  # see `call_site`
-    is_grad: bool  # `torch.autograd.grad`
-    number: int  # the sequence number of the root, -1 without one
-    boundary: int = -1  # nodes up to this sequence number were created before its end
-
-
 def numbers(tensor: Tensor, lane_dim: int | None, time_dim: int | None, steps: int) -> Any:
     """The number lane * MAX_STEPS + step of each element of a call's result, as a tensor.
 
@@ -226,3 +250,57 @@ def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
         elif isinstance(branch, (tuple, list)):
             result += tensors(branch, depth - 1)
     return result
+
+
+@lru_cache(maxsize=1024)
+def operation_name(func: Any) -> str:
+    """The name of an operation; for a getter that of the attribute."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", ""))
+    return name
+
+
+@lru_cache(maxsize=1024)
+def is_in_place(name: str) -> bool:
+    """Whether an operation changes its first argument."""
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.startswith("_"))
+        or (name.startswith("__i") and name not in {"__int__", "__invert__", "__index__"})
+    )
+
+
+def is_edit(op: Operation) -> bool:
+    """Whether an operation may reset values of a state: a factor other than 0 and 1 does not."""
+    factor = [arg for arg in op.args if not isinstance(arg, Tensor)]
+    is_decay = "mul" in op.name and len(factor) == 1 and factor[0] not in {0, 1}
+    return op.name == "__setitem__" or (op.name in EDITS and not is_decay)
+
+
+def puts_lanes_back(op: Operation) -> bool:
+    """Whether lanes chosen by a tensor or list of indices are written into a state of all lanes."""
+    if op.name != "__setitem__" or len(op.args) != 3:
+        return op.name == "index_copy"
+    key, value = op.args[1:]
+    parts = key if isinstance(key, tuple) else (key,)
+    return isinstance(value, Tensor) and any(isinstance(part, (Tensor, list)) for part in parts)
+
+
+def has_mask(op: Operation) -> bool:
+    """Whether an operation masks a result by data: by numbers from 0 to 1.
+
+    Zeros of the shape of the result are a state at the start, not a mask.
+    """
+    if op.name not in MASKS or all(r is None for r in op.records):
+        return False
+    shape = op.outputs[0].shape
+    masks = (
+        t for t, r in op.pairs() if t.dim() and t.numel() and not t.requires_grad and r is None
+    )
+    return any(
+        t.dtype == torch.bool
+        or (bool((t >= 0).all() & (t <= 1).all()) and (t.shape != shape or bool(t.any())))
+        for t in masks
+        if not t.is_complex()
+    )

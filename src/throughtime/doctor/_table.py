@@ -9,23 +9,21 @@ from torch import Tensor, nn
 
 from throughtime.doctor._autograd import leaf_ids
 from throughtime.doctor._frames import Instruction
-from throughtime.doctor._operations import (
+from throughtime.doctor._log import Log
+from throughtime.doctor._records import (
     CASTS,
     CELLS,
     CLONES,
     COPY_OR_VIEW,
     DETACHES,
     EDITS,
-    is_edit,
-)
-from throughtime.doctor._records import (
     EMPTY,
-    Clock,
     DetachRecord,
     Operation,
     TensorRecord,
     Unit,
     UnitCall,
+    is_edit,
     numbers,
     tensors,
 )
@@ -35,23 +33,19 @@ MAX_LINEAGE = 400  # instructions in a lineage
 
 
 class RecordTable:
-    """The records of tensors, by their identity; `clock` is the position in the loop.
+    """The records of tensors, by their identity; `log` is the position in the loop.
 
     A state that was passed on while the watcher was off has no record. It lies in the same memory,
     with or without its graph, as what a unit returned last, or has its values.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    def __init__(self, log: Log) -> None:
+        self.log = log
         self.records: dict[int, TensorRecord] = {}  # by the id of the tensor
         # the last outputs of each recurrent unit with their call and dimension of lanes; without
         # their graph, with the record of a state
         self.latest: dict[Unit, tuple[Any, UnitCall, int]] = {}
         self.outputs: dict[Unit, tuple[list[Tensor], TensorRecord]] = {}
-        # calls of detach whose result is discarded: by the sequence number of the tensor, and those
-        # of states
-        self.lost_detaches: dict[int, Instruction] = {}
-        self.lost_states: set[Instruction] = set()
         self.kept_detaches: set[Instruction] = set()
         # the last detaches: the result, the number and the record of the tensor, the instruction
         self.detached: list[tuple[Any, int, TensorRecord, Instruction]] = []
@@ -132,8 +126,8 @@ class RecordTable:
     def computed(self, op: Operation) -> TensorRecord:
         """The record of a new value, with what it inherits from the inputs."""
         instruction = op.instruction
-        clock = self.clock
-        result = TensorRecord(clock.chunk, instruction, edited=True, call=clock.call)
+        log = self.log
+        result = TensorRecord(log.chunk, instruction, edited=True, call=log.call)
         lineage, path = EMPTY, EMPTY
         source = None
         for tensor, record in op.pairs():
@@ -196,7 +190,7 @@ class RecordTable:
     ) -> DetachRecord:
         """The record of a detach; it counts those of the same line and weights in this chunk."""
         weights = EMPTY if record.repeated else leaf_ids(source.grad_fn)
-        last, chunk = record.detach, self.clock.chunk
+        last, chunk = record.detach, self.log.chunk
         repeats = (
             last is not None
             and (last.instruction, last.chunk) == (instruction, chunk)
@@ -216,9 +210,9 @@ class RecordTable:
             if instruction not in gone:
                 self.kept_detaches.add(instruction)
                 # nor is another detach of the same tensor lost
-                self.lost_states.discard(self.lost_detaches.get(number, instruction))
+                self.log.lost_states.discard(self.log.lost_detaches.get(number, instruction))
             elif instruction not in self.kept_detaches:  # the last one of a loop is not kept either
-                self.lost_detaches[number] = record.lost = instruction
+                self.log.lost_detaches[number] = record.lost = instruction
         self.detached.clear()
 
     def drop_freed(self) -> None:

@@ -18,7 +18,7 @@ from typing import Self
 
 from throughtime.doctor._events import LoopEvents
 from throughtime.doctor._frames import error_chain, line_of, remove_doctor_frames
-from throughtime.doctor._records import Clock
+from throughtime.doctor._log import Log
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.errors import ConfigError, DiagnosisError
 
@@ -53,10 +53,10 @@ class Coverage:
     carried: bool = False
 
     @classmethod
-    def from_clock(cls, clock: Clock) -> "Coverage":
+    def from_log(cls, log: Log) -> "Coverage":
         """What was watched until now."""
-        lines = dict.fromkeys(str(line_of(instruction)) for instruction in clock.units.values())
-        return cls(clock.chunk, clock.steps, tuple(lines), bool(clock.crossed))
+        lines = dict.fromkeys(str(line_of(instruction)) for instruction in log.units.values())
+        return cls(log.chunk, log.steps, tuple(lines), bool(log.crossed))
 
     @property
     def missing(self) -> str:
@@ -145,15 +145,12 @@ class Doctor:
             return
         self.ended = _in_words(error)
         try:
-            if not self.ended:
-                events.notify("close")
-            elif error is not None:
-                events.notify("on_exit", error)
+            events.end(error if self.ended else None)
         except DiagnosisError as finding:
             raise finding.with_traceback(None) from None
         finally:
             self.internal_error = events.watcher.internal_error
-            self.coverage = Coverage.from_clock(events.clock)
+            self.coverage = Coverage.from_log(events.log)
         if error is not None:
             remove_doctor_frames(error)
             self._annotate(error)

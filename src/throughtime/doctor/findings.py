@@ -1,7 +1,5 @@
 """The findings of the doctor: the codes, one finding, and the list of them."""
 
-import ast
-import linecache
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -42,7 +40,7 @@ CODES: dict[str, tuple[str, str]] = {
         "one graph is sent back twice",
         (
             "one backward for each forward pass: (loss1 + loss2).backward(), or the loss computed"
-            " anew before each backward"
+            " anew before each backward; the same graph twice on purpose needs retain_graph=True"
         ),
     ),
     "TT201": (
@@ -89,16 +87,17 @@ CODES: dict[str, tuple[str, str]] = {
         "the rows of the state are not in the order of the rows of the inputs",
         (
             "keep h in one order of all lanes; for the rows of a chunk, a tensor of indices,"
-            " y, new = net(x, h[rows]), then h = h.index_copy(0, rows, new.detach())"
+            " y, new = net(x, h[rows]), then h = h.index_copy(0, rows, new.detach()); of a layer,"
+            " h[:, rows] and h.index_copy(1, rows, new.detach())"
         ),
     ),
     "TT207": (
         "a state is carried between batches that are not consecutive in time",
         (
-            "where batches are pieces of one recording, read them in order: shuffle=False, or"
-            " tt.Stream(recordings, lanes=..., chunk=...); where they are unrelated, such as"
-            " reviews, videos or shuffled windows, start every batch from a new zero state, made in"
-            " the loop"
+            "where batches are pieces of one recording, read them in order and without overlap:"
+            " shuffle=False, or tt.Stream(recordings, lanes=..., chunk=...); where they are"
+            " unrelated, such as reviews, videos or shuffled windows, start every batch from a new"
+            " zero state, made in the loop"
         ),
     ),
     "TT208": (
@@ -114,13 +113,18 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "TT210": (
         "the state is carried, but every call reads the same inputs again",
-        "pass one step at a time, x[t : t + 1] instead of x; or all steps in one call, no loop",
+        (
+            "pass one step at a time, x[t : t + 1] instead of x, or all steps in one call; start"
+            " several updates on one chunk from the state before it: y, new = net(x, h), and"
+            " h = tt.state.detach(new) after the last of them"
+        ),
     ),
     "TT211": (
         "the state has other lanes than the chunk",
         (
-            "as many lanes in both: h = h[:, lanes], DataLoader(..., drop_last=True), or a new"
-            " state for each batch"
+            "where the state is made, as many lanes as the chunk has: x.size(0), or x.size(1) with"
+            " time first; for rows of a state that is carried, y, new = net(x, h[:, rows]), then"
+            " h = h.index_copy(1, rows, new.detach())"
         ),
     ),
     "TT301": (
@@ -144,10 +148,7 @@ CODES: dict[str, tuple[str, str]] = {
 }
 
 # Fixes of special cases.
-RETAIN_IN_GRAD = (
-    "torch.autograd.grad(..., retain_graph=True), or create_graph=True where its result goes into"
-    " a loss"
-)
+LOST_DETACH = "A detach returns a new tensor, and the result of this call is not kept."
 BACKWARD_FIRST = (
     "loss.backward() before optimizer.step() or any other change of the parameters; where the loss"
     " comes only after a step, keep the inputs and the state, and compute the forward pass anew"
@@ -169,113 +170,18 @@ def detached(path: str) -> str:
     return f"{path} = {path}.detach()" if whole == path else f"{whole} = tt.state.detach({whole})"
 
 
-def release_fix(path: str) -> str:
-    """The fix for a tensor that is kept with its graph, alone or in a container."""
-    whole = re.sub(INDICES, "", path)
-    if not path or whole == path:
-        return path and f"after each backward: {detached(path)}"
-    return (
-        f"after each backward, where later steps read the values: {detached(path)}; where they are"
-        f" used up: {whole}.clear(), also for lists that are filled with it"
-    )
-
-
-def detach_fix(paths: Iterable[str], line: SourceLine, *, losses: int = 0) -> str:
+def detach_fix(paths: Iterable[str], *, losses: int = 0) -> str:
     """The fix for states that are carried with their graph; empty if no path is known.
 
-    `line` is that of the backward. Where a library calls it, the user has the step only. `losses`
-    are those of one forward pass that are sent back with retained graphs.
+    `losses` are those of one forward pass that are sent back with retained graphs.
     """
     statements = "; ".join(dict.fromkeys(map(detached, filter(None, paths))))
     if not statements:
         return ""
-    has_call = "backward" in linecache.getline(line.file, line.line)
-    moment = "between chunks, after each backward" if has_call else "at the start of each step"
-    fix = f"{moment}: {statements}"
+    fix = f"between chunks: {statements}"
     if losses > 1:
         return f"{fix}; and one backward without retain_graph=True for the sum of the losses"
     return f"{fix}; and loss.backward() without retain_graph=True" if losses else fix
-
-
-def one_backward(first: SourceLine, second: SourceLine) -> str:
-    """The fix for two losses of one graph, with the names at their backwards."""
-    sent = [re.search(r"([\w.]+)\.backward\(", text_of(line)) for line in (first, second)]
-    names = [call[1] if call else f"loss{i}" for i, call in enumerate(sent, 1)]
-    if names[0] == names[1]:
-        names = ["loss1", "loss2"]
-    return (
-        f"one backward for the sum of the losses, ({' + '.join(names)}).backward(); or"
-        " retain_graph=True in every backward through this graph but the last"
-    )
-
-
-def text_of(line: SourceLine) -> str:
-    """The text of a source line, stripped."""
-    return linecache.getline(line.file, line.line).strip()
-
-
-def lost_detach(line: SourceLine) -> tuple[str, str]:
-    """The evidence of a detach whose result is discarded, and what to write."""
-    text = text_of(line)
-    path = r"[\w.\[\]'\"]+"
-    call = re.search(
-        rf"(?:^|[:;] *)(({path})\.detach\(\)|[\w.]*detach\(({path})\))(?: *[;#]|$)", text
-    )
-    fix = "" if re.search(r"[^=]=[^=]", text) else "assign the result: h = h.detach()"
-    if call is not None:
-        fix = detached(call[2]) if call[2] else f"{call[3]} = {call[1]}"
-    return "A detach returns a new tensor, and the result of this call is not kept.", fix
-
-
-def rewritten(code: str, line: SourceLine) -> str:
-    """The user's own line without the fault; empty where it is no simple statement."""
-    try:
-        (statement,) = ast.parse(text_of(line)).body
-    except (SyntaxError, ValueError):
-        return ""
-    if code == "TT103":
-        return _out_of_place(statement)
-    return _without_graph(statement) if code == "TT104" else ""
-
-
-def _out_of_place(statement: ast.stmt) -> str:
-    """A statement that changes a tensor in place, as one that makes a new tensor."""
-    match statement:
-        case ast.AugAssign(target=(ast.Name() | ast.Attribute()) as target, op=op, value=value):
-            name = ast.unparse(target)
-            left = ast.Name(name, ast.Load())
-            new = ast.unparse(ast.BinOp(left, op, value))
-            return f"{name} = {new}  # and so for every change of {name} in place"
-        case (
-            ast.AugAssign(target=ast.Subscript(value=target))
-            | ast.Assign(targets=[ast.Subscript(value=target)])
-        ):
-            name = ast.unparse(target)
-            return (
-                f"{name} = {name}.clone() before this line; or, where every step writes a row of"
-                f" its own, a list and torch.stack"
-            )
-        case _:
-            return ""
-
-
-def _without_graph(statement: ast.stmt) -> str:
-    """A statement that keeps a tensor, as one that keeps its value only."""
-    match statement:
-        case ast.AugAssign(target=target, op=ast.Add(), value=value):
-            return f"{ast.unparse(target)} += {_detached_value(value)}"
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="append") as func, args=[value])):
-            if not isinstance(value, (ast.Tuple, ast.List, ast.Dict)):
-                return f"{ast.unparse(func)}({_detached_value(value)})"
-        case _:
-            pass
-    return ""
-
-
-def _detached_value(value: ast.expr) -> str:
-    simple = isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call))
-    text = ast.unparse(value)
-    return f"{text}.detach()" if simple else f"({text}).detach()"
 
 
 @dataclass(frozen=True)
@@ -378,9 +284,8 @@ class FindingList:
         created, used = (chunks[0] + 1, chunks[1] + 1) if chunks else (None, None)
         text = f"{message}. {detail}" if detail else message
         page = f"{PAGES_URL}/{code}.md"
-        fix = fix or rewritten(code, line) or usual_fix
-        imports = re.compile(r"\s*import throughtime as tt\b")
-        if re.search(r"\btt\.", fix) and not any(map(imports.match, linecache.getlines(line.file))):
+        fix = fix or usual_fix
+        if "tt." in fix:
             fix += " (import throughtime as tt)"
         finding = Finding(code, line.file, line.line, tensor, created, used, text, fix, page)
         self.items.append(finding)

@@ -1,7 +1,5 @@
 """The watcher: a torch mode that records operations and their lines."""
 
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -14,24 +12,25 @@ from throughtime.doctor._data import MOVES, RootTable
 from throughtime.doctor._frames import (
     STATE,
     Instruction,
-    Variable,
     carrying_variable,
     current_frame,
     user_frame,
-    variable_path,
 )
-from throughtime.doctor._operations import (
+from throughtime.doctor._log import Event, Log, Sum
+from throughtime.doctor._records import (
     COPY_OR_VIEW,
     DETACHES,
     EDITS,
     GETTERS,
     IN_PLACE_ZEROS,
     STEPS,
+    Operation,
+    TensorRecord,
     is_in_place,
     operation_name,
     puts_lanes_back,
+    tensors,
 )
-from throughtime.doctor._records import Clock, Operation, TensorRecord, tensors
 from throughtime.doctor._table import RecordTable
 from throughtime.doctor._torch_private import (
     ATTRIBUTE_GETTER,
@@ -44,40 +43,30 @@ from throughtime.doctor._torch_private import (
     sequence,
     version_of,
 )
+from throughtime.doctor.rules.layout import note_layout
 from throughtime.errors import DiagnosisError
 
 MAX_OPERATIONS = 20_000  # operations watched without a break
 PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
-MAX_CHANGES = 5_000  # in-place changes remembered
+MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 
 
 class Watcher(TorchFunctionMode):
     """Records operations while it is the current mode, and passes on those that matter."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, log: Log) -> None:
         super().__init__()
-        self.clock, self.table, self.data = clock, RecordTable(clock), RootTable()
-        # by name of the event, the methods of the rules that handle it
-        self.handlers = dict[str, list[Callable[..., Any]]]()
-        self.node_numbers: list[int] = []  # sequence numbers of nodes, ascending
-        self.node_instructions: list[Instruction | None] = []  # where they were created
-        self.boundary = -1  # the largest sequence number before the last backward
-        # in-place changes: version after it, shape, instruction, last sequence number
-        self.in_place = deque[tuple[int, Any, Instruction, int]](maxlen=MAX_CHANGES)
-        self.earlier: set[Instruction] = set()  # instructions of earlier chunks
-        self.current: set[Instruction] = set()  # and of this one
-        self.files: set[str] = set()
+        self.log, self.table, self.data = log, RecordTable(log), RootTable()
+        # of the rules: what follows operations, and what is called at an event
+        self.on_operation: Callable[[Operation, TensorRecord], None]
+        self.emit: Callable[[Event], None]
         self._instructions: dict[tuple[int, int], Instruction] = {}
-        # states that entered with a graph of an earlier chunk, by the instruction that took them
-        self.carried: dict[Instruction, list[Variable]] = {}
-        self.used_gradients: set[Instruction] = set()  # detaches whose gradient the loop uses
         self.busy = False  # the doctor itself is at work
         self.closed = False  # after the doctor; on a user's stack it then only passes on
         self.active = False
         # units read copies: what comes before the first unit of a chunk is always watched
         self.follows_data = False
         self.internal_error: Exception | None = None
-        self.grad_reads = 0  # the user's reads of `.grad`
         self.operations = 0  # recorded since it was last switched on
         self._depth = mode_depth()
 
@@ -90,9 +79,8 @@ class Watcher(TorchFunctionMode):
 
     def _mark_gap(self) -> None:
         """Record a node of no instruction: those created while the watcher was off end there."""
-        if self.node_numbers:
-            self.node_numbers.append(next_sequence() - 1)
-            self.node_instructions.append(None)
+        if self.log.node_numbers:
+            self.log.add_node(next_sequence() - 1, None)
 
     def off(self) -> None:
         """Stop being the current mode, unless another is above it."""
@@ -110,14 +98,7 @@ class Watcher(TorchFunctionMode):
         iterates = func is Tensor.__iter__
         if iterates:
             func = torch.unbind
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            if not self.busy:
-                inputs = [*tensors(args), *tensors(tuple(kwargs.values()))]
-                records = [self.table.record_or_base(t) for t in inputs]
-                self.notify("on_operation_error", error, inputs, records)
-            raise
+        result = func(*args, **kwargs)
         if (
             not self.busy
             and self.operations <= MAX_OPERATIONS
@@ -138,7 +119,7 @@ class Watcher(TorchFunctionMode):
         """Whether the getter of an attribute gives another form of its tensor."""
         name = operation_name(getter)
         if name == "grad" and user_frame(frame) is frame:  # not a library's read
-            self.grad_reads += 1
+            self.log.reads += 1
         return name in GETTERS
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -154,10 +135,6 @@ class Watcher(TorchFunctionMode):
         finally:
             self.busy = was_busy
 
-    def notify(self, event: str, *args: Any) -> list[Any]:
-        """Pass an event to the rules, unwatched; a failing rule does not stop the loop."""
-        return self.guarded(lambda: [handle(*args) for handle in self.handlers[event]]) or []
-
     def pass_data_on(self, module: nn.Module, data: Any, result: Any) -> None:
         """Record the data behind the outputs of a module that is called while this is off."""
         if not isinstance(data, Tensor) or not isinstance(result, Tensor):
@@ -169,17 +146,6 @@ class Watcher(TorchFunctionMode):
             name = type(module).__name__.lower()
             op = Operation(name, None, (), {}, [data], [None], [result], instruction)
             self.data.result(op, [data], result)
-
-    def instruction_of(self, number: int) -> Instruction | None:
-        """The instruction that created the node of this sequence number."""
-        position = bisect_left(self.node_numbers, number)
-        return self.node_instructions[position] if position < len(self.node_numbers) else None
-
-    def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
-        """The path of a state: as recorded where it entered, or of the first value that matches."""
-        variables = self.carried.get(instruction, []) if instruction is not None else []
-        paths = (variable.path for variable in variables)
-        return next(filter(None, paths), "") or variable_path(matches, current_frame())
 
     def instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
@@ -228,13 +194,13 @@ class Watcher(TorchFunctionMode):
                 if root is None and op.name in STEPS and not op.outputs[0].requires_grad:
                     self.data.note_cut(op.inputs[0], out)
                 elif root is not None:
-                    root.random, root.chunk = self.clock.loading, self.clock.chunk
+                    root.random, root.chunk = self.log.loading, self.log.chunk
 
     def _record_change(self, target: Tensor, instruction: Instruction) -> None:
         if target.is_inference():  # has no version counter, and no backward needs it
             return
-        number = self.node_numbers[-1] if self.node_numbers else -1
-        self.in_place.append((version_of(target), target.shape, instruction, number))
+        number = self.log.node_numbers[-1] if self.log.node_numbers else -1
+        self.log.in_place.append((version_of(target), target.shape, instruction, number))
 
     def _record_learned(self, op: Operation, learned: list[TensorRecord]) -> None:
         name, instruction, first = op.name, op.instruction, op.outputs[0]
@@ -250,15 +216,13 @@ class Watcher(TorchFunctionMode):
             self.table.records.pop(id(first), None)
             self._follow_data(op)
             return
-        if instruction not in self.current:
-            self.current.add(instruction)
-            self.files.add(instruction.code.co_filename)
+        self.log.current.add(instruction)
         self._record_nodes(op)
         if name not in DETACHES:
             states = (r for r in learned if r.source is not None or r.repeated)
-            self.table.lost_states.update(r.lost for r in states if r.lost is not None)
-        crosses = name not in DETACHES and any(r.chunk < self.clock.chunk for r in learned)
-        if crosses and instruction not in self.carried:
+            self.log.lost_states.update(r.lost for r in states if r.lost is not None)
+        crosses = name not in DETACHES and any(r.chunk < self.log.chunk for r in learned)
+        if crosses and instruction not in self.log.carried:
             self._record_carried(op)
         one = len(set(map(id, learned))) == 1 and (
             name != "index_copy" or self.table.record_or_base(first) is learned[0]
@@ -266,17 +230,44 @@ class Watcher(TorchFunctionMode):
         if one and (name in COPY_OR_VIEW or name in EDITS):
             self._follow_data(op)
             result = self.table.passed_on(op, learned[0])
-            if result.detach is not learned[0].detach:
-                self.notify("on_detach", result.detach)
+            detach, detaches = result.detach, self.log.detaches
+            if detach is not None and detach is not learned[0].detach:
+                detaches[instruction] = max(detaches.get(instruction, 0), detach.count)
         elif puts_lanes_back(op):  # the result has states of several calls
             result = self.table.computed(op)
             result.source = None
         else:
             result = self.table.computed(op)
             self._follow_data(op)
-            for handle in self.handlers["on_operation"]:
-                handle(op, result)
+            self.on_operation(op, result)
+            note_layout(self.data, op, result)
+            self._record_sum(op, result)
         self.table.store(op.outputs, result)
+
+    def _record_sum(self, op: Operation, result: TensorRecord) -> None:
+        """Count the chunks, and the forward passes within one chunk, in a sum of losses."""
+        out, log = op.outputs[0], self.log
+        if op.is_recurrent or out.grad_fn is None or (out.numel() > 1 and op.name != "stack"):
+            return
+        known = [(t, r) for t, r in op.pairs() if r and t.numel() == 1 and t.grad_fn is not None]
+        sums = [r for _, r in op.loop_inputs if any(r is record for _, record in known)]
+        terms = [(t, r) for t, r in known if all(r is not each for each in sums)]
+        crosses = any(r.chunk < log.chunk for r in sums)
+        result.depth = max((r.depth + (r.chunk < log.chunk) for r in sums), default=0)
+        calls = {r.call for _, r in terms}
+        before = max((max(r.passes, 1) for r in sums), default=0)
+        result.passes = before + len(calls - {r.call for r in sums})
+        result.call = max(calls, default=result.call)
+        total = Sum(op.instruction, log.chunk, result.depth if crosses else 0, result.passes)
+        if result.passes >= MIN_UNSENT and terms:
+            last = log.sums.get(op.instruction)
+            if before < MIN_UNSENT and last and log.chunk <= last.chunk + 1:
+                log.sent.add(op.instruction)  # it begins anew: a value of a single chunk
+                del log.sums[op.instruction]
+            if op.instruction not in log.sent:
+                total.numbers = sequence(out.grad_fn), sequence(terms[-1][0].grad_fn)
+                log.sums[op.instruction] = total
+        self.emit(total)
 
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
@@ -285,27 +276,26 @@ class Watcher(TorchFunctionMode):
             carrying_variable(tensor, current_frame())
             for tensor, record in op.pairs()
             if record is not None
-            and record.chunk < self.clock.chunk
+            and record.chunk < self.log.chunk
             and tensor.grad_fn is not None
             and (tensor.numel() > 1 or weighted)
         ]
         if variables:
-            self.carried[op.instruction] = variables
+            self.log.carried[op.instruction] = variables
 
     def note_gradients(self, leaves: Any) -> None:
         """Note that the loop uses the gradients of tensors that were detached."""
         for tensor in tensors(leaves):
             record = self.table.record_of(tensor)
             if record is not None and record.detach is not None:
-                self.used_gradients.add(record.detach.instruction)
+                self.log.used_gradients.add(record.detach.instruction)
 
     def _record_nodes(self, op: Operation) -> None:
         for out in op.outputs:
             node = out.grad_fn
             number = sequence(node) if node is not None else LEAF
-            if number < LEAF and (not self.node_numbers or number > self.node_numbers[-1]):
-                self.node_numbers.append(number)
-                self.node_instructions.append(op.instruction)
+            if number < LEAF:
+                self.log.add_node(number, op.instruction)
 
     def _drop_freed(self) -> None:
         self.table.drop_freed()
@@ -313,13 +303,7 @@ class Watcher(TorchFunctionMode):
 
     def next_chunk(self) -> None:
         """Drop what the next chunk does not need; called after each backward."""
-        self.boundary = next_sequence() - 1
         self.data.cuts.clear()
         self.table.settle_detaches()
         self.table.release_graphs()
         self._drop_freed()
-        self.earlier |= self.current
-        self.current = set()
-        count = len(self.node_numbers)
-        if count > 50_000:
-            del self.node_numbers[: count // 2], self.node_instructions[: count // 2]

@@ -14,11 +14,11 @@ def build(model, optimizer):
         x, y = batch
         out, h = model.rnn(model.embed(x), carried["h"])
         carried["h"] = h.detach()
-        loss = nn.functional.cross_entropy(model.fc(out).flatten(0, 1), y.flatten())
+        loss = nn.functional.cross_entropy(model.fc(out).flatten(0, 1), y.flatten())  # <- TT104
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        history.append(loss)  # <- TT104
+        history.append(loss)
         return loss.item()
 
     trainer = Engine(update)

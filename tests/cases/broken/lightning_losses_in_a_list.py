@@ -20,8 +20,8 @@ class LitRNN(L.LightningModule):
         x, y = batch
         y_hat, h = self.rnn(x, self.h)
         self.h = h.detach()
-        loss = (self.readout(y_hat) - y).pow(2).mean()
-        self.losses.append(loss)  # <- TT104
+        loss = (self.readout(y_hat) - y).pow(2).mean()  # <- TT104
+        self.losses.append(loss)
         return loss
 
     def on_train_epoch_end(self):

@@ -12,7 +12,7 @@ class Monitor:
 
     def log(self, **values):
         for key, value in values.items():
-            self.history[key].append(value)  # <- TT104
+            self.history[key].append(value)
 
 
 def main():
@@ -27,7 +27,7 @@ def main():
         out, state = lstm(x, state)
         state = tuple(s.detach() for s in state)
         logits = head(out)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())  # <- TT104
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from throughtime.doctor._data import Root
-from throughtime.doctor._frames import Instruction, SourceLine, current_frame, line_of, paths
+from throughtime.doctor._frames import Instruction, SourceLine, line_of
+from throughtime.doctor._log import Backward
 from throughtime.doctor._order import (
     ChunkOrder,
     remember,
@@ -17,19 +18,13 @@ from throughtime.doctor._order import (
     same_data,
     same_start,
 )
-from throughtime.doctor._records import BackwardCall, Operation, TensorRecord, Unit, UnitCall
+from throughtime.doctor._records import Operation, TensorRecord, Unit, UnitCall
 from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules import Rule
 from throughtime.doctor.watcher import Watcher
 
 FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
 REPEATS = 4  # calls on the same inputs before it is reported
 REPLAYS = 3  # chunks that are read twice before it is reported
-ONCE = "one call for each chunk; where two results are needed, start both calls from the same state"
-UPDATES = (
-    "start every update on a chunk from the state before the chunk: y, new = net(x, h), and"
-    " h = tt.state.detach(new) after the last of them"
-)
 
 
 @dataclass
@@ -38,7 +33,6 @@ class SameStarts:
 
     call: UnitCall
     zeros: bool
-    names: tuple[str, str]  # of the state that entered and of the new one, empty if unknown
     count: int = 0
     lengths: set[int] = field(default_factory=set)  # of the chunks before them
 
@@ -54,7 +48,7 @@ class Wrap:
     ends_pass: bool  # the inputs may be all of the data
 
 
-class PassRule(Rule):
+class PassRule:
     """Follows the passes of the units over their data. `StateRule` passes on their calls."""
 
     def __init__(
@@ -64,12 +58,12 @@ class PassRule(Rule):
         order: ChunkOrder,
         units: dict[Any, Unit],
     ) -> None:
-        super().__init__(watcher, findings)
+        self.watcher, self.findings, self.log = watcher, findings, watcher.log
         self.order, self.units = order, units
         # the first and the last call by unit, mode and recording
         self.starts: dict[Any, UnitCall] = {}
         self.ends: dict[Any, UnitCall] = {}
-        self.pending: list[tuple[UnitCall, int, bool, tuple[str, str]]] = []  # in this chunk
+        self.pending: list[tuple[UnitCall, int, bool]] = []  # in this chunk
         self.targets: dict[Instruction, int] = {}  # elements compared with results, by operation
 
     def on_operation(self, op: Operation, result: TensorRecord) -> None:
@@ -102,15 +96,10 @@ class PassRule(Rule):
             order == "again" and first is not None and not same_start(first, call)
         ):
             call.unit.samples = True
-        drawn = self.clock.random and call.batch != before.batch
+        drawn = self.log.random and call.batch != before.batch
         if order != "next" or drawn or call.unit.samples:
             return False
-        names = paths(
-            lambda value: any(value is state for state in states),
-            lambda value: self._is_new_state(value, before, call.start),
-            current_frame(),
-        )
-        self.pending.append((call, before.steps, zeros, names))
+        self.pending.append((call, before.steps, zeros))
         return True
 
     def _key(self, call: UnitCall) -> tuple[Unit, bool | None, Root | None]:
@@ -124,16 +113,9 @@ class PassRule(Rule):
         last = self.ends.get(self._key(call), before)
         return last if last.data is not None and last.chunk < call.chunk else before
 
-    def _is_new_state(self, value: Any, before: UnitCall, start: list[Tensor]) -> bool:
-        """Whether a value is the state that the chunk before ended with."""
-        if not isinstance(value, Tensor) or (start and value.shape != start[0].shape):
-            return False
-        record = self.watcher.table.record_of(value)
-        return record is not None and record.source is before and not record.edited
-
-    def before_backward(self, backward: BackwardCall) -> None:
-        for call, length, zeros, names in self.pending:
-            self._count_start(call, length, zeros, names)
+    def before_backward(self, backward: Backward) -> None:
+        for call, length, zeros in self.pending:
+            self._count_start(call, length, zeros)
         for unit in self.units.values():
             call, unit.repeated = unit.repeated, None
             if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
@@ -141,9 +123,7 @@ class PassRule(Rule):
         self.pending.clear()
         self.targets.clear()
 
-    def _count_start(
-        self, call: UnitCall, length: int, zeros: bool, names: tuple[str, str]
-    ) -> None:
+    def _count_start(self, call: UnitCall, length: int, zeros: bool) -> None:
         unit = call.unit
         last = unit.last.get(call.training, call)
         steps = last.graph_steps if last.chunk == call.chunk else call.steps
@@ -153,8 +133,8 @@ class PassRule(Rule):
             unit.samples = True
         if unit.samples:
             return
-        starts = unit.fresh = unit.fresh or SameStarts(call, zeros, names)
-        starts.call, starts.names, starts.count = call, names, starts.count + 1
+        starts = unit.fresh = unit.fresh or SameStarts(call, zeros)
+        starts.call, starts.count = call, starts.count + 1
         starts.lengths.add(length)
         if starts.count == FRESH_CHUNKS:
             self._report_starts(starts)
@@ -165,15 +145,7 @@ class PassRule(Rule):
             return
         origin = "from zeros" if starts.zeros else "from the same state as before"
         detail = f"{starts.count} times the inputs continued and the state started {origin}."
-        entered, new = starts.names
-        fix = ""
-        if entered and new:
-            detail += f" It starts from {entered}; the new state is in {new}."
-            fix = (
-                f"{entered} = tt.state.detach({new}) after each chunk; nothing else sets {entered}"
-            )
-        line = line_of(starts.call.instruction)
-        self.findings.add("TT201", line, detail, entered, fix=fix)
+        self.findings.add("TT201", line_of(starts.call.instruction), detail)
 
     def starts_fresh(self, call: UnitCall) -> None:
         """Handle a new or a masked state: what was repeated before it is a sample of its own."""
@@ -224,11 +196,11 @@ class PassRule(Rule):
         wrap, unit.wrap = unit.wrap, None
         if wrap is None or unit.jumps:
             return
-        code, detail, fix = "TT208", f"The state enters at {wrap.line}.", ""
+        code, detail = "TT208", f"The state enters at {wrap.line}."
         if not wrap.ends_pass:
-            code, fix = "TT210", UPDATES
+            code = "TT210"
             detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
-        self.findings.add(code, wrap.line, detail, wrap.name, wrap.chunks, fix)
+        self.findings.add(code, wrap.line, detail, wrap.name, wrap.chunks)
 
     def repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs, with no update between.
@@ -243,13 +215,12 @@ class PassRule(Rule):
         if call.grad and begin is origin and (at_once or self._in_batch(call, origin)):
             call.unit.repeated = call
         unit = call.unit
-        if at_once and unit.carried and call.grad and call.chunk in self.clock.crossed:
+        if at_once and unit.carried and call.grad and call.chunk in self.log.crossed:
             unit.replays += unit.replayed != call.chunk
             unit.replayed = call.chunk
             if unit.replays == REPLAYS:
                 detail = "Each chunk is read twice, the second time from the state at its end."
-                line = line_of(call.instruction)
-                self.findings.add("TT210", line, detail, fix=ONCE)
+                self.findings.add("TT210", line_of(call.instruction), detail)
         return at_once
 
     def _in_batch(self, call: UnitCall, origin: UnitCall) -> bool:
@@ -257,10 +228,8 @@ class PassRule(Rule):
         return call.batch == origin.batch and call.batch != (0, 0)
 
     def _report_repeats(self, call: UnitCall) -> None:
-        step = "x[:, t : t + 1]" if call.time_dim == 1 else "x[t : t + 1]"
         detail = f"{call.repeats + 1} calls in a row read the same {call.steps} steps."
-        fix = f"pass one step at a time, {step} instead of x; or all steps in one call, no loop"
-        self.findings.add("TT210", line_of(call.instruction), detail, fix=fix)
+        self.findings.add("TT210", line_of(call.instruction), detail)
 
     def close(self) -> None:
         for unit in self.units.values():

@@ -12,40 +12,23 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, nn
 
-from throughtime.doctor._data import Root, View, difference, nonzero
+from throughtime.doctor._data import Root, View
 from throughtime.doctor._frames import Instruction, SourceLine, line_of
-from throughtime.doctor._operations import has_mask
-from throughtime.doctor._order import ChunkOrder, deepest_roots, lanes_of, remember, root_of
+from throughtime.doctor._log import Backward
+from throughtime.doctor._order import ChunkOrder, deepest_roots, remember, root_of
 from throughtime.doctor._records import (
-    BackwardCall,
     Operation,
     TensorRecord,
     Unit,
     UnitCall,
+    has_mask,
     numbers,
     tensors,
 )
 from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules import Rule
 from throughtime.doctor.rules.passes import PassRule
 from throughtime.doctor.watcher import Watcher
 
-# what to write for TT207
-FRESH = "start every batch from a new zero state, made in the loop as before the first batch"
-IN_ORDER = f"visit the chunks in the order of time; or, where they are unrelated, {FRESH}"
-SHUFFLED = "read the pieces in order: DataLoader(..., shuffle=False), no random sampler"
-SIDE_BY_SIDE = (
-    "rows that go on from batch to batch: tt.Stream(recordings, lanes=..., chunk=...) has such;"
-    f" or, where windows are samples of their own, {FRESH}"
-)
-SELECT = (  # for a layer, whose states have lanes in dimension 1
-    "keep h in one order of all lanes; for the rows of a chunk, a tensor of indices, y, new ="
-    " net(x, h[:, rows]), then h = h.index_copy(1, rows, new.detach()); for an LSTM both h and c"
-)
-OVERLAPPING = (
-    "advance by the length of the window, so that windows do not overlap; or, where windows are"
-    f" samples of their own, {FRESH}"
-)
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
 STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
@@ -53,11 +36,11 @@ MAX_UNITS = 8  # units in one step of a cell by hand
 LONG = 256  # steps before the only backward
 
 
-class StateRule(Rule):
+class StateRule:
     """Compares each call of a recurrent unit with the one that its state comes from."""
 
     def __init__(self, watcher: Watcher, findings: FindingList) -> None:
-        super().__init__(watcher, findings)
+        self.watcher, self.findings, self.log = watcher, findings, watcher.log
         self.units: dict[Any, Unit] = {}  # by their key
         self.order = ChunkOrder()
         self.passes = PassRule(watcher, findings, self.order, self.units)
@@ -81,11 +64,11 @@ class StateRule(Rule):
 
         The first call in a chunk is compared; of a cell's other steps only the end is remembered.
         """
-        clock, call = self.clock, self.running.pop(id(module), None)
+        log, call = self.log, self.running.pop(id(module), None)
         data = inputs[0] if inputs else None
         if not isinstance(data, Tensor):
             return
-        layer, now = isinstance(module, nn.RNNBase), (clock.chunk, clock.batch, clock.training)
+        layer, now = isinstance(module, nn.RNNBase), (log.chunk, log.batch, log.training)
         if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
             call.begin = call.begin or replace(call)
             call.previous, call.lanes, call.data = call.data, None, self._view(data)
@@ -132,18 +115,18 @@ class StateRule(Rule):
         lane_dim: int | None = 0,
         time_dim: int | None = None,
     ) -> UnitCall:
-        clock = self.clock
+        log = self.log
         unit = self.units.setdefault(key, Unit(key))
-        before = unit.last.get(clock.training)
-        if before is not None and before.chunk < clock.chunk:
+        before = unit.last.get(log.training)
+        if before is not None and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
         return UnitCall(
             unit,
             instruction,
-            clock.chunk,
-            clock.call,
-            clock.batch,
-            clock.training,
+            log.chunk,
+            log.call,
+            log.batch,
+            log.training,
             is_grad_enabled(),
             data,
             steps,
@@ -170,7 +153,7 @@ class StateRule(Rule):
         data = self._view(inputs)
         if layer and data is not None and not data.root.random:
             derived = data.root.copied is not None or bool(data.root.covered)
-            self.watcher.follows_data |= derived and data.root.chunk == self.clock.chunk
+            self.watcher.follows_data |= derived and data.root.chunk == self.log.chunk
         call = self._new_call(id(weights[0] if layer else weights), op.instruction, data, *dims)
         call.is_layer, call.inputs = layer, inputs.detach() if layer else None
         result.repeated |= call.steps > 1 or call.unit in result.path
@@ -262,9 +245,9 @@ class StateRule(Rule):
         if state is not None and origin is not None:
             call.copies = state.copies
             if origin.chunk != call.chunk:
-                self.clock.crossed.add(call.chunk)
+                self.log.crossed.add(call.chunk)
             elif origin.call != call.call and call.steps > 1:
-                continued = self.clock.continued
+                continued = self.log.continued
                 continued[unit] = continued.get(unit, 0) + 1
             self._count_graph(call, origin, has_graph)
             origin.parent = None  # no older call is asked for
@@ -286,11 +269,11 @@ class StateRule(Rule):
         else:
             unit.first = unit.first or call
         unit.last[call.training] = call
-        self.clock.recurrent = self.clock.units[unit] = call.instruction
+        self.log.recurrent = self.log.units[unit] = call.instruction
 
     def _last_of(self, key: Instruction) -> UnitCall | None:
         """The last call of a unit by hand in this mode."""
-        return self.units[key].last.get(self.clock.training) if key in self.units else None
+        return self.units[key].last.get(self.log.training) if key in self.units else None
 
     def _at_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""
@@ -325,69 +308,47 @@ class StateRule(Rule):
             call, origin, order, line, name
         ):
             return
-        code, source, detail, fix = self._fault(call, origin, state, order, line)
+        code, source, detail = self._fault(call, origin, state, order, line)
         if code == "TT207":
             call.unit.jumps, call.unit.in_order, call.unit.wrap = True, False, None
         elif not code and call.training == origin.training:
             self.passes.moves_on(call.unit)
         if code:
-            self.findings.add(code, source, detail, name, (origin.chunk, call.chunk), fix)
+            self.findings.add(code, source, detail, name, (origin.chunk, call.chunk))
 
     def _fault(
         self, call: UnitCall, origin: UnitCall, state: TensorRecord, order: str, line: SourceLine
-    ) -> tuple[str, SourceLine | None, str, str]:
-        """The code of a state that does not go on in time, its line, a detail and what to write."""
+    ) -> tuple[str, SourceLine | None, str]:
+        """The code of a state that does not go on in time, its line and a detail."""
         detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
         starts = order == "other" or (order == "start" and self._is_recording(origin))
         if call.training is False and state.copies > origin.copies:
-            return "", None, "", ""  # validation starts from a copy, training keeps its state
+            return "", None, ""  # validation starts from a copy, training keeps its state
         if call.training != origin.training or (call.grad != origin.grad and starts):
             new_phase = call.training != origin.training
             trains = call.training if new_phase else call.grad
             direction = "validation to training" if trains else "training to validation"
-            return "TT205", line, f"It goes from {direction}.", ""
-        if new_batch and call.batch[0] == origin.batch[0] and self.clock.random:
-            return "TT207", self.clock.loader, detail, self._fix_of_order(call, origin)
+            return "TT205", line, f"It goes from {direction}."
+        if new_batch and call.batch[0] == origin.batch[0] and self.log.random:
+            return "TT207", self.log.loader, detail
         if order == "rows" and not state.edited:
-            return "TT206", line, "", SELECT if call.is_layer else ""
+            return "TT206", line, ""
         # what lies between may belong to other states, such as those of other users
         only = call.unit.last.get(call.training) is origin
         if order == "jump" and only and call.chunk != origin.chunk:
-            source = self.clock.loader if new_batch else line
-            return "TT207", source or line, detail, self._fix_of_order(call, origin)
+            source = self.log.loader if new_batch else line
+            return "TT207", source or line, detail
         if call.chunk == origin.chunk and order in {"start", "other"}:
             call.unit.mixed = True
         elif order == "other" and not call.unit.mixed:
-            return "TT204", line, "", ""
+            return "TT204", line, ""
         if order == "start" and starts:
             self._enter_recording(call, origin, state, line)
-        return "", None, "", ""
-
-    def _fix_of_order(self, call: UnitCall, origin: UnitCall) -> str:
-        """What to write for TT207; the fix of the code where the data does not tell."""
-        before, after = lanes_of(origin), lanes_of(call)
-        if not before or not after:
-            return ""
-        last, lane = before[0], after[0]
-        if last.root is not lane.root:
-            return FRESH  # other sequences
-        gap, dims = difference(last.last, lane.first), last.dims | lane.dims
-        if len(dims) != 1 or nonzero(gap) - dims:
-            return FRESH
-        (dim,), steps = dims, max(origin.steps, origin.graph_steps)
-        step = (last.step or lane.step or (1,) * len(gap))[dim]
-        length, ahead = max(abs(step) * steps, 1), gap[dim] * (1 if step > 0 else -1)
-        if call.batch == origin.batch:
-            overlaps = -length < ahead <= 0
-            return OVERLAPPING if overlaps else IN_ORDER
-        tiled = not lane.first[dim] % length and not (last.last[dim] + step) % length
-        if len(after) == 1 and tiled and self.clock.random:
-            return SHUFFLED
-        return FRESH if self.clock.random else SIDE_BY_SIDE
+        return "", None, ""
 
     def _name(self, call: UnitCall, state: TensorRecord) -> str:
         tensor = state.ref()
-        return self.watcher.state_name(
+        return self.log.state_name(
             call.instruction, lambda value: tensor is not None and value is tensor
         )
 
@@ -425,7 +386,7 @@ class StateRule(Rule):
         call.graph_steps, call.graph_calls = origin.graph_steps + call.steps, origin.graph_calls + 1
         call.model_calls = origin.model_calls + self._is_new_part(call, origin)
         longer = call.graph_calls > 2 * (call.unit.trained or call.graph_calls)
-        if call.training is False or self.clock.chunk == 0 or longer:
+        if call.training is False or self.log.chunk == 0 or longer:
             call.unit.evaluation = call
         if self.longest is None or call.graph_steps > self.longest.graph_steps:
             self.longest = call
@@ -443,11 +404,11 @@ class StateRule(Rule):
         if call is None:
             return
         limit = CONNECTED_CHUNKS if call.steps > 1 else CONNECTED_STEPS
-        if call.chunk == self.clock.chunk and call.graph_calls >= limit:
+        if call.chunk == self.log.chunk and call.graph_calls >= limit:
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
             self.findings.add("TT202", line_of(call.instruction), detail)
 
-    def before_backward(self, backward: BackwardCall) -> None:
+    def before_backward(self, backward: Backward) -> None:
         self.passes.before_backward(backward)
 
     def close(self) -> None:
@@ -455,7 +416,7 @@ class StateRule(Rule):
         for unit in self.units.values():
             self._report_connected(unit)
         longest = self.longest
-        if self.clock.chunk != 1 or longest is None or longest.chunk != 0:
+        if self.log.chunk != 1 or longest is None or longest.chunk != 0:
             return
         # a cell that runs through one sequence is no stream
         several = longest.steps > 1 or 0 < 2 * longest.model_calls <= longest.graph_steps

@@ -1,0 +1,220 @@
+"""The log of a training loop: its events, the position in it, and an index of its graph.
+
+Rules are functions of the log and its last event. Sequence numbers of nodes are autograd's: later
+nodes have larger ones.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from throughtime.doctor._autograd import MeanTerm
+from throughtime.doctor._frames import (
+    Instruction,
+    SourceLine,
+    Variable,
+    current_frame,
+    variable_path,
+)
+from throughtime.doctor._torch_private import next_sequence
+
+MAX_CHANGES = 5_000  # in-place changes remembered
+MAX_NODES = 50_000  # nodes remembered
+MAX_EVENTS = 4_096  # events remembered, at least
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """A backward of the user; its facts are those before it ran."""
+
+    root: Any  # the node of the first tensor, if it has one; `None` after the backward
+    line: SourceLine
+    site: int = 0  # see `call_site`
+    retain: bool = False
+    is_grad: bool = False  # `torch.autograd.grad`
+    number: int = -1  # the sequence number of the root, -1 without one
+    again: bool = False  # another backward has gone through the same forward pass
+    chunk: int = 0
+    steps: int = 0  # of optimizers before it
+    newest: int = 0  # the sequence number of the next node
+    boundary: int = -1  # nodes up to this sequence number were created before its end
+    means: list[MeanTerm] = field(default_factory=list)
+    # the loss is a sum of the means of all chunks of a recording, computed in one line
+    by_chunk: bool = False
+    nodes: int = 0  # of a retained graph
+    oldest: int = 0  # of a retained graph, the smallest sequence number
+    detaches: dict[Instruction, int] = field(default_factory=dict)  # before it, in a row
+    reads: int = 0  # the user's reads of gradients so far
+    versions: dict[int, int] = field(default_factory=dict)  # of parameters, by optimizer
+    fresh: set[int] = field(default_factory=set)  # optimizers whose gradients were cleared by hand
+
+
+@dataclass(slots=True, eq=False)
+class Clear:
+    """A call of `zero_grad`."""
+
+    parameters: frozenset[int]  # their ids
+    line: SourceLine | None  # `None` within a step
+    useful: set[int] = field(default_factory=set)  # optimizers that had finite gradients, not zero
+    reads: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    watched: bool = True  # the user's reads of gradients were watched
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """An optimizer step; its facts are those after it."""
+
+    optimizer: int  # its id
+    parameters: frozenset[int]
+    line: SourceLine | None
+    chunk: int = 0
+    number: int = -1  # the largest sequence number before it
+    call: int = 0  # calls of modules so far
+    lacks: bool = False  # all gradients are missing or zero
+    repeated: bool = False  # the gradient is the same tensor as at the last step
+    by_trainer: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Sum:
+    """A sum of losses with its graph."""
+
+    instruction: Instruction
+    chunk: int
+    depth: int  # chunks that it goes through, if it goes on from an earlier chunk
+    passes: int  # forward passes since the last backward
+    numbers: tuple[int, ...] = ()  # sequence numbers of the sum and of its last term
+
+
+@dataclass(slots=True, eq=False)
+class Close:
+    """The end of the loop, without an error."""
+
+
+Event = Backward | Clear | Step | Sum | Close
+
+
+class Fault(NamedTuple):
+    """The arguments of `FindingList.add`."""
+
+    code: str
+    line: SourceLine | None
+    detail: str = ""
+    tensor: str = ""
+    chunks: tuple[int, int] | None = None
+    fix: str = ""
+    after: int = 1
+
+
+@dataclass(eq=False)
+class Log:
+    """The events of a loop, the position in it, and the nodes of its graph by number."""
+
+    events: list[Event] = field(default_factory=list)
+    chunk: int = 0  # backward calls so far
+    call: int = 0  # calls of outermost modules so far
+    depth: int = 0  # modules that run now, one inside the other
+    training: bool | None = None  # of the outermost module that runs
+    batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
+    random: bool = False  # the loader's sampler does not keep the order of time
+    loader: SourceLine | None = None  # the line that decides the order of the batches
+    loading: bool = False  # such a loader collects a batch now
+    crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
+    # calls of a unit in this chunk that take over a state of the same chunk
+    continued: dict[Any, int] = field(default_factory=dict)
+    recurrent: Instruction | None = None  # the last call of a recurrent unit
+    units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
+    steps: int = 0  # of optimizers so far
+    reads: int = 0  # the user's reads of `.grad`
+    boundary: int = -1  # the largest sequence number before the last backward
+    node_numbers: list[int] = field(default_factory=list)  # ascending
+    node_instructions: list[Instruction | None] = field(default_factory=list)
+    # in-place changes: version after it, shape, instruction, last sequence number
+    in_place: deque[tuple[int, Any, Instruction, int]] = field(
+        default_factory=lambda: deque(maxlen=MAX_CHANGES)
+    )
+    earlier: set[Instruction] = field(default_factory=set)  # of earlier chunks
+    current: set[Instruction] = field(default_factory=set)  # and of this one
+    # states that entered with a graph of an earlier chunk, by the instruction that took them
+    carried: dict[Instruction, list[Variable]] = field(default_factory=dict)
+    detaches: dict[Instruction, int] = field(default_factory=dict)  # the longest series in a chunk
+    used_gradients: set[Instruction] = field(default_factory=set)  # detaches whose gradient is used
+    # calls of detach whose result is discarded: by the sequence number of the tensor, and those of
+    # states
+    lost_detaches: dict[int, Instruction] = field(default_factory=dict)
+    lost_states: set[Instruction] = field(default_factory=set)
+    sums: dict[Instruction, Sum] = field(default_factory=dict)  # no backward went through them
+    sent: set[Instruction] = field(default_factory=set)  # sums that one went through
+    roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
+    several: bool = False  # a forward pass has several losses
+    # objects whose holder was looked for, by the line that computed them
+    searches: dict[Instruction, int] = field(default_factory=dict)
+    codes: set[str] = field(default_factory=set)  # of the findings so far
+
+    def append(self, event: Event) -> None:
+        """Add an event, and forget the oldest."""
+        self.events.append(event)
+        if len(self.events) > 2 * MAX_EVENTS:
+            del self.events[:MAX_EVENTS]
+
+    @property
+    def backwards(self) -> list[Backward]:
+        """The backwards remembered."""
+        return [event for event in self.events if isinstance(event, Backward)]
+
+    def steps_of(self, optimizer: int, most: int) -> list[Step]:
+        """The last steps of an optimizer, the last one first."""
+        result: list[Step] = []
+        for event in reversed(self.events):
+            if isinstance(event, Step) and event.optimizer == optimizer:
+                result.append(event)
+                if len(result) == most:
+                    break
+        return result
+
+    def before(self, step: Step) -> list[Event]:
+        """The events between a step and the step of the same optimizer before it."""
+        result: list[Event] = []
+        found = False
+        for event in reversed(self.events):
+            if isinstance(event, Step) and event.optimizer == step.optimizer and found:
+                break
+            if found:
+                result.append(event)
+            found |= event is step
+        return result[::-1]
+
+    def instruction_of(self, number: int) -> Instruction | None:
+        """The instruction that created the node of this sequence number."""
+        position = bisect_left(self.node_numbers, number)
+        return self.node_instructions[position] if position < len(self.node_numbers) else None
+
+    def add_node(self, number: int, instruction: Instruction | None) -> None:
+        """Record a node; `None` for those that were created unwatched before it."""
+        if not self.node_numbers or number > self.node_numbers[-1]:
+            self.node_numbers.append(number)
+            self.node_instructions.append(instruction)
+
+    def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
+        """The path of a state: as recorded where it entered, or of the first value that matches."""
+        variables = self.carried.get(instruction, []) if instruction is not None else []
+        paths = (variable.path for variable in variables)
+        return next(filter(None, paths), "") or variable_path(matches, current_frame())
+
+    def crossed_since(self, chunk: int) -> bool:
+        """Whether a recurrent state connects the chunks since that one."""
+        return any(c in self.crossed for c in range(chunk + 1, self.chunk))
+
+    def next_chunk(self) -> None:
+        """Begin a new chunk, after a backward."""
+        self.chunk += 1
+        self.continued.clear()
+        self.boundary = next_sequence() - 1
+        self.earlier |= self.current
+        self.current = set()
+        count = len(self.node_numbers)
+        if count > MAX_NODES:
+            del self.node_numbers[: count // 2], self.node_instructions[: count // 2]

@@ -1,0 +1,213 @@
+"""What an error says about a loop: of a backward, or of a layer.
+
+Codes TT101 to TT105, and TT209 and TT211 for a layer that fails. An error of a backward comes from
+a graph that an earlier backward has freed, or that an optimizer step has changed. Where it enters
+shows why:
+
+- a state, if the operation that takes the old tensor in has computed it (TT101, TT102),
+- a loss or output that is kept, if the same forward pass has run again (TT104),
+- a graph that is sent back twice, if no forward pass has run in between (TT105).
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from throughtime.doctor._autograd import (
+    CHANGED,
+    FREED,
+    ChangedTensor,
+    StaleEdge,
+    changed_tensor,
+    is_leaf,
+    parameters_of_node,
+    reachable_nodes,
+    reaches_unusable,
+    stale_edges,
+)
+from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
+from throughtime.doctor._log import Backward, Fault, Log, Step
+from throughtime.doctor._records import tensors
+from throughtime.doctor._torch_private import sequence
+from throughtime.doctor.findings import BACKWARD_FIRST, LOST_DETACH, OWN_LOSS, detach_fix
+
+MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
+
+
+def explain(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
+    """The fault behind an error of a backward from this node; `None` if unknown."""
+    if CHANGED in message:
+        return _changed(log, message, root, backward)
+    return _entered(log, root, backward) if FREED in message else None
+
+
+def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
+    """A tensor that was changed in place."""
+    changed = changed_tensor(root, message)
+    if changed is None:
+        return None
+    user = log.instruction_of(sequence(changed.node))
+    detail = f"It is needed by the operation at {line_of(user)}." if user else ""
+    lines = _lines_of_change(log, changed)
+    at, others = next(iter(lines), None), ", ".join(map(str, lines[1:]))
+    if changed.parameter is None:
+        detail += f" It is also changed at {others}." if others else ""
+        return Fault("TT103", at, detail)
+    past = log.backwards[_position(log, changed.node) :]
+    if not any(each.retain for each in past) and not reaches_unusable(
+        changed.node, MAX_OLD_NODES, FREED
+    ):  # no backward has gone through it before
+        return Fault("TT103", at, detail, fix=BACKWARD_FIRST)
+    change = f"Parameters of the older graph were changed{f' at {at}' if at else ''}."
+    return _entered(log, root, backward, change)
+
+
+def _lines_of_change(log: Log, changed: ChangedTensor) -> list[SourceLine]:
+    """The lines of the optimizer step or the operations that changed a tensor in place."""
+    number, shape = sequence(changed.node), changed.shape
+    later = (e for e in log.events if isinstance(e, Step) and e.number >= number)
+    step = next((each for each in later if id(changed.parameter) in each.parameters), None)
+    if step is not None:
+        return [step.line] if step.line else []
+    changes = [
+        (list(of), instruction)
+        for version, of, instruction, last in log.in_place
+        if changed.expected < version <= changed.version and last >= number - 64
+    ]
+    same = [instruction for of, instruction in changes if of == shape]
+    larger = [i for of, i in changes if math.prod(of) >= math.prod(shape)]
+    return list(dict.fromkeys(map(line_of, same or larger)))
+
+
+def _entered(log: Log, root: Any, backward: Backward, change: str = "") -> Fault | None:
+    """A backward that enters the graph of an earlier one."""
+    if sequence(root) <= log.boundary:
+        return _sent_twice(log, root, backward, "", change)
+    edges = stale_edges(root, log.boundary)
+    states = [edge for edge in edges if _is_state(log, edge)]
+    if states:
+        return _carried(log, states, backward.line, change)
+    if not edges:
+        return None
+    edge, (entry, name) = edges[0], _entry(log, edges[0])
+    chunks = _chunks(log, edge.old)
+    again = log.backwards[_position(log, edge.old)].site == backward.site
+    if again and entry and entry == log.recurrent and entry in log.earlier:
+        fix = f"compute {name or 'the state'} anew before each backward, inside the loop"
+        return Fault("TT101", line_of(entry), "It is computed only once.", name, chunks, fix)
+    if not _alike(log, reachable_nodes(root, above=log.boundary), _below(edge)):
+        return _sent_twice(log, edge.old, backward, name, change)
+    return Fault("TT104", backward.line, change, name, chunks, OWN_LOSS if edge.is_number else "")
+
+
+def _is_state(log: Log, edge: StaleEdge) -> bool:
+    """Whether the old tensor enters an operation that has computed it, directly or not."""
+    if edge.is_number and not edge.uses_parameters:
+        return False
+    watched = any(_instructions(log, edge.path))
+    return _alike(log, edge.path, _below(edge)) if watched else edge.uses_parameters
+
+
+def _below(edge: StaleEdge) -> Iterable[Any]:
+    """Nodes of the graph that an edge enters."""
+    return reachable_nodes(edge.old, MAX_OLD_NODES)
+
+
+def _alike(log: Log, one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether an operation occurs in both graphs, with the same parameters if it has any."""
+    a, b = _instructions(log, one), _instructions(log, other)
+    if set().union(*a.values()) & set().union(*b.values()):
+        return True
+    shared = [key for key in a if key is not None and key in b]
+    return bool(shared) and not any(a[key] and b[key] for key in shared)
+
+
+def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Instruction | None, set[tuple[str, int]]]:
+    """The instructions that created nodes, each with the parameters that its nodes use."""
+    result: dict[Instruction | None, set[tuple[str, int]]] = {}
+    for node in nodes:
+        if not is_leaf(node):
+            uses = result.setdefault(log.instruction_of(sequence(node)), set())
+            uses.update((node.name(), id(p)) for p in parameters_of_node(node))
+    return result
+
+
+def _entry(log: Log, edge: StaleEdge) -> tuple[Instruction | None, str]:
+    """The instruction that takes the old tensor in, and the path of the tensor."""
+    entry = log.instruction_of(sequence(edge.entry)) or log.recurrent
+    name = log.state_name(
+        entry, lambda value: isinstance(value, Tensor) and value.grad_fn is edge.old
+    )
+    return entry, name
+
+
+def _position(log: Log, node: Any) -> int:
+    """The position among the backwards of the first one after a node."""
+    return bisect_left(log.backwards, sequence(node), key=lambda past: past.boundary)
+
+
+def _chunks(log: Log, old: Any) -> tuple[int, int]:
+    """The chunks that created and used a tensor."""
+    return log.backwards[_position(log, old)].chunk, log.chunk
+
+
+def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
+    """States that were carried with the graph of their chunk."""
+    old, (entry, name) = states[0].old, _entry(log, states[0])
+    entries = dict.fromkeys(filter(None, (_entry(log, state)[0] for state in states)))
+    variables = [v for each in entries for v in log.carried.get(each, [])]
+    at = next((v.line for v in variables if v.is_argument), None)
+    at = at or (line_of(entry) if entry else line)
+    past = log.backwards[_position(log, old)]
+    retained = past.retain and change != ""
+    fix = detach_fix([v.path for v in variables] or [name], losses=int(retained))
+    details = [change or "A backward has freed that graph."]
+    numbers = (sequence(state.old) for state in states)
+    lost = [log.lost_detaches[n] for n in numbers if n in log.lost_detaches]
+    if retained:
+        at = past.line
+    elif lost:
+        at = min(map(line_of, lost), key=lambda each: each.line)
+        details[0] = LOST_DETACH
+    if entry and line_of(entry) != at:
+        details.append(f"It enters at {line_of(entry)}.")
+    code = "TT102" if retained else "TT101"
+    return Fault(code, at, " ".join(details), name, _chunks(log, old), fix)
+
+
+def _sent_twice(log: Log, node: Any, backward: Backward, name: str, change: str) -> Fault:
+    """A graph that two backwards go through without a forward pass in between."""
+    past = log.backwards[_position(log, node)]
+    return Fault(
+        "TT105", backward.line, change or f"The backward at {past.line} has freed it.", name
+    )
+
+
+def lanes_of_error(error: BaseException | None) -> Fault | None:
+    """TT211 or TT209: an error of a layer or cell whose state has other lanes than its inputs."""
+    trace = error.__traceback__ if error is not None else None
+    line, values = None, dict[str, Any]()
+    while trace is not None:
+        frame = trace.tb_frame
+        if user_frame(frame) is frame:
+            line = SourceLine(frame.f_code.co_filename, trace.tb_lineno)
+        names = frame.f_locals
+        module = names.get("self")
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and names.keys() >= {"input", "hx"}:
+            values = names
+        trace = trace.tb_next
+    module, inputs, states = values.get("self"), values.get("input"), tensors(values.get("hx"))
+    layer, batch_first = isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)
+    if not isinstance(inputs, Tensor) or inputs.dim() != 2 + layer or not states:
+        return None
+    steps = inputs.shape[int(batch_first)] if layer else 0
+    state, lanes = states[0].shape[-2], inputs.shape[int(layer and not batch_first)]
+    if state == lanes or states[0].dim() < 2:
+        return None
+    if state == steps:
+        detail = f"The state has {state} lanes, the layer takes {steps} for steps."
+        return Fault("TT209", line, detail)
+    return Fault("TT211", line, f"The state has {state} lanes, the chunk has {lanes}.")

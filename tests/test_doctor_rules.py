@@ -1,0 +1,148 @@
+"""Each rule of the log, on events that are made by hand."""
+
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from throughtime.doctor._autograd import MeanTerm
+from throughtime.doctor._frames import Instruction, SourceLine
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Step, Sum
+from throughtime.doctor._records import TensorRecord
+from throughtime.doctor.rules.loop import AT, kept
+
+LOSS, CLEAR, STEP = (SourceLine("train.py", n) for n in (1, 2, 3))
+HERE = Instruction(compile("x = 1", "train.py", "exec"), 0)
+WEIGHTS = frozenset([1])
+
+
+def faults(*events: Event, **position: Any) -> list[Fault]:
+    """What the rules find when these events come one after the other."""
+    log, result = Log(**position), list[Fault]()
+    for event in events:
+        log.append(event)
+        if isinstance(event, Backward):
+            log.chunk += 1
+        result += [fault for rule in AT.get(type(event), ()) for fault in rule(log, event)]
+    return result
+
+
+def codes(*events: Event, **position: Any) -> set[str]:
+    return {fault.code for fault in faults(*events, **position)}
+
+
+def backward(chunk: int = 0, **facts: Any) -> Backward:
+    return replace(Backward(None, LOSS, number=10 * chunk, chunk=chunk), **facts)
+
+
+def step(chunk: int, **facts: Any) -> Step:
+    return Step(7, WEIGHTS, STEP, chunk=chunk, **facts)
+
+
+def clear(useful: bool = False) -> Clear:
+    return Clear(WEIGHTS, CLEAR, {7} if useful else set())
+
+
+def test_a_sound_loop_has_no_fault() -> None:
+    events = [e for n in range(5) for e in (clear(), backward(n), step(n + 1, number=10 * n + 9))]
+    assert not codes(*events, Close(), crossed={1, 2, 3, 4})
+
+
+@pytest.mark.parametrize(("count", "used", "found"), [(3, False, True), (2, False, False),
+                                                      (3, True, False)])  # fmt: skip
+def test_tt203_needs_a_detach_at_every_step_whose_gradient_is_not_used(
+    count: int, used: bool, found: bool
+) -> None:
+    events = backward(detaches={HERE: count}), backward(1)
+    assert codes(*events, used_gradients={HERE} if used else set()) == (
+        {"TT203"} if found else set()
+    )
+
+
+def mean(count: int, weight: float = 1.0) -> MeanTerm:
+    return MeanTerm("MseLossBackward0", weight, count, 0)
+
+
+@pytest.mark.parametrize(("lengths", "found"), [((30, 20), True), ((30, 30), False)])
+def test_tt301_needs_means_over_unequal_numbers_of_elements(
+    lengths: tuple[int, int], found: bool
+) -> None:
+    terms = [mean(length) for length in lengths]
+    separate = [backward(n, means=[term]) for n, term in enumerate(terms)]
+    expected = {"TT301"} if found else set()
+    assert codes(*separate, step(2), crossed={1}) == expected
+    assert codes(*separate, step(2)) == set()
+    assert codes(backward(means=terms, by_chunk=True)) == expected
+    assert codes(backward(means=terms)) == set()
+
+
+def test_tt301_does_not_compare_two_losses_of_one_pass() -> None:
+    losses = [backward(0, means=[mean(30)]), backward(1, means=[mean(20)], again=True)]
+    assert not codes(*losses, step(2), crossed={1})
+
+
+def test_tt302_names_the_line_that_clears_gradients_before_a_step_uses_them() -> None:
+    events = [e for n in range(3) for e in (backward(n), clear(True), step(n + 1, lacks=True))]
+    first, *_ = (fault for fault in faults(*events) if fault.code == "TT302")
+    assert (first.line, first.after) == (CLEAR, 2)
+    in_order = [e for n in range(3) for e in (clear(True), backward(n), step(n + 1))]
+    assert "TT302" not in codes(*in_order)
+
+
+def test_tt302_needs_the_same_number_of_cleared_backwards_at_every_step() -> None:
+    lost = [backward(0), clear(True), backward(1), step(2)]
+    assert "TT302" in codes(*lost, *lost)
+    assert "TT302" not in codes(backward(0), step(1), *lost)
+
+
+def test_tt302_names_a_step_that_uses_the_same_gradients_again() -> None:
+    events = [step(0), backward(0), step(1, repeated=True)]
+    assert codes(*events) == {"TT302"}
+    assert not codes(step(0), clear(), backward(0), step(1, repeated=True))
+    assert not codes(step(0), backward(0, fresh={7}), step(1, repeated=True))
+
+
+def test_tt304_needs_two_steps_after_forward_passes_without_a_backward() -> None:
+    idle = [step(0, lacks=True, call=n, number=n) for n in range(3)]
+    assert codes(*idle) == {"TT304"}
+    assert not codes(idle[0])
+    assert not codes(*(replace(each, by_trainer=True) for each in idle))
+
+
+def test_tt102_needs_graphs_that_reach_one_chunk_further_at_every_backward() -> None:
+    growing = [
+        backward(n, retain=True, nodes=10 * n + 10, oldest=0, newest=10 * n + 1, steps=n)
+        for n in range(7)
+    ]
+    assert codes(*growing) == {"TT102"}
+    assert not codes(*growing[:4])
+    assert codes(*growing[:4], Close()) == {"TT102"}
+    cut = [replace(each, oldest=each.number) for each in growing]
+    assert not codes(*cut, Close())
+
+
+def test_tt104_needs_a_sum_over_three_chunks_or_one_without_a_backward() -> None:
+    assert codes(Sum(HERE, 3, depth=3, passes=1)) == {"TT104"}
+    assert not codes(Sum(HERE, 3, depth=2, passes=1))
+    unsent = {HERE: Sum(HERE, 0, depth=0, passes=4)}
+    assert codes(Close(), sums=unsent) == {"TT104"}
+    assert not codes(Close(), sums=unsent, codes={"TT202"})
+
+
+def test_tt104_needs_results_whose_graphs_were_used_and_what_holds_them() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    results = [(weight * weight).sum() for _ in range(6)]
+    records = [TensorRecord(n, HERE, ref=weakref.ref(each)) for n, each in enumerate(results)]
+    assert not list(kept(Log(chunk=6), records))
+    for each in results:
+        each.backward()
+    (fault,) = kept(Log(chunk=6), records)
+    assert (fault.code, fault.tensor) == ("TT104", "results")
+    assert not list(kept(Log(chunk=6), records[:4]))
+
+
+def test_tt101_names_a_lost_detach_unless_the_state_is_known_already() -> None:
+    assert codes(Close(), lost_states={HERE}) == {"TT101"}
+    assert not codes(Close(), lost_states={HERE}, codes={"TT102"})
