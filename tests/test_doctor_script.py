@@ -1,6 +1,5 @@
 """`throughtime doctor SCRIPT` runs a script as Python does, and says what it found and watched."""
 
-import json
 import subprocess
 import sys
 import traceback
@@ -298,30 +297,3 @@ def test_workers_of_a_loader_are_not_watched(folder: Path, bad: int) -> None:
     assert "the recurrent state of train.py:19" in printed
     assert not says_throughtime(complained)
     assert ("torch.zeros(2, 3) @ torch.zeros(2, 3)" in complained) == (bad > 0)
-
-
-PRINTING = f"""import os, subprocess, sys
-print("of print")
-os.write(1, b"of the descriptor\\n")
-subprocess.run([sys.executable, "-c", "print('of a process')"], check=True)
-{LEAK.replace("y, h = net(x, h)", "y, h = net(x, h); print('of the loop')")}"""
-
-
-@pytest.mark.parametrize("script", [PRINTING, SOUND], ids=["leak", "sound"])
-def test_json_is_all_that_is_printed(folder: Path, script: str) -> None:
-    (folder / "train.py").write_text(script, encoding="utf-8")
-    words = [sys.executable, "-m", "throughtime", "doctor", "--json"]
-    done = subprocess.run([*words, "train.py"], capture_output=True, text=True, check=False)
-    content = json.loads(done.stdout)
-    codes = [finding["code"] for finding in content["findings"]]
-    assert done.returncode == len(codes), done.stderr
-    assert content["internal_error"] is None
-    if script == SOUND:
-        assert content["verdict"] == "nothing found"
-        assert content["watched"]["backwards"] == 6
-    else:
-        assert codes == ["TT101"]
-        assert content["findings"][0]["file"].endswith("train.py")
-        assert content["ended"].startswith("RuntimeError")
-        for part in ("print", "the descriptor", "a process", "the loop"):
-            assert f"of {part}\n" in done.stderr

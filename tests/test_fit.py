@@ -249,3 +249,13 @@ def test_a_rate_that_was_changed_since_counts(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError):
         torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), rtol=0, atol=0)
+
+
+def test_other_recordings_to_validate_on_begin_a_new_best(tmp_path: Path) -> None:
+    first = run(make_net(), out=tmp_path)
+    easy = [{"inputs": each["inputs"], "targets": 0 * each["targets"]} for each in recordings()[3:]]
+    same = run(make_net(), out=tmp_path, updates=41)
+    assert (same.best, same.score) == (first.best, first.score)
+    other = run(make_net(), out=tmp_path, updates=48, valid=easy)
+    assert other.best in {42, 48}
+    assert other.score != first.score

@@ -59,6 +59,8 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
         "updates": 60,
         "checkpoint_every": 1000.0,
     }
+    if ".py:" in str(more.get("model")):
+        del small["hidden"]  # not every module takes it
     return {"data": str(data), "out": str(out), **small, **more}
 
 

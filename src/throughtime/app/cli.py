@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
-    with failures_printed(commands):
+    with failures_printed():
         words = sys.argv[1:] or ["--help"]
         sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
 
@@ -99,6 +99,7 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
     """The settings of a run, with another end if the flags name one."""
     from throughtime.app.run_folder import RunFolder
 
+    settings = RunFolder(Path(str(options.resume))).read_config()
     other = [flag(name) for name in sorted(flags.keys() - {"updates", "epochs"})]
     if other or options.config is not None:
         raise ConfigError(
@@ -106,7 +107,6 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
             f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
             " on to another end."
         )
-    settings = RunFolder(Path(str(options.resume))).read_config()
     end = {"updates": None, "epochs": None, **flags} if flags else {}
     return make_config(settings.settings() | end, flags=flags)
 
@@ -350,8 +350,6 @@ class DoctorOptions(Settings):
     """Codes that are not reported, separated by commas, such as TT201,TT207."""
     strict: bool = False
     """Stop at the first finding."""
-    json: bool = False
-    """Print one JSON object on standard output, and nothing else."""
 
 
 def doctor(values: dict[str, Any]) -> int:
@@ -369,7 +367,6 @@ def doctor(values: dict[str, Any]) -> int:
         options.ignore.split(",") if options.ignore else (),
         module=options.module,
         strict=options.strict,
-        as_json=options.json,
     )
 
 

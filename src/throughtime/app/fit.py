@@ -11,9 +11,11 @@ import signal
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -23,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from throughtime._device import generators, set_generators
+from throughtime._files import write_atomically
 from throughtime.app.distributed import Team
 from throughtime.app.policy import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
@@ -146,7 +149,8 @@ def fit(
         logger: called with each line of the log, such as `print`: a dict with `kind`, `update`,
             `loss`, the metrics, and times in seconds. An error in it ends the training.
         out: a folder for `checkpoint.safetensors`, `model.safetensors` (the weights that are kept)
-            and `metrics.jsonl`. A training that it holds goes on.
+            and `metrics.jsonl`. A training that it holds goes on; on other recordings in `valid`
+            the best begins anew.
 
     Returns:
         How far the training came: `count` updates, the `best` one and its `score`.
@@ -199,8 +203,8 @@ def fit(
     ranks = ranks_of(net, stream)
     if ranks.shards:
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
-    each = updates_per_epoch(gradient, stream, ranks.count)
-    total = updates or (epochs or 1) * each  # by epochs an estimate: the order moves their end
+    # by epochs an estimate: the order moves their end
+    total = updates or (epochs or 1) * updates_per_epoch(gradient, stream, ranks.count)
     training = _Training(
         net,
         stream,
@@ -272,8 +276,10 @@ class _Training:
         """Go on from the folder to the end."""
         self.rules = [_rule(group) for group in self.optimizer.param_groups]
         self.loss = torch.zeros((), device=self.team.device)
+        self.done.end = self.end
         try:
-            self._open()
+            if self.folder is not None:
+                self._open(self.folder)
             if not self.done.finished:
                 with self._stopped_by_signals():
                     self._train()
@@ -291,11 +297,10 @@ class _Training:
         if not done.rows:
             self._write("data", {} if self.folder is None else self.folder.facts)
         started, saved = time.monotonic() - done.seconds, time.monotonic()
-        log_every = max(1, self.total // _LOG_LINES)
         for update in self._updates():
             self._apply(update)
             done.seconds = time.monotonic() - started
-            if done.count % log_every == 0:
+            if done.count % max(1, self.total // _LOG_LINES) == 0:
                 self._log(update)
             scored = self.valid_every and done.count % self.valid_every == 0
             if scored and not done.is_over(self.stream.epoch):  # by epochs `total` is an estimate
@@ -314,8 +319,8 @@ class _Training:
         self._save()
 
     def _is_over(self) -> bool:
-        patient = self.patience is None or self.done.stale < self.patience
-        return self.done.is_over(self.stream.epoch) or not patient
+        impatient = self.patience is not None and self.done.stale >= self.patience
+        return impatient or self.done.is_over(self.stream.epoch)
 
     def _updates(self) -> Iterator[Update]:
         """Epoch after epoch until the end; each starts from the initial state."""
@@ -356,7 +361,7 @@ class _Training:
             raise
 
     def _apply(self, update: Update) -> None:
-        self.rate = self.optimizer.param_groups[0]["lr"]
+        self.rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.schedule is not None and not isinstance(self.schedule, ReduceLROnPlateau):
@@ -375,7 +380,7 @@ class _Training:
         if not math.isfinite(loss):
             self.team.raise_together(self._diverged(self.done.count, f"the loss is {loss}"))
         row: dict[str, Any] = {"updates": self.total, "epoch": self.stream.epoch, "loss": loss}
-        row["lr"] = float(self.rate)
+        row["lr"] = self.rate
         if self.metrics is not None:
             metric, pairs = self.metrics.new(), update.chunk.valid_pairs(update.outputs)
             for outputs, targets in self.team.gather(pairs):
@@ -459,8 +464,7 @@ class _Training:
 
     def _save(self) -> None:
         """Write model and checkpoint with the positions of all ranks."""
-        folder = self.folder
-        if folder is None:
+        if (folder := self.folder) is None:
             return
         with self._aside():
             position = {
@@ -481,6 +485,7 @@ class _Training:
             "optimizer": self.optimizer.state_dict(),
             "rules": self.rules,
             "parts": self._parts(),
+            "valid": self.validation,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "best": dict(self.best),
             "loss": self.loss,
@@ -504,25 +509,16 @@ class _Training:
             weights, update = self.best, self.done.best
         return folder.model_bytes(weights, update, 0 if self.done.finished else self.total)
 
-    def _open(self) -> None:
+    def _open(self, folder: RunFolder) -> None:
         """Lock the folder, and go on from its checkpoint if it has one."""
-        folder = self.folder
-        self.done.end = self.end
-        if folder is None:
-            return
-
-        def lock() -> None:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.lock()
-            folder.remove_temporary_files()
 
         def tidy() -> int:
             rows = folder.truncate_metrics(self.done.rows)
-            if saved is not None:
-                folder.restore_model(self._model(folder))
+            if saved is not None:  # a kill or damage may have left another model, or none
+                write_atomically(folder.model, self._model(folder))
             return rows
 
-        self.team.on_first(lock)
+        self.team.on_first(folder.lock)
         saved = self.team.on_all(lambda: self._restored(folder))
         self.done.rows = self.team.on_first(tidy)
 
@@ -549,6 +545,12 @@ class _Training:
                 f" own share of the recordings, and there {'is' if count == 1 else 'are'} {count}"
                 " now: start as many as before by torchrun"
             )
+        for name, kind in self._parts().items():
+            if (before := saved["parts"][name]) != kind:
+                raise RunError(
+                    f"the folder holds a training whose {name} is {before}, and it is {kind} now:"
+                    " give the same one, or another out="
+                )
         position = saved["ranks"][self.team.rank]
         expected = self.net.module.state_dict()
         check_layout(saved["net"], expected)
@@ -558,6 +560,8 @@ class _Training:
         self.best = saved["best"] if self.keep_best else {}
         self._restore_optimizer(saved)
         self.done = Fit.of_checkpoint(saved, *self.end, again=folder.patient)
+        if saved["valid"] != self.validation:
+            self.best, self.done.best, self.done.score, self.done.stale = {}, 0, -math.inf, 0
         self.loss = saved["loss"].to(self.team.device)
         self.waited = position["waited"]
         self.stream.load_state_dict(position["stream"])
@@ -573,23 +577,13 @@ class _Training:
         """Its state, and its rules, such as the rate that a schedule has set.
 
         A rule that the user has changed since the training began stays as the user has it.
-
-        Raises:
-            RunError: the training was begun with another kind of optimizer, schedule or loss.
         """
-        for name, kind in self._parts().items():
-            if (before := saved["parts"][name]) != kind:
-                raise RunError(
-                    f"the folder holds a training whose {name} is {before}, and it is {kind} now:"
-                    " give the same one, or another out="
-                )
         parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         for i, values in saved["optimizer"]["state"].items():
             for name in (name for name, value in values.items() if value.ndim):
                 check_layout({name: values[name]}, {name: parameters[i]})
-        for rules, before, group in zip(
-            self.rules, saved["rules"], saved["optimizer"]["param_groups"], strict=True
-        ):
+        groups = saved["optimizer"]["param_groups"]
+        for rules, before, group in zip(self.rules, saved["rules"], groups, strict=True):
             group |= {name: rule for name, rule in rules.items() if before.get(name) != rule}
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.schedule is not None:
@@ -600,6 +594,16 @@ class _Training:
         """The kinds of the objects that a training must go on with."""
         parts = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss_fn}
         return {k: getattr(v, "__qualname__", type(v).__name__) for k, v in parts.items()}
+
+    @cached_property
+    def validation(self) -> str:
+        """What the scores are of: a checksum of the recordings to validate on."""
+        if self.valid is None or callable(self.valid):
+            return ""
+        valid = self.valid
+        stream = valid if isinstance(valid, Stream) else Stream(valid, 1, 1, rank=0, ranks=1)
+        state = stream.state_dict() | {"rank": 0, "epoch": 0, "position": 0}
+        return f"{zlib.crc32(repr(state).encode()):08x}"
 
     @contextmanager
     def _stopped_by_signals(self) -> Generator[None]:

@@ -59,7 +59,6 @@ class RunFolder:
         metrics: the log: one JSON object per line.
         report: the HTML report.
         audit: the results of `audit`.
-        loggers: the ids by which loggers continue.
         facts: the first line of the log.
         description: plain values that the model file holds beside the weights.
         kept: further values of a checkpoint.
@@ -75,7 +74,6 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.report = path / "report.html"
         self.audit = path / "audit.json"
-        self.loggers = path / "loggers.json"
         self.facts: Mapping[str, Any] = {}
         self.description: Mapping[str, Any] = {}
         self.kept: Mapping[str, Any] = {}
@@ -84,16 +82,17 @@ class RunFolder:
         self._lock: ExitStack | None = None
 
     def lock(self) -> None:
-        """Hold the lock of the folder until `unlock`, or until this process ends.
+        """Hold the lock of the folder, which is made, until `unlock`, or until this process ends.
 
-        Warns if the file system has no locks.
+        Files that an interrupted write has left are removed. Warns if the file system has no locks.
 
         Raises:
             RunError: another process holds it.
-            OSError: the folder does not exist or is not writable.
+            OSError: the folder is not writable.
         """
         if self._lock is not None:
             return
+        self.path.mkdir(parents=True, exist_ok=True)
         path, lock = self.path / ".lock", ExitStack()
         try:
             lock.enter_context(exclusive(path, wait=False))
@@ -117,6 +116,8 @@ class RunFolder:
             with suppress(PermissionError):  # Windows locks the content as well
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
         self._lock = lock
+        for temporary in self.path.glob("*.tmp"):
+            temporary.unlink()
 
     def unlock(self) -> None:
         """Let another process train the run; nothing happens if this one holds no lock."""
@@ -140,7 +141,10 @@ class RunFolder:
             )
         results = (self.model, self.report, self.audit)
         names = [path.name for path in results if os.path.lexists(path)]
-        if not names and self.config.exists() and not self._has_own_config():
+        if not names and self.config.exists():
+            with suppress(ThroughtimeError, OSError, ValueError):
+                if self.read_config().to_toml() == self.config.read_text(encoding="utf-8"):
+                    return
             names = [f"a {self.config.name} that `throughtime train` did not write"]
         if names:
             raise RunError(
@@ -156,12 +160,10 @@ class RunFolder:
         Raises:
             RunError: as `check_free`.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
         try:
             self.check_free()
             self.metrics.unlink(missing_ok=True)
-            self.loggers.unlink(missing_ok=True)
             for own in config.code():
                 write_atomically(self.path / own.path.name, own.path.read_bytes())
             write_atomically(self.config, config.kept().to_toml().encode())
@@ -197,12 +199,6 @@ class RunFolder:
             for name in sorted(dict(before.items() ^ now.items()))
         )
         return [f"{self.config.name} has changed since: {changed}"] if changed else []
-
-    def _has_own_config(self) -> bool:
-        try:
-            return self.read_config().to_toml() == self.config.read_text(encoding="utf-8")
-        except (ThroughtimeError, OSError, ValueError):
-            return False
 
     def scores(self, split: str) -> Path:
         """The scores that `eval` wrote for a split."""
@@ -285,20 +281,10 @@ class RunFolder:
             contents.append(content)
         return contents
 
-    def remove_temporary_files(self) -> None:
-        """Remove files left by an interrupted write."""
-        for path in self.path.glob("*.tmp"):
-            path.unlink()
-
     def remove_scores(self) -> None:
         """Remove the scores: they become stale when training continues."""
         for path in self.path.glob("scores-*.json"):
             path.unlink()
-
-    def restore_model(self, content: bytes | bytearray) -> None:
-        """Write the model of the checkpoint if a kill or damage has left another, or none."""
-        if not (self.model.is_file() and self.model.read_bytes() == content):
-            write_atomically(self.model, content)
 
     def truncate_metrics(self, count: int) -> int:
         """Drop the lines written after the checkpoint from which the run resumes.

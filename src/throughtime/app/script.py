@@ -1,15 +1,10 @@
 """A training script run under the doctor, as `throughtime doctor train.py` does."""
 
-import json
-import os
 import runpy
 import sys
 import traceback
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from throughtime.doctor import Doctor
 from throughtime.doctor import doctor as open_doctor
@@ -27,7 +22,6 @@ def watch_script(
     *,
     module: bool = False,
     strict: bool,
-    as_json: bool = False,
 ) -> int:
     """Run a script as Python would, and print the findings, then the traceback if it failed.
 
@@ -37,7 +31,6 @@ def watch_script(
         ignore: codes that are not reported.
         module: run it as `python -m` does.
         strict: stop at the first finding.
-        as_json: print the result as an object; what the script prints goes to standard error.
 
     Returns:
         The exit code of the script, if that is not 0. Otherwise 1 if there are findings; 2 if there
@@ -53,46 +46,17 @@ def watch_script(
             " after it, or throughtime doctor -m package.train"
         )
     doctor = open_doctor(ignore=ignore, strict=strict)
-    with _output_to_stderr() if as_json else nullcontext():
-        error = _run(doctor, script, arguments, module)
-        sys.stdout.flush()
-    print(json.dumps(_facts(doctor), indent=1) if as_json else doctor, flush=True)
-    messages = sys.stderr if as_json else sys.stdout
+    error = _run(doctor, script, arguments, module)
+    print(doctor, flush=True)
     stopped = strict and isinstance(error, DiagnosisError) and doctor.findings
     if stopped and str(error) == str(doctor.findings[-1]):
-        print("Stopped at the first finding, as --strict says.", file=messages)
+        print("Stopped at the first finding, as --strict says.")
         return 1
     if doctor.ended and error is not None:
         return _report_failure(error)
     if doctor.findings:
         return 1
     return 2 if doctor.internal_error is not None or not doctor.coverage.recurrences else 0
-
-
-@contextmanager
-def _output_to_stderr() -> Generator[None]:
-    """Standard output goes to standard error, that of processes that the script starts too."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def _facts(doctor: Doctor) -> dict[str, Any]:
-    """The result as plain values."""
-    error = doctor.internal_error
-    return {
-        "verdict": doctor.verdict,
-        "findings": [asdict(finding) for finding in doctor.findings],
-        "watched": asdict(doctor.coverage),
-        "ended": doctor.ended,
-        "internal_error": None if error is None else f"{type(error).__name__}: {error}",
-    }
 
 
 def _run(

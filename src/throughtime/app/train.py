@@ -1,7 +1,8 @@
 """Training a run: from settings to a model, by `tt.fit`, resumable to the bit at any moment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from throughtime.app.distributed import Team
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.fit import Fit, Row, fit
 from throughtime.app.load import resolve_task, task_remark
-from throughtime.app.loggers import Loggers, Status, check_installed
+from throughtime.app.loggers import check_installed, loggers
 from throughtime.app.model import (
     MODEL_ARGUMENTS,
     build_model,
     check_device,
-    check_memory,
     make_loss,
     own_class,
     prepare_own,
@@ -35,52 +35,19 @@ from throughtime.app.model import (
     statistics_of,
 )
 from throughtime.app.optimizer import make_optimizer, make_schedule
-from throughtime.app.policy import make_policy, resolve_gradient, updates_per_epoch
+from throughtime.app.policy import make_policy, updates_per_epoch
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, plain_settings
-from throughtime.app.user_class import remember
+from throughtime.app.user_class import failures_named, remember
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
-from throughtime.metrics import Metrics
 from throughtime.stream.manifest import join_faults
 
+_SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
 NOT_VALIDATED = (
     "no validation during training, so the last weights are kept, not the best (--valid-every and"
     " recordings held out choose the best)"
 )
-
-
-@dataclass(frozen=True)
-class TrainProgress:
-    """A line of the log: what the progress display shows.
-
-    `metrics` are those of the last update; `waiting` is the share of the time spent waiting for
-    data. Speed and remaining time leave out validation and checkpoints.
-    """
-
-    update: int
-    updates: int
-    loss: float
-    metrics: Metrics
-    frames_per_second: float
-    remaining_seconds: float
-    peak_memory: int | None
-    waiting: float = 0.0
-
-    @classmethod
-    def of_row(cls, row: Row, metrics: Sequence[str]) -> "TrainProgress":
-        """A line of training with these metrics."""
-        update, total, seconds = row["update"], row["updates"], row["training_seconds"]
-        return cls(
-            update,
-            total,
-            row["loss"],
-            {name: row[name] for name in metrics},
-            row["frames"] / max(seconds, 1e-3),
-            (total - update) * seconds / update,
-            row["peak_memory"],
-            row["waiting"],
-        )
 
 
 class Training:
@@ -100,8 +67,8 @@ class Training:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         seed_generators(config.seed, torch.device(config.device))
         own = own_class(config)
-        check_memory(dataset.spec, config.device)
-        self.net = build_model(dataset.spec, own)
+        changed = [name for name in _SIZES if getattr(config, name) != getattr(Config, name)]
+        self.net = build_model(dataset.spec, own, changed)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)
         if own is not None:
@@ -113,7 +80,7 @@ class Training:
         total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.optimizer = make_optimizer(self.net, config)
         self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
-        self.schedule = make_schedule(self.optimizer, config, total)
+        self.schedule = make_schedule(self.optimizer, config, self.stream, total)
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if config.patience is not None and not self.validates:
             raise ConfigError(
@@ -152,7 +119,7 @@ class Training:
         team = team or Team()
         data = str(Path(config.data).resolve())
         own = replace(config, data=data)
-        resolved = team.on_all(lambda: resolve_task(resolve_gradient(_trusted(own)), on_phase))
+        resolved = team.on_all(lambda: resolve_task(_trusted(own), on_phase))
         team.check_equal(_shared_settings(resolved))
         folder = RunFolder(Path(resolved.out))
         team.on_first(lambda: check_installed(resolved.logger))
@@ -220,7 +187,7 @@ class Training:
             return training
 
         def lock() -> None:
-            check_installed(folder.read_config().logger)
+            check_installed(folder.read_config().logger)  # no folder is made where no run is
             folder.lock()
 
         def lengthen() -> None:
@@ -252,7 +219,7 @@ class Training:
         patience = self.config.patience
         return self.done.finished and patience is not None and self.done.stale >= patience
 
-    def run(self, on_line: Callable[[TrainProgress], object] = lambda _: None) -> None:
+    def run(self, on_line: Callable[[Row], object] = lambda _: None) -> None:
         """Train to the end: log, validate, save.
 
         Args:
@@ -261,22 +228,23 @@ class Training:
         Raises:
             KeyboardInterrupt: it was stopped by a signal, and saved.
         """
-        config, spec = self.config, self.dataset.spec
-        names, status = list(spec.metrics().compute()), "failed"
-        loggers: list[Loggers] = []  # on the first rank
+        config, folder = self.config, self.folder
+        write: list[Callable[[Row], None]] = []  # on the first rank
 
         def log(row: Row) -> None:
             if row["kind"] != "data":
-                loggers[0].log(row)
+                write[0](row)
             if row["kind"] == "train":
-                on_line(TrainProgress.of_row(row, names))
+                on_line(row)
 
         def start() -> None:
-            self.folder.remove_scores()
-            ids, settings = self.folder.loggers, config.settings()
-            loggers.append(Loggers(config.logger, ids, settings, self.done.count))
+            folder.remove_scores()
+            to = loggers(config.logger, folder.path, config.settings(), self.done.count)
+            write.append(stack.enter_context(to))
 
-        try:
+        with ExitStack() as stack:
+            stack.callback(folder.unlock)
+            stack.enter_context(failures_named(config.code()))
             if not self.done.finished:
                 self.team.on_first(start)
             self.done = fit(
@@ -287,23 +255,15 @@ class Training:
                 optimizer=self.optimizer,
                 schedule=self.schedule,
                 valid=self._evaluate if self.dataset.valid else None,
-                metrics=spec.metrics(),
+                metrics=self.dataset.spec.metrics(),
                 updates=config.updates,
                 epochs=config.epochs,
                 valid_every=config.valid_every,
                 patience=config.patience,
                 keep="best" if self.validates and config.keep == "best" else "last",
                 logger=log,
-                out=self.folder,
+                out=folder,
             )
-            status: Status = "finished"
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            for started in loggers:
-                started.finish(status)
-            self.folder.unlock()
 
     def _evaluate(self) -> Evaluation:
         """The scores of the recordings held out, which the first rank plays for all."""

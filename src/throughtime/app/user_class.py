@@ -13,16 +13,17 @@ import hashlib
 import inspect
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from throughtime._files import user_folder
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError, RunError, ThroughtimeError, one_line
 
 T = TypeVar("T")
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
@@ -124,13 +125,23 @@ class ClassReference:
         every &= kind.__init__ is not Module.__init__  # that takes none of them
         return {name: value for name, value in offered.items() if every or name in names}
 
-    def make(self, base: type[T], offered: Mapping[str, Any]) -> T:
+    def make(
+        self, base: type[T], offered: Mapping[str, Any], needed: Mapping[str, str] | None = None
+    ) -> T:
         """An object of the class, made with those of the offered arguments that it takes.
 
+        Args:
+            base: of the class.
+            offered: arguments by name.
+            needed: the flags of those that it must take.
+
         Raises:
-            ConfigError: as `accepted`, or the constructor fails.
+            ConfigError: as `accepted`, or the constructor takes less than it must, or fails.
         """
         arguments = self.accepted(base, offered)
+        for name, flag in (needed or {}).items():
+            if name not in arguments:
+                raise ConfigError(f"{self.written}: takes no {name}; leave {flag} out")
         try:
             return self.load()(**arguments)
         except Exception as error:
@@ -210,6 +221,28 @@ def remember(code: Sequence[ClassReference]) -> None:
             " execute the code of this run only with --trust-code",
             stacklevel=2,
         )
+
+
+@contextmanager
+def failures_named(code: Sequence[ClassReference]) -> Generator[None]:
+    """An error that the user's code raises inside it becomes one line: file, class and error.
+
+    Raises:
+        ConfigError: the error, from which it comes.
+    """
+    try:
+        yield
+    except ThroughtimeError:
+        raise
+    except Exception as error:
+        lines = {str(f.f_code.co_filename): n for f, n in traceback.walk_tb(error.__traceback__)}
+        for own in code:
+            if str(own.path) in lines:
+                raise ConfigError(
+                    f"{own.written}: line {lines[str(own.path)]} fails with"
+                    f" {type(error).__name__}: {one_line(error)}"
+                ) from error
+        raise
 
 
 def is_reference(text: str) -> bool:
