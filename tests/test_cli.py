@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import soundfile
-import torch
 from examples.demo import BEST, CHANCE, PULSES, generate
 from pyarrow import parquet
 
@@ -268,20 +267,6 @@ def test_an_end_that_the_run_has_passed_leaves_its_settings_as_they_are(
     assert (trained[0] / "config.toml").read_bytes() == before
 
 
-def test_one_recording_is_called_a_recording(tmp_path: Path) -> None:
-    data, columns = as_csv(tmp_path)
-    printed = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
-    assert printed.startswith("1 recording, 480 frames to train on, 1 held out")
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
-    assert "1 recording with 480 steps to train on, 1 held out" in page
-
-
-def test_help_names_the_defaults() -> None:
-    told = run("train", "--help")
-    assert "[default: 64]" in told
-    assert "[default: 16]" in told
-
-
 def test_predictions_never_replace_the_recording(trained: tuple[Path, Path]) -> None:
     folder, data = trained
     before = data.read_bytes()
@@ -301,18 +286,6 @@ def test_eval_scores_what_was_held_out_unless_it_is_given_other_data(
     (folder / "metrics.jsonl").rename(folder / "kept")
     assert "has no log lines of training" in run("eval", folder, ok=False)
     (folder / "kept").rename(folder / "metrics.jsonl")
-
-
-def test_a_choice_is_checked_and_its_case_does_not_matter(
-    trained: tuple[Path, Path], tmp_path: Path
-) -> None:
-    code, _, complained = ended("eval", *trained, "--missing", "drop")
-    assert code == 2
-    assert complained == "error: --missing drop: expected error or mask\n"
-    assert "--model lstm|gru|rnn|FILE.py:Class" in run("train", "--help")
-    data, columns = as_csv(tmp_path)
-    run("train", data, *columns, *SMALL, "--model", "GRU", "--out", tmp_path / "run")
-    assert RunFolder(tmp_path / "run").read_config().model == "gru"
 
 
 def test_flags_win_over_the_config_file_and_both_are_kept(tmp_path: Path) -> None:
@@ -418,15 +391,6 @@ def test_the_module_is_the_command() -> None:
         check=True,
     )
     assert process.stdout.strip() == f"throughtime {tt.__version__}"
-
-
-def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    data, columns = as_csv(tmp_path)
-    assert "--device cuda" in run(
-        "train", data, *columns, *SMALL, "--device", "cuda", "--out", tmp_path / "run", ok=False
-    )
 
 
 def test_predict_refuses_weights_that_are_not_finite(

@@ -89,6 +89,15 @@ def test_every_long_phase_is_shown_elsewhere_in_plain_lines(
         assert f"{phase} ...\n" in said
 
 
+def test_a_stride_beyond_the_epoch_is_said_to_be_one_update(tmp_path: Path) -> None:
+    more = settings(tmp_path, stride=100_000)
+    words = ["--task", "regress", "--lanes", "2", "--stride", "100000", "--out", tmp_path / "run"]
+    said = run("train", more["data"], *words)
+    steps = re.search(r"an update an epoch of (\d+) steps, which are fewer than --stride", said)
+    assert steps is not None, said
+    assert "update 1/1" in said
+
+
 def test_json_is_all_that_is_printed(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_PLAIN_EVERY", -1.0)
     scores = json.loads(run("eval", folder.path, "--json"), parse_constant=pytest.fail)

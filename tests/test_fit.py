@@ -187,7 +187,7 @@ def test_an_epoch_of_more_updates_than_estimated_is_validated_to_its_end(tmp_pat
     ("more", "error", "said"),
     [
         ({"patience": 3, "valid": None}, ConfigError, "give recordings as valid="),
-        ({"schedule": "plateau", "valid": None}, ConfigError, "ReduceLROnPlateau waits for"),
+        ({"schedule": "plateau", "valid": None}, ConfigError, "count validations; give"),
         ({"epochs": 2}, ConfigError, "updates=40 and epochs=2: give one of them"),
         ({"keep": "all"}, ConfigError, "keep='all': expected 'best' or 'last'"),
         ({"updates": 0}, ConfigError, "updates=0"),

@@ -4,7 +4,7 @@ import importlib
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,12 +144,12 @@ def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 @contextmanager
-def broken(*_: object) -> Iterator[Any]:
+def broken(*_: object) -> Generator[Any]:
     yield lambda *_: raising(OSError("the server is gone"))
 
 
 @contextmanager
-def refusing(*_: object) -> Iterator[Any]:
+def refusing(*_: object) -> Generator[Any]:
     raise ConnectionError("refused\nand more")
     yield
 

@@ -208,18 +208,6 @@ def test_a_run_finds_its_module_again_from_its_own_copy(
         load_model(moved.model)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_from_its_copy(
-    tmp_path: Path, code: Path
-) -> None:
-    data = write_recordings(tmp_path / "data")
-    values = settings(data, tmp_path / "run", model=f"{code}:Cell", updates=20)
-    started = Training.begin(make_config(values))
-    started.folder.unlock()
-    Path(code).unlink()
-    Training.resume(started.folder.path).run()
-    assert load_model(started.folder.model)[1].model == "nets.py:Cell"
-
-
 @pytest.mark.slow
 def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
     tmp_path: Path, code: Path
@@ -311,10 +299,3 @@ def test_a_loss_of_ones_own_that_fails_is_one_line(tmp_path: Path, code: Path) -
     assert complained.count("\n") == 1
     assert f"--loss {code}:Wrong: line " in complained
     assert "fails with AttributeError: 'Tensor' object has no attribute 'nowhere'" in complained
-
-
-def test_the_start_of_training_names_the_module(tmp_path: Path, code: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    words = ["--task", "classify", "--updates", "3", "--lanes", "2", "--stride", "10"]
-    output = run("train", data, "--model", f"{code}:Hidden", *words, "--out", tmp_path / "run")
-    assert "classes 0, 1, 2; Hidden of nets.py;" in output

@@ -99,14 +99,7 @@ def test_a_class_without_a_constructor_gets_no_arguments(tmp_path: Path) -> None
     path.write_text("import torch\nclass Plain(torch.nn.Module):\n    pass\n", encoding="utf-8")
     own = user_class.ClassReference("loss", path, "Plain")
     own.trust()
-    assert own.accepted(object, {"outputs": 2, "weight": None}) == {}
-
-
-def test_every_rule_and_every_loss_trains_another_net(tmp_path: Path, file: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    rules = [{}, *(rule(name, file) for name in RULES), {"loss": f"{file}:Focal"}]
-    runs = [finish(settings(data, tmp_path / str(i), **more)) for i, more in enumerate(rules)]
-    assert len({run.model.read_bytes() for run in runs}) == len(rules)
+    assert type(own.make(object, {"outputs": 2, "weight": None})).__name__ == "Plain"
 
 
 def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:

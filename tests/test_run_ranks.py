@@ -295,7 +295,7 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
     assert set(alone) == set(together) == names
     assert [position["stream"]["rank"] for position in together["ranks"]] == [0, 1]
     for position in (*alone["ranks"], *together["ranks"]):
-        assert set(position) == {"updates", "stream", "random", "waited"}
+        assert set(position) == {"updates", "stream", "random"}
 
 
 @pytest.mark.parametrize(

@@ -17,16 +17,14 @@ from throughtime.app.fit import Row
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
-from throughtime.app.report.tables import DataTable, audit_table, scores_table
+from throughtime.app.report.tables import DataTable, scores_table
 from throughtime.app.run_folder import json_safe
 from throughtime.app.train import Training
-from throughtime.diagnose.reach import within
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
 
 if TYPE_CHECKING:
     from throughtime.app.audit import AuditReport
-    from throughtime.diagnose import Reach
 
 _SHOWN = ("accuracy", "macro_f1", "rmse", "r2")  # metrics in a line of progress
 _MAX_ROWS = 40  # recordings in a table of scores
@@ -221,20 +219,11 @@ def print_scores(
 
 
 def print_audit(report: "AuditReport", config: Config) -> None:
-    """Print the tables of an audit, the losses by context, and which window to take."""
-    print_table("what cutting the gradient costs, against the exact one", audit_table(report.audit))
-    print_table(
-        f"steps back within which the credit of a loss lies, mean of {report.reach.anchors} losses",
-        _reach_table(report.reach),
-    )
-    contexts = "  ".join(f"{steps}: {loss:.4g}" for steps, loss in report.reach.contexts.items())
-    out.print(
-        f"loss by steps of context from a zero state: {contexts}; with the whole past, state"
-        f" carried: {report.reach.loss:.4g}"
-    )
-    out.print(str(report.settling))
+    """Print what an audit has measured, and which window to take."""
+    out.print("what cutting the gradient costs, against the exact one")
+    for part in (report.audit, report.reach, report.settling):
+        out.print(str(part).replace("max_lag", "--max-lag"))
     out.print(report.advice(config))
-    out.print(report.warning())
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
@@ -251,11 +240,3 @@ def print_table(title: str, content: DataTable) -> None:
     for cells in content.cells:
         table.add_row(*cells)
     out.print(table)
-
-
-def _reach_table(reach: "Reach") -> DataTable:
-    shares = sorted(reach.shares)
-    rows = [["whole state", *(str(reach.shares[share]) for share in shares)]]
-    for name, norms in reach.by_leaf.items() if len(reach.by_leaf) > 1 else ():
-        rows.append([name, *(str(within(reach.lags, norms, share)) for share in shares)])
-    return DataTable(["to the", *(f"{share:.0%} of it" for share in shares)], rows, "", (1, 2, 3))

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -70,8 +70,9 @@ class Fit:
         finished: whether the training has reached its end, or its patience has ended.
         rows: lines of the log.
         frames: valid steps of all updates.
-        seconds: of the training so far.
-        aside: of them, for validation and checkpoints.
+        training: seconds of the updates.
+        aside: seconds of validation, the log and checkpoints.
+        waited: of them all, seconds in which data were waited for.
         pending: valid steps since the last line of the log.
         end: updates and epochs that were asked for.
     """
@@ -84,10 +85,16 @@ class Fit:
     finished: bool = False
     rows: int = 0
     frames: int = 0
-    seconds: float = 0.0
+    training: float = 0.0
     aside: float = 0.0
+    waited: float = 0.0
     pending: int = 0
     end: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def seconds(self) -> float:
+        """Of the training so far."""
+        return self.training + self.aside
 
     @classmethod
     def of_checkpoint(
@@ -183,10 +190,10 @@ def fit(
         >>> result.count, result.finished
         (20, True)
     """
-    if valid is None and patience is not None:
-        raise ConfigError(f"patience={patience} counts validations; give recordings as valid=")
-    if valid is None and isinstance(schedule, ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau waits for validations; give recordings as valid=")
+    if valid is None and (patience is not None or isinstance(schedule, ReduceLROnPlateau)):
+        raise ConfigError(
+            "patience= and ReduceLROnPlateau count validations; give recordings as valid="
+        )
     if updates is not None and epochs is not None:
         raise ConfigError(f"updates={updates} and epochs={epochs}: give one of them")
     if keep not in ("best", "last"):
@@ -269,7 +276,8 @@ class _Training:
     done: Fit = field(default_factory=Fit)
     best: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     position: Updates | None = None
-    waited: float = 0.0
+    epoch_ended: bool = False
+    waited: float = 0.0  # before this process
     stopping: bool = False
 
     def run(self) -> Fit:
@@ -294,63 +302,52 @@ class _Training:
 
     def _train(self) -> None:
         done = self.done
+        self.mark = saved = time.monotonic()
         if not done.rows:
             self._write("data", {} if self.folder is None else self.folder.facts)
-        started, saved = time.monotonic() - done.seconds, time.monotonic()
-        for update in self._updates():
+        while not self._is_over():
+            if (update := self._next()) is None:
+                continue
             self._apply(update)
-            done.seconds = time.monotonic() - started
+            done.training += self._passed()
             if done.count % max(1, self.total // _LOG_LINES) == 0:
                 self._log(update)
             scored = self.valid_every and done.count % self.valid_every == 0
             if scored and not done.is_over(self.stream.epoch):  # by epochs `total` is an estimate
                 self._validate()
-            due = time.monotonic() - saved >= self._save_interval()
+            due = self.mark - saved >= self._save_interval()
             stop, save = self.team.any_of(self.stopping, self.team.is_first and due)
             if stop or save:
                 self._save()
                 saved = time.monotonic()
             if stop:
                 raise KeyboardInterrupt(f"stopped at update {done.count}")
+            done.aside += self._passed()
         self._save()
         if done.last < done.count:
             self._validate()
         done.finished = True
+        done.aside += self._passed()
         self._save()
+
+    def _passed(self) -> float:
+        """Seconds since the last call."""
+        before, self.mark = self.mark, time.monotonic()
+        return self.mark - before
 
     def _is_over(self) -> bool:
         impatient = self.patience is not None and self.done.stale >= self.patience
         return impatient or self.done.is_over(self.stream.epoch)
 
-    def _updates(self) -> Iterator[Update]:
-        """Epoch after epoch until the end; each starts from the initial state."""
-        epoch = self.position
-        while not self._is_over():
-            epoch = self.position = epoch or self._new_updates(self.position)
-            while (update := self._next(epoch)) is not None:
-                yield update
-                if self._is_over():
-                    return
-            if self.done.count == 0:
-                self.team.raise_together(
-                    DataError(
-                        "an epoch passed without a single step that counts: the warm_up of the"
-                        " stream, or missing targets, mask all of them"
-                    )
-                )
-            epoch = None
+    def _next(self) -> Update | None:
+        """The next update, `None` at the end of an epoch; each starts from the initial state.
 
-    def _new_updates(self, previous: Updates | None = None) -> Updates:
-        """The updates of the next epoch; the policy may learn from epoch to epoch."""
-        memory = None if previous is None else previous.policy_state
-        return updates(
-            self.net, self.stream, self.loss_fn, gradient=self.gradient, policy_state=memory
-        )
-
-    def _next(self, epoch: Updates) -> Update | None:
-        """The next update of the epoch; an error on one rank ends all of them here."""
+        An error on one rank ends all of them here.
+        """
+        if self.position is None or self.epoch_ended:
+            self.position, self.epoch_ended = self._new_updates(self.position), False
         try:
-            return next(epoch, None)
+            update = next(self.position, None)
         except Exception as error:
             shown = error
             if isinstance(error, RunError):  # such as a gradient that is not finite
@@ -359,6 +356,22 @@ class _Training:
             self.team.raise_together(None if isinstance(error, RankError) else shown)
             self.team.raise_together(error)  # every rank has a RankError: they differ
             raise
+        self.epoch_ended = update is None
+        if self.epoch_ended and self.done.count == 0:
+            self.team.raise_together(
+                DataError(
+                    "an epoch passed without a single step that counts: the warm_up of the stream,"
+                    " or missing targets, mask all of them"
+                )
+            )
+        return update
+
+    def _new_updates(self, previous: Updates | None = None) -> Updates:
+        """The updates of the next epoch; the policy may learn from epoch to epoch."""
+        memory = None if previous is None else previous.policy_state
+        return updates(
+            self.net, self.stream, self.loss_fn, gradient=self.gradient, policy_state=memory
+        )
 
     def _apply(self, update: Update) -> None:
         self.rate = float(self.optimizer.param_groups[0]["lr"])
@@ -392,8 +405,7 @@ class _Training:
         """Write the scores; keep the weights if they are the best."""
         if self.valid is None:
             return
-        with self._aside():
-            result = self.team.on_all(self._evaluate)
+        result = self.team.on_all(self._evaluate)
         done, row = self.done, {"loss": result.loss, **result.metrics}
         score = row["macro_f1"] if "macro_f1" in row else -row["loss"]
         score = self.team.gather(score)[0]  # other processors may round otherwise
@@ -412,15 +424,16 @@ class _Training:
         return evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
 
     def _write(self, kind: str, values: Row) -> None:
-        done, waited = self.done, self.waited + self.stream.wait_seconds
+        done = self.done
+        done.waited = self.waited + self.stream.wait_seconds
         row = {
             "kind": kind,
             "update": done.count,
             **values,
             "seconds": round(done.seconds, 3),
-            "training_seconds": round(done.seconds - done.aside, 3),
+            "training_seconds": round(done.training, 3),
             # a clock that was set back must not show -0 %
-            "waiting": round(max(0.0, waited) / max(done.seconds, 1e-9), 4),
+            "waiting": round(max(0.0, done.waited) / max(done.seconds, 1e-9), 4),
             "peak_memory": peak_memory(),
             "frames": done.frames,
         }
@@ -432,16 +445,7 @@ class _Training:
             if self.logger is not None:
                 self.logger(row)
 
-        with self._aside():
-            self.team.on_first(write)
-
-    @contextmanager
-    def _aside(self) -> Generator[None]:
-        """Time that does not count for the speed."""
-        started = time.monotonic()
-        yield
-        passed = time.monotonic() - started
-        self.done.seconds, self.done.aside = self.done.seconds + passed, self.done.aside + passed
+        self.team.on_first(write)
 
     def _diverged(self, update: int, what: str) -> RunError:
         saved = self.folder is not None and self.folder.checkpoint.is_file()
@@ -466,20 +470,17 @@ class _Training:
         """Write model and checkpoint with the positions of all ranks."""
         if (folder := self.folder) is None:
             return
-        with self._aside():
-            position = {
-                "updates": None if self.position is None else self.position.state_dict(),
-                "stream": self.stream.state_dict(),
-                "random": generators(self.team.device),
-                "waited": self.waited + self.stream.wait_seconds,
-            }
-            positions = self.team.gather(position)
-            self.team.on_first(lambda: self._save_first(folder, positions))
+        position = {
+            "updates": None if self.position is None else self.position.state_dict(),
+            "stream": self.stream.state_dict(),
+            "random": generators(self.team.device),
+        }
+        positions = self.team.gather(position)
+        self.team.on_first(lambda: self._save_first(folder, positions))
 
     def _save_first(self, folder: RunFolder, positions: list[dict[str, Any]]) -> None:
-        done = self.done
         if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
-            raise self._diverged(done.count, "the weights are not finite")
+            raise self._diverged(self.done.count, "the weights are not finite")
         content = {
             "net": dict(self.net.module.state_dict()),
             "optimizer": self.optimizer.state_dict(),
@@ -489,18 +490,10 @@ class _Training:
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "best": dict(self.best),
             "loss": self.loss,
-            "done": asdict(done),
+            "done": asdict(self.done),
             "ranks": positions,
         }
-        try:
-            folder.save(content, self._model(folder))
-        except OSError as error:
-            exists = folder.checkpoint.is_file()
-            previous = "the previous one is untouched" if exists else "there is no earlier one"
-            raise RunError(
-                f"{folder.checkpoint}: the checkpoint of update {done.count} could not be written"
-                f" ({error}); {previous}"
-            ) from error
+        folder.save(content, self._model(folder), self.done.count)
 
     def _model(self, folder: RunFolder) -> bytearray:
         """The content of the model file: the weights that are kept, and of which update."""
@@ -562,8 +555,7 @@ class _Training:
         self.done = Fit.of_checkpoint(saved, *self.end, again=folder.patient)
         if saved["valid"] != self.validation:
             self.best, self.done.best, self.done.score, self.done.stale = {}, 0, -math.inf, 0
-        self.loss = saved["loss"].to(self.team.device)
-        self.waited = position["waited"]
+        self.loss, self.waited = saved["loss"].to(self.team.device), self.done.waited
         self.stream.load_state_dict(position["stream"])
         if position["updates"] is not None:
             self.position = self._new_updates()

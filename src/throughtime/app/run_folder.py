@@ -29,7 +29,7 @@ from throughtime._files import exclusive, named_errors, sync, write_atomically, 
 from throughtime.app.config import Config, make_config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
-from throughtime.errors import RunError, ThroughtimeError
+from throughtime.errors import RunError
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
 
@@ -129,33 +129,21 @@ class RunFolder:
         """Refuse a folder in which a new run cannot start.
 
         Raises:
-            RunError: it is a file, or holds more than an unfinished start: settings that `train`
-                wrote, and a log.
+            RunError: it is a file, or holds results, or settings without a log; those of a start
+                that saved nothing are replaced.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose another --out")
-        if os.path.lexists(self.checkpoint):
+        files = [self.checkpoint, self.model, self.report, self.audit]
+        files += [] if self.metrics.exists() else [self.config]
+        if any(map(os.path.lexists, files)):
             raise RunError(
                 f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
                 " choose another --out"
             )
-        results = (self.model, self.report, self.audit)
-        names = [path.name for path in results if os.path.lexists(path)]
-        if not names and self.config.exists():
-            with suppress(ThroughtimeError, OSError, ValueError):
-                if self.read_config().to_toml() == self.config.read_text(encoding="utf-8"):
-                    return
-            names = [f"a {self.config.name} that `throughtime train` did not write"]
-        if names:
-            raise RunError(
-                f"{self.path}: holds {', '.join(names)} and no checkpoint to continue from; choose"
-                " another --out, or remove the folder"
-            )
 
     def create(self, config: Config) -> None:
         """Create the folder, lock it, and write the resolved settings.
-
-        What a start without a checkpoint has left there is replaced.
 
         Raises:
             RunError: as `check_free`.
@@ -230,17 +218,24 @@ class RunFolder:
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
-    def save(self, content: Mapping[str, Any], model: bytes | bytearray) -> None:
+    def save(self, content: Mapping[str, Any], model: bytes | bytearray, update: int) -> None:
         """Write checkpoint and model, after the lines of the log that the checkpoint counts.
 
         Raises:
-            OSError: the disk is full or not writable; the previous ones are untouched.
+            RunError: the disk is full or not writable; the previous ones are untouched.
         """
-        if self.metrics.exists():
-            sync(self.metrics)
-        write_together(
-            {self.checkpoint: checkpoint_bytes({**self.kept, **content}), self.model: model}
-        )
+        exists = self.checkpoint.is_file()
+        checkpoint = checkpoint_bytes({**self.kept, **content})
+        try:
+            if self.metrics.exists():
+                sync(self.metrics)
+            write_together({self.checkpoint: checkpoint, self.model: model})
+        except OSError as error:
+            previous = "the previous one is untouched" if exists else "there is no earlier one"
+            raise RunError(
+                f"{self.checkpoint}: the checkpoint of update {update} could not be written"
+                f" ({error}); {previous}"
+            ) from error
 
     def model_bytes(self, weights: Mapping[str, Tensor], update: int, planned: int) -> bytearray:
         """The content of the model file: weights and statistics by name, and the description.

@@ -1,13 +1,11 @@
 """Training a run: from settings to a model, by `tt.fit`, resumable to the bit at any moment."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from throughtime._device import seed_generators
 from throughtime._files import write_atomically
@@ -25,7 +23,6 @@ from throughtime.app.fit import Fit, Row, fit
 from throughtime.app.load import resolve_task, task_remark
 from throughtime.app.loggers import check_installed, loggers
 from throughtime.app.model import (
-    MODEL_ARGUMENTS,
     build_model,
     check_device,
     make_loss,
@@ -117,24 +114,22 @@ class Training:
             DataError, ConfigError: what is wrong with data or settings.
         """
         team = team or Team()
-        data = str(Path(config.data).resolve())
-        own = replace(config, data=data)
-        resolved = team.on_all(lambda: resolve_task(_trusted(own), on_phase))
-        team.check_equal(_shared_settings(resolved))
-        folder = RunFolder(Path(resolved.out))
-        team.on_first(lambda: check_installed(resolved.logger))
-        team.on_first(folder.check_free)
-        reason = (task_remark(resolved),) if config.task is None else ()
+        own = replace(config, data=str(Path(config.data).resolve()))
+        config = team.on_all(lambda: resolve_task(_trusted(own), on_phase))
+        folder = RunFolder(Path(config.out))
 
-        def start() -> "Training":
-            dataset = _open(resolved, on_phase)
-            dataset = replace(dataset, remarks=(*reason, *dataset.remarks))
-            return cls(resolved, dataset, folder, team, on_phase)
+        def check() -> None:
+            check_installed(config.logger)
+            folder.check_free()
 
-        training = team.on_all(start)
-        team.check_equal(training.dataset.checksums())
-        team.on_first(lambda: folder.create(resolved))
-        team.on_first(lambda: remember(resolved.code()))
+        def create() -> None:
+            folder.create(config)
+            remember(config.code())
+
+        team.on_first(check)
+        reasons = [] if own.task is not None else [task_remark(config)]
+        training = cls._opened(config, folder, team, on_phase, reasons)
+        team.on_first(create)
         return training
 
     @classmethod
@@ -168,27 +163,29 @@ class Training:
         team, folder = team or Team(), RunFolder(path)
         longer = {} if updates is epochs is None else {"updates": updates, "epochs": epochs}
 
-        def load() -> "Training":
-            started_with, saved = folder.read_config(), folder.read_checkpoint()
-            config = folder.with_own_code(started_with, saved, trust_code=trust_code)
-            config = replace(config, **longer)
-            at = "the start" if saved is None else f"update {saved['done']['count']}"
-            team.check_equal({**_shared_settings(config), "the checkpoint of the run": at})
-            dataset = _open(config, on_phase)
-            remarks = (*dataset.remarks, *folder.changes(started_with, saved))
-            training = cls(config, replace(dataset, remarks=remarks), folder, team, on_phase)
-            training.resumed, folder.patient = True, bool(longer)
-            team.check_equal(training.dataset.checksums())
-            if saved is not None:
-                training._compare(saved)
-                training.done = Fit.of_checkpoint(
-                    saved, config.updates, config.epochs, again=bool(longer)
-                )
-            return training
-
         def lock() -> None:
             check_installed(folder.read_config().logger)  # no folder is made where no run is
             folder.lock()
+
+        def load() -> "Training":
+            started_with, saved = folder.read_config(), folder.read_checkpoint()
+            own = folder.with_own_code(started_with, saved, trust_code=trust_code)
+            at = "the start" if saved is None else f"update {saved['done']['count']}"
+            team.check_equal({"the checkpoint of the run": at})
+            changes, config = folder.changes(started_with, saved), replace(own, **longer)
+            training = cls._opened(config, folder, team, on_phase, changes)
+            training.resumed, folder.patient = True, bool(longer)
+            if saved is None:
+                return training
+            spec, now = training.dataset.spec, statistics_of(training.net)
+            if faults := changed_data(spec, now, saved["spec"], saved["net"]):
+                raise DataError(
+                    f"the data of {path} have changed since the run was started: "
+                    + join_faults(faults)
+                )
+            end = config.updates, config.epochs
+            training.done = Fit.of_checkpoint(saved, *end, again=bool(longer))
+            return training
 
         def lengthen() -> None:
             if longer and not training.done.finished:
@@ -204,14 +201,28 @@ class Training:
             raise
         return training
 
-    def _compare(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of other data."""
-        now = statistics_of(self.net)
-        if faults := changed_data(self.dataset.spec, now, saved["spec"], saved["net"]):
-            raise DataError(
-                f"the data of {self.folder.path} have changed since the run was started: "
-                + join_faults(faults)
-            )
+    @classmethod
+    def _opened(
+        cls,
+        config: Config,
+        folder: RunFolder,
+        team: Team,
+        on_phase: OnPhase | None,
+        remarks: Sequence[str],
+    ) -> "Training":
+        """A run whose settings and data are the same on all ranks."""
+
+        def start() -> "Training":
+            check_device(config.device)
+            dataset = open_dataset(config, on_phase)
+            dataset = replace(dataset, remarks=(*remarks, *dataset.remarks))
+            return cls(config, dataset, folder, team, on_phase)
+
+        # the path of the data may differ by machine
+        team.check_equal({key: value for key, value in asdict(config).items() if key != "data"})
+        training = team.on_all(start)
+        team.check_equal(training.dataset.checksums())
+        return training
 
     @property
     def stopped_early(self) -> bool:
@@ -278,14 +289,11 @@ def _trusted(config: Config) -> Config:
     """The settings of a new run, whose files of code this process may execute, by full paths.
 
     Raises:
-        ConfigError: no such file or class, a model that cannot be made, or two files of the same
-            name, of which a run folder keeps only one.
+        ConfigError: no such file, or two of the same name, of which a run folder keeps only one.
     """
     paths = dict[str, Path]()
     for own in config.code():
         own.trust()
-        if own.setting == "model":
-            own.accepted(nn.Module, dict.fromkeys(MODEL_ARGUMENTS))
         path = own.path.resolve()
         config = replace(config, **{own.setting: f"{path}:{own.name}"})
         if paths.setdefault(path.name, path) != path:
@@ -294,13 +302,3 @@ def _trusted(config: Config) -> Config:
                 " both; rename one"
             )
     return config
-
-
-def _shared_settings(config: Config) -> dict[str, object]:
-    """The settings that all ranks must have; the path of the data may differ by machine."""
-    return {key: value for key, value in asdict(config).items() if key != "data"}
-
-
-def _open(config: Config, on_phase: OnPhase | None) -> Dataset:
-    check_device(config.device)
-    return open_dataset(config, on_phase)

@@ -94,11 +94,19 @@ class ClassReference:
         """The setting as a flag, for messages."""
         return f"--{self.setting} {self}"
 
-    def accepted(self, base: type[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the offered arguments that the constructor takes by name.
+    def make(
+        self, base: type[T], offered: Mapping[str, Any], needed: Mapping[str, str] | None = None
+    ) -> T:
+        """An object of the class, made with those of the offered arguments that it takes by name.
+
+        Args:
+            base: of the class.
+            offered: arguments by name.
+            needed: the flags of those that it must take.
 
         Raises:
-            ConfigError: no such class, none of the base, or it needs other arguments.
+            ConfigError: no such class, none of the base, or one whose constructor needs more, takes
+                less than it must, or fails.
         """
         from torch.nn import Module
 
@@ -109,41 +117,23 @@ class ClassReference:
                 f"{self.written}: {self.name} is no torch.{name}; write class {self.name}({name})"
             )
         parameters = inspect.signature(kind).parameters.values()
-        required = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}
-        ]
+        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            names |= offered.keys() if kind.__init__ is not Module.__init__ else set()
+        several = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        required = (p.name for p in parameters if p.default is p.empty and p.kind not in several)
         if missing := [name for name in required if name not in offered]:
             raise ConfigError(
                 f"{self.written}: its constructor needs {', '.join(map(repr, missing))}, and train"
                 f" passes by name those of {', '.join(offered)} that it takes: give the rest a"
                 f" default, as in def __init__(self, {', '.join(offered)}, {missing[0]}=...)"
             )
-        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-        every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        every &= kind.__init__ is not Module.__init__  # that takes none of them
-        return {name: value for name, value in offered.items() if every or name in names}
-
-    def make(
-        self, base: type[T], offered: Mapping[str, Any], needed: Mapping[str, str] | None = None
-    ) -> T:
-        """An object of the class, made with those of the offered arguments that it takes.
-
-        Args:
-            base: of the class.
-            offered: arguments by name.
-            needed: the flags of those that it must take.
-
-        Raises:
-            ConfigError: as `accepted`, or the constructor takes less than it must, or fails.
-        """
-        arguments = self.accepted(base, offered)
         for name, flag in (needed or {}).items():
-            if name not in arguments:
+            if name not in names:
                 raise ConfigError(f"{self.written}: takes no {name}; leave {flag} out")
+        arguments = {name: value for name, value in offered.items() if name in names}
         try:
-            return self.load()(**arguments)
+            return kind(**arguments)
         except Exception as error:
             texts = (f"{name}={value!s:.40}" for name, value in arguments.items())
             raise ConfigError(
