@@ -221,9 +221,8 @@ def print_scores(
 def print_audit(report: "AuditReport", config: Config) -> None:
     """Print what an audit has measured, and which window to take."""
     out.print("what cutting the gradient costs, against the exact one")
-    for part in (report.audit, report.reach, report.settling):
-        out.print(str(part).replace("max_lag", "--max-lag"))
-    out.print(report.advice(config))
+    reach = str(report.reach).replace(report.reach.warning(), report.warning())
+    out.print(f"{report.audit}\n{reach}\n{report.settling}\n{report.advice(config)}")
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
