@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from test_cli import ended
-from throughtime.app.cli import commands, new_settings
+from throughtime.app.cli import new_settings
 from throughtime.app.config import PANELS, Config, make_config
 from throughtime.app.contradictions import LOSSES, SHORT
-from throughtime.app.flags import flags_of
 from throughtime.app.values import fields_of, nearest, read_toml, written
 from throughtime.errors import ConfigError
 
@@ -224,13 +223,6 @@ def test_a_shell_completes_flags_and_their_words() -> None:
             check=False,
         )
         assert {line.partition(",")[2] for line in done.stdout.split()} == expected, words
-
-
-def test_a_flag_is_the_name_of_its_setting() -> None:
-    flags = flags_of(commands.commands["train"])
-    for name in fields_of(Config):
-        if name not in {"data", "gradient_args"}:
-            assert flags[name.replace("_", "-")] == f"--{name.replace('_', '-')}"
 
 
 def test_help_of_the_command_line_is_quick() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from throughtime.doctor._autograd import MeanTerm
 from throughtime.doctor._frames import Instruction, SourceLine
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Step, Sum
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep, Sum
 from throughtime.doctor._records import TensorRecord
 from throughtime.doctor.rules.loop import AT, kept
 
@@ -37,8 +37,8 @@ def backward(chunk: int = 0, **facts: Any) -> Backward:
     return replace(Backward(None, LOSS, number=10 * chunk, chunk=chunk), **facts)
 
 
-def step(chunk: int, **facts: Any) -> Step:
-    return Step(7, WEIGHTS, STEP, chunk=chunk, **facts)
+def step(chunk: int, **facts: Any) -> WeightStep:
+    return WeightStep(7, WEIGHTS, STEP, chunk=chunk, **facts)
 
 
 def clear(useful: bool = False) -> Clear:

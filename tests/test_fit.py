@@ -187,7 +187,7 @@ def test_an_epoch_of_more_updates_than_estimated_is_validated_to_its_end(tmp_pat
     ("more", "error", "said"),
     [
         ({"patience": 3, "valid": None}, ConfigError, "give recordings as valid="),
-        ({"schedule": "plateau", "valid": None}, ConfigError, "ReduceLROnPlateau waits for"),
+        ({"schedule": "plateau", "valid": None}, ConfigError, "count validations; give"),
         ({"epochs": 2}, ConfigError, "updates=40 and epochs=2: give one of them"),
         ({"keep": "all"}, ConfigError, "keep='all': expected 'best' or 'last'"),
         ({"updates": 0}, ConfigError, "updates=0"),
@@ -249,3 +249,13 @@ def test_a_rate_that_was_changed_since_counts(tmp_path: Path) -> None:
     )
     with pytest.raises(AssertionError):
         torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), rtol=0, atol=0)
+
+
+def test_other_recordings_to_validate_on_begin_a_new_best(tmp_path: Path) -> None:
+    first = run(make_net(), out=tmp_path)
+    easy = [{"inputs": each["inputs"], "targets": 0 * each["targets"]} for each in recordings()[3:]]
+    same = run(make_net(), out=tmp_path, updates=41)
+    assert (same.best, same.score) == (first.best, first.score)
+    other = run(make_net(), out=tmp_path, updates=48, valid=easy)
+    assert other.best in {42, 48}
+    assert other.score != first.score

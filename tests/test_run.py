@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +58,8 @@ def settings(data: Path, out: Path, **more: Any) -> dict[str, Any]:
         "updates": 60,
         "checkpoint_every": 1000.0,
     }
+    if ".py:" in str(more.get("model")):
+        del small["hidden"]  # not every module takes it
     return {"data": str(data), "out": str(out), **small, **more}
 
 
@@ -214,13 +215,6 @@ def test_more_lanes_than_steps_are_refused(tmp_path: Path) -> None:
         Training.begin(
             make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", lanes=9999))
         )
-
-
-def test_a_run_folder_in_use_is_refused(tmp_path: Path) -> None:
-    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3)
-    finish(values)
-    with pytest.raises(RunError, match="holds a run already; continue it with --resume"):
-        Training.begin(make_config(values))
 
 
 def test_without_a_split_column_whole_recordings_or_the_end_are_held_out() -> None:
@@ -389,25 +383,6 @@ def test_resuming_on_changed_data_is_refused_naming_the_difference(tmp_path: Pat
         Training.resume(training.folder.path)
 
 
-def test_a_checkpoint_that_lacks_a_field_of_the_description_goes_on(tmp_path: Path) -> None:
-    """Written before the field was; and a rate that was not known is no change of the data."""
-    from throughtime.app.dataset import changed_data
-    from throughtime.app.train import Training
-
-    data = write_recordings(tmp_path / "data")
-    training = Training.begin(make_config(settings(data, tmp_path / "run")))
-    stop_at(training, 1)
-    content = load_checkpoint(training.folder.checkpoint)
-    del content["spec"]["layout"]["rate_set"]
-    training.folder.checkpoint.write_bytes(checkpoint_bytes(content))
-    Training.resume(training.folder.path).folder.unlock()
-    spec = training.dataset.spec
-    timed = replace(spec, layout=replace(spec.layout, rate=100.0))
-    assert not changed_data(timed, {}, content["spec"], {})
-    slower = replace(spec, layout=replace(spec.layout, rate=50.0))
-    assert changed_data(slower, {}, asdict(timed), {}) == ["rate were 100.0 and are now 50.0"]
-
-
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     from throughtime.app.train import Training
 
@@ -464,15 +439,6 @@ def test_a_value_that_is_missing_in_held_out_data_is_found_before_training(tmp_p
     np.save(data / "2_x.npy", inputs)
     with pytest.raises(DataError, match=r"recording '2': 1 step .* step 3, column 1"):
         Training.begin(make_config(settings(data, tmp_path / "run")))
-
-
-def test_infinite_targets_are_refused(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    np.save(data / "0_y.npy", np.where(np.arange(400) == 17, np.inf, 0.0))
-    with pytest.raises(
-        DataError, match="recording '0': 1 step has infinite targets, the first is step 17"
-    ):
-        Training.begin(make_config(settings(data, tmp_path / "run", task="regress")))
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
@@ -640,15 +606,6 @@ def test_the_lanes_that_keep_recordings_whole_leave_out_what_is_held_out(tmp_pat
     )
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path: Path) -> None:
-    from throughtime.app.train import Training
-
-    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
-    before = folder.model.read_bytes(), folder.metrics.read_bytes()
-    Training.resume(folder.path).run(lambda line: pytest.fail(str(line)))
-    assert before == (folder.model.read_bytes(), folder.metrics.read_bytes())
-
-
 def test_an_epoch_without_a_step_that_counts_is_refused(tmp_path: Path) -> None:
     training = Training.begin(
         make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", warm_up=10_000))
@@ -683,15 +640,3 @@ def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             RunError, match=r"scores-test\.json: not scores that `throughtime eval` wrote"
         ):
             write_report(load_run(folder.path))
-
-
-def test_files_are_whole_or_absent(tmp_path: Path) -> None:
-    from throughtime._files import write_atomically
-
-    path = tmp_path / "a"
-    write_atomically(path, b"old")
-    (tmp_path / f"a.{os.getpid()}.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, b"new" * 100_000)
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["a"]

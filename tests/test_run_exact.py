@@ -1,7 +1,6 @@
 """A run with the exact gradient: its updates, its settings, and resuming to the bit."""
 
 import copy
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from throughtime.app.dataset import training_stream
 from throughtime.app.load import load_run
 from throughtime.app.report.page import write_report
 from throughtime.app.train import Training
-from throughtime.errors import ConfigError
 from throughtime.gradient import Exact, executor
 from throughtime.updates import updates
 
@@ -109,44 +107,6 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
     training.run()
     for mine, theirs in zip(training.net.parameters(), net.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (
-            {"gradient": "exact", "stride": None, "horizon": 50},
-            "the exact gradient cuts no credit, so it has no horizon",
-        ),
-        (
-            {"gradient": "exact", "stride": None, "train_on": "windows"},
-            "--gradient exact and --train-on windows are both given",
-        ),
-        (
-            {"gradient": "exact", "stride": 20},
-            "--gradient exact and --stride 20 are both given.*--cut-every N makes",
-        ),
-        ({"cut_every": 20}, "--cut-every 20 belongs to --gradient exact, got --gradient trunc"),
-        ({"gradient": "exact", "stride": None, "cut_every": 0}, "--cut-every 0: expected a whole"),
-        (
-            {"gradient": "exactly"},
-            "--gradient exactly: expected truncated, exact, .*did you mean 'exact'",
-        ),
-    ],
-)
-def test_what_does_not_go_with_the_exact_gradient_is_refused(
-    more: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        make_config({**settings(Path("d"), Path("o")), **more})
-
-
-def test_the_settings_of_an_exact_run_are_read_back_without_a_stride() -> None:
-    config = make_config(
-        {**settings(Path("d"), Path("o")), "stride": None, "gradient": "exact", "cut_every": 50}
-    )
-    assert "stride" not in config.to_toml()
-    assert make_config(tomllib.loads(config.to_toml())) == config
 
 
 @pytest.mark.parametrize(

@@ -230,10 +230,13 @@ def scores_of(out: Path) -> dict[str, float]:
 def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(tmp_path: Path) -> None:
     """Scores and baselines are those of the values themselves, on the same steps."""
     data, ot = walk(tmp_path)
-    train(data, tmp_path / "plain", "--ahead", "1-3")
+    said = train(data, tmp_path / "plain", "--ahead", "1-3")
     plain = scores_of(tmp_path / "plain")
+    better = "OT+1, OT+2, OT+3: the value now is the better forecast. Try --difference"
+    assert better in " ".join(said.split())
     said = train(data, tmp_path / "change", "--ahead", "1-3", "--difference")
     change = scores_of(tmp_path / "change")
+    assert "better forecast" not in said
     assert "targets OT+1, OT+2, OT+3" in said
     held_out = ot[3200:]
     for n in (1, 2, 3):
@@ -331,3 +334,12 @@ def test_a_change_from_a_missing_value_is_no_prediction(tmp_path: Path) -> None:
     for i, row in enumerate(rows):
         numbers = [float(row["y[y+1]"]), float(row["y[y+2]"])]
         assert np.isnan(numbers).all() if i in {100, 250} else min(numbers) > 500, (i, numbers)
+
+
+def test_an_input_that_only_has_the_name_of_the_target_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("u,y\n" + "".join(f"{i % 7},{i % 5}\n" for i in range(200)))
+    (tmp_path / "y.csv").write_text("y\n" + "".join(f"{1000 + i % 5}\n" for i in range(200)))
+    (tmp_path / "m.csv").write_text("id,inputs,targets\na,x.csv,y.csv\n")
+    words = ("--task", "regress", "--ahead", "2", "--difference", "--out", tmp_path / "run")
+    said = run("train", tmp_path / "m.csv", *words, ok=False)
+    assert "the input 'y' is not the present value of the target 'y'" in said

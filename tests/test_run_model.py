@@ -127,6 +127,14 @@ def function(inputs):
 '''
 
 
+SIZES: dict[str, dict[str, Any]] = {
+    "Explicit": {"hidden": 5, "layers": 2},
+    "Hidden": {"dropout": 0.2},
+    "Cell": {"hidden": 5},
+    "Any": {"hidden": 5, "layers": 2, "dropout": 0.2},
+}
+
+
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     path = tmp_path / "code" / "nets.py"
@@ -142,13 +150,13 @@ def scored(folder: RunFolder, split: str = "valid") -> str:
 
 @pytest.mark.covering
 @pytest.mark.parametrize("task", ["classify", "regress"])
-@pytest.mark.parametrize("name", ["Explicit", "Hidden", "Cell", "Any"])
+@pytest.mark.parametrize("name", SIZES)
 def test_a_module_of_ones_own_is_trained_resumed_and_scored(
     tmp_path: Path, code: Path, name: str, task: str
 ) -> None:
     data = write_recordings(tmp_path / "data")
-    more: dict[str, Any] = {"model": f"{code}:{name}", "task": task, "hidden": 5, "layers": 2}
-    more |= {"updates": 40, "dropout": 0.2, "keep": "last", "lr": 0.01}
+    more: dict[str, Any] = {"model": f"{code}:{name}", "task": task, "updates": 40, "lr": 0.01}
+    more |= {"keep": "last", **SIZES[name]}
     whole = finish(settings(data, tmp_path / "whole", **more))
     stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
     weights = stopped.net.module.state_dict()
@@ -163,7 +171,7 @@ def test_a_module_of_ones_own_is_trained_resumed_and_scored(
     layer = next(m for m in net.modules() if isinstance(m, (torch.nn.RNNBase, torch.nn.GRUCell)))
     assert layer.input_size == 2
     assert layer.hidden_size == (7 if name == "Hidden" else 5)
-    assert getattr(layer, "num_layers", 1) == (2 if name in {"Explicit", "Any"} else 1)
+    assert getattr(layer, "num_layers", 1) == SIZES[name].get("layers", 1)
     assert not torch.equal(next(layer.parameters()), initial)
     assert '"update": 40' in scored(whole)
 
@@ -200,18 +208,6 @@ def test_a_run_finds_its_module_again_from_its_own_copy(
         load_model(moved.model)
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_from_its_copy(
-    tmp_path: Path, code: Path
-) -> None:
-    data = write_recordings(tmp_path / "data")
-    values = settings(data, tmp_path / "run", model=f"{code}:Cell", updates=20)
-    started = Training.begin(make_config(values))
-    started.folder.unlock()
-    Path(code).unlink()
-    Training.resume(started.folder.path).run()
-    assert load_model(started.folder.model)[1].model == "nets.py:Cell"
-
-
 @pytest.mark.slow
 def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
     tmp_path: Path, code: Path
@@ -246,7 +242,11 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
         ("nets.py:Plain", ConfigError, "Plain is no torch.nn.Module"),
         ("nets.py:Vocabulary", ConfigError, "needs 'vocabulary', 'width', and train passes"),
         ("nets.py:Fails", ConfigError, "Fails(inputs=2) fails with ValueError: no GPU here"),
-        ("nets.py:Narrow", ConfigError, "returns (5, 1, 8) for 5 steps of 1 lane, expected (5, 1,"),
+        (
+            "nets.py:Narrow",
+            ConfigError,
+            "returns (5, 1, 64) for 5 steps of 1 lane, expected (5, 1,",
+        ),
         ("nets.py:Weightless", ConfigError, "has no weights, so there is nothing to train"),
         ("nets.py:Backwards", ModelError, "the state of Backwards of nets.py cannot be carried"),
         ("lstn", ConfigError, "expected lstm, gru, rnn or FILE.py:Class; did you mean 'lstm'?"),
@@ -265,8 +265,37 @@ def test_a_module_that_cannot_be_trained_is_refused_with_what_to_change(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_start_of_training_names_the_module(tmp_path: Path, code: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"model": "{code}:Hidden", "layers": 3}, "takes no layers; leave --layers out"),
+        ({"model": "{code}:Weightless", "hidden": 8}, "takes no hidden; leave --hidden out"),
+        (
+            {"loss": "{code}:Unweighted", "class_weights": "balanced"},
+            "takes no weight; leave --class-weights out",
+        ),
+    ],
+)
+def test_a_setting_that_a_class_of_ones_own_does_not_take_is_refused(
+    tmp_path: Path, code: Path, more: dict[str, Any], said: str
+) -> None:
+    with code.open("a", encoding="utf-8") as file:
+        file.write("\n\nclass Unweighted(nn.CrossEntropyLoss):\n    def __init__(self):\n")
+        file.write("        super().__init__()\n")
     data = write_recordings(tmp_path / "data")
-    words = ["--task", "classify", "--updates", "3", "--lanes", "2", "--stride", "10"]
-    output = run("train", data, "--model", f"{code}:Hidden", *words, "--out", tmp_path / "run")
-    assert "classes 0, 1, 2; Hidden of nets.py;" in output
+    more = {k: v.format(code=code) if isinstance(v, str) else v for k, v in more.items()}
+    with pytest.raises(ConfigError) as refused:
+        Training.begin(make_config(settings(data, tmp_path / "run", **more)))
+    assert said in str(refused.value)
+
+
+def test_a_loss_of_ones_own_that_fails_is_one_line(tmp_path: Path, code: Path) -> None:
+    with code.open("a", encoding="utf-8") as file:
+        file.write("\n\nclass Wrong:\n    def __call__(self, outputs, targets):\n")
+        file.write("        return outputs - targets.nowhere\n")
+    data = write_recordings(tmp_path / "data")
+    words = ["--task", "classify", "--loss", f"{code}:Wrong", "--out", tmp_path / "run"]
+    complained = run("train", data, *words, "--lanes", "2", ok=False)
+    assert complained.count("\n") == 1
+    assert f"--loss {code}:Wrong: line " in complained
+    assert "fails with AttributeError: 'Tensor' object has no attribute 'nowhere'" in complained

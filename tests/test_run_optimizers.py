@@ -18,6 +18,7 @@ from throughtime.app.optimizer import learning_rate, make_optimizer, make_schedu
 from throughtime.app.run_folder import RunFolder, load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, RunError
+from throughtime.stream import Stream
 
 OWN = """
 import torch
@@ -98,28 +99,21 @@ def test_a_class_without_a_constructor_gets_no_arguments(tmp_path: Path) -> None
     path.write_text("import torch\nclass Plain(torch.nn.Module):\n    pass\n", encoding="utf-8")
     own = user_class.ClassReference("loss", path, "Plain")
     own.trust()
-    assert own.accepted(torch.nn.Module, {"outputs": 2, "weight": None}) == {}
-
-
-def test_every_rule_and_every_loss_trains_another_net(tmp_path: Path, file: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    rules = [{}, *(rule(name, file) for name in RULES), {"loss": f"{file}:Focal"}]
-    runs = [finish(settings(data, tmp_path / str(i), **more)) for i, more in enumerate(rules)]
-    assert len({run.model.read_bytes() for run in runs}) == len(rules)
+    assert type(own.make(torch.nn.Module, {"outputs": 2, "weight": None})).__name__ == "Plain"
 
 
 def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
     net = torch.nn.Linear(3, 2)
     config = make_config({"data": "d", "lr": 0.4, "schedule": "plateau", "optimizer": "sgd"})
     optimizer = make_optimizer(net, config)
-    schedule: Any = make_schedule(optimizer, config, 10)
+    schedule: Any = make_schedule(optimizer, config, Stream(torch.zeros(9, 1), 1, 1), 10)
     rates: list[float] = []
     for score in (1.0, 0.9, 0.95, 0.9, 0.8, 0.81, 0.8, 0.79, 0.9, float("nan")):
         schedule.step(score)
         rates.append(optimizer.param_groups[1]["lr"])
     assert rates == [0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.05]
     cosine = make_config({"data": "d", "lr": 0.4, "schedule": "cosine", "lr_warmup": 2})
-    rates = [learning_rate(cosine, update, 50) for update in range(1, 52)]
+    rates = [learning_rate(cosine, done, done / 50, 2 / 50) for done in range(51)]
     assert rates[:3] == [0.2, 0.4, 0.4]
     assert rates[-1] == pytest.approx(0.0, abs=1e-12)
     assert rates[2:] == sorted(rates[2:], reverse=True)

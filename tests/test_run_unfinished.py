@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from test_cli import ended, run
-from test_run import flags, settings, stop_at, write_recordings
+from test_run import settings, stop_at, write_recordings
 from throughtime import _safetensors
 from throughtime.app import console
 from throughtime.app.config import Config
@@ -66,14 +66,6 @@ def test_every_command_reads_the_model_file_once(
         reads.clear()
 
 
-def test_a_run_killed_before_its_first_checkpoint_says_that_it_starts_again(tmp_path: Path) -> None:
-    folder = stopped(tmp_path / "run")
-    folder.model.unlink()
-    folder.checkpoint.unlink()
-    assert "no checkpoint yet: starting again at update 0" in run("train", "--resume", folder.path)
-    assert "no checkpoint yet" not in run("train", "--resume", folder.path)
-
-
 def test_the_first_checkpoint_comes_early_and_the_interval_grows_to_the_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +108,6 @@ def test_a_folder_without_a_run_is_called_that_by_every_command(
         complained = run(command, place_without_run, *more, ok=False)
         assert f"{place_without_run}: no run there" in complained
         assert "--resume" not in complained
-
-
-def test_a_device_that_is_none_names_those_of_this_machine(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data", (400, 250, 300))
-    complained = run(*flags(settings(data, tmp_path / "run", device="nonsense")), ok=False)
-    assert "--device nonsense: cannot be used on this machine; take --device cpu" in complained
-    assert "xla" not in complained
 
 
 def test_a_table_in_a_narrow_terminal_shows_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ TODAY = [
     ("train {data} --horizon 5", "--horizon 5 is below --stride 100: "),
     ("train {data} --gradient exact --horizon 5", "Leave one of them out; --cut-every N makes"),
     ("train {data} --gradient exact --stride 5", "credit, so it has no stride. Leave one of them"),
+    ("train --resume nowhere --lanes 2", "nowhere: no run there"),
     ("train --resume {run} --lr 1", "leave out --lr. Only --updates or --epochs may be given"),
     ("train {data} --inputs x --targets label --out {run}", "continue it with --resume"),
     ("train {data} --learning-rate 1", "--learning-rate: no such option; write --lr"),
@@ -45,8 +46,8 @@ TODAY = [
 ]
 NEW = [
     ("trian {data}", "trian: no such command; write train"),
-    ("train {data} {other}", "unexpected extra argument", "write throughtime train DATA"),
-    ("train {data} \N{EN DASH}lr 0.1", "write --lr, with two hyphens"),
+    ("train {data} {other}", "nexpected extra argument", "write throughtime train DATA"),
+    ("train {data} \N{EN DASH}lr 0.1", "then flags with two hyphens, such as"),
     ("train {data} --lr 0,001", "--lr 0,001: expected a finite number above 0, such as 0.001"),
     ("train {data} --hidden 64,128", "--hidden 64,128: expected a whole number of at least 1"),
     ("train {data} --lr --hidden 8", "--lr needs a value, not --hidden"),

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
-    with failures_printed(commands):
+    with failures_printed():
         words = sys.argv[1:] or ["--help"]
         sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
 
@@ -99,6 +99,7 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
     """The settings of a run, with another end if the flags name one."""
     from throughtime.app.run_folder import RunFolder
 
+    settings = RunFolder(Path(str(options.resume))).read_config()
     other = [flag(name) for name in sorted(flags.keys() - {"updates", "epochs"})]
     if other or options.config is not None:
         raise ConfigError(
@@ -106,7 +107,6 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
             f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
             " on to another end."
         )
-    settings = RunFolder(Path(str(options.resume))).read_config()
     end = {"updates": None, "epochs": None, **flags} if flags else {}
     return make_config(settings.settings() | end, flags=flags)
 
@@ -150,7 +150,7 @@ def evaluate(values: dict[str, Any]) -> None:
     if options.json:
         print_json(scores)
         return
-    print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
+    print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
     out.print(
         f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
         f" {written}"

@@ -1,11 +1,9 @@
 """What the commands print: progress, a training run from start to end, tables of results."""
 
 import json
-import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
+from throughtime.app.config import Config
+from throughtime.app.fit import Row
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.policy import describe_policy
@@ -22,22 +22,22 @@ from throughtime.app.scores import (
     baseline_table,
     is_comparison,
     scores_table,
+    skill_advice,
 )
-from throughtime.app.train import Training, TrainProgress
+from throughtime.app.train import Training
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
 
-_BAR = 10  # characters
+_SHOWN = ("accuracy", "macro_f1", "rmse", "r2")  # metrics in a line of progress
 _MAX_ROWS = 40  # recordings in a table of scores
 _PLAIN_EVERY = 10.0  # seconds between two plain lines
 out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns may hold brackets
 
 
 class ProgressDisplay:
-    """A line for each phase on a terminal, with a bar; elsewhere plain lines every ten seconds.
+    """A bar for each phase on a terminal; elsewhere plain lines every ten seconds.
 
-    The bars are visible inside `with ProgressDisplay() as display`. Between two phases, and before
-    the first one, a bar moves without an end.
+    The bars are visible inside `with ProgressDisplay() as display`.
 
     Args:
         enabled: `False` prints nothing, as on all ranks but the first.
@@ -45,12 +45,11 @@ class ProgressDisplay:
 
     def __init__(self, *, enabled: bool = True) -> None:
         text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
-        columns = (TextColumn("{task.description}"), BarColumn(_BAR), text)
-        self._enabled, self._live = enabled, enabled and out.is_terminal
-        self._bars = Progress(*columns, console=out, disable=not self._live)
+        columns = (TextColumn("{task.description}"), BarColumn(10), text)
+        self._plain = enabled and not out.is_terminal
+        self._bars = Progress(*columns, console=out, disable=not enabled or self._plain)
         self._tasks: dict[str, TaskID] = {}
-        self._idle = self._bars.add_task("listing files", total=None, text="")
-        self._printed, self._phase_printed = -math.inf, time.monotonic()
+        self._printed = time.monotonic()
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -61,78 +60,42 @@ class ProgressDisplay:
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Show that `done` of `total` parts of a phase are finished; of 0, that it has begun."""
-        if self._live:
-            self._update(name, done, total, f"{done:,}/{total:,}" if total else "")
-            if total and done >= total:
-                self._bars.remove_task(self._tasks.pop(name))
-                self._bars.update(self._idle, description="working", visible=not self._tasks)
-        elif self._enabled and (
-            not total or time.monotonic() - self._phase_printed >= _PLAIN_EVERY
-        ):
-            self._phase_printed = time.monotonic()
-            self._print(f"{name}: {done / total:.0%}" if total else f"{name} ...")
+        plain = f"{name}: {done / total:.0%}" if total else f"{name} ..."
+        self._show(name, done, total, f"{done:,}/{total:,}" * bool(total), plain, now=not total)
+        if total and done >= total:
+            self._bars.remove_task(self._tasks.pop(name))
 
-    def train(self, progress: TrainProgress) -> None:
+    def train(self, row: Row) -> None:
         """Show a line of the log: the last one always."""
-        if self._live:
-            room = out.width - len("evaluating") - _BAR - 2  # the wider of two at a time
-            line = progress_line(progress, room)
-            self._update("training", progress.update, progress.updates, line)
-        elif self._enabled and (
-            progress.update >= progress.updates or time.monotonic() - self._printed >= _PLAIN_EVERY
-        ):
-            self._printed = self._phase_printed = time.monotonic()
-            self._print(progress_line(progress))
+        line, done, total = progress_line(row), row["update"], row["updates"]
+        self._show("training", done, total, line, line, now=done >= total)
 
-    def _update(self, name: str, done: int, total: int, text: str) -> None:
+    def _show(self, name: str, done: int, total: int, text: str, plain: str, *, now: bool) -> None:
         if name not in self._tasks:
             self._tasks[name] = self._bars.add_task(name, total=None, text="")
-            self._bars.update(self._idle, visible=False)
         self._bars.update(self._tasks[name], completed=done, total=total or None, text=text)
+        if self._plain and (now or time.monotonic() - self._printed >= _PLAIN_EVERY):
+            self._printed = time.monotonic()
+            out.print(plain)
+            sys.stdout.flush()
 
-    def _print(self, line: str) -> None:
-        out.print(line)
-        sys.stdout.flush()
 
-
-def progress_line(progress: TrainProgress, width: int | None = None) -> str:
-    r"""Update, loss, metrics, speed, time left, memory, and the share of time waiting for data.
-
-    Args:
-        progress: of the run.
-        width: the most characters, if any; what is less important is left out.
+def progress_line(row: Row) -> str:
+    r"""Update, loss, time left, speed, metrics, and the share of time waiting for data.
 
     Example:
-        >>> from throughtime.app.train import TrainProgress
-        >>> progress = TrainProgress(
-        ...     50, 200, 0.25, {"accuracy": 0.5}, 12_500.0, 75.0, 300_000_000, 0.03
-        ... )
-        >>> print(progress_line(progress).replace("  ", "\n"))
-        update 50/200
-        loss 0.2500
-        accuracy 0.500
-        12.5k frames/s
-        1m15s left
-        300 MB peak
-        waiting for data 3%
-        >>> progress_line(progress, 55)
-        'update 50/200  loss 0.2500  12.5k frames/s  1m15s left'
+        >>> times = {"training_seconds": 25.0, "frames": 312_500, "waiting": 0.03}
+        >>> print(progress_line({"update": 50, "updates": 200, "loss": 0.25, "rmse": 0.5} | times))
+        update 50/200  loss 0.2500  1m15s left  12.5k frames/s  rmse 0.500  waiting for data 3%
     """
-    rate = progress.frames_per_second
-    parts = [(0, f"update {progress.update}/{progress.updates}"), (1, f"loss {progress.loss:.4f}")]
-    parts += [(4, f"{name} {value:.3f}") for name, value in list(progress.metrics.items())[:2]]
-    parts.append((3, f"{rate / 1e3:.1f}k frames/s" if rate >= 1e3 else f"{rate:.0f} frames/s"))
-    parts.append((2, f"{duration(progress.remaining_seconds)} left"))
-    if progress.peak_memory is not None:
-        parts.append((6, f"{progress.peak_memory / 1e6:.0f} MB peak"))
-    parts.append((5, f"waiting for data {progress.waiting:.0%}"))
-    while width is not None and len(_joined(parts)) > width and len(parts) > 1:
-        parts.remove(max(reversed(parts), key=itemgetter(0)))
-    return _joined(parts)
-
-
-def _joined(parts: Sequence[tuple[int, str]]) -> str:
-    return "  ".join(text for _, text in parts)
+    update, total, seconds = row["update"], row["updates"], row["training_seconds"]
+    rate = row["frames"] / max(seconds, 1e-3)
+    speed = f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
+    left = duration((total - update) * seconds / update)
+    parts = [f"update {update}/{total}", f"loss {row['loss']:.4f}", f"{left} left"]
+    parts += [f"{speed} frames/s"]
+    parts += [f"{name} {row[name]:.3f}" for name in _SHOWN if name in row]
+    return "  ".join([*parts, f"waiting for data {row['waiting']:.0%}"])
 
 
 def duration(seconds: float) -> str:
@@ -142,11 +105,11 @@ def duration(seconds: float) -> str:
         >>> duration(59.6), duration(3725)
         ('1m00s', '1h02m')
     """
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
-    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 def run_training(training: Training, display: ProgressDisplay) -> None:
@@ -181,31 +144,29 @@ def _print_start(training: Training) -> None:
         f" {counted(sum(map(len, dataset.train)), 'frame')} to train on, {len(dataset.valid)}"
         " held out; " + "; ".join(dataset.remarks)
     )
-    layout, lanes = spec.layout, training.stream.lanes
+    layout, stream, team = spec.layout, training.stream, training.team
     inputs = ", ".join((*layout.inputs, *layout.static))  # each by name: one may be a leak
-    if layout.frame_size > 1:
-        inputs += f", {layout.frame_size} rows a step"
-    outputs = (
-        f"classes {listed(spec.classes)}"
-        if spec.classes
-        else f"targets {listed(spec.target_names)}"
-    )
+    inputs += f", {layout.frame_size} rows a step" * (layout.frame_size > 1)
+    kind, names = ("classes", spec.classes) if spec.classes else ("targets", spec.target_names)
     model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
-    ranks = f"; {training.team.count} ranks of {counted(lanes, 'lane')}"
-    out.print(
-        f"inputs {inputs}; {outputs}; {model};"
-        f" {describe_policy(config)}{ranks if training.team.count > 1 else ''}"
-    )
+    ranks = f"; {team.count} ranks of {counted(stream.lanes, 'lane')}" * (team.count > 1)
+    policy = describe_policy(config)
+    if (config.update_steps() or 0) > stream.steps:
+        steps = counted(stream.steps, "step")
+        policy = f"an update an epoch of {steps}, which are fewer than --stride"
+    out.print(f"inputs {inputs}; {kind} {listed(names)}; {model}; {policy}{ranks}")
     if config.gradient == "exact" and config.update_steps() is None:
-        count = training.epoch_updates
         out.print(
-            f"about {counted(count, 'update')} an epoch; --cut-every N makes one every"
-            " N steps, credit cut between them"
+            f"about {counted(training.epoch_updates, 'update')} an epoch; --cut-every N makes one"
+            " every N steps, credit cut between them"
         )
-    if training.done.count:
-        out.print(f"resumed at update {training.done.count}")
-    elif training.resumed:
-        out.print("no checkpoint yet: starting again at update 0")
+    if training.resumed:
+        count = training.done.count
+        out.print(
+            f"resumed at update {count}"
+            if count
+            else "no checkpoint yet: starting again at update 0"
+        )
 
 
 def _print_end(training: Training, *, was_finished: bool) -> None:
@@ -227,7 +188,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
-            print_scores("valid", metrics, row["recordings"], folder.metrics)
+            print_scores("valid", metrics, row["recordings"], folder.metrics, run.config)
     if kept < done.count:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(run)
@@ -242,6 +203,7 @@ def print_scores(
     metrics: Mapping[str, float],
     recordings: Mapping[str, Mapping[str, float]],
     path: Path,
+    config: Config,
 ) -> None:
     """Print the metrics of each recording, if they are few, and of all steps together.
 
@@ -254,6 +216,8 @@ def print_scores(
     print_table(title, scores_table(names, metrics, shown))
     if (baselines := baseline_table(metrics)) is not None:
         print_table(baselines.caption, baselines)
+    if advice := skill_advice(metrics, config):
+        out.print(advice)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:

@@ -23,14 +23,11 @@ from throughtime.errors import ConfigError, RunError, ThroughtimeError
 from throughtime.stream.manifest import join_faults
 
 T = TypeVar("T")
+_EXPECTED = (ThroughtimeError, OSError)  # users get the message, not the traceback
 
 
 class TeamError(RunError):
-    """The error of one rank, raised on all of them; `is_origin` on the rank that must print it."""
-
-    def __init__(self, message: str, *, is_origin: bool) -> None:
-        super().__init__(message)
-        self.is_origin = is_origin
+    """The error of one rank, raised on all of them; the first one prints it."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +50,6 @@ class Team:
     count: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
-    @classmethod
-    def of_group(cls, device: torch.device) -> "Team":
-        """All ranks of the default process group, which must be initialized."""
-        return cls(distributed.get_rank(), distributed.get_world_size(), device)
-
     @property
     def is_first(self) -> bool:
         """Whether this rank writes and prints."""
@@ -70,7 +62,7 @@ class Team:
             TeamError: a rank has failed meanwhile.
             RankError: a rank does not answer.
         """
-        return [value] if self.count == 1 else self._exchange(to_cpu(value), None)
+        return self._exchange(value, None)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; if it fails on one, raise on all.
@@ -79,10 +71,11 @@ class Team:
             The result on this rank.
 
         Raises:
-            TeamError: it failed on some rank; the first such rank prints it. A team of one raises
-                the error itself.
+            TeamError: it failed on some rank. A team of one raises the error itself.
             RankError: a rank does not answer.
         """
+        if self.count == 1:
+            return work()
         result, error = _attempt(work)
         self.raise_together(error)
         return cast("T", result)
@@ -96,10 +89,7 @@ class Team:
 
     def raise_together(self, error: Exception | None) -> None:
         """Raise the error of a rank on all, if any has one; all ranks must call this together."""
-        if self.count > 1:
-            self._exchange(None, error)
-        elif error is not None:
-            raise error
+        self._exchange(None, error)
 
     def check_equal(self, values: Mapping[str, object]) -> None:
         """Refuse ranks whose values are not those of the first; all ranks must call it together.
@@ -107,8 +97,6 @@ class Team:
         Raises:
             TeamError: what differs, and on which rank.
         """
-        if self.count == 1:
-            return
         first, *others = self.gather({key: repr(value) for key, value in values.items()})
         faults = [
             f"{key} is {other.get(key)} on rank {rank} and {first.get(key)} on rank 0"
@@ -116,10 +104,9 @@ class Team:
             for key in differing_keys(first, other)
         ]
         if faults:
-            what = f"the ranks do not train the same run: {join_faults(faults)}. Start all of them"
             raise TeamError(
-                f"{what} with the same command, on the same data and run folder",
-                is_origin=self.is_first,
+                f"the ranks do not train the same run: {join_faults(faults)}. Start all of them"
+                " with the same command, on the same data and run folder"
             )
 
     def any_of(self, *flags: bool) -> list[bool]:
@@ -131,28 +118,23 @@ class Team:
             distributed.all_reduce(reduced, op=distributed.ReduceOp.MAX)
         return [bool(flag) for flag in reduced.tolist()]
 
-    def barrier(self) -> None:
-        """Wait for all ranks, so that none ends while the first still writes; not for lost ones."""
-        if self.count > 1:
-            with suppress(RuntimeError):
-                distributed.barrier()
-
     def _exchange(self, value: T, error: Exception | None) -> list[T]:
         """The value of each rank, unless one has an error."""
+        if self.count == 1:
+            if error is not None:
+                raise error
+            return [value]
         everyone: list[Any] = [None] * self.count
         message = None if error is None else _message(error)
         with rank_errors():
-            distributed.all_gather_object(everyone, (value, message))
+            distributed.all_gather_object(everyone, (to_cpu(value), message))
         failed = [(rank, text) for rank, (_, text) in enumerate(everyone) if text is not None]
         if not failed:
             return [result for result, _ in everyone]
         rank, text = failed[0]
-        is_origin = rank == self.rank
-        if error is not None and is_origin and not _is_expected(error):
+        if error is not None and rank == self.rank and not isinstance(error, _EXPECTED):
             raise error
-        raise TeamError(text if rank == 0 else f"rank {rank}: {text}", is_origin=is_origin) from (
-            error
-        )
+        raise TeamError(text if rank == 0 else f"rank {rank}: {text}") from error
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
@@ -165,13 +147,9 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _is_expected(error: Exception) -> bool:
-    """Whether users get its message, not its traceback."""
-    return isinstance(error, (ThroughtimeError, OSError))
-
-
 def _message(error: Exception) -> str:
-    return in_words(error) if _is_expected(error) else f"{type(error).__name__}: {error}"
+    expected = isinstance(error, _EXPECTED)
+    return in_words(error) if expected else f"{type(error).__name__}: {error}"
 
 
 @contextmanager
@@ -188,34 +166,37 @@ def started_team(config: Config) -> Generator[Team]:
     if ranks == 1 or not distributed.is_torchelastic_launched():
         yield Team()
         return
-    with _process_group(config, ranks) as device:
-        team = Team.of_group(device)
+    device = _own_device(config, ranks)
+    distributed.init_process_group(distributed.get_default_backend_for_device(device))
+    team = Team(distributed.get_rank(), ranks, device)
+    try:
+        code: Any = 0
         try:
             yield team
-        except SystemExit:
-            team.barrier()
-            raise
+        except SystemExit as stop:  # after Ctrl-C, on all ranks
+            code = stop.code
         except TeamError as error:
-            if error.is_origin:
+            code = 2
+            if team.is_first:
                 print_error(str(error))
-            team.barrier()
-            raise SystemExit(2) from error
-        except (ThroughtimeError, OSError) as error:
-            print_error(f"rank {team.rank}: {in_words(error)}")
-            raise SystemExit(2) from error
-        team.barrier()
+        with suppress(RuntimeError):  # a rank is lost
+            distributed.barrier()  # none ends while the first still writes
+    except _EXPECTED as error:
+        code = 2
+        print_error(f"rank {team.rank}: {in_words(error)}")
+    finally:
+        distributed.destroy_process_group()  # a rank that waits for this one gets an error
+    if code:
+        raise SystemExit(code)
 
 
-@contextmanager
-def _process_group(config: Config, ranks: int) -> Generator[torch.device]:
-    """The process group of torchrun, and the device of this process."""
+def _own_device(config: Config, ranks: int) -> torch.device:
+    """The device of this process."""
     if config.lanes % ranks:
-        below = config.lanes // ranks * ranks
-        near = [str(n) for n in (below, below + ranks) if n]
         raise ConfigError(
             f"--lanes {config.lanes} are those of all ranks together, and each of the {ranks} that"
             f" torchrun has started plays the same number: take a multiple of {ranks}, such as"
-            f" {' or '.join(near)}"
+            f" {-(-config.lanes // ranks) * ranks}"
         )
     device = torch.device(config.device)
     if is_accelerator(device):
@@ -228,8 +209,4 @@ def _process_group(config: Config, ranks: int) -> Generator[torch.device]:
             )
         device = torch.device(device.type, local)
         torch.accelerator.set_device_index(local)
-    distributed.init_process_group(distributed.get_default_backend_for_device(device))
-    try:
-        yield device
-    finally:
-        distributed.destroy_process_group()  # a rank that waits for this one gets an error
+    return device

@@ -11,9 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -23,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from throughtime._device import generators, set_generators
+from throughtime._files import write_atomically
 from throughtime.app.distributed import Team
 from throughtime.app.policy import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
@@ -67,8 +70,9 @@ class Fit:
         finished: whether the training has reached its end, or its patience has ended.
         rows: lines of the log.
         frames: valid steps of all updates.
-        seconds: of the training so far.
-        aside: of them, for validation and checkpoints.
+        training: seconds of the updates.
+        aside: seconds of validation, the log and checkpoints.
+        waited: of them all, seconds in which data were waited for.
         pending: valid steps since the last line of the log.
         end: updates and epochs that were asked for.
     """
@@ -81,10 +85,16 @@ class Fit:
     finished: bool = False
     rows: int = 0
     frames: int = 0
-    seconds: float = 0.0
+    training: float = 0.0
     aside: float = 0.0
+    waited: float = 0.0
     pending: int = 0
     end: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def seconds(self) -> float:
+        """Of the training so far."""
+        return self.training + self.aside
 
     @classmethod
     def of_checkpoint(
@@ -146,7 +156,8 @@ def fit(
         logger: called with each line of the log, such as `print`: a dict with `kind`, `update`,
             `loss`, the metrics, and times in seconds. An error in it ends the training.
         out: a folder for `checkpoint.safetensors`, `model.safetensors` (the weights that are kept)
-            and `metrics.jsonl`. A training that it holds goes on.
+            and `metrics.jsonl`. A training that it holds goes on; on other recordings in `valid`
+            the best begins anew.
 
     Returns:
         How far the training came: `count` updates, the `best` one and its `score`.
@@ -179,10 +190,10 @@ def fit(
         >>> result.count, result.finished
         (20, True)
     """
-    if valid is None and patience is not None:
-        raise ConfigError(f"patience={patience} counts validations; give recordings as valid=")
-    if valid is None and isinstance(schedule, ReduceLROnPlateau):
-        raise ConfigError("ReduceLROnPlateau waits for validations; give recordings as valid=")
+    if valid is None and (patience is not None or isinstance(schedule, ReduceLROnPlateau)):
+        raise ConfigError(
+            "patience= and ReduceLROnPlateau count validations; give recordings as valid="
+        )
     if updates is not None and epochs is not None:
         raise ConfigError(f"updates={updates} and epochs={epochs}: give one of them")
     if keep not in ("best", "last"):
@@ -199,8 +210,8 @@ def fit(
     ranks = ranks_of(net, stream)
     if ranks.shards:
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
-    each = updates_per_epoch(gradient, stream, ranks.count)
-    total = updates or (epochs or 1) * each  # by epochs an estimate: the order moves their end
+    # by epochs an estimate: the order moves their end
+    total = updates or (epochs or 1) * updates_per_epoch(gradient, stream, ranks.count)
     training = _Training(
         net,
         stream,
@@ -265,15 +276,18 @@ class _Training:
     done: Fit = field(default_factory=Fit)
     best: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     position: Updates | None = None
-    waited: float = 0.0
+    epoch_ended: bool = False
+    waited: float = 0.0  # before this process
     stopping: bool = False
 
     def run(self) -> Fit:
         """Go on from the folder to the end."""
         self.rules = [_rule(group) for group in self.optimizer.param_groups]
         self.loss = torch.zeros((), device=self.team.device)
+        self.done.end = self.end
         try:
-            self._open()
+            if self.folder is not None:
+                self._open(self.folder)
             if not self.done.finished:
                 with self._stopped_by_signals():
                     self._train()
@@ -288,64 +302,52 @@ class _Training:
 
     def _train(self) -> None:
         done = self.done
+        self.mark = saved = time.monotonic()
         if not done.rows:
             self._write("data", {} if self.folder is None else self.folder.facts)
-        started, saved = time.monotonic() - done.seconds, time.monotonic()
-        log_every = max(1, self.total // _LOG_LINES)
-        for update in self._updates():
+        while not self._is_over():
+            if (update := self._next()) is None:
+                continue
             self._apply(update)
-            done.seconds = time.monotonic() - started
-            if done.count % log_every == 0:
+            done.training += self._passed()
+            if done.count % max(1, self.total // _LOG_LINES) == 0:
                 self._log(update)
             scored = self.valid_every and done.count % self.valid_every == 0
             if scored and not done.is_over(self.stream.epoch):  # by epochs `total` is an estimate
                 self._validate()
-            due = time.monotonic() - saved >= self._save_interval()
+            due = self.mark - saved >= self._save_interval()
             stop, save = self.team.any_of(self.stopping, self.team.is_first and due)
             if stop or save:
                 self._save()
                 saved = time.monotonic()
             if stop:
                 raise KeyboardInterrupt(f"stopped at update {done.count}")
+            done.aside += self._passed()
         self._save()
         if done.last < done.count:
             self._validate()
         done.finished = True
+        done.aside += self._passed()
         self._save()
 
+    def _passed(self) -> float:
+        """Seconds since the last call."""
+        before, self.mark = self.mark, time.monotonic()
+        return self.mark - before
+
     def _is_over(self) -> bool:
-        patient = self.patience is None or self.done.stale < self.patience
-        return self.done.is_over(self.stream.epoch) or not patient
+        impatient = self.patience is not None and self.done.stale >= self.patience
+        return impatient or self.done.is_over(self.stream.epoch)
 
-    def _updates(self) -> Iterator[Update]:
-        """Epoch after epoch until the end; each starts from the initial state."""
-        epoch = self.position
-        while not self._is_over():
-            epoch = self.position = epoch or self._new_updates(self.position)
-            while (update := self._next(epoch)) is not None:
-                yield update
-                if self._is_over():
-                    return
-            if self.done.count == 0:
-                self.team.raise_together(
-                    DataError(
-                        "an epoch passed without a single step that counts: the warm_up of the"
-                        " stream, or missing targets, mask all of them"
-                    )
-                )
-            epoch = None
+    def _next(self) -> Update | None:
+        """The next update, `None` at the end of an epoch; each starts from the initial state.
 
-    def _new_updates(self, previous: Updates | None = None) -> Updates:
-        """The updates of the next epoch; the policy may learn from epoch to epoch."""
-        memory = None if previous is None else previous.policy_state
-        return updates(
-            self.net, self.stream, self.loss_fn, gradient=self.gradient, policy_state=memory
-        )
-
-    def _next(self, epoch: Updates) -> Update | None:
-        """The next update of the epoch; an error on one rank ends all of them here."""
+        An error on one rank ends all of them here.
+        """
+        if self.position is None or self.epoch_ended:
+            self.position, self.epoch_ended = self._new_updates(self.position), False
         try:
-            return next(epoch, None)
+            update = next(self.position, None)
         except Exception as error:
             shown = error
             if isinstance(error, RunError):  # such as a gradient that is not finite
@@ -354,9 +356,25 @@ class _Training:
             self.team.raise_together(None if isinstance(error, RankError) else shown)
             self.team.raise_together(error)  # every rank has a RankError: they differ
             raise
+        self.epoch_ended = update is None
+        if self.epoch_ended and self.done.count == 0:
+            self.team.raise_together(
+                DataError(
+                    "an epoch passed without a single step that counts: the warm_up of the stream,"
+                    " or missing targets, mask all of them"
+                )
+            )
+        return update
+
+    def _new_updates(self, previous: Updates | None = None) -> Updates:
+        """The updates of the next epoch; the policy may learn from epoch to epoch."""
+        memory = None if previous is None else previous.policy_state
+        return updates(
+            self.net, self.stream, self.loss_fn, gradient=self.gradient, policy_state=memory
+        )
 
     def _apply(self, update: Update) -> None:
-        self.rate = self.optimizer.param_groups[0]["lr"]
+        self.rate = float(self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.schedule is not None and not isinstance(self.schedule, ReduceLROnPlateau):
@@ -375,7 +393,7 @@ class _Training:
         if not math.isfinite(loss):
             self.team.raise_together(self._diverged(self.done.count, f"the loss is {loss}"))
         row: dict[str, Any] = {"updates": self.total, "epoch": self.stream.epoch, "loss": loss}
-        row["lr"] = float(self.rate)
+        row["lr"] = self.rate
         if self.metrics is not None:
             metric, pairs = self.metrics.new(), update.chunk.valid_pairs(update.outputs)
             for outputs, targets in self.team.gather(pairs):
@@ -387,8 +405,7 @@ class _Training:
         """Write the scores; keep the weights if they are the best."""
         if self.valid is None:
             return
-        with self._aside():
-            result = self.team.on_all(self._evaluate)
+        result = self.team.on_all(self._evaluate)
         done, row = self.done, {"loss": result.loss, **result.metrics}
         score = row["macro_f1"] if "macro_f1" in row else -row["loss"]
         score = self.team.gather(score)[0]  # other processors may round otherwise
@@ -407,15 +424,16 @@ class _Training:
         return evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
 
     def _write(self, kind: str, values: Row) -> None:
-        done, waited = self.done, self.waited + self.stream.wait_seconds
+        done = self.done
+        done.waited = self.waited + self.stream.wait_seconds
         row = {
             "kind": kind,
             "update": done.count,
             **values,
             "seconds": round(done.seconds, 3),
-            "training_seconds": round(done.seconds - done.aside, 3),
+            "training_seconds": round(done.training, 3),
             # a clock that was set back must not show -0 %
-            "waiting": round(max(0.0, waited) / max(done.seconds, 1e-9), 4),
+            "waiting": round(max(0.0, done.waited) / max(done.seconds, 1e-9), 4),
             "peak_memory": peak_memory(),
             "frames": done.frames,
         }
@@ -427,16 +445,7 @@ class _Training:
             if self.logger is not None:
                 self.logger(row)
 
-        with self._aside():
-            self.team.on_first(write)
-
-    @contextmanager
-    def _aside(self) -> Generator[None]:
-        """Time that does not count for the speed."""
-        started = time.monotonic()
-        yield
-        passed = time.monotonic() - started
-        self.done.seconds, self.done.aside = self.done.seconds + passed, self.done.aside + passed
+        self.team.on_first(write)
 
     def _diverged(self, update: int, what: str) -> RunError:
         saved = self.folder is not None and self.folder.checkpoint.is_file()
@@ -459,43 +468,32 @@ class _Training:
 
     def _save(self) -> None:
         """Write model and checkpoint with the positions of all ranks."""
-        folder = self.folder
-        if folder is None:
+        if (folder := self.folder) is None:
             return
-        with self._aside():
-            position = {
-                "updates": None if self.position is None else self.position.state_dict(),
-                "stream": self.stream.state_dict(),
-                "random": generators(self.team.device),
-                "waited": self.waited + self.stream.wait_seconds,
-            }
-            positions = self.team.gather(position)
-            self.team.on_first(lambda: self._save_first(folder, positions))
+        position = {
+            "updates": None if self.position is None else self.position.state_dict(),
+            "stream": self.stream.state_dict(),
+            "random": generators(self.team.device),
+        }
+        positions = self.team.gather(position)
+        self.team.on_first(lambda: self._save_first(folder, positions))
 
     def _save_first(self, folder: RunFolder, positions: list[dict[str, Any]]) -> None:
-        done = self.done
         if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
-            raise self._diverged(done.count, "the weights are not finite")
+            raise self._diverged(self.done.count, "the weights are not finite")
         content = {
             "net": dict(self.net.module.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "rules": self.rules,
             "parts": self._parts(),
+            "valid": self.validation,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "best": dict(self.best),
             "loss": self.loss,
-            "done": asdict(done),
+            "done": asdict(self.done),
             "ranks": positions,
         }
-        try:
-            folder.save(content, self._model(folder))
-        except OSError as error:
-            exists = folder.checkpoint.is_file()
-            previous = "the previous one is untouched" if exists else "there is no earlier one"
-            raise RunError(
-                f"{folder.checkpoint}: the checkpoint of update {done.count} could not be written"
-                f" ({error}); {previous}"
-            ) from error
+        folder.save(content, self._model(folder), self.done.count)
 
     def _model(self, folder: RunFolder) -> bytearray:
         """The content of the model file: the weights that are kept, and of which update."""
@@ -504,25 +502,16 @@ class _Training:
             weights, update = self.best, self.done.best
         return folder.model_bytes(weights, update, 0 if self.done.finished else self.total)
 
-    def _open(self) -> None:
+    def _open(self, folder: RunFolder) -> None:
         """Lock the folder, and go on from its checkpoint if it has one."""
-        folder = self.folder
-        self.done.end = self.end
-        if folder is None:
-            return
-
-        def lock() -> None:
-            folder.path.mkdir(parents=True, exist_ok=True)
-            folder.lock()
-            folder.remove_temporary_files()
 
         def tidy() -> int:
             rows = folder.truncate_metrics(self.done.rows)
-            if saved is not None:
-                folder.restore_model(self._model(folder))
+            if saved is not None:  # a kill or damage may have left another model, or none
+                write_atomically(folder.model, self._model(folder))
             return rows
 
-        self.team.on_first(lock)
+        self.team.on_first(folder.lock)
         saved = self.team.on_all(lambda: self._restored(folder))
         self.done.rows = self.team.on_first(tidy)
 
@@ -549,6 +538,12 @@ class _Training:
                 f" own share of the recordings, and there {'is' if count == 1 else 'are'} {count}"
                 " now: start as many as before by torchrun"
             )
+        for name, kind in self._parts().items():
+            if (before := saved["parts"][name]) != kind:
+                raise RunError(
+                    f"the folder holds a training whose {name} is {before}, and it is {kind} now:"
+                    " give the same one, or another out="
+                )
         position = saved["ranks"][self.team.rank]
         expected = self.net.module.state_dict()
         check_layout(saved["net"], expected)
@@ -558,8 +553,9 @@ class _Training:
         self.best = saved["best"] if self.keep_best else {}
         self._restore_optimizer(saved)
         self.done = Fit.of_checkpoint(saved, *self.end, again=folder.patient)
-        self.loss = saved["loss"].to(self.team.device)
-        self.waited = position["waited"]
+        if saved["valid"] != self.validation:
+            self.best, self.done.best, self.done.score, self.done.stale = {}, 0, -math.inf, 0
+        self.loss, self.waited = saved["loss"].to(self.team.device), self.done.waited
         self.stream.load_state_dict(position["stream"])
         if position["updates"] is not None:
             self.position = self._new_updates()
@@ -573,23 +569,13 @@ class _Training:
         """Its state, and its rules, such as the rate that a schedule has set.
 
         A rule that the user has changed since the training began stays as the user has it.
-
-        Raises:
-            RunError: the training was begun with another kind of optimizer, schedule or loss.
         """
-        for name, kind in self._parts().items():
-            if (before := saved["parts"][name]) != kind:
-                raise RunError(
-                    f"the folder holds a training whose {name} is {before}, and it is {kind} now:"
-                    " give the same one, or another out="
-                )
         parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         for i, values in saved["optimizer"]["state"].items():
             for name in (name for name, value in values.items() if value.ndim):
                 check_layout({name: values[name]}, {name: parameters[i]})
-        for rules, before, group in zip(
-            self.rules, saved["rules"], saved["optimizer"]["param_groups"], strict=True
-        ):
+        groups = saved["optimizer"]["param_groups"]
+        for rules, before, group in zip(self.rules, saved["rules"], groups, strict=True):
             group |= {name: rule for name, rule in rules.items() if before.get(name) != rule}
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.schedule is not None:
@@ -600,6 +586,16 @@ class _Training:
         """The kinds of the objects that a training must go on with."""
         parts = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss_fn}
         return {k: getattr(v, "__qualname__", type(v).__name__) for k, v in parts.items()}
+
+    @cached_property
+    def validation(self) -> str:
+        """What the scores are of: a checksum of the recordings to validate on."""
+        if self.valid is None or callable(self.valid):
+            return ""
+        valid = self.valid
+        stream = valid if isinstance(valid, Stream) else Stream(valid, 1, 1, rank=0, ranks=1)
+        state = stream.state_dict() | {"rank": 0, "epoch": 0, "position": 0}
+        return f"{zlib.crc32(repr(state).encode()):08x}"
 
     @contextmanager
     def _stopped_by_signals(self) -> Generator[None]:

@@ -18,7 +18,7 @@ import click
 
 from throughtime.app.config import PANELS, Config
 from throughtime.app.values import ARGUMENTS, alternatives, fields_of, flag
-from throughtime.errors import ThroughtimeError, listed
+from throughtime.errors import ThroughtimeError
 
 _SYNONYMS = {
     "learning-rate": "lr",
@@ -34,17 +34,6 @@ _SYNONYMS = {
 """Names of other libraries, each with ours."""
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 _PRINTED = 10.0  # seconds after which an error has surely been printed
-
-
-class _Argument(click.Argument):
-    """An argument that the help describes."""
-
-    def __init__(self, name: str, about: str) -> None:
-        super().__init__([name], required=False, metavar=ARGUMENTS[name])
-        self.help = about
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str]:  # noqa: ARG002
-        return str(self.metavar), str(self.help)
 
 
 class Command(click.Command):
@@ -67,7 +56,7 @@ class Command(click.Command):
 
         parameters = [_parameter(*item) for item in fields.items()]
         super().__init__(name, callback=run, params=parameters, help=action.__doc__, **more)
-        self.panels, panel = dict[str | None, str](), "Options"
+        self._fields, self.panels, panel = fields, dict[str | None, str](), "Options"
         for setting in fields_of(Config) if Config in kinds else ():
             panel = self.panels[setting] = PANELS.get(setting, panel)
 
@@ -78,8 +67,12 @@ class Command(click.Command):
         """The arguments and options of each group, with their help."""
         groups = dict[str, list[tuple[str, str]]]()
         for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
-                groups.setdefault(self.panels.get(parameter.name, "Options"), []).append(record)
+            name = str(parameter.name)
+            record = parameter.get_help_record(ctx)
+            if name in ARGUMENTS:
+                record = ARGUMENTS[name], self._fields[name].description
+            if record:
+                groups.setdefault(self.panels.get(name, "Options"), []).append(record)
         return groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -92,7 +85,7 @@ class Command(click.Command):
 def _parameter(name: str, about: Any) -> click.Parameter:
     """A flag, or an argument, of a field of settings."""
     if name in ARGUMENTS:
-        return _Argument(name, about.description)
+        return click.Argument([name], required=False, metavar=ARGUMENTS[name])
     option, kind, accepted = flag(name), about.annotation, alternatives(about)
     texts = [text.partition(" ")[2].upper() or text for text in accepted]
     shown = ["N" if "NUMBER" in text else "VALUE" if " " in text else text for text in texts]
@@ -106,7 +99,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
     def to_setting(context: click.Context, _: object, value: Any) -> Any:
         """Words in lower case; one text of all values, or their list."""
         texts = [value] if isinstance(value, str) else value
-        if kind is bool or texts is None or texts == ():
+        if kind is bool or not texts:
             return value if kind is bool else None
         if others := [text for text in texts if text.startswith("--")]:
             raise click.BadOptionUsage(name, f"{option} needs a value, not {others[0]}", context)
@@ -125,16 +118,8 @@ def _parameter(name: str, about: Any) -> click.Parameter:
     )
 
 
-def flags_of(command: Any) -> dict[str, str]:
-    """The flags of a command by their names without hyphens, and by those of other libraries."""
-    flags = [option for p in command.params for option in (*p.opts, *p.secondary_opts)]
-    names = {option.lstrip("-"): option for option in flags if option.startswith("-")}
-    ours = {name: f"--{our}" for name, our in _SYNONYMS.items() if our.split()[0] in names}
-    return names | ours
-
-
 @contextmanager
-def failures_printed(commands: click.Group) -> Generator[None]:
+def failures_printed() -> Generator[None]:
     """Print an expected error, and one of no memory, as one message, and exit with code 2."""
     try:
         yield
@@ -144,7 +129,6 @@ def failures_printed(commands: click.Group) -> Generator[None]:
         message = usage_fault(error)
     except (ThroughtimeError, OSError) as error:
         message = in_words(error)
-        message += _foreign_flags(message, commands)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
@@ -164,26 +148,25 @@ def failures_printed(commands: click.Group) -> Generator[None]:
 
 def usage_fault(error: click.UsageError) -> str:
     """What is wrong with the words of a command line, and what to write."""
-    context = error.ctx
+    message, context = error.format_message().removesuffix("."), error.ctx
     if context is None:
-        return error.format_message()
+        return message
     command, path = context.command, context.command_path
     if isinstance(error, click.NoSuchOption):
         start = error.option_name.lstrip("-")
         typed = (w.partition("=")[0] for w in sys.argv[1:] if w.lstrip("-").startswith(start))
-        option, names = next(typed, error.option_name), flags_of(command)
-        near = _near(option, names)
+        option = next(typed, error.option_name)
+        flags = {o.lstrip("-"): o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+        ours = {word: f"--{our}" for word, our in _SYNONYMS.items() if our.split()[0] in flags}
+        near = _near(option, names := flags | ours)
         advice = f"write {names[near[0]]}" if near else f"{path} --help lists them"
         return f"{option}: no such option; {advice}"
-    message = error.format_message().removesuffix(".").replace("Got u", "u", 1)
     if isinstance(command, click.Group):
         name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
         near = _near(name, command.commands) or command.commands
         return f"{name}: no such command; write {' or '.join(near)}"
-    if dash := next((word for word in sys.argv if word[0:1] in {"\N{EN DASH}", "\N{EM DASH}"}), ""):
-        return f"{dash}: write --{dash[1:]}, with two hyphens"
     arguments = " ".join(ARGUMENTS[p.name] for p in command.params if p.name in ARGUMENTS)
-    return f"{message}; write {path} {arguments}, then flags, such as --seed 1"
+    return f"{message}; write {path} {arguments}, then flags with two hyphens, such as --seed 1"
 
 
 def _near(word: str, names: Iterable[str]) -> list[str]:
@@ -191,31 +174,17 @@ def _near(word: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, [*names], n=1, cutoff=0.75)
 
 
-def _foreign_flags(message: str, commands: click.Group) -> str:
-    """A remark on advice to write flags that `train` has and this command lacks; or nothing."""
-    name = next(iter(sys.argv[1:]), "")
-    own, train = commands.commands.get(name), commands.commands["train"]
-    if own is None or "throughtime train" in message:
-        return ""
-    other = {*flags_of(train).values()} - {*flags_of(own).values()}
-    named = [word for word in dict.fromkeys(re.findall(r"--[a-z-]+", message)) if word in other]
-    if not named:
-        return ""
-    are = "is an option" if len(named) == 1 else "are options"
-    return f" ({listed(named)} {are} of train: {name} reads data as its run was trained)"
-
-
 def in_words(error: BaseException) -> str:
     """The message of an error; of one of the system with what to do."""
     if not isinstance(error, OSError) or isinstance(error, ThroughtimeError) or not error.strerror:
         return str(error)
     advice = {
-        ENOSPC: "make room, or write to another disk",
-        EACCES: "change its permissions, or name another path",
-        EROFS: "name a path that can be written",
-        ENOENT: "it cannot be made there; name another path",
-    }.get(error.errno or 0)
-    return f"{error.filename or 'standard output'}: {error.strerror}{f'; {advice}' * bool(advice)}"
+        ENOSPC: "; make room, or write to another disk",
+        EACCES: "; change its permissions, or name another path",
+        EROFS: "; name a path that can be written",
+        ENOENT: "; it cannot be made there; name another path",
+    }.get(error.errno or 0, "")
+    return f"{error.filename or 'standard output'}: {error.strerror}{advice}"
 
 
 def print_error(message: str) -> None:

@@ -1,120 +1,73 @@
 """Loggers of a run beside its own metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-Each gets the numbers of every log line, as `train/loss` or `valid/f1/beat`, at its update. A run
-that is resumed continues in the same place: `loggers.json` in the run folder has the ids. Nothing
-needs a network: TensorBoard writes files, Weights & Biases is offline without a key, and MLflow
-uses the store of `MLFLOW_TRACKING_URI`, or a local one.
+Each gets the numbers of every log line, as `train/loss` or `valid/f1/beat`, at its update. It is a
+context that opens with a function of the update and the numbers. TensorBoard writes files into the
+run folder; the other two are configured by their own environment variables, and a resumed run is
+a new run there, of the same name.
 """
 
 import importlib
-import json
-import netrc
 import os
 import re
-import time
+import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
-from urllib.parse import urlparse
+from typing import Any, TypeAlias
 
-from pydantic import TypeAdapter
-
-from throughtime._files import write_atomically
 from throughtime.errors import MissingExtraError, RunError, one_line
 
-Settings: TypeAlias = Mapping[str, Any]
-Status: TypeAlias = Literal["finished", "stopped", "failed"]
+Log: TypeAlias = Callable[[int, dict[str, float]], object]
 _PROJECT = "throughtime"
 
 
-class TensorBoard:
+@contextmanager
+def _tensorboard(folder: Path, settings: Mapping[str, Any], step: int) -> Generator[Log]:
     """Event files in the folder `tensorboard` of the run."""
+    from torch.utils.tensorboard.writer import SummaryWriter
 
-    def __init__(self, folder: Path, settings: Settings, step: int, name: str | None) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+    # readers drop what an interrupted process wrote from this step on
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    rows = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
+    writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", step)
 
-        self.id = "tensorboard"
-        # readers drop what an interrupted process wrote from this step on
-        purge: Any = None if name is None else step + 1
-        self._writer: Any = SummaryWriter(str(folder / self.id), purge_step=purge)
-        if name is None:
-            rows = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
-            self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", 0)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
+    def log(update: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            writer.add_scalar(name, value, update)
+        writer.flush()
 
-    def finish(self, _: Status) -> None:
-        self._writer.close()
-
-
-class WandB:
-    """A run of Weights & Biases, with its files in the folder `wandb` of the run."""
-
-    def __init__(self, folder: Path, settings: Settings, step: int, name: str | None) -> None:
-        del step
-        wandb = importlib.import_module("wandb")
-        self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            name=folder.name,
-            id=name,
-            resume="allow",
-            dir=str(folder),
-            config=dict(settings),
-            mode=os.environ.get("WANDB_MODE") or ("online" if _has_wandb_key() else "offline"),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-        self.id = str(self._run.id)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self, status: Status) -> None:
-        self._run.finish(exit_code=1 if status == "failed" else 0)
+    with writer:
+        yield log
 
 
-def _has_wandb_key() -> bool:
-    """Whether `wandb login` was run, or a variable has the key; asking wandb would prompt."""
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
-    with suppress(OSError, netrc.NetrcParseError):
-        if host and netrc.netrc().authenticators(host):
-            return True
-    return bool(os.environ.get("WANDB_API_KEY"))
+@contextmanager
+def _wandb(folder: Path, settings: Mapping[str, Any], step: int) -> Generator[Log]:
+    """A run of the project `throughtime`, or of `WANDB_PROJECT`."""
+    del step
+    wandb: Any = importlib.import_module("wandb")
+    with wandb.init(
+        project=os.environ.get("WANDB_PROJECT", _PROJECT),
+        name=folder.name,
+        dir=str(folder),
+        config=dict(settings),
+        settings=wandb.Settings(silent=True, console="off"),
+    ) as run:
+        yield lambda update, values: run.log(values, step=update)
 
 
-class MLflow:
+@contextmanager
+def _mlflow(folder: Path, settings: Mapping[str, Any], step: int) -> Generator[Log]:
     """A run of the experiment `throughtime`, or of `MLFLOW_EXPERIMENT_NAME`."""
-
-    def __init__(self, folder: Path, settings: Settings, step: int, name: str | None) -> None:
-        del step
-        self._entities: Any = importlib.import_module("mlflow.entities")
-        self._client = client = importlib.import_module("mlflow").MlflowClient()
-        if name is not None:
-            client.update_run(name, status="RUNNING")
-            self.id = name
-            return
-        title = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        experiment = client.get_experiment_by_name(title)
-        number = client.create_experiment(title) if experiment is None else experiment.experiment_id
-        self.id = client.create_run(number, run_name=folder.name).info.run_id
-        params = [self._entities.Param(key, str(value)) for key, value in settings.items()]
-        client.log_batch(self.id, params=params)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        now = int(1000 * time.time())
-        metrics = [self._entities.Metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self.id, metrics=metrics)
-
-    def finish(self, status: Status) -> None:
-        names = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
-        self._client.set_terminated(self.id, names[status])
+    del step
+    mlflow: Any = importlib.import_module("mlflow")
+    mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+    with mlflow.start_run(run_name=folder.name):
+        mlflow.log_params(settings)
+        yield lambda update, values: mlflow.log_metrics(values, step=update)
 
 
-_LOGGERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
+_LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -132,57 +85,56 @@ def check_installed(names: Sequence[str]) -> None:
             ) from error
 
 
-class Loggers:
-    """The loggers of a run. One that fails during the run is left out from then on, with a warning.
+@contextmanager
+def loggers(
+    names: Sequence[str], folder: Path, settings: Mapping[str, Any], step: int
+) -> Generator[Callable[[Mapping[str, Any]], None]]:
+    """Open the loggers of a run, which get its log line by line.
+
+    One that fails during the run is left out from then on, with a warning.
 
     Args:
         names: of the loggers.
-        path: the file of the ids by which they continue, in the folder of the run.
+        folder: of the run.
         settings: plain values by name.
         step: updates so far; lines of later ones are replaced.
 
     Raises:
         RunError: a logger cannot begin.
     """
+    active = dict[str, tuple[AbstractContextManager[Log], Log]]()
+    for name in dict.fromkeys(names):
+        context = _LOGGERS[name](folder, settings, step)
+        try:
+            active[name] = context, context.__enter__()
+        except Exception as error:
+            raise RunError(
+                f"--logger {name} cannot start ({type(error).__name__}: {one_line(error)}); mend"
+                " it, or leave the logger out"
+            ) from error
 
-    def __init__(self, names: Sequence[str], path: Path, settings: Settings, step: int) -> None:
-        ids = _read_ids(path) if names else {}
-        self._active: dict[str, Any] = {}
-        for name in dict.fromkeys(names):
+    def each(act: Callable[[AbstractContextManager[Log], Log], object]) -> None:
+        for name, parts in [*active.items()]:
             try:
-                logger = _LOGGERS[name](path.parent, settings, step, ids.get(name))
-            except Exception as error:
-                raise RunError(
-                    f"--logger {name} cannot start ({type(error).__name__}: {one_line(error)}); the"
-                    f" ids of a run that continues are in {path}. Mend it, or leave the logger out"
-                ) from error
-            self._active[name], ids[name] = logger, logger.id
-        if names:
-            write_atomically(path, json.dumps(ids, indent=1).encode())
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        """Add the numbers of a log line."""
-        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        values = {_tag(row["kind"], name): float(value) for name, value in numbers.items()}
-        self._call("log", values, row["update"])
-
-    def finish(self, status: Status) -> None:
-        """End all."""
-        self._call("finish", status)
-        self._active.clear()
-
-    def _call(self, method: str, *arguments: Any) -> None:
-        """Call the loggers, none of which must end a run."""
-        for name, logger in list(self._active.items()):
-            try:
-                getattr(logger, method)(*arguments)
+                act(*parts)
             except Exception as error:  # noqa: BLE001 (a server that is gone, a full disk, ...)
-                del self._active[name]
+                del active[name]
                 warnings.warn(
                     f"--logger {name} failed ({type(error).__name__}: {error}); the run goes on"
                     " without it, and metrics.jsonl has all lines",
                     stacklevel=3,
                 )
+
+    def log(row: Mapping[str, Any]) -> None:
+        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
+        values = {_tag(row["kind"], name): float(value) for name, value in numbers.items()}
+        each(lambda _, write: write(row["update"], values))
+
+    try:
+        yield log
+    finally:
+        failure = sys.exc_info()
+        each(lambda context, _: context.__exit__(*failure))
 
 
 def _tag(kind: str, name: str) -> str:
@@ -193,14 +145,3 @@ def _tag(kind: str, name: str) -> str:
         ('valid/f1/beat', 'train/lr')
     """
     return f"{kind}/" + re.sub(r"[^\w./ -]", "_", name.replace("[", "/").removesuffix("]"))
-
-
-def _read_ids(path: Path) -> dict[str, str]:
-    if not path.exists():
-        return {}
-    try:
-        return TypeAdapter(dict[str, str]).validate_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise RunError(
-            f"{path}: is not what train wrote ({one_line(error)}); remove it to begin new logs"
-        ) from error

@@ -4,7 +4,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target
 """
 
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn import functional
 
-from throughtime._device import device_bytes, is_accelerator
 from throughtime.app.config import Config
 from throughtime.app.contradictions import LOSSES
 from throughtime.app.data_statistics import Statistics
@@ -25,7 +23,7 @@ from throughtime.app.recordings import SourceRecording, layout_of
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
 from throughtime.app.scores import MultiLabel
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
-from throughtime.app.values import named_numbers
+from throughtime.app.values import flag, named_numbers
 from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import (
     ConfigError,
@@ -190,19 +188,23 @@ def own_class(config: Config) -> ClassReference | None:
     return ClassReference.parse("model", config.model) if is_reference(config.model) else None
 
 
-def build_model(spec: ModelSpec, own: ClassReference | None = None) -> Carried:
+def build_model(
+    spec: ModelSpec, own: ClassReference | None = None, needed: Sequence[str] = ()
+) -> Carried:
     """The net: raw inputs in, logits of the classes or values in the targets' units out.
 
     Args:
         spec: its description.
         own: the user's module, if it names one.
+        needed: the sizes that the user has set, so the module must take them.
 
     Raises:
         ConfigError: the module cannot be made with these sizes.
     """
     if own is not None:
         sizes = (spec.features, spec.outputs, spec.hidden, spec.layers, spec.dropout)
-        module = own.make(nn.Module, dict(zip(MODEL_ARGUMENTS, sizes, strict=True)))
+        offered = dict[str, Any](zip(MODEL_ARGUMENTS, sizes, strict=True))
+        module = own.make(nn.Module, offered, {name: flag(name) for name in needed})
         return _carried(spec, [("recurrent", module)])
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
     between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
@@ -285,36 +287,6 @@ def without_dropout(net: nn.Module) -> None:
             part.dropout = 0.0
 
 
-def check_memory(spec: ModelSpec, device: str) -> None:
-    """Refuse a model that cannot be trained in the memory of this machine, before it is made.
-
-    Raises:
-        ConfigError: weights, gradients and the two moments of Adam take more than there is.
-    """
-    if spec.sha256:
-        return  # the sizes of a user's module are known once it is made
-    gates, hidden = {"lstm": 4, "gru": 3, "rnn": 1}[spec.model], spec.hidden
-    first = gates * hidden * (spec.features + hidden + 2)
-    rest = (spec.layers - 1) * gates * hidden * (2 * hidden + 2)
-    weights = first + rest + (hidden + 1) * spec.outputs
-    needed, available = 4 * weights * spec.torch_dtype.itemsize, _memory(device)
-    if available is not None and needed > available:
-        raise ConfigError(
-            f"--hidden {hidden}: {spec.layers} x {spec.model} of {weights:,} weights needs at least"
-            f" {needed / 1e9:,.0f} GB to train (weights, gradients and two moments of Adam), and"
-            f" there are {available / 1e9:,.0f} GB; take a smaller --hidden"
-        )
-
-
-def _memory(device: str) -> int | None:
-    """Bytes of a GPU, or of this machine; None where the system does not say."""
-    if is_accelerator(torch.device(device)):
-        return device_bytes(torch.device(device))
-    if sys.platform == "win32":
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def set_statistics(net: Carried, statistics: Statistics) -> None:
     """Copy the means and deviations of the training split into the net."""
     for part in _affine(net).values():
@@ -340,10 +312,10 @@ def in_units(net: Carried, x: Tensor) -> Tensor:
     return x
 
 
-_ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "mse": lambda error: error.square().mean(),
-    "mae": lambda error: error.abs().mean(),
-    "huber": lambda error: functional.huber_loss(error, torch.zeros_like(error)),
+_ERRORS = {
+    "mse": functional.mse_loss,
+    "mae": functional.l1_loss,
+    "huber": functional.huber_loss,
 }
 
 
@@ -355,7 +327,8 @@ class StandardisedError:
     name: str = "mse"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return _ERRORS[self.name]((outputs - targets.view_as(outputs)) / self.scale)
+        error = (outputs - targets.view_as(outputs)) / self.scale
+        return _ERRORS[self.name](error, torch.zeros_like(error))
 
 
 def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Tensor]:
@@ -377,7 +350,7 @@ def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callabl
     if name is not None and is_reference(name):
         own = ClassReference.parse("loss", name)
         offered = {"outputs": spec.outputs, "weight": weight, "scale": scale}
-        loss: Any = own.make(object, offered)
+        loss: Any = own.make(object, offered, {"weight": "--class-weights"} if spec.weights else {})
         return loss.to(device) if isinstance(loss, nn.Module) else loss
     task = spec.layout.task
     if name is not None and task not in LOSSES[name]:

@@ -2,7 +2,8 @@
 
     u <= w:    lr * u / w                                  u: number of the update, from 1
     constant:  lr                                          w: updates of warm-up
-    cosine:    lr * (1 + cos(pi * (u - w - 1) / (n - w))) / 2     n: updates of the run
+    cosine:    lr * (1 + cos(pi * (u - w - 1) / (n - w))) / 2     n: updates of the run; in one by
+               epochs the shares of its steps count, not those of its updates
     plateau:   lr / 2^m           m: how often two validations in a row have brought no better score
 
 References: I. Loshchilov and F. Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
@@ -22,6 +23,7 @@ from throughtime.app.user_class import ClassReference
 from throughtime.app.values import flag
 from throughtime.errors import ConfigError
 from throughtime.optim import SGD, Adam, AdamW
+from throughtime.stream import Stream
 
 _RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 _PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
@@ -49,10 +51,8 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
         return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
     options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
     own = ClassReference.parse("optimizer", config.optimizer)
-    offered = {"params": groups, **options}
-    if lost := offered.keys() - own.accepted(Optimizer, offered):
-        raise ConfigError(f"{own.written}: takes no {min(lost)}; leave {flag(min(lost))} out")
-    optimizer = own.make(Optimizer, offered)
+    needed = {name: flag(name) for name in options}
+    optimizer = own.make(Optimizer, {"params": groups, **options}, needed)
 
     def clip(*_: object) -> None:
         clip_grad_norm_(net.parameters(), config.max_norm)
@@ -61,37 +61,53 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
     return optimizer
 
 
-def learning_rate(config: Config, update: int, updates: int) -> float:
-    """The learning rate of an update, unless a plateau changes it.
+def learning_rate(config: Config, done: int, progress: float, warmup: float = 0.0) -> float:
+    """The learning rate of the next update, unless a plateau changes it.
 
     Args:
         config: the settings `lr`, `lr_warmup` and `schedule`.
-        update: its number, from 1.
-        updates: those of the run, or an estimate; the cosine is 0 in later ones.
+        done: updates so far.
+        progress: share of the run that they are.
+        warmup: share of the run that is warm-up.
 
     Example:
         >>> config = Config(data="data", lr=0.4, lr_warmup=2, schedule="cosine")
-        >>> [round(learning_rate(config, update, 6), 3) for update in range(1, 7)]
+        >>> [round(learning_rate(config, n, n / 6, 2 / 6), 3) for n in range(6)]
         [0.2, 0.4, 0.4, 0.341, 0.2, 0.059]
     """
-    warmup = config.lr_warmup
-    if update <= warmup:
-        return config.lr * update / warmup
+    if done < config.lr_warmup:
+        return config.lr * (done + 1) / config.lr_warmup
     if config.schedule != "cosine":
         return config.lr
-    progress = min(1.0, (update - warmup - 1) / max(1, updates - warmup))
-    return config.lr * (1 + math.cos(math.pi * progress)) / 2
+    share = min(1.0, max(0.0, progress - warmup) / max(1e-9, 1 - warmup))
+    return config.lr * (1 + math.cos(math.pi * share)) / 2
 
 
-def make_schedule(optimizer: Optimizer, config: Config, updates: int) -> LRScheduler:
-    """The schedule of torch that the settings describe, of a run of so many updates.
+def make_schedule(
+    optimizer: Optimizer, config: Config, stream: Stream, updates: int
+) -> LRScheduler:
+    """The schedule of torch that the settings describe.
 
     `step()` belongs after each update; that of a plateau after each validation, with a loss.
+
+    Args:
+        optimizer: of the run.
+        config: its settings.
+        stream: which knows how far a run by epochs has come: its updates are only estimated.
+        updates: of the run, or an estimate.
     """
     if config.schedule == "plateau":
         rule: dict[str, Any] = {"factor": 0.5, "patience": _PATIENCE - 1, "threshold": 0, "eps": 0}
         return ReduceLROnPlateau(optimizer, **rule)
-    return LambdaLR(optimizer, lambda done: learning_rate(config, done + 1, updates) / config.lr)
+
+    def factor(done: int) -> float:
+        progress = done / updates
+        if config.updates is None:
+            epoch = stream.epoch + stream.position / stream.steps
+            progress = epoch / (config.epochs or 1)
+        return learning_rate(config, done, progress, config.lr_warmup / updates) / config.lr
+
+    return LambdaLR(optimizer, factor)
 
 
 def in_words(config: Config) -> str:

@@ -29,7 +29,7 @@ from throughtime._files import exclusive, named_errors, sync, write_atomically, 
 from throughtime.app.config import Config, make_config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
-from throughtime.errors import RunError, ThroughtimeError
+from throughtime.errors import RunError
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
 
@@ -59,7 +59,6 @@ class RunFolder:
         metrics: the log: one JSON object per line.
         report: the HTML report.
         audit: the results of `audit`.
-        loggers: the ids by which loggers continue.
         facts: the first line of the log.
         description: plain values that the model file holds beside the weights.
         kept: further values of a checkpoint.
@@ -75,7 +74,6 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.report = path / "report.html"
         self.audit = path / "audit.json"
-        self.loggers = path / "loggers.json"
         self.facts: Mapping[str, Any] = {}
         self.description: Mapping[str, Any] = {}
         self.kept: Mapping[str, Any] = {}
@@ -84,16 +82,17 @@ class RunFolder:
         self._lock: ExitStack | None = None
 
     def lock(self) -> None:
-        """Hold the lock of the folder until `unlock`, or until this process ends.
+        """Hold the lock of the folder, which is made, until `unlock`, or until this process ends.
 
-        Warns if the file system has no locks.
+        Files that an interrupted write has left are removed. Warns if the file system has no locks.
 
         Raises:
             RunError: another process holds it.
-            OSError: the folder does not exist or is not writable.
+            OSError: the folder is not writable.
         """
         if self._lock is not None:
             return
+        self.path.mkdir(parents=True, exist_ok=True)
         path, lock = self.path / ".lock", ExitStack()
         try:
             lock.enter_context(exclusive(path, wait=False))
@@ -117,6 +116,8 @@ class RunFolder:
             with suppress(PermissionError):  # Windows locks the content as well
                 path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
         self._lock = lock
+        for temporary in self.path.glob("*.tmp"):
+            temporary.unlink()
 
     def unlock(self) -> None:
         """Let another process train the run; nothing happens if this one holds no lock."""
@@ -128,40 +129,29 @@ class RunFolder:
         """Refuse a folder in which a new run cannot start.
 
         Raises:
-            RunError: it is a file, or holds more than an unfinished start: settings that `train`
-                wrote, and a log.
+            RunError: it is a file, or holds results, or settings without a log; those of a start
+                that saved nothing are replaced.
         """
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose another --out")
-        if os.path.lexists(self.checkpoint):
+        files = [self.checkpoint, self.model, self.report, self.audit]
+        files += [] if self.metrics.exists() else [self.config]
+        if any(map(os.path.lexists, files)):
             raise RunError(
                 f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
                 " choose another --out"
-            )
-        results = (self.model, self.report, self.audit)
-        names = [path.name for path in results if os.path.lexists(path)]
-        if not names and self.config.exists() and not self._has_own_config():
-            names = [f"a {self.config.name} that `throughtime train` did not write"]
-        if names:
-            raise RunError(
-                f"{self.path}: holds {', '.join(names)} and no checkpoint to continue from; choose"
-                " another --out, or remove the folder"
             )
 
     def create(self, config: Config) -> None:
         """Create the folder, lock it, and write the resolved settings.
 
-        What a start without a checkpoint has left there is replaced.
-
         Raises:
             RunError: as `check_free`.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
         try:
             self.check_free()
             self.metrics.unlink(missing_ok=True)
-            self.loggers.unlink(missing_ok=True)
             for own in config.code():
                 write_atomically(self.path / own.path.name, own.path.read_bytes())
             write_atomically(self.config, config.kept().to_toml().encode())
@@ -198,12 +188,6 @@ class RunFolder:
         )
         return [f"{self.config.name} has changed since: {changed}"] if changed else []
 
-    def _has_own_config(self) -> bool:
-        try:
-            return self.read_config().to_toml() == self.config.read_text(encoding="utf-8")
-        except (ThroughtimeError, OSError, ValueError):
-            return False
-
     def scores(self, split: str) -> Path:
         """The scores that `eval` wrote for a split."""
         return self.path / f"scores-{split}.json"
@@ -234,17 +218,24 @@ class RunFolder:
             raise RunError(f"{self.checkpoint}: not a checkpoint of a run; {_NO_CHECKPOINT}")
         return content
 
-    def save(self, content: Mapping[str, Any], model: bytes | bytearray) -> None:
+    def save(self, content: Mapping[str, Any], model: bytes | bytearray, update: int) -> None:
         """Write checkpoint and model, after the lines of the log that the checkpoint counts.
 
         Raises:
-            OSError: the disk is full or not writable; the previous ones are untouched.
+            RunError: the disk is full or not writable; the previous ones are untouched.
         """
-        if self.metrics.exists():
-            sync(self.metrics)
-        write_together(
-            {self.checkpoint: checkpoint_bytes({**self.kept, **content}), self.model: model}
-        )
+        exists = self.checkpoint.is_file()
+        checkpoint = checkpoint_bytes({**self.kept, **content})
+        try:
+            if self.metrics.exists():
+                sync(self.metrics)
+            write_together({self.checkpoint: checkpoint, self.model: model})
+        except OSError as error:
+            previous = "the previous one is untouched" if exists else "there is no earlier one"
+            raise RunError(
+                f"{self.checkpoint}: the checkpoint of update {update} could not be written"
+                f" ({error}); {previous}"
+            ) from error
 
     def model_bytes(self, weights: Mapping[str, Tensor], update: int, planned: int) -> bytearray:
         """The content of the model file: weights and statistics by name, and the description.
@@ -285,20 +276,10 @@ class RunFolder:
             contents.append(content)
         return contents
 
-    def remove_temporary_files(self) -> None:
-        """Remove files left by an interrupted write."""
-        for path in self.path.glob("*.tmp"):
-            path.unlink()
-
     def remove_scores(self) -> None:
         """Remove the scores: they become stale when training continues."""
         for path in self.path.glob("scores-*.json"):
             path.unlink()
-
-    def restore_model(self, content: bytes | bytearray) -> None:
-        """Write the model of the checkpoint if a kill or damage has left another, or none."""
-        if not (self.model.is_file() and self.model.read_bytes() == content):
-            write_atomically(self.model, content)
 
     def truncate_metrics(self, count: int) -> int:
         """Drop the lines written after the checkpoint from which the run resumes.

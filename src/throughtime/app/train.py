@@ -1,12 +1,11 @@
 """Training a run: from settings to a model, by `tt.fit`, resumable to the bit at any moment."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from throughtime._device import seed_generators
 from throughtime._files import write_atomically
@@ -22,12 +21,10 @@ from throughtime.app.distributed import Team
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.fit import Fit, Row, fit
 from throughtime.app.load import resolve_task, task_remark
-from throughtime.app.loggers import Loggers, Status, check_installed
+from throughtime.app.loggers import check_installed, loggers
 from throughtime.app.model import (
-    MODEL_ARGUMENTS,
     build_model,
     check_device,
-    check_memory,
     make_loss,
     own_class,
     prepare_own,
@@ -35,52 +32,19 @@ from throughtime.app.model import (
     statistics_of,
 )
 from throughtime.app.optimizer import make_optimizer, make_schedule
-from throughtime.app.policy import make_policy, resolve_gradient, updates_per_epoch
+from throughtime.app.policy import make_policy, updates_per_epoch
 from throughtime.app.recordings import OnPhase
 from throughtime.app.run_folder import RunFolder, plain_settings
-from throughtime.app.user_class import remember
+from throughtime.app.user_class import failures_named, remember
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
-from throughtime.metrics import Metrics
 from throughtime.stream.manifest import join_faults
 
+_SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
 NOT_VALIDATED = (
     "no validation during training, so the last weights are kept, not the best (--valid-every and"
     " recordings held out choose the best)"
 )
-
-
-@dataclass(frozen=True)
-class TrainProgress:
-    """A line of the log: what the progress display shows.
-
-    `metrics` are those of the last update; `waiting` is the share of the time spent waiting for
-    data. Speed and remaining time leave out validation and checkpoints.
-    """
-
-    update: int
-    updates: int
-    loss: float
-    metrics: Metrics
-    frames_per_second: float
-    remaining_seconds: float
-    peak_memory: int | None
-    waiting: float = 0.0
-
-    @classmethod
-    def of_row(cls, row: Row, metrics: Sequence[str]) -> "TrainProgress":
-        """A line of training with these metrics."""
-        update, total, seconds = row["update"], row["updates"], row["training_seconds"]
-        return cls(
-            update,
-            total,
-            row["loss"],
-            {name: row[name] for name in metrics},
-            row["frames"] / max(seconds, 1e-3),
-            (total - update) * seconds / update,
-            row["peak_memory"],
-            row["waiting"],
-        )
 
 
 class Training:
@@ -100,8 +64,8 @@ class Training:
         self.config, self.folder, self.team, self._on_phase = config, folder, team, on_phase
         seed_generators(config.seed, torch.device(config.device))
         own = own_class(config)
-        check_memory(dataset.spec, config.device)
-        self.net = build_model(dataset.spec, own)
+        changed = [name for name in _SIZES if getattr(config, name) != getattr(Config, name)]
+        self.net = build_model(dataset.spec, own, changed)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)
         if own is not None:
@@ -113,7 +77,7 @@ class Training:
         total = config.updates or (config.epochs or 1) * self.epoch_updates
         self.optimizer = make_optimizer(self.net, config)
         self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
-        self.schedule = make_schedule(self.optimizer, config, total)
+        self.schedule = make_schedule(self.optimizer, config, self.stream, total)
         self.validates = bool(dataset.valid) and config.valid_every != 0
         if config.patience is not None and not self.validates:
             raise ConfigError(
@@ -150,24 +114,22 @@ class Training:
             DataError, ConfigError: what is wrong with data or settings.
         """
         team = team or Team()
-        data = str(Path(config.data).resolve())
-        own = replace(config, data=data)
-        resolved = team.on_all(lambda: resolve_task(resolve_gradient(_trusted(own)), on_phase))
-        team.check_equal(_shared_settings(resolved))
-        folder = RunFolder(Path(resolved.out))
-        team.on_first(lambda: check_installed(resolved.logger))
-        team.on_first(folder.check_free)
-        reason = (task_remark(resolved),) if config.task is None else ()
+        own = replace(config, data=str(Path(config.data).resolve()))
+        config = team.on_all(lambda: resolve_task(_trusted(own), on_phase))
+        folder = RunFolder(Path(config.out))
 
-        def start() -> "Training":
-            dataset = _open(resolved, on_phase)
-            dataset = replace(dataset, remarks=(*reason, *dataset.remarks))
-            return cls(resolved, dataset, folder, team, on_phase)
+        def check() -> None:
+            check_installed(config.logger)
+            folder.check_free()
 
-        training = team.on_all(start)
-        team.check_equal(training.dataset.checksums())
-        team.on_first(lambda: folder.create(resolved))
-        team.on_first(lambda: remember(resolved.code()))
+        def create() -> None:
+            folder.create(config)
+            remember(config.code())
+
+        team.on_first(check)
+        reasons = [] if own.task is not None else [task_remark(config)]
+        training = cls._opened(config, folder, team, on_phase, reasons)
+        team.on_first(create)
         return training
 
     @classmethod
@@ -201,27 +163,29 @@ class Training:
         team, folder = team or Team(), RunFolder(path)
         longer = {} if updates is epochs is None else {"updates": updates, "epochs": epochs}
 
+        def lock() -> None:
+            check_installed(folder.read_config().logger)  # no folder is made where no run is
+            folder.lock()
+
         def load() -> "Training":
             started_with, saved = folder.read_config(), folder.read_checkpoint()
-            config = folder.with_own_code(started_with, saved, trust_code=trust_code)
-            config = replace(config, **longer)
+            own = folder.with_own_code(started_with, saved, trust_code=trust_code)
             at = "the start" if saved is None else f"update {saved['done']['count']}"
-            team.check_equal({**_shared_settings(config), "the checkpoint of the run": at})
-            dataset = _open(config, on_phase)
-            remarks = (*dataset.remarks, *folder.changes(started_with, saved))
-            training = cls(config, replace(dataset, remarks=remarks), folder, team, on_phase)
+            team.check_equal({"the checkpoint of the run": at})
+            changes, config = folder.changes(started_with, saved), replace(own, **longer)
+            training = cls._opened(config, folder, team, on_phase, changes)
             training.resumed, folder.patient = True, bool(longer)
-            team.check_equal(training.dataset.checksums())
-            if saved is not None:
-                training._compare(saved)
-                training.done = Fit.of_checkpoint(
-                    saved, config.updates, config.epochs, again=bool(longer)
+            if saved is None:
+                return training
+            spec, now = training.dataset.spec, statistics_of(training.net)
+            if faults := changed_data(spec, now, saved["spec"], saved["net"]):
+                raise DataError(
+                    f"the data of {path} have changed since the run was started: "
+                    + join_faults(faults)
                 )
+            end = config.updates, config.epochs
+            training.done = Fit.of_checkpoint(saved, *end, again=bool(longer))
             return training
-
-        def lock() -> None:
-            check_installed(folder.read_config().logger)
-            folder.lock()
 
         def lengthen() -> None:
             if longer and not training.done.finished:
@@ -237,14 +201,28 @@ class Training:
             raise
         return training
 
-    def _compare(self, saved: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint of other data."""
-        now = statistics_of(self.net)
-        if faults := changed_data(self.dataset.spec, now, saved["spec"], saved["net"]):
-            raise DataError(
-                f"the data of {self.folder.path} have changed since the run was started: "
-                + join_faults(faults)
-            )
+    @classmethod
+    def _opened(
+        cls,
+        config: Config,
+        folder: RunFolder,
+        team: Team,
+        on_phase: OnPhase | None,
+        remarks: Sequence[str],
+    ) -> "Training":
+        """A run whose settings and data are the same on all ranks."""
+
+        def start() -> "Training":
+            check_device(config.device)
+            dataset = open_dataset(config, on_phase)
+            dataset = replace(dataset, remarks=(*remarks, *dataset.remarks))
+            return cls(config, dataset, folder, team, on_phase)
+
+        # the path of the data may differ by machine
+        team.check_equal({key: value for key, value in asdict(config).items() if key != "data"})
+        training = team.on_all(start)
+        team.check_equal(training.dataset.checksums())
+        return training
 
     @property
     def stopped_early(self) -> bool:
@@ -252,7 +230,7 @@ class Training:
         patience = self.config.patience
         return self.done.finished and patience is not None and self.done.stale >= patience
 
-    def run(self, on_line: Callable[[TrainProgress], object] = lambda _: None) -> None:
+    def run(self, on_line: Callable[[Row], object] = lambda _: None) -> None:
         """Train to the end: log, validate, save.
 
         Args:
@@ -261,22 +239,23 @@ class Training:
         Raises:
             KeyboardInterrupt: it was stopped by a signal, and saved.
         """
-        config, spec = self.config, self.dataset.spec
-        names, status = list(spec.metrics().compute()), "failed"
-        loggers: list[Loggers] = []  # on the first rank
+        config, folder = self.config, self.folder
+        write: list[Callable[[Row], None]] = []  # on the first rank
 
         def log(row: Row) -> None:
             if row["kind"] != "data":
-                loggers[0].log(row)
+                write[0](row)
             if row["kind"] == "train":
-                on_line(TrainProgress.of_row(row, names))
+                on_line(row)
 
         def start() -> None:
-            self.folder.remove_scores()
-            ids, settings = self.folder.loggers, config.settings()
-            loggers.append(Loggers(config.logger, ids, settings, self.done.count))
+            folder.remove_scores()
+            to = loggers(config.logger, folder.path, config.settings(), self.done.count)
+            write.append(stack.enter_context(to))
 
-        try:
+        with ExitStack() as stack:
+            stack.callback(folder.unlock)
+            stack.enter_context(failures_named(config.code()))
             if not self.done.finished:
                 self.team.on_first(start)
             self.done = fit(
@@ -287,23 +266,15 @@ class Training:
                 optimizer=self.optimizer,
                 schedule=self.schedule,
                 valid=self._evaluate if self.dataset.valid else None,
-                metrics=spec.metrics(),
+                metrics=self.dataset.spec.metrics(),
                 updates=config.updates,
                 epochs=config.epochs,
                 valid_every=config.valid_every,
                 patience=config.patience,
                 keep="best" if self.validates and config.keep == "best" else "last",
                 logger=log,
-                out=self.folder,
+                out=folder,
             )
-            status: Status = "finished"
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        finally:
-            for started in loggers:
-                started.finish(status)
-            self.folder.unlock()
 
     def _evaluate(self) -> Evaluation:
         """The scores of the recordings held out, which the first rank plays for all."""
@@ -318,14 +289,11 @@ def _trusted(config: Config) -> Config:
     """The settings of a new run, whose files of code this process may execute, by full paths.
 
     Raises:
-        ConfigError: no such file or class, a model that cannot be made, or two files of the same
-            name, of which a run folder keeps only one.
+        ConfigError: no such file, or two of the same name, of which a run folder keeps only one.
     """
     paths = dict[str, Path]()
     for own in config.code():
         own.trust()
-        if own.setting == "model":
-            own.accepted(nn.Module, dict.fromkeys(MODEL_ARGUMENTS))
         path = own.path.resolve()
         config = replace(config, **{own.setting: f"{path}:{own.name}"})
         if paths.setdefault(path.name, path) != path:
@@ -334,13 +302,3 @@ def _trusted(config: Config) -> Config:
                 " both; rename one"
             )
     return config
-
-
-def _shared_settings(config: Config) -> dict[str, object]:
-    """The settings that all ranks must have; the path of the data may differ by machine."""
-    return {key: value for key, value in asdict(config).items() if key != "data"}
-
-
-def _open(config: Config, on_phase: OnPhase | None) -> Dataset:
-    check_device(config.device)
-    return open_dataset(config, on_phase)

@@ -13,16 +13,17 @@ import hashlib
 import inspect
 import os
 import sys
+import traceback
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from throughtime._files import user_folder
-from throughtime.errors import ConfigError, RunError
+from throughtime.errors import ConfigError, RunError, ThroughtimeError, one_line
 
 T = TypeVar("T")
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
@@ -93,11 +94,19 @@ class ClassReference:
         """The setting as a flag, for messages."""
         return f"--{self.setting} {self}"
 
-    def accepted(self, base: type[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the offered arguments that the constructor takes by name.
+    def make(
+        self, base: type[T], offered: Mapping[str, Any], needed: Mapping[str, str] | None = None
+    ) -> T:
+        """An object of the class, made with those of the offered arguments that it takes by name.
+
+        Args:
+            base: of the class.
+            offered: arguments by name.
+            needed: the flags of those that it must take.
 
         Raises:
-            ConfigError: no such class, none of the base, or it needs other arguments.
+            ConfigError: no such class, none of the base, or one whose constructor needs more, takes
+                less than it must, or fails.
         """
         kind = self.load()
         if not issubclass(kind, base):
@@ -106,31 +115,23 @@ class ClassReference:
                 f"{self.written}: {self.name} is no torch.{name}; write class {self.name}({name})"
             )
         parameters = inspect.signature(kind).parameters.values()
-        required = [
-            p.name
-            for p in parameters
-            if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}
-        ]
+        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            names |= offered.keys() if kind.__init__ is not base.__init__ else set()
+        several = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        required = (p.name for p in parameters if p.default is p.empty and p.kind not in several)
         if missing := [name for name in required if name not in offered]:
             raise ConfigError(
                 f"{self.written}: its constructor needs {', '.join(map(repr, missing))}, and train"
                 f" passes by name those of {', '.join(offered)} that it takes: give the rest a"
                 f" default, as in def __init__(self, {', '.join(offered)}, {missing[0]}=...)"
             )
-        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-        every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        every &= kind.__init__ is not base.__init__  # that of torch takes none of them
-        return {name: value for name, value in offered.items() if every or name in names}
-
-    def make(self, base: type[T], offered: Mapping[str, Any]) -> T:
-        """An object of the class, made with those of the offered arguments that it takes.
-
-        Raises:
-            ConfigError: as `accepted`, or the constructor fails.
-        """
-        arguments = self.accepted(base, offered)
+        for name, flag in (needed or {}).items():
+            if name not in names:
+                raise ConfigError(f"{self.written}: takes no {name}; leave {flag} out")
+        arguments = {name: value for name, value in offered.items() if name in names}
         try:
-            return self.load()(**arguments)
+            return kind(**arguments)
         except Exception as error:
             texts = (f"{name}={value!s:.40}" for name, value in arguments.items())
             raise ConfigError(
@@ -208,6 +209,28 @@ def remember(code: Sequence[ClassReference]) -> None:
             " execute the code of this run only with --trust-code",
             stacklevel=2,
         )
+
+
+@contextmanager
+def failures_named(code: Sequence[ClassReference]) -> Generator[None]:
+    """An error that the user's code raises inside it becomes one line: file, class and error.
+
+    Raises:
+        ConfigError: the error, from which it comes.
+    """
+    try:
+        yield
+    except ThroughtimeError:
+        raise
+    except Exception as error:
+        lines = {str(f.f_code.co_filename): n for f, n in traceback.walk_tb(error.__traceback__)}
+        for own in code:
+            if str(own.path) in lines:
+                raise ConfigError(
+                    f"{own.written}: line {lines[str(own.path)]} fails with"
+                    f" {type(error).__name__}: {one_line(error)}"
+                ) from error
+        raise
 
 
 def is_reference(text: str) -> bool:

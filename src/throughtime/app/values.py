@@ -138,7 +138,7 @@ def build(
     """A checked object of declared settings; `None` means the default.
 
     Args:
-        kind: a pydantic dataclass or model.
+        kind: a class of settings.
         settings: by name.
         source: the beginning of the message.
         flags: the names of those that flags set, the others are of a file; `None`: all of them.
@@ -150,9 +150,10 @@ def build(
     present = {name: value for name, value in settings.items() if value is not None}
     try:
         return kind(**present)
-    except (ConfigError, ValidationError) as error:
-        fault = error if isinstance(error, ValidationError) else error.__cause__
-        raise ConfigError(source + faults_in_words(kind, fault, present, flags)) from error
+    except ConfigError as error:
+        raise ConfigError(
+            source + faults_in_words(kind, error.__cause__, present, flags)
+        ) from error
 
 
 def faults_in_words(
@@ -190,15 +191,13 @@ def _faults(
         known = nearest(name, fields) or f"; known are {', '.join(fields)}"
         yield f"unknown key '{name}'{known}"
     elif fault["type"] == "missing":
-        yield f"{flag(name) if kind in _FIELDS else name} is missing: {_help(fields[name])}"
+        yield f"{flag(name)} is missing: {fields[name].description.removesuffix('.')}"
     else:
-        value, field = settings[name], fields[name]
-        hint = nearest(str(value), alternatives(field))
-        yield f"{written(name, value, flags)}: expected {expected(field)}{hint}"
-
-
-def _help(declared: Any) -> str:
-    return (declared.description or f"expected {expected(declared)}").removesuffix(".")
+        value, accepted = settings[name], alternatives(fields[name])
+        *others, last = accepted
+        expected = f"{', '.join(others)} or {last}" if others else last
+        hint = nearest(str(value), accepted)
+        yield f"{written(name, value, flags)}: expected {expected}{hint}"
 
 
 def flag(name: str) -> str:
@@ -225,12 +224,6 @@ def written(name: str, value: Any, flags: Collection[str] | None = None) -> str:
     items = value if isinstance(value, (list, tuple)) else [value]
     text = ",".join(str(item) for item in items if not isinstance(item, Mapping))
     return f"{flag(name)} {shlex.quote(text)}"
-
-
-def expected(declared: Any) -> str:
-    """What the type of a field of settings accepts, in words."""
-    *others, last = alternatives(declared)
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def alternatives(declared: Any) -> list[str]:
@@ -370,6 +363,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ) from error
     tables = {name: value for name, value in settings.items() if isinstance(value, dict)}
     for title, table in tables.items():
+        if title == "gradient_args":
+            continue
         if title != "gradient":
             raise ConfigError(f"{path}: no table [{title}]; write its keys without the heading")
         name = table.pop("policy", None)

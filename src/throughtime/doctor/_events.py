@@ -30,7 +30,7 @@ from throughtime.doctor._frames import (
     line_in,
     user_frame,
 )
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Step
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep
 from throughtime.doctor._records import tensors
 from throughtime.doctor._torch_private import (
     LoaderIterator,
@@ -337,7 +337,7 @@ class LoopEvents:
         parameters, log = parameters_of(optimizer), self.log
         grad = _first_grad(parameters)
         last = self._last_grads.get(optimizer, lambda: None)()
-        step = Step(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
+        step = WeightStep(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
         step.number, step.call = next_sequence() - 1, log.call
         step.lacks = all(p.grad is None or not _has_values(p.grad) for p in parameters)
         step.repeated = grad is not None and grad is last
@@ -355,7 +355,9 @@ class LoopEvents:
 
     def _log_clear(self, parameters: frozenset[int]) -> None:
         useful: set[int] = set()
-        recent = itertools.takewhile(lambda e: not isinstance(e, Step), reversed(self.log.events))
+        recent = itertools.takewhile(
+            lambda e: not isinstance(e, WeightStep), reversed(self.log.events)
+        )
         if any(isinstance(event, Backward) for event in recent):
             for optimizer in self._optimizers:
                 grad = _first_grad([p for p in parameters_of(optimizer) if id(p) in parameters])

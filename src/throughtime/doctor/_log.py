@@ -64,7 +64,7 @@ class Clear:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class WeightStep:
     """An optimizer step; its facts are those after it."""
 
     optimizer: int  # its id
@@ -94,7 +94,7 @@ class Close:
     """The end of the loop, without an error."""
 
 
-Event = Backward | Clear | Step | Sum | Close
+Event = Backward | Clear | WeightStep | Sum | Close
 
 
 class Fault(NamedTuple):
@@ -165,26 +165,26 @@ class Log:
         """The backwards remembered."""
         return [event for event in self.events if isinstance(event, Backward)]
 
-    def steps_of(self, optimizer: int, most: int) -> list[Step]:
+    def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""
-        result: list[Step] = []
+        result: list[WeightStep] = []
         for event in reversed(self.events):
-            if isinstance(event, Step) and event.optimizer == optimizer:
+            if isinstance(event, WeightStep) and event.optimizer == optimizer:
                 result.append(event)
                 if len(result) == most:
                     break
         return result
 
-    def before(self, step: Step) -> list[Event]:
+    def before(self, step: WeightStep) -> list[Event]:
         """The events between a step and the step of the same optimizer before it."""
         result: list[Event] = []
-        found = False
+        passed = False
         for event in reversed(self.events):
-            if isinstance(event, Step) and event.optimizer == step.optimizer and found:
+            if isinstance(event, WeightStep) and event.optimizer == step.optimizer and passed:
                 break
-            if found:
+            if passed:
                 result.append(event)
-            found |= event is step
+            passed |= event is step
         return result[::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:

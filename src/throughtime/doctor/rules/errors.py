@@ -29,7 +29,7 @@ from throughtime.doctor._autograd import (
     stale_edges,
 )
 from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
-from throughtime.doctor._log import Backward, Fault, Log, Step
+from throughtime.doctor._log import Backward, Fault, Log, WeightStep
 from throughtime.doctor._records import tensors
 from throughtime.doctor._torch_private import sequence
 from throughtime.doctor.findings import BACKWARD_FIRST, LOST_DETACH, OWN_LOSS, detach_fix
@@ -68,7 +68,7 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
 def _lines_of_change(log: Log, changed: ChangedTensor) -> list[SourceLine]:
     """The lines of the optimizer step or the operations that changed a tensor in place."""
     number, shape = sequence(changed.node), changed.shape
-    later = (e for e in log.events if isinstance(e, Step) and e.number >= number)
+    later = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
     step = next((each for each in later if id(changed.parameter) in each.parameters), None)
     if step is not None:
         return [step.line] if step.line else []

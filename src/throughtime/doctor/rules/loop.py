@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from throughtime.doctor._autograd import FREED, MeanTerm, reaches_unusable
 from throughtime.doctor._frames import Instruction, SourceLine, container_of, line_of
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Step, Sum
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep, Sum
 from throughtime.doctor._records import TensorRecord
 from throughtime.doctor.findings import (
     CLEAR_AFTER_STEP,
@@ -47,12 +47,12 @@ def unequal_chunks_in_one_loss(_: Log, event: Backward) -> Iterator[Fault]:
         yield from _unequal(event.line, event.means)
 
 
-def unequal_means(log: Log, _: Step) -> Iterator[Fault]:
+def unequal_means(log: Log, _: WeightStep) -> Iterator[Fault]:
     """TT301: losses of unequal chunks that one step sums, by their line and order in a pass."""
     by_line: dict[tuple[SourceLine, int], list[MeanTerm]] = {}
     order, chunk = 0, 0
     for each in _since_any_step(log):
-        if isinstance(each, Step):
+        if isinstance(each, WeightStep):
             chunk = each.chunk
         elif isinstance(each, Backward) and len(each.means) == 1:
             order = order + 1 if each.again else 0
@@ -64,7 +64,9 @@ def unequal_means(log: Log, _: Step) -> Iterator[Fault]:
 
 def _since_any_step(log: Log) -> list[Event]:
     """The events from the last step but one, before the last event."""
-    numbers = (i for i in range(len(log.events) - 2, -1, -1) if isinstance(log.events[i], Step))
+    numbers = (
+        i for i in range(len(log.events) - 2, -1, -1) if isinstance(log.events[i], WeightStep)
+    )
     return log.events[next(numbers, 0) : -1]
 
 
@@ -76,7 +78,7 @@ def _unequal(line: SourceLine, terms: list[MeanTerm]) -> Iterator[Fault]:
         yield Fault("TT301", line, detail)
 
 
-def cleared_before_use(log: Log, event: Step) -> Iterator[Fault]:
+def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT302: gradients that were cleared before a step used them."""
     lost, kept, clear, used = _cleared(log, event)
     if clear is None or event.line is None:
@@ -92,7 +94,9 @@ def cleared_before_use(log: Log, event: Step) -> Iterator[Fault]:
         yield Fault("TT302", clear.line, detail, fix=fix, after=REPEATS)
 
 
-def _cleared(log: Log, step: Step) -> tuple[list[Backward], list[Backward], Clear | None, bool]:
+def _cleared(
+    log: Log, step: WeightStep
+) -> tuple[list[Backward], list[Backward], Clear | None, bool]:
     """Before a step: backwards that were cleared, those that were not, and what cleared them.
 
     The last is whether the gradients were used by other means than a step.
@@ -101,7 +105,7 @@ def _cleared(log: Log, step: Step) -> tuple[list[Backward], list[Backward], Clea
     for event in log.before(step):
         if isinstance(event, Backward) and event.number >= 0:
             kept.append(event)
-        elif isinstance(event, Step):
+        elif isinstance(event, WeightStep):
             kept = []
         elif isinstance(event, Clear) and event.parameters & step.parameters:
             if kept and event.line is not None and step.optimizer in event.useful:
@@ -113,7 +117,7 @@ def _cleared(log: Log, step: Step) -> tuple[list[Backward], list[Backward], Clea
     return lost, kept, clear, used
 
 
-def never_cleared(log: Log, event: Step) -> Iterator[Fault]:
+def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT302: a step that uses the gradients of the last step again."""
     steps = log.steps_of(event.optimizer, 2)
     if not event.repeated or len(steps) < 2 or event.chunk <= steps[1].chunk:
@@ -130,7 +134,7 @@ def never_cleared(log: Log, event: Step) -> Iterator[Fault]:
         yield Fault("TT302", event.line, detail, after=REPEATS)
 
 
-def step_without_backward(log: Log, event: Step) -> Iterator[Fault]:
+def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT304: steps in a row that follow a forward pass but no backward."""
     steps = log.steps_of(event.optimizer, REPEATS + 1)
     idle = all(
@@ -246,7 +250,7 @@ AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
         retained,
         exchanged,
     ),
-    Step: (
+    WeightStep: (
         unequal_means,
         cleared_before_use,
         never_cleared,
