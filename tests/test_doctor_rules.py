@@ -9,7 +9,7 @@ import torch
 
 from throughtime.doctor._autograd import MeanTerm
 from throughtime.doctor._frames import Instruction, SourceLine
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep, Sum
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Sum, WeightStep
 from throughtime.doctor._records import TensorRecord
 from throughtime.doctor.rules.loop import AT, kept
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from throughtime.doctor._autograd import FREED, MeanTerm, reaches_unusable
 from throughtime.doctor._frames import Instruction, SourceLine, container_of, line_of
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep, Sum
+from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Sum, WeightStep
 from throughtime.doctor._records import TensorRecord
 from throughtime.doctor.findings import (
     CLEAR_AFTER_STEP,
