@@ -107,6 +107,7 @@ class ArrowFile(Table):
         again: "Callable[[], ArrowFile] | None" = None,
     ) -> None:
         self.path, self.content, self._batch, self._again = path, content, batch, again
+        self._latest: tuple[int, Any, dict[str, Array]] = -1, None, {}  # batch that was read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self._order = {name: i for i, name in enumerate(schema.names)}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
@@ -137,22 +138,29 @@ class ArrowFile(Table):
         while start < stop:
             first, end = starts[index], min(stop, starts[index + 1])
             if start < end:  # an empty batch has no rows
-                batch = self._batch(index)
-                values = [
-                    self._values(n, batch.column(self._order[n]).slice(start - first, end - start))
-                    for n in columns
-                ]
+                latest = self._latest
+                if latest[0] != index:
+                    latest = self._latest = index, self._batch(index), {}
+                own = slice(start - first, end - first)
+                values = [self._column(n, *latest[1:], own) for n in columns]
                 parts.append(values[0][:, None] if len(values) == 1 else np.stack(values, axis=1))
             start, index = end, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _column(self, name: str, batch: Any, views: dict[str, Array], rows: slice) -> Array:
+        """Rows of a batch; plain numbers are a view of the file, which `views` keeps."""
+        if name not in views:
+            column = batch.column(self._order[name])
+            if column.null_count or self._kinds[name] not in ("double", "float"):
+                return self._values(name, column.slice(rows.start, rows.stop - rows.start))
+            views[name] = column.to_numpy()
+        return views[name][rows]
 
     def _values(self, name: str, column: Any) -> Array:
         """A column; a missing number is NaN, a missing text empty."""
         import pyarrow as pa
 
         kind = self._kinds[name]
-        if kind == "double" and not column.null_count:  # the usual case
-            return column.to_numpy()
         if kind == "dictionary":
             column = column.dictionary_decode()
             kind = _kind(column.type)
