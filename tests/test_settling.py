@@ -360,7 +360,7 @@ def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_pa
     gap = ("--check", tmp_path / "gap.npy")
     said = " ".join(run("export", folder.path, "--out", out, *gap, ok=False).split())
     assert "step 17, column 1" in said
-    assert "--missing is an option of train" in said
+    assert "--missing mask" in said
     assert "--on-nan" not in said
     said = run("export", folder.path, "--out", tmp_path / "beat.pt", ok=False)
     assert "expected .onnx, .c, .js" in " ".join(said.split())

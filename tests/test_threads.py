@@ -67,7 +67,9 @@ def layer(cell: Cell, lanes: int, hidden: int, steps: int = 100) -> LayerInputs:
     torch.manual_seed(0)
     x, h = torch.randn(steps, lanes, FEATURES), torch.zeros(lanes, hidden)
     gates = len(cell.gates) * hidden
-    weights = Weights(torch.randn(gates, FEATURES), torch.randn(gates, hidden), None, None, None)
+    scale = hidden**-0.5  # larger ones make chaos, whose gradients are infinite
+    ih, hh = torch.randn(gates, FEATURES), torch.randn(gates, hidden) * scale
+    weights = Weights(ih, hh, None, None, None)
     return LayerInputs(cell, x.dtype, x, h, h.clone() if cell is LSTM else None, weights, None)
 
 

@@ -104,9 +104,8 @@ class ClassScores:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, count = names, len(names)
-        options = {"dtype": torch.long, "device": "cpu"}
-        self.confusion = torch.zeros(count, count, **options)  # type: ignore[call-overload]
-        self._ranked = torch.zeros(2, count, _BINS, **options)  # type: ignore[call-overload]
+        self.confusion = torch.zeros(count, count, dtype=torch.long, device="cpu")
+        self._ranked = torch.zeros(2, count, _BINS, dtype=torch.long, device="cpu")
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs `(N, C)`, logits, and classes `(N,)`."""

@@ -219,6 +219,8 @@ class LaneLayout:
         def spread(zero: Tensor, leaf: Tensor) -> Tensor:
             dim, leaf = next(dims), leaf.to(zero)
             sizes, own = ([n for n in shape if n > 1] for shape in (zero.shape[1:], leaf.shape))
+            if not zero.numel():
+                return zero
             if own == sizes:  # of one lane
                 return leaf.reshape(1, *zero.shape[1:]).expand(zero.shape).contiguous()
             return dim.to_front(leaf.expand(dim.to_module(zero).shape)).contiguous()
@@ -235,7 +237,7 @@ def _complete(start: Any, zeros: Any) -> Any:
     if not (start.numel() if isinstance(start, Tensor) else start):
         return trees.map_tensors(lambda leaf: leaf.new_zeros(()), zeros)
     if isinstance(start, (int, float)):
-        return torch.tensor(start)
+        return torch.tensor(start, device="cpu")
     if isinstance(start, dict):
         return {key: _complete(start.get(key), zero) for key, zero in zeros.items()}
     if type(start) in (list, tuple) and len(start) == len(zeros):
