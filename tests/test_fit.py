@@ -259,3 +259,11 @@ def test_other_recordings_to_validate_on_begin_a_new_best(tmp_path: Path) -> Non
     other = run(make_net(), out=tmp_path, updates=48, valid=easy)
     assert other.best in {42, 48}
     assert other.score != first.score
+
+
+def test_a_finished_run_keeps_its_best_weights_without_valid(tmp_path: Path) -> None:
+    first = run(make_net(), out=tmp_path)
+    model = (tmp_path / "model.safetensors").read_bytes()
+    again = run(make_net(), out=tmp_path, valid=None)
+    assert (again.best, again.score) == (first.best, first.score)
+    assert (tmp_path / "model.safetensors").read_bytes() == model

@@ -152,3 +152,14 @@ def test_workers_read_what_another_library_unpacks(workers: Any, tmp_path: Path)
             read = np.concatenate([chunk.inputs[:, 0].numpy() for chunk in stream])
             np.testing.assert_allclose(read, values, rtol=1e-12)
             np.testing.assert_array_equal(read, tt.recording(path).read(0, STEPS).inputs)
+
+
+def test_packed_arrays_of_hdf5_are_refused_by_path_and_as_open_datasets(tmp_path: Path) -> None:
+    path = tmp_path / "packed.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = np.array([1, 2, 300], np.int16)
+        file["x"].attrs["scale_factor"] = 0.5
+    with pytest.raises(DataError, match="'x' has the attribute scale_factor"):
+        open_table(path)
+    with h5py.File(path) as file, pytest.raises(DataError, match="'x' has the attribute"):
+        tt.Stream({"inputs": file["x"]}, 1, chunk=3)

@@ -553,3 +553,15 @@ def test_several_files_are_written_together_or_not_at_all(tmp_path: Path) -> Non
         _files.write_together({one: b"2", two: b"2" * 100_000})
     assert (one.read_bytes(), two.read_bytes()) == (b"1", b"1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "metrics.jsonl"])
+def test_a_file_of_another_origin_is_not_replaced(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.toml").write_text('mine = "precious"\n', encoding="utf-8")
+    (out / "metrics.jsonl").write_text('{"other": "log"}\n', encoding="utf-8")
+    before = (out / name).read_bytes()
+    with pytest.raises(RunError, match="choose another --out"):
+        RunFolder(out).check_free()
+    assert (out / name).read_bytes() == before

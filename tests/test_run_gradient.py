@@ -273,3 +273,11 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     output = run("train", data, "--task", "classify", "--gradient-arg", "stride", ok=False)
     assert "--gradient-arg stride: expected NAME=VALUE" in output
+
+
+@pytest.mark.parametrize("value", ["False", 1.5])
+def test_a_flag_of_a_policy_takes_true_or_false_alone(value: object) -> None:
+    """`--gradient-arg jitter=False` is a text in TOML, and any text is true."""
+    config = make_config({"data": "d", "gradient": "truncated", "gradient_args": {"jitter": value}})
+    with pytest.raises(ConfigError, match="expected true or false"):
+        make_policy(config)

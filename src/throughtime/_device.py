@@ -94,12 +94,6 @@ class SideStream:
                 tensor.record_stream(current)
 
 
-def device_bytes(device: torch.device) -> int | None:
-    """The size of an accelerator's memory; None for the CPU, or where the backend does not say."""
-    query = _backend(device, "mem_get_info")
-    return None if query is None else query(device)[1]
-
-
 def generators(device: torch.device) -> dict[str, Tensor]:
     """The states of the random generators that a net on `device` uses, by the type of device."""
     states = {"cpu": torch.get_rng_state()}

@@ -398,7 +398,9 @@ def _setting_remarks(config: Config, layout: Layout, train: Sequence[Recording])
         last = counted(steps[-1], "step")
         which = last if len(steps) == 1 else f"{listed(steps)} steps"
         yield f"targets are {which} later: the last {last} of each recording have none"
-    if config.season and not any(n % config.season for n in layout.ahead):
+    if config.season and layout.task == "multilabel":
+        yield "--season has no effect: labels are not compared with baselines"
+    elif config.season and not any(n % config.season for n in layout.ahead):
         yield f"--season {config.season} has no effect: the value a season before is that of now"
     if config.train_on == "windows":
         return

@@ -553,7 +553,7 @@ class _Training:
         self.best = saved["best"] if self.keep_best else {}
         self._restore_optimizer(saved)
         self.done = Fit.of_checkpoint(saved, *self.end, again=folder.patient)
-        if saved["valid"] != self.validation:
+        if saved["valid"] != self.validation and self.valid is not None and not self.done.finished:
             self.best, self.done.best, self.done.score, self.done.stale = {}, 0, -math.inf, 0
         self.loss, self.waited = saved["loss"].to(self.team.device), self.done.waited
         self.stream.load_state_dict(position["stream"])

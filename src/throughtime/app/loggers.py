@@ -108,6 +108,8 @@ def loggers(
         try:
             active[name] = context, context.__enter__()
         except Exception as error:
+            for opened, _ in active.values():
+                opened.__exit__(None, None, None)
             raise RunError(
                 f"--logger {name} cannot start ({type(error).__name__}: {one_line(error)}); mend"
                 " it, or leave the logger out"

@@ -36,6 +36,10 @@ def make_policy(config: Config) -> Policy:
         arguments = {"stride": DEFAULT_STRIDE, **arguments}
     try:
         inspect.signature(kind).bind(**arguments)
+        for p in parameters:
+            value = arguments.get(p.name, p.default)
+            if isinstance(p.default, bool) and not isinstance(value, bool):
+                raise TypeError(f"{p.name}={value!r}: expected true or false")
         return kind(**arguments)
     except ThroughtimeError:
         raise

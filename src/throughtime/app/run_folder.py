@@ -29,7 +29,7 @@ from throughtime._files import exclusive, named_errors, sync, write_atomically, 
 from throughtime.app.config import Config, make_config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
-from throughtime.errors import RunError
+from throughtime.errors import RunError, ThroughtimeError
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
 
@@ -135,12 +135,21 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise RunError(f"{self.path}: is a file; choose another --out")
         files = [self.checkpoint, self.model, self.report, self.audit]
-        files += [] if self.metrics.exists() else [self.config]
+        files += [] if self._is_start() else [self.config, self.metrics]
         if any(map(os.path.lexists, files)):
             raise RunError(
                 f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
                 " choose another --out"
             )
+
+    def _is_start(self) -> bool:
+        """Whether settings and log are those of a start that saved nothing."""
+        try:
+            self.read_config()
+            self.read_metrics()
+        except (ThroughtimeError, OSError):
+            return False
+        return self.metrics.exists()
 
     def create(self, config: Config) -> None:
         """Create the folder, lock it, and write the resolved settings.

@@ -108,6 +108,8 @@ class ClassReference:
             ConfigError: no such class, none of the base, or one whose constructor needs more, takes
                 less than it must, or fails.
         """
+        from torch.nn import Module
+
         kind = self.load()
         if not issubclass(kind, base):
             name = "nn.Module" if base.__name__ == "Module" else f"optim.{base.__name__}"
@@ -117,7 +119,7 @@ class ClassReference:
         parameters = inspect.signature(kind).parameters.values()
         names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            names |= offered.keys() if kind.__init__ is not base.__init__ else set()
+            names |= offered.keys() if kind.__init__ is not Module.__init__ else set()
         several = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
         required = (p.name for p in parameters if p.default is p.empty and p.kind not in several)
         if missing := [name for name in required if name not in offered]:

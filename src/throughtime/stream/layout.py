@@ -250,7 +250,7 @@ def _check_times(name: str, times: RowSource, layout: Layout) -> None:
         row, before, after = summary.backward
         raise DataError(
             f"recording '{name}': row {row} of '{column}', {after}, is earlier than the row before"
-            f" it, {before}; sort the rows, split them where another recording begins, or exclude"
+            f" it, {before}; sort the rows, pass those of each recording by themselves, or exclude"
             f" the column if their order is right: exclude='{column}' (--exclude {column})"
         )
     if layout.ahead and summary.gaps:

@@ -170,7 +170,10 @@ def open_hdf5(path: Path) -> ArraysFile:
     return ArraysFile(path, longest_arrays(path, arrays))
 
 
-_PACKING = {"scale_factor", "add_offset", "_FillValue", "missing_value"}
+_PACKING = {
+    *("scale_factor", "add_offset", "_FillValue", "missing_value"),
+    *("valid_range", "valid_min", "valid_max", "_Unsigned"),
+}
 
 
 def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
@@ -183,15 +186,20 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
 
     def add(name: str, member: Any) -> None:
         if getattr(member, "shape", None) is not None and not member.is_scale:  # and no group
-            if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
-                raise DataError(
-                    f"{group.file.filename}: '{name}' has the attribute {min(packing)}, as netCDF"
-                    " has; name the file .nc, or read it with xarray and pass the data set"
-                )
+            refuse_packed(member)
             arrays[name] = member
 
     group.visititems(add)
     return arrays
+
+
+def refuse_packed(member: Any) -> None:
+    """Refuse a dataset of h5py that is packed, or marks missing values."""
+    if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
+        raise DataError(
+            f"{member.file.filename}: '{member.name.strip('/')}' has the attribute {min(packing)},"
+            " as netCDF has; name the file .nc, or read it with xarray and pass the data set"
+        )
 
 
 def open_variable(path: Path, name: str) -> FileArray:

@@ -311,6 +311,7 @@ def _checked_bytes(path: Path, delimiter: str = "") -> Iterator[bytes]:
             or an open quote; the message names the line.
     """
     line, opened, last, held, data = 1, 0, b"", b"", b"-"
+    fed, returned = False, None  # a line that ends with \n, a lone \r outside quotes
     beside = np.frombuffer(f'{delimiter}\r\n"'.encode(), np.uint8)
 
     def fault(before: bytes, what: str) -> DataError:
@@ -337,6 +338,14 @@ def _checked_bytes(path: Path, delimiter: str = "") -> Iterator[bytes]:
                 raise fault(block[: block.index(0)], what)
             codes = np.frombuffer((last or b"\n") + block, np.uint8)
             quotes = np.flatnonzero(codes == ord('"'))
+            lone = np.flatnonzero((codes[:-1] == 13) & (codes[1:] != 10)) if delimiter else []
+            plain = (np.searchsorted(quotes, lone) + bool(opened)) % 2 == 0
+            fed |= 10 in whole
+            at = block[: lone[plain.argmax()]] if plain.any() else None
+            inside = at is not None and fault(at, "a carriage return within a line")
+            returned = returned or inside or None
+            if returned and fed:
+                raise returned
             if delimiter and len(quotes):
                 opens = (np.arange(len(quotes)) + bool(opened)) % 2 == 0
                 wrong = ~np.isin(codes[np.where(opens, quotes - 1, quotes + 1)], beside)

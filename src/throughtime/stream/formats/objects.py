@@ -24,6 +24,7 @@ from throughtime.stream.formats.arrays import (
     arrays_of_zarr,
     longest_arrays,
     open_variable,
+    refuse_packed,
 )
 from throughtime.stream.formats.arrow import arrow_columns
 from throughtime.stream.formats.table import (
@@ -184,6 +185,7 @@ def as_file_array(value: Any, name: str = "the arrays") -> Any:
             )
         return value.detach().cpu().numpy()
     if _type_name(value, ["h5py.Dataset"]):
+        refuse_packed(value)
         return PathArray(value, Path(value.file.filename), value.name, _open_dataset)
     if _type_name(value, ["netCDF4.Variable"]):
         path = posixpath.join(value.group().path, value.name)
