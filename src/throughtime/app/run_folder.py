@@ -137,6 +137,9 @@ class RunFolder:
         files = [self.checkpoint, self.model, self.report, self.audit]
         files += [] if self._is_start() else [self.config, self.metrics]
         if any(map(os.path.lexists, files)):
+            if self._lock is None and (self.path / ".lock").exists():
+                self.lock()  # names the process that trains it
+                self.unlock()
             raise RunError(
                 f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
                 " choose another --out"
@@ -145,11 +148,11 @@ class RunFolder:
     def _is_start(self) -> bool:
         """Whether settings and log are those of a start that saved nothing."""
         try:
-            self.read_config()
-            self.read_metrics()
-        except (ThroughtimeError, OSError):
+            if self.metrics.exists():
+                self.read_metrics()
+            return self.read_config().to_toml() == self.config.read_text(encoding="utf-8")
+        except (ThroughtimeError, OSError, ValueError):
             return False
-        return self.metrics.exists()
 
     def create(self, config: Config) -> None:
         """Create the folder, lock it, and write the resolved settings.
