@@ -186,6 +186,15 @@ def gradients_of(net: Carried, run: Updates) -> UpdateGrads:
     return results
 
 
+def summed(results: UpdateGrads) -> Weights:
+    """The gradient of the mean loss over all valid steps, from the updates' means."""
+    total = sum(steps for steps, *_ in results)
+    return {
+        name: torch.stack([g[name] * (steps / total) for steps, _, g in results]).sum(0)
+        for name in results[0][2]
+    }
+
+
 def train(optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000) -> list[float]:
     """The losses of the updates that are left, or of so many of them, each stepped on."""
     losses: list[float] = []

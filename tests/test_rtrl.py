@@ -22,11 +22,11 @@ import throughtime as tt
 from policy_data import (
     Complex,
     PolicyData,
-    UpdateGrads,
     data_for,
     deviation,
     plain,
     policy_gradients,
+    summed,
     train,
 )
 from quick import examples
@@ -63,15 +63,6 @@ NETS = (
     "namedtuple-state",
     "learnt-start",
 )
-
-
-def summed(results: UpdateGrads) -> Weights:
-    """The gradient of the mean loss over all valid steps, from the updates' means."""
-    total = sum(steps for steps, *_ in results)
-    return {
-        name: torch.stack([g[name] * (steps / total) for steps, _, g in results]).sum(0)
-        for name in results[0][2]
-    }
 
 
 def exact(net: Carried, data: PolicyData) -> Weights:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import UpdateGrads, data_for, plain, policy_gradients, train
+from policy_data import data_for, plain, policy_gradients, summed, train
 from quick import examples
 from strategies import FEATURES, Weights, apart, gradients, recordings, seeds, weights
 from throughtime.carry import Carried
@@ -66,15 +66,6 @@ def net_of(kind: str) -> Carried:
 
 
 every_net = pytest.mark.parametrize("kind", ["minGRU", "trace units", "one unit of five numbers"])
-
-
-def summed(results: UpdateGrads) -> Weights:
-    """The gradient of the mean loss over all valid steps, from the updates' means."""
-    total = sum(steps for steps, *_ in results)
-    return {
-        name: torch.stack([g[name] * (steps / total) for steps, _, g in results]).sum(0)
-        for name in results[0][2]
-    }
 
 
 @examples(12)

@@ -25,6 +25,7 @@ from throughtime.stream.formats.table import Table, is_number
 from throughtime.stream.formats.times import is_time, parse_times, time_kinds
 
 BLOCK = 2**18  # bytes of a block, at least
+_MIXED = "a carriage return ends a line, and other lines end with a newline"
 _FIRST = 4  # blocks that show what columns hold
 DELIMITERS = (",", ";", "\t", "|")
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
@@ -301,6 +302,12 @@ class CsvFile:
         )
 
 
+def _carriage_returns(codes: Any, quotes: Any, opened: bool) -> Any:
+    """Where a carriage return outside quotes has no newline after it."""
+    lone = np.flatnonzero((codes[:-1] == 13) & (codes[1:] != 10))
+    return lone[(np.searchsorted(quotes, lone) + opened) % 2 == 0]
+
+
 def _checked_bytes(path: Path, delimiter: str = "") -> Iterator[bytes]:
     """The bytes of a file in UTF-8, without blank lines at its begin and its end.
 
@@ -311,7 +318,7 @@ def _checked_bytes(path: Path, delimiter: str = "") -> Iterator[bytes]:
             or an open quote; the message names the line.
     """
     line, opened, last, held, data = 1, 0, b"", b"", b"-"
-    fed, returned = False, None  # a line that ends with \n, a lone \r outside quotes
+    has_newline, mixed = False, None  # the error for a lone \r outside quotes, raised beside \n
     beside = np.frombuffer(f'{delimiter}\r\n"'.encode(), np.uint8)
 
     def fault(before: bytes, what: str) -> DataError:
@@ -338,14 +345,11 @@ def _checked_bytes(path: Path, delimiter: str = "") -> Iterator[bytes]:
                 raise fault(block[: block.index(0)], what)
             codes = np.frombuffer((last or b"\n") + block, np.uint8)
             quotes = np.flatnonzero(codes == ord('"'))
-            lone = np.flatnonzero((codes[:-1] == 13) & (codes[1:] != 10)) if delimiter else []
-            plain = (np.searchsorted(quotes, lone) + bool(opened)) % 2 == 0
-            fed |= 10 in whole
-            at = block[: lone[plain.argmax()]] if plain.any() else None
-            inside = at is not None and fault(at, "a carriage return within a line")
-            returned = returned or inside or None
-            if returned and fed:
-                raise returned
+            has_newline |= 10 in whole
+            at = _carriage_returns(codes, quotes, bool(opened)) if delimiter else ()
+            mixed = mixed or (fault(block[: at[0]], _MIXED) if len(at) else None)
+            if mixed and has_newline:
+                raise mixed
             if delimiter and len(quotes):
                 opens = (np.arange(len(quotes)) + bool(opened)) % 2 == 0
                 wrong = ~np.isin(codes[np.where(opens, quotes - 1, quotes + 1)], beside)
