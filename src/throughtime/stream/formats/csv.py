@@ -346,7 +346,7 @@ def _checked_bytes(path: Path, delimiter: str = "") -> Iterator[bytes]:
             codes = np.frombuffer((last or b"\n") + block, np.uint8)
             quotes = np.flatnonzero(codes == ord('"'))
             has_newline |= 10 in whole
-            at = _carriage_returns(codes, quotes, bool(opened)) if delimiter else ()
+            at = _carriage_returns(codes, quotes, bool(opened)) if delimiter else codes[:0]
             mixed = mixed or (fault(block[: at[0]], _MIXED) if len(at) else None)
             if mixed and has_newline:
                 raise mixed
