@@ -201,7 +201,7 @@ class CsvFile:
                         if name in faults
                         else self._values(texts[name], kind)
                     )
-                yield pa.record_batch(columns)
+                yield pa.RecordBatch.from_pydict(columns)
                 row += len(texts)
 
         return Blocks(pa.schema(types), batches, faults)
