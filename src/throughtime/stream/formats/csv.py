@@ -151,9 +151,7 @@ class CsvFile:
         parse = arrow_csv.ParseOptions(
             delimiter=self.delimiter, newlines_in_values=True, ignore_empty_lines=width > 1
         )
-        convert = arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(self.names, pa.string()), strings_can_be_null=False
-        )
+        convert = arrow_csv.ConvertOptions(column_types=dict.fromkeys(self.names, pa.string()))
         try:
             yield from filter(len, arrow_csv.open_csv(self._open(), read, parse, convert))
         except pa.ArrowInvalid as error:
