@@ -16,7 +16,7 @@ from torch import Tensor
 
 from throughtime import state as trees
 from throughtime._device import send
-from throughtime.carry._refusal import inputs_hint, refuse_shapes
+from throughtime.carry._refusal import inputs_hint
 from throughtime.carry.carried import (
     Carried,
     device_of,
@@ -27,7 +27,7 @@ from throughtime.carry.carried import (
 )
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
-from throughtime.errors import ConfigError, DataError, ModelError, RunError
+from throughtime.errors import ConfigError, DataError, ModelError, RunError, ThroughtimeError
 from throughtime.nn.affine import refuse_whole_recordings
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -283,7 +283,9 @@ class Predictor:
             outputs, after = self.net(x, state, resets)
             return pack(outputs), after
         except (ModelError, RuntimeError, ValueError, IndexError) as error:
-            refuse_shapes(error, self.net.module, x)
+            is_ours = isinstance(error, ThroughtimeError) and not isinstance(error, ModelError)
+            if not is_ours and (hint := inputs_hint(self.net.module, x)):
+                raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
             raise
 
     def _run_around(

@@ -15,7 +15,7 @@ from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import MisfitError, path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
-from throughtime.errors import DataError, ModelError, ThroughtimeError, counted
+from throughtime.errors import ModelError
 
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
@@ -117,8 +117,6 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     module, first = search.module, search.hints.batch_first
     if not has_forward(module) and search.hints.call is None:
         return "has no forward, so the call must be written."
-    if search.failures:  # of the usual layout
-        refuse_width(search.failures[0].error, module, search.x)
     needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
     unknown = [name for name in needed if not names_state(name)]
     past, what = reach_of(module), f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
@@ -235,38 +233,6 @@ def bidirectional_error(name: str) -> ModelError:
         " bidirectional=False if it runs over time; over another dimension, such as frequency,"
         " write the call: tt.carry(module, call=lambda m, x, state: ...)."
     )
-
-
-def refuse_shapes(error: Exception, module: nn.Module, x: Tensor) -> None:
-    """Say of inputs that the net refused with an error which ones it expects.
-
-    Raises:
-        DataError: the error is of torch or of the trials of a net, and says that.
-    """
-    if not isinstance(error, ModelError) and isinstance(error, ThroughtimeError):
-        return
-    if hint := inputs_hint(module, x):
-        raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
-    refuse_width(error, module, x)
-
-
-def refuse_width(error: Exception | None, module: nn.Module, x: Tensor) -> None:
-    """Say of inputs of another width than that of the net's first matrix which one it expects.
-
-    Raises:
-        DataError: the error is of torch, and says that.
-    """
-    matrix = next((weight for weight in module.parameters() if weight.dim() == 2), x)
-    own, net = x.shape[-1], matrix.shape[-1]
-    # of a layer, a linear map and a cell
-    if re.search(
-        f"Expected {net}, got {own} |x{own} and {net}x|got {own} expected {net} ", f"{error} "
-    ):
-        raise DataError(
-            f"the inputs have {counted(own, 'feature')} in each step, the net expects {net}: write"
-            f" inputs of shape (..., {net}), in a stream those of its recordings, or build the net"
-            f" for {own}"
-        ) from error
 
 
 def inputs_hint(module: nn.Module, x: Tensor) -> str:

@@ -24,16 +24,16 @@ from throughtime._metadata import reset_positions
 from throughtime.carry._calls import CALLS, Adapter, Hints, ModuleAdapter
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._refusal import device_error, refuse_width
+from throughtime.carry._refusal import device_error
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
-from throughtime.carry._trial import guessed_inputs, is_sharded
+from throughtime.carry._trial import copy_of, guessed_inputs, is_sharded, quiet, random_normal
 from throughtime.carry.layers import (
     ChainAdapter,
     UnknownAdapter,
     adapter_for,
     prepared,
 )
-from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError
+from throughtime.errors import DataError, ModelError, StateError, ThroughtimeError, counted
 from throughtime.nn import fuse
 from throughtime.state import State
 
@@ -146,9 +146,10 @@ class Carried(nn.Module):
             return  # no trials; what stands between known layers is taken as it is
         try:
             self.adapter = prepared(self.adapter, x)
-        except ModelError:
+        except ModelError as error:
             # an nn.Sequential may be called as its author does
             if not isinstance(self.adapter, ChainAdapter) or not self._is_found(x):
+                self._refuse_width(error, x)
                 raise
         except MISFIT_ERRORS as error:
             self._explain(error, x)
@@ -258,7 +259,7 @@ class Carried(nn.Module):
             return
         if fault := device_error(self.module, x):
             raise fault from error
-        refuse_width(error, self.module, x)
+        self._refuse_width(error, x)
         if state is not None:
             expected = shapes_of(self.initial_state(x.shape[1], like=x))
             got = shapes_of(state)
@@ -275,6 +276,34 @@ class Carried(nn.Module):
                 f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
                 f" tt.predict(..., dtype={weight.dtype}), or convert the module."
             )
+
+    def _refuse_width(self, error: Exception, x: Tensor) -> None:
+        """Say which width a net expects that runs with that of its first matrix, in a trial.
+
+        Raises:
+            DataError: it does, and the inputs have another one.
+        """
+        matrix = next((weight for weight in self.module.parameters() if weight.dim() == 2), x)
+        own, width = x.shape[-1], matrix.shape[-1]
+        other = random_normal((*x.shape[:-1], width), 0).to(x)
+        if x.is_floating_point() and own != width and self._takes(other):
+            raise DataError(
+                f"the inputs have {counted(own, 'feature')} in each step, the net expects {width}:"
+                f" write inputs of shape (..., {width}), in a stream those of its recordings, or"
+                f" build the net for {own}"
+            ) from error
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether a copy of the module can be carried and called with inputs `(T, B, ...)`."""
+        if (twin := copy_of(self.module)) is None:
+            return False
+        net = Carried(twin, adapter_for(twin, self.adapter.hints or Hints()))
+        try:
+            with quiet(x.device):
+                net(x, net.initial_state(x.shape[1], like=x))
+        except Exception:  # noqa: BLE001  # a module may raise anything for what it does not take
+            return False
+        return True
 
 
 def pack(y: Any) -> Tensor:
