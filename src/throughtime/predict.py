@@ -27,7 +27,7 @@ from throughtime.carry.carried import (
 )
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
-from throughtime.errors import ConfigError, DataError, ModelError, RunError, ThroughtimeError
+from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
 from throughtime.nn.affine import refuse_whole_recordings
 from throughtime.state import State
 from throughtime.stream import Stream
@@ -283,8 +283,8 @@ class Predictor:
             outputs, after = self.net(x, state, resets)
             return pack(outputs), after
         except (ModelError, RuntimeError, ValueError, IndexError) as error:
-            is_ours = isinstance(error, ThroughtimeError) and not isinstance(error, ModelError)
-            if not is_ours and (hint := inputs_hint(self.net.module, x)):
+            is_said = isinstance(error, (DataError, RunError, StateError))
+            if not is_said and (hint := inputs_hint(self.net.module, x)):
                 raise DataError(f"the net refuses the inputs {tuple(x.shape)}{hint}") from error
             raise
 

@@ -61,8 +61,6 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
             " the one that the loss gets: tt.carry(module,"
             f' output={path if path[1:] else path[0]!r}), or output="all"'
         )
-    if fault := device_error(module, search.x):
-        return fault
     for path, part in module.named_modules():
         if isinstance(part, nn.RNNBase) and part.bidirectional:
             return bidirectional_error(path or type(part).__name__)
@@ -212,17 +210,6 @@ def _start(search: Search, failure: Failure) -> str:
         texts = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves] or ["torch.zeros(lanes, N)"]
     text = ", ".join(texts).replace(str(MARK), "lanes")
     return f"lambda m, lanes: {text if len(texts) == 1 else f'({text})'}"
-
-
-def device_error(module: nn.Module, x: Tensor) -> ModelError | None:
-    """The error for inputs that are on another device than the weights."""
-    weight = next(module.parameters(), x)
-    if weight.device == x.device:
-        return None
-    return ModelError(
-        f"the inputs are on {x.device}, the weights of {type(module).__name__} on {weight.device}:"
-        f" move the inputs, x.to({str(weight.device)!r}), or the net"
-    )
 
 
 def bidirectional_error(name: str) -> ModelError:

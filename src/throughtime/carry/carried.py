@@ -24,7 +24,6 @@ from throughtime._metadata import reset_positions
 from throughtime.carry._calls import CALLS, Adapter, Hints, ModuleAdapter
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
-from throughtime.carry._refusal import device_error
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
 from throughtime.carry._trial import copy_of, guessed_inputs, is_sharded, quiet, random_normal
 from throughtime.carry.layers import (
@@ -146,14 +145,12 @@ class Carried(nn.Module):
             return  # no trials; what stands between known layers is taken as it is
         try:
             self.adapter = prepared(self.adapter, x)
-        except ModelError as error:
-            # an nn.Sequential may be called as its author does
-            if not isinstance(self.adapter, ChainAdapter) or not self._is_found(x):
-                self._refuse_width(error, x)
-                raise
         except MISFIT_ERRORS as error:
-            self._explain(error, x)
-            raise
+            # an nn.Sequential may be called as its author does
+            is_refused = isinstance(error, ModelError) and isinstance(self.adapter, ChainAdapter)
+            if not is_refused or not self._is_found(x):
+                self._explain(error, x)
+                raise
         self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
 
     def _is_found(self, x: Tensor) -> bool:
@@ -255,34 +252,14 @@ class Carried(nn.Module):
             DataError: the inputs have another width than the net.
             StateError: the state has other leaves than this net's.
         """
-        if isinstance(error, ThroughtimeError):
+        if isinstance(error, ThroughtimeError) and not isinstance(error, ModelError):
             return
-        if fault := device_error(self.module, x):
-            raise fault from error
-        self._refuse_width(error, x)
-        if state is not None:
-            expected = shapes_of(self.initial_state(x.shape[1], like=x))
-            got = shapes_of(state)
-            if expected != got:
-                raise StateError(
-                    f"the state has the leaves {got}, this net carries {expected}, lanes first;"
-                    f" start from net.initial_state(lanes={x.shape[1]})"
-                ) from error
         weight = next(self.module.parameters(), x)
-        embeds = any(isinstance(part, nn.Embedding) for part in self.module.modules())
-        if weight.dtype != x.dtype and not embeds:  # else the inputs are indices
-            error.add_note(
-                f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}."
-                f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
-                f" tt.predict(..., dtype={weight.dtype}), or convert the module."
-            )
-
-    def _refuse_width(self, error: Exception, x: Tensor) -> None:
-        """Say which width a net expects that runs with that of its first matrix, in a trial.
-
-        Raises:
-            DataError: it does, and the inputs have another one.
-        """
+        if weight.device != x.device:
+            raise ModelError(
+                f"the inputs are on {x.device}, the weights of {type(self.module).__name__} on"
+                f" {weight.device}: move the inputs, x.to({str(weight.device)!r}), or the net"
+            ) from error
         matrix = next((weight for weight in self.module.parameters() if weight.dim() == 2), x)
         own, width = x.shape[-1], matrix.shape[-1]
         other = random_normal((*x.shape[:-1], width), 0).to(x)
@@ -292,6 +269,21 @@ class Carried(nn.Module):
                 f" write inputs of shape (..., {width}), in a stream those of its recordings, or"
                 f" build the net for {own}"
             ) from error
+        if state is not None:
+            expected = shapes_of(self.initial_state(x.shape[1], like=x))
+            got = shapes_of(state)
+            if expected != got:
+                raise StateError(
+                    f"the state has the leaves {got}, this net carries {expected}, lanes first;"
+                    f" start from net.initial_state(lanes={x.shape[1]})"
+                ) from error
+        embeds = any(isinstance(part, nn.Embedding) for part in self.module.modules())
+        if weight.dtype != x.dtype and not embeds:  # else the inputs are indices
+            error.add_note(
+                f"throughtime: the inputs are {x.dtype}, the module's parameters {weight.dtype}."
+                f" Convert the inputs, tt.Stream(..., dtype={weight.dtype}) or"
+                f" tt.predict(..., dtype={weight.dtype}), or convert the module."
+            )
 
     def _takes(self, x: Tensor) -> bool:
         """Whether a copy of the module can be carried and called with inputs `(T, B, ...)`."""
