@@ -164,3 +164,9 @@ def test_the_pages_that_the_package_names_exist() -> None:
     }
     assert named
     assert not [page for page in named if not (ROOT / page).is_file()]
+
+
+@pytest.mark.parametrize("page", ["reference/command-line", "how-to/your-module"])
+def test_the_longest_pages_stay_short(page: str) -> None:
+    """Two thousand words with code and tables; what does not fit is a page of its own."""
+    assert len((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split()) <= 2_000

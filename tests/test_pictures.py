@@ -6,13 +6,13 @@ from types import ModuleType
 from xml.etree import ElementTree as ET
 
 import pytest
-from docs.pictures import graph, idea, one_file, paths, resets, strides
+from docs.pictures import graph, heartbeats, idea, one_file, paths, recipes, resets, strides, tasks
 
 from throughtime import Exact, Truncated
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs" / "pictures"
-MODULES = (graph, idea, one_file, paths, resets, strides)
+MODULES = (graph, heartbeats, idea, one_file, paths, recipes, resets, strides, tasks)
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])

@@ -25,7 +25,7 @@ MEASURED = FOLDER / "demo.json"
 SHOWN = range(20_000, 37_800)
 ROWS = (
     (STREAM, "Trained on the unbroken stream"),
-    (WINDOWS, f"Trained on windows of {STRIDE} frames"),
+    (WINDOWS, f"Trained on windows of {STRIDE} steps"),
 )
 
 
@@ -85,14 +85,14 @@ def _draw(networks: list[dict[str, Any]], theme: Theme) -> str:
         label(
             MARGIN,
             392,
-            f"{len(SHOWN):,} frames. {BEST:.0%} is the best possible, {CHANCE:.0%} is guessing.",
+            f"{len(SHOWN):,} steps. {BEST:.0%} is the best possible, {CHANCE:.0%} is guessing.",
             'class="soft"',
         )
     )
     return picture(
         410,
         "The same LSTM, trained in two ways",
-        "The signal, the mode of the machine, and what two networks answer frame by frame. "
+        "The signal, the mode of the machine, and what two networks answer step by step. "
         + "; ".join(scores)
         + " on the whole recording, mean of three seeds. The network of the stream follows every"
         " switch. That of the windows never switches.",

@@ -10,7 +10,7 @@ from throughtime.gradient import Progress, Truncated, Window
 STEPS, STRIDE, HORIZON, CHUNK, BEATS = 24, 4, 10, 8, 5
 
 
-class _Steps:
+class Steps:
     """So many steps, without data: all that a plan of windows asks for."""
 
     position = 0
@@ -19,18 +19,17 @@ class _Steps:
         return min(steps, STEPS - self.position)
 
 
-def _plan() -> list[Window]:
-    """The windows of the library."""
-    windows, source, at = list[Window](), _Steps(), Progress()
-    plan: Any = Truncated(STRIDE, HORIZON).plan
-    while (window := plan(source, at, None)[0]) is not None:
+def plan(policy: Any) -> list[Window]:
+    """The windows of a policy of the library."""
+    windows, source, at = list[Window](), Steps(), Progress()
+    while (window := policy.plan(source, at, None)[0]) is not None:
         windows.append(window)
         source.position = window.stop
         at = Progress(window.stop, lead=window.keep)
     return windows
 
 
-PLAN = _plan()
+PLAN = plan(Truncated(STRIDE, HORIZON))
 UNIT = (WIDTH - 2 * MARGIN) / STEPS
 SECONDS = 1.8  # of an update in the animation
 COUNTED, GRADIENT = colour(0), colour(1)
