@@ -6,7 +6,7 @@ is valid as long as every tensor in it keeps its memory and layout. A step of si
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import is_not
 from typing import Any, ClassVar, NamedTuple
@@ -14,10 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from throughtime.kernels.library import library, why_missing
+from throughtime.kernels.library import TYPES, core
 
 RULES = {"sgd": 0, "adam": 1, "adamw": 2}  # tt_rule
-TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 # fields of tt_group that have the names of torch's options
 OPTIONS = (
     *("lr", "weight_decay", "momentum", "dampening", "eps"),
@@ -104,8 +103,7 @@ class StepTable:
         self._struct = OptimizerStruct(
             len(entries), *map(ctypes.addressof, (self._entries, self._groups, self._grads))
         )
-        self._call = _optimize()
-        self._address = ctypes.c_void_p(ctypes.addressof(self._struct))
+        self._call, self._pointer = core().tt_optimize, ctypes.pointer(self._struct)
         self._params = [entry.param for entry in entries]
         self._tensors = [field for entry in entries for field in entry if isinstance(field, Tensor)]
         self._addresses = list(map(_data_ptr, self._tensors))
@@ -142,18 +140,10 @@ class StepTable:
         self._grads[:] = list(map(_data_ptr, grads))
         self._struct.clip, self._struct.max_norm = max_norm is not None, max_norm or 0.0
         self._struct.threads = torch.get_num_threads()
-        norm = self._call(self._address)
+        norm: float = self._call(self._pointer)
         # autograd reports a graph that saved the old values
         torch.autograd.graph.increment_version(self._params)
         return norm
-
-
-def _optimize() -> Callable[[ctypes.c_void_p], float]:
-    core = library()
-    if core is None:
-        raise RuntimeError(f"a table is for the compiled core: {why_missing()}")
-    core.tt_optimize.argtypes, core.tt_optimize.restype = [ctypes.c_void_p], ctypes.c_double
-    return core.tt_optimize
 
 
 def _layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[object]:

@@ -193,11 +193,11 @@ class _LinearScan(torch.autograd.Function):
                 "resets differ within a vmap; expected the same for the whole batch: they belong to"
                 " the stream, not to the model"
             )
-        batched = [
+        a, b, state = (
             t.unsqueeze(-1).expand(*t.shape, info.batch_size) if dim is None else t.movedim(dim, -1)
             for t, dim in zip(tensors, in_dims, strict=False)
-        ]
-        states = _scan(*batched, None if cut is None else cut.unsqueeze(-1), backwards)
+        )
+        states = _scan(a, b, state, None if cut is None else cut.unsqueeze(-1), backwards)
         return states, states.dim() - 1
 
 
