@@ -94,6 +94,11 @@ def core() -> ctypes.CDLL:
     return result
 
 
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Fields of a structure that have one type."""
+    return [(name, kind) for name in names]
+
+
 def checked(code: int) -> int:
     """The result of a call of the library, but for TT_NO_MEMORY, which raises."""
     if code == NO_MEMORY:
@@ -219,14 +224,15 @@ def _blas() -> tuple[int | None, ...]:
     AMX. On AMD, MKL reaches half of the processor's peak and our own products all of it. Nothing
     else was measured.
     """
+    nothing = (None,) * 4
     if not torch.backends.mkl.is_available() or not _is_intel():
-        return None, None, None, None
+        return nothing
     try:
         torch_cpu = ctypes.CDLL(sys.modules["torch._C"].__file__, getattr(os, "RTLD_NOLOAD", 0))
         names = "sgemm_", "dgemm_", "gemm_bf16bf16f32_", "MKL_Set_Num_Threads_Local"
         return tuple(ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in names)
     except (OSError, AttributeError):
-        return None, None, None, None
+        return nothing
 
 
 def _is_intel() -> bool:

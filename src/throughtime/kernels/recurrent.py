@@ -23,7 +23,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from throughtime.kernels import reference
 from throughtime.kernels.cells import Cell, Weights
 from throughtime.kernels.dispatch import product_type
-from throughtime.kernels.library import TYPES, checked, core
+from throughtime.kernels.library import TYPES, checked, core, fields
 from throughtime.kernels.reference import States
 
 Grads = tuple[Tensor | None, ...]
@@ -43,10 +43,10 @@ class Call(ctypes.Structure):
     """`tt_call` of throughtime.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "type")),
-        *((name, ctypes.c_int64) for name in ("steps", "lanes", "inputs", "hidden", "outputs")),
-        *((name, ctypes.c_int32) for name in ("threads", "accumulate")),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *fields(ctypes.c_int32, "kind", "type"),
+        *fields(ctypes.c_int64, "steps", "lanes", "inputs", "hidden", "outputs"),
+        *fields(ctypes.c_int32, "threads", "accumulate"),
+        *fields(ctypes.c_void_p, *_POINTERS),
     ]
 
 
@@ -55,10 +55,10 @@ class FusedStep(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(Call)),
-        *((name, ctypes.c_int32) for name in ("count", "loss", "accumulate")),
-        *((name, ctypes.c_int64) for name in ("steps", "classes", "valid")),
-        *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "dw", "db")),
+        *fields(ctypes.c_int32, "count", "loss", "accumulate"),
+        *fields(ctypes.c_int64, "steps", "classes", "valid"),
+        *fields(ctypes.c_void_p, "w", "b", "targets", "mask", "outputs"),
+        *fields(ctypes.c_void_p, "scratch", "dw", "db"),
         ("mean", ctypes.POINTER(ctypes.c_double)),
     ]
 
@@ -145,20 +145,22 @@ class LayerInputs(NamedTuple):
         checked(getattr(core(), name)(ctypes.byref(call)))
 
 
-def forward(inputs: LayerInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def forward(
+    inputs: LayerInputs, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute outputs, h and c after them, and what the backward pass needs, if `keep`."""
     x = inputs.x
     y = x.new_empty((*x.shape[:2], inputs.weights.hh.shape[1]))  # whatever the default device
     h_end, c_end = _like(inputs.h), None if inputs.c is None else _like(inputs.c)
-    saved = x.new_empty(saved_size(*inputs.sizes) if keep else 0)
-    inputs.call("tt_forward", y, h_end, c_end, saved if keep else None)
+    saved = x.new_empty(saved_size(*inputs.sizes)) if keep else None
+    inputs.call("tt_forward", y, h_end, c_end, saved)
     return y, h_end, c_end, saved
 
 
 def backward(
     inputs: LayerInputs,
     y: Tensor,
-    saved: Tensor,
+    saved: Tensor | None,
     cotangents: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> Grads:
