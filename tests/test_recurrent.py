@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import throughtime as tt
 from recurrences import (
     LayerCase,
     both_types,
@@ -429,3 +430,18 @@ def test_every_instruction_set_computes_the_same_in_one_process(
     finally:
         core.tt_use(widest)
     assert widest in ran
+
+
+def test_a_tensor_that_is_two_of_the_states_has_the_gradient_of_each_once() -> None:
+    """As torch's layer, in a graph of the gradient too."""
+    torch.manual_seed(0)
+    ours, theirs = tt.nn.LSTM(3, 4).double(), torch.nn.LSTM(3, 4).double()
+    theirs.load_state_dict(ours.state_dict())
+    x = torch.randn(5, 2, 3, dtype=torch.float64)
+    state = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
+    grads: list[list[Tensor]] = []
+    for layer in (ours, theirs):
+        y = layer(x, (state, state))[0]
+        (first,) = torch.autograd.grad(y.square().sum(), state, create_graph=True)
+        grads.append([first, *torch.autograd.grad(first.square().sum(), state)])
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)

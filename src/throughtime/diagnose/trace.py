@@ -301,16 +301,17 @@ class Trace:
         x, hidden = input.reshape(1, -1, module.input_size), module.hidden_size
         if hx is None:
             hx = [x.new_zeros(x.shape[1], hidden)] * len(cell.states)
-        states = tuple(leaf.reshape(-1, hidden) for leaf in tree_leaves(hx))
         own = module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh
-        return self._run_steps(path or "cell", cell, x, states, Weights(*own, hr=None), None)[1]
+        return self._run_steps(
+            path or "cell", cell, x, tree_leaves(hx), Weights(*own, hr=None), None
+        )[1]
 
     def _run_steps(
         self,
         name: str,
         cell: Cell,
         x: Tensor,
-        states: States,
+        states: Sequence[Tensor],
         weights: Weights,
         resets: Tensor | None,
     ) -> tuple[Tensor, States]:
@@ -322,18 +323,19 @@ class Trace:
         if torch.is_autocast_enabled(device) and dtype in AUTOCAST_TYPES:
             rounded = torch.get_autocast_dtype(device)
         wide = torch.promote_types(dtype, torch.float32)
+        states = [leaf.reshape(-1, leaf.shape[-1]) for leaf in states]
         # the other sources: an edge is computed wherever the gradient of a weight is
         entering = CreditGate.apply([leaf.to(wide) for leaf in states], None, *states, x, *weights)
         with torch.autocast(device, enabled=False):
             own: Any = (w if w is None else w.to(wide) for w in weights)
-            pairs = [*reference.steps(cell, x.to(wide), entering, Weights(*own), resets, rounded)]
-        steps = [dict(zip(cell.states, step.states, strict=True)) | step.gates for step, _ in pairs]
+            results = [*reference.steps(cell, x.to(wide), entering, Weights(*own), resets, rounded)]
+        steps = [dict(zip(cell.states, step.states, strict=True)) | step.gates for step in results]
         reverse = name.endswith("_reverse")
         call = self._watch(name, steps[::-1] if reverse else steps, cell.retention_gate)
         for leaf, tensor in () if reverse else zip(cell.states, entering, strict=True):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._note, call, leaf, ENTERING))
-        return torch.stack([step["h"] for step in steps]), pairs[-1][1]
+        return torch.stack([step["h"] for step in steps]), results[-1].states
 
     def _watch_results(self, path: str, results: Sequence[Tensor]) -> None:
         """What a user's cell returns, by the names that the user has given."""

@@ -34,8 +34,8 @@ from throughtime.gradient.objective import IGNORED, Objective, require_gradient
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.cells import BY_MODE
 from throughtime.kernels.dispatch import static_backend
-from throughtime.kernels.recurrent import TYPES
-from throughtime.kernels.workspace import LayerSizes, Workspace
+from throughtime.kernels.library import TYPES
+from throughtime.kernels.workspace import Workspace
 from throughtime.nn.layers import layer_shapes
 from throughtime.state import State
 
@@ -50,8 +50,6 @@ MOST_MATCHES = 20  # a net that changes again and again is run with a graph
 # loss, outputs `(T, B, C)` of the steps that count, the states after the last step and entering
 # step `keep`, and whether all gradients are finite, or None if that is not known
 FusedResult: TypeAlias = tuple[Tensor, Tensor, State, State, bool | None]
-# All parameters of layers and readout, and their addresses
-_Parameters: TypeAlias = tuple[list[Tensor], list[int]]
 
 
 def try_fused(
@@ -117,7 +115,6 @@ class FusedNet:
         layers = parts.layers
         # set when the front has returned what no kernel reads, or has changed layers or readout
         self._declined = False
-        self._sizes: dict[str, LayerSizes] = {}
         self._deep = [layer for layer in layers.values() if layer.num_layers > 1]
         self._inputs = next(iter(layers.values())).input_size
         self._bias = readout is not None and readout._parameters["bias"] is not None
@@ -130,22 +127,16 @@ class FusedNet:
         self._checked: list[Tensor] = []
         self._addresses: list[int] = []
         self._traits: list[tuple[Any, ...]] = []
-        for name, layer in layers.items():
+        for layer in layers.values():
             sizes = layer.input_size, layer.hidden_size, layer.proj_size
-            self._sizes[name] = LayerSizes(
-                BY_MODE[layer.mode], *sizes, layer.num_layers, layer.bias
-            )
-            _, first, later = layer_shapes(layer.mode, *sizes, layer.bidirectional)
+            (self._width, *_), first, later = layer_shapes(layer.mode, *sizes, layer.bidirectional)
             for k, names in enumerate(layer._all_weights):
                 shapes = zip(WEIGHTS, later if k else first, strict=True)
                 self._shapes += [shape for name, shape in shapes if f"{name}_l{k}" in names]
                 self._slots.append((layer._parameters, itemgetter(*names)))
-        # the number of outputs, and of weights, of the readout
-        self._readout_sizes = 0, 0
         if readout is not None:
             self._slots.append((readout._parameters, itemgetter("weight", "bias")))
-            self._shapes.append((readout.out_features, [*self._sizes.values()][-1].outputs))
-            self._readout_sizes = readout.out_features, 1 + self._bias
+            self._shapes.append((readout.out_features, self._width))
             if self._bias:
                 self._shapes.append((readout.out_features,))
 
@@ -181,7 +172,7 @@ class FusedNet:
         parameters = self._read_weights() if fits and torch.is_grad_enabled() else None
         if parameters is None:
             return None
-        dtype = parameters[0][0].dtype
+        dtype = parameters[0].dtype
         workspace = self._workspace(steps, dtype)
         before = parts.by_name(edge) if parts.argument else edge
         state = None if workspace is None else workspace.read_state(before)
@@ -246,7 +237,7 @@ class FusedNet:
         fits = shape[1:] == (steps.lanes, self._inputs) and shape[0] >= row + steps.steps
         return (x, row) if fits and _readable(x, dtype) else None
 
-    def _read_weights(self) -> _Parameters | None:
+    def _read_weights(self) -> list[Tensor] | None:
         """All parameters.
 
         None if a kernel must not read a weight or write a gradient, or if a parameter is computed
@@ -274,7 +265,7 @@ class FusedNet:
         traits = list(map(_traits, weights))
         # torch compares a gradient with None in 10 us
         fits = traits[0][0] is None and traits == self._traits
-        return (weights, addresses) if fits else None
+        return weights if fits else None
 
     def _accepts(self, weights: Sequence[Tensor]) -> bool:
         """Whether a kernel may read new weights; notes the traits that they must keep."""
@@ -295,16 +286,16 @@ class FusedNet:
             if len(self._workspaces) > 3:  # a window, a ragged end, and what is tried in between
                 self._workspaces.clear()
             fused = dtype in TYPES and all(
-                sizes.inputs
+                layer.input_size
                 and static_backend(
-                    sizes.cell, dtype, sizes.hidden, steps.lanes, sizes.projection > 0
+                    BY_MODE[layer.mode], dtype, layer.hidden_size, steps.lanes, layer.proj_size > 0
                 ).name
                 == "fused"
-                for sizes in self._sizes.values()
+                for layer in self.parts.layers.values()
             )
-            shape, readout = (steps.steps, steps.lanes, dtype), self._readout_sizes
+            parts, sizes = self.parts, (steps.steps, steps.lanes, dtype)
             self._workspaces[key] = (
-                Workspace(self._sizes, self.parts.names, readout, shape) if fused else None
+                Workspace(parts.layers, parts.names, parts.readout, sizes) if fused else None
             )
         return self._workspaces[key]
 

@@ -46,11 +46,6 @@ class Cell:
         """The name."""
         return self.name
 
-    @property
-    def values(self) -> tuple[str, ...]:
-        """Names of the states, then of the gates that are not states."""
-        return (*self.states, *(gate for gate in self.gates if gate not in self.states))
-
     def widths(self, hidden: int, projection: int = 0) -> tuple[int, ...]:
         """The features of each state; a projection narrows `h` alone."""
         return (projection or hidden, *[hidden] * (len(self.states) - 1))

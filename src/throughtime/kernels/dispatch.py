@@ -23,7 +23,7 @@ from torch.overrides import _get_current_function_mode_stack as function_mode_st
 from torch.utils._device import DeviceContext
 
 from throughtime.kernels.cells import LSTM, Cell
-from throughtime.kernels.library import bfloat16, level, need, why_missing
+from throughtime.kernels.library import TYPES, bfloat16, level, need, why_missing
 
 # a subclass has a behaviour of its own: DTensor, fake tensors, masked tensors
 PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -191,21 +191,17 @@ def static_backend(
     products, updates of an LSTM and a GRU of 128 and 256 units). Its LSTM raises an error where
     oneDNN lacks the type: bfloat16 with AVX2, and float16 even on a Sapphire Rapids.
     """
-    if dtype not in {torch.float32, torch.float64}:
+    if dtype not in TYPES:
         return _torch(f"the kernels are for float32 and float64, the inputs {dtype}")
     if need("tt.nn") is None:
         return _torch(f"the compiled kernels are missing: {why_missing()}")
     now, products = level() or "", dtype if autocast is None else autocast
     name = str(products).removeprefix("torch.")
-    if autocast is not None and not (autocast is torch.bfloat16 and bfloat16()):
-        return Backend(
-            "fused", f"({now}), float32: no products in {name} with this instruction set"
-        )
-    if autocast is not None and lanes < ROUNDING_LANES:
-        return Backend(
-            "fused",
-            f"({now}), float32: products in {name} are faster from {ROUNDING_LANES} lanes on",
-        )
+    lacking = autocast is not torch.bfloat16 or not bfloat16()
+    if autocast is not None and (lacking or lanes < ROUNDING_LANES):
+        many = f"products in {name} are faster from {ROUNDING_LANES} lanes on"
+        reason = f"no products in {name} with this instruction set" if lacking else many
+        return Backend("fused", f"({now}), float32: {reason}")
     for row in () if projected else TORCH_FASTER:
         if (
             now in row.levels

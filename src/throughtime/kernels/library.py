@@ -24,11 +24,12 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from throughtime import kernels
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, ThroughtimeError
 
 VERSION = 8  # of the C interface: TT_VERSION in cpu/throughtime.h
 NAME = "libthroughtime.dylib" if sys.platform == "darwin" else "libthroughtime.so"
@@ -36,6 +37,22 @@ REBUILD = (
     "pip install --force-reinstall --no-deps --no-cache-dir --no-binary throughtime throughtime"
     " (in a clone of the sources: pip install -e . --no-deps)"
 )
+# the result and the arguments of each call of the C interface; a pointer is that of `byref`
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "tt_level": (ctypes.c_char_p,),
+    "tt_use": (ctypes.c_int, ctypes.c_char_p),
+    "tt_bfloat16": (ctypes.c_int,),
+    "tt_pool": (None, ctypes.c_void_p),
+    "tt_blas": (None, *[ctypes.c_void_p] * 4),
+    "tt_saved": (ctypes.c_int64, ctypes.c_void_p),
+    "tt_forward": (ctypes.c_int, ctypes.c_void_p),
+    "tt_backward": (ctypes.c_int, ctypes.c_void_p),
+    "tt_fused_step_scratch": (ctypes.c_int64, ctypes.c_void_p),
+    "tt_fused_step_run": (ctypes.c_int, ctypes.c_void_p),
+    "tt_optimize": (ctypes.c_double, ctypes.c_void_p),
+}
+NO_MEMORY = 1  # TT_NO_MEMORY: nothing has been written
+TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 _warned: list[str] = []  # the first caller that went without the library
 
 
@@ -43,8 +60,8 @@ def library() -> ctypes.CDLL | None:
     """The compiled core, or None if plain PyTorch has to run; `why_missing` then says why.
 
     Returns:
-        The same library at every call of a process, with the types of `tt_version`, `tt_level`,
-        `tt_use`, `tt_bfloat16` and `tt_pool` set and torch's threads handed over.
+        The same library at every call of a process, with the types of its calls set and torch's
+        threads handed over.
 
     Raises:
         ConfigError: THROUGHTIME_LIBRARY or THROUGHTIME_LEVEL is invalid. A fault of the installed
@@ -63,6 +80,33 @@ def library() -> ctypes.CDLL | None:
 def why_missing() -> str | None:
     """Why `library()` is None, with the line to write; None if it is loaded."""
     return _loaded()[1]
+
+
+@functools.cache
+def core() -> ctypes.CDLL:
+    """The library for a call that needs it."""
+    result = library()
+    if result is None:
+        raise ThroughtimeError(
+            f"the compiled kernels are missing, kernels.reference.run computes the same:"
+            f" {why_missing()}"
+        )
+    return result
+
+
+def fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    """Fields of a structure that have one type."""
+    return [(name, kind) for name in names]
+
+
+def checked(code: int) -> int:
+    """The result of a call of the library, but for TT_NO_MEMORY, which raises."""
+    if code == NO_MEMORY:
+        raise MemoryError(
+            "the kernels of throughtime could not allocate their memory; take fewer lanes or"
+            " shorter chunks"
+        )
+    return code
 
 
 def level() -> str | None:
@@ -143,7 +187,7 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
     """The library at `path` with its types set, or why not."""
     try:
         core = ctypes.CDLL(str(path))
-        core.tt_version.argtypes, core.tt_version.restype = [], ctypes.c_int
+        version = core.tt_version()
     except (OSError, AttributeError) as error:
         return (
             None,
@@ -152,7 +196,6 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
                 f" {REBUILD}."
             ),
         )
-    version = core.tt_version()
     if version != VERSION:
         return (
             None,
@@ -162,11 +205,9 @@ def _open(path: Path) -> tuple[ctypes.CDLL | None, str | None]:
                 f" {REBUILD}."
             ),
         )
-    core.tt_level.argtypes, core.tt_level.restype = [], ctypes.c_char_p
-    core.tt_use.argtypes, core.tt_use.restype = [ctypes.c_char_p], ctypes.c_int
-    core.tt_bfloat16.argtypes, core.tt_bfloat16.restype = [], ctypes.c_int
-    core.tt_pool.argtypes, core.tt_pool.restype = [ctypes.c_void_p], None
-    core.tt_blas.argtypes, core.tt_blas.restype = [ctypes.c_void_p] * 4, None
+    for name, (result, *arguments) in _SIGNATURES.items():
+        function = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
     if not core.tt_level():
         return (
             None,
@@ -183,14 +224,15 @@ def _blas() -> tuple[int | None, ...]:
     AMX. On AMD, MKL reaches half of the processor's peak and our own products all of it. Nothing
     else was measured.
     """
+    nothing = (None,) * 4
     if not torch.backends.mkl.is_available() or not _is_intel():
-        return None, None, None, None
+        return nothing
     try:
         torch_cpu = ctypes.CDLL(sys.modules["torch._C"].__file__, getattr(os, "RTLD_NOLOAD", 0))
         names = "sgemm_", "dgemm_", "gemm_bf16bf16f32_", "MKL_Set_Num_Threads_Local"
         return tuple(ctypes.cast(getattr(torch_cpu, name), ctypes.c_void_p).value for name in names)
     except (OSError, AttributeError):
-        return None, None, None, None
+        return nothing
 
 
 def _is_intel() -> bool:

@@ -79,32 +79,27 @@ def run(
 
 def _check(inputs: LayerInputs) -> None:
     """Refuse sizes that a kernel would misread; outside a compiler the layer has checked them."""
-    cell, _, x, h, c, weights, resets = inputs
-    (steps, lanes, features), hidden = x.shape, weights.hidden
-    rows, outputs = weights.hh.shape[0], weights.hh.shape[-1]
-    shapes = (
-        *((lanes, outputs), (lanes, hidden)),
-        *((rows, features), (rows, outputs), (rows,), (rows,), (outputs, hidden)),
-    )
-    tensors = zip(("h", "c", *Weights._fields), (h, c, *weights), shapes, strict=True)
-    wrong = {
-        name: (tuple(t.shape), t.dtype, shape)
-        for name, t, shape in tensors
-        if t is not None and (t.shape != shape or t.dtype is not x.dtype)
+    cell, _, x, _, _, weights, _ = inputs
+    (steps, lanes, features), hidden, outputs = x.shape, weights.hidden, weights.hh.shape[-1]
+    rows = len(cell.gates) * hidden
+    expected = {
+        "h": (lanes, outputs),
+        "c": (lanes, hidden),
+        "ih": (rows, features),
+        "hh": (rows, outputs),
+        "b_ih": (rows,),
+        "b_hh": (rows,),
+        "hr": (outputs, hidden),
+        "resets": (steps, lanes),
     }
-    if resets is not None and (resets.shape != (steps, lanes) or resets.dtype is not torch.bool):
-        wrong["resets"] = tuple(resets.shape), resets.dtype, (steps, lanes)
-    expected_rows = len(cell.gates) * hidden
-    if rows != expected_rows:
-        wrong["hh"] = tuple(weights.hh.shape), weights.hh.dtype, (expected_rows, outputs)
-    if wrong:
-        name, (shape, dtype, expected) = next(iter(wrong.items()))
-        raise DataError(
-            f"{name} of a compiled {cell.name} is {shape} {dtype}, expected {expected}"
-            f" {torch.bool if name == 'resets' else x.dtype}: the inputs are {tuple(x.shape)}."
-            " Uncompiled, the layer raises torch's own error; a state that fits is"
-            f" net.initial_state(lanes={lanes}), or none"
-        )
+    for (name, shape), t in zip(expected.items(), inputs.tensors[1:], strict=True):
+        dtype = torch.bool if name == "resets" else x.dtype
+        if t is not None and (t.shape[-len(shape) :] != shape or t.dtype is not dtype):
+            raise DataError(
+                f"{name} of a compiled {cell.name} is {tuple(t.shape)} {t.dtype}, expected {shape}"
+                f" {dtype}: the inputs are {tuple(x.shape)}. Uncompiled, the layer raises torch's"
+                f" own error; a state that fits is net.initial_state(lanes={lanes}), or none"
+            )
 
 
 _INPUTS = (
@@ -116,9 +111,9 @@ _COTANGENTS = "Tensor? dy, Tensor? dh, Tensor? dc"
 
 def _layer_inputs(cell: str, *tensors: Any, rounded: bool = False) -> LayerInputs:
     """From arguments in the order of `_INPUTS`; `rounded` as of `_forward`."""
-    x, h, c, *weights, resets = tensors
+    x: Tensor = tensors[0]
     products = rounded_type(x.dtype, x.shape[1]) if rounded else x.dtype
-    return LayerInputs(CELLS[cell], products, x, h, c, Weights(*weights), resets)
+    return LayerInputs.of(CELLS[cell], products, *tensors)
 
 
 @torch.library.custom_op(
@@ -144,7 +139,8 @@ def _forward(*args: Any) -> tuple[Tensor, ...]:
         ends = [end.clone() for end in ends]  # an operator returns no tensor that it was given
         return y, ends[0], x.new_empty(0) if c is None else ends[1], x.new_empty(0)
     y, h_end, c_end, saved = recurrent.forward(inputs, keep=keep)
-    return y, h_end, x.new_empty(0) if c_end is None else c_end, saved
+    c_end, saved = (x.new_empty(0) if t is None else t for t in (c_end, saved))
+    return y, h_end, c_end, saved
 
 
 @_forward.register_fake
@@ -154,10 +150,10 @@ def _(*args: Any) -> tuple[Tensor, ...]:
     steps, lanes, _ = x.shape
     saved = 0
     if keep:
-        sizes = 1, 1, 1, int(weights.hidden), int(h.shape[1])
+        sizes = 1, 1, 1, int(weights.hidden), int(h.shape[-1])
         saved = recurrent.saved_size(cell.code, recurrent.PRODUCT_TYPES[products], *sizes)
     return (
-        x.new_empty(steps, *h.shape),
+        x.new_empty(steps, lanes, h.shape[-1]),
         torch.empty_like(h),
         x.new_empty(0) if c is None else torch.empty_like(c),
         x.new_empty(steps * lanes * saved),

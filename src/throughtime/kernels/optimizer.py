@@ -6,7 +6,7 @@ is valid as long as every tensor in it keeps its memory and layout. A step of si
 """
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain, pairwise
 from operator import is_not
 from typing import Any, ClassVar, NamedTuple
@@ -14,10 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from throughtime.kernels.library import library, why_missing
+from throughtime.kernels.library import TYPES, core, fields
 
 RULES = {"sgd": 0, "adam": 1, "adamw": 2}  # tt_rule
-TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 # fields of tt_group that have the names of torch's options
 OPTIONS = (
     *("lr", "weight_decay", "momentum", "dampening", "eps"),
@@ -30,9 +29,9 @@ class GroupStruct(ctypes.Structure):
     """`tt_group` of throughtime.h."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_double) for name in ("lr", "weight_decay", "momentum", "dampening")),
-        *((name, ctypes.c_double) for name in ("beta1", "beta2", "eps")),
-        *((name, ctypes.c_int32) for name in ("rule", "nesterov", "amsgrad", "maximize")),
+        *fields(ctypes.c_double, "lr", "weight_decay", "momentum", "dampening"),
+        *fields(ctypes.c_double, "beta1", "beta2", "eps"),
+        *fields(ctypes.c_int32, "rule", "nesterov", "amsgrad", "maximize"),
     ]
 
 
@@ -40,10 +39,10 @@ class TensorStruct(ctypes.Structure):
     """`tt_tensor` of throughtime.h."""
 
     _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("param", "first", "second", "largest", "step")),
-        *((name, ctypes.c_int64) for name in ("start", "size")),
-        *((name, ctypes.c_int32) for name in ("group", "type", "step_type")),
-        *((name, ctypes.c_double) for name in ("rate", "root")),
+        *fields(ctypes.c_void_p, "param", "first", "second", "largest", "step"),
+        *fields(ctypes.c_int64, "start", "size"),
+        *fields(ctypes.c_int32, "group", "type", "step_type"),
+        *fields(ctypes.c_double, "rate", "root"),
     ]
 
 
@@ -52,9 +51,9 @@ class OptimizerStruct(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("tensors", "groups", "grads")),
+        *fields(ctypes.c_void_p, "tensors", "groups", "grads"),
         ("max_norm", ctypes.c_double),
-        *((name, ctypes.c_int32) for name in ("clip", "threads")),
+        *fields(ctypes.c_int32, "clip", "threads"),
     ]
 
 
@@ -104,8 +103,7 @@ class StepTable:
         self._struct = OptimizerStruct(
             len(entries), *map(ctypes.addressof, (self._entries, self._groups, self._grads))
         )
-        self._call = _optimize()
-        self._address = ctypes.c_void_p(ctypes.addressof(self._struct))
+        self._call, self._pointer = core().tt_optimize, ctypes.pointer(self._struct)
         self._params = [entry.param for entry in entries]
         self._tensors = [field for entry in entries for field in entry if isinstance(field, Tensor)]
         self._addresses = list(map(_data_ptr, self._tensors))
@@ -142,18 +140,10 @@ class StepTable:
         self._grads[:] = list(map(_data_ptr, grads))
         self._struct.clip, self._struct.max_norm = max_norm is not None, max_norm or 0.0
         self._struct.threads = torch.get_num_threads()
-        norm = self._call(self._address)
+        norm: float = self._call(self._pointer)
         # autograd reports a graph that saved the old values
         torch.autograd.graph.increment_version(self._params)
         return norm
-
-
-def _optimize() -> Callable[[ctypes.c_void_p], float]:
-    core = library()
-    if core is None:
-        raise RuntimeError(f"a table is for the compiled core: {why_missing()}")
-    core.tt_optimize.argtypes, core.tt_optimize.restype = [ctypes.c_void_p], ctypes.c_double
-    return core.tt_optimize
 
 
 def _layouts(params: Sequence[Tensor], grads: Sequence[Tensor]) -> list[object]:
@@ -181,7 +171,9 @@ def mismatch(tensor: Tensor, like: Tensor) -> str | None:
             f"has dtype {tensor.dtype}, expected"
             f" {'float32 or float64' if tensor is like else like.dtype}"
         )
-    if not _dense(tensor) or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
+    # torch lays out a copy alike if every address from the first entry to the last holds one entry
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if not dense or tensor.is_neg() or tensor.data_ptr() % tensor.element_size():
         return (
             f"has gaps or repeats in memory (shape {tuple(tensor.shape)}, strides"
             f" {tensor.stride()}), expected none"
@@ -210,13 +202,3 @@ def _strides(tensor: Tensor) -> list[tuple[int, int]]:
         (size, stride if size != 1 else 0)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ]
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Whether every address between the first entry and the last holds exactly one entry."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in _strides(tensor) if size != 1):
-        if stride != expected and tensor.numel():
-            return False
-        expected *= size
-    return True

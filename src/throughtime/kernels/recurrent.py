@@ -14,28 +14,24 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the s
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-from throughtime.errors import ThroughtimeError
 from throughtime.kernels import reference
 from throughtime.kernels.cells import Cell, Weights
 from throughtime.kernels.dispatch import product_type
-from throughtime.kernels.library import level, library
+from throughtime.kernels.library import TYPES, checked, core, fields
 from throughtime.kernels.reference import States
 
 Grads = tuple[Tensor | None, ...]
 
-TYPES = {torch.float32: 0, torch.float64: 1}  # tt_type
 # tt_type by the type to which both factors of a product are rounded; with 2, numbers are float32
 PRODUCT_TYPES = {**TYPES, torch.bfloat16: 2}
 CROSS_ENTROPY, SQUARED_ERROR = 0, 1  # losses of a fused step
-# tt_fault; after the first two nothing has been written
-NO_MEMORY, INVALID_TARGET, NON_FINITE = 1, 2, 3
+INVALID_TARGET, NON_FINITE = 2, 3  # tt_fault; after the first nothing has been written
 _POINTERS = (
     *("x", "h0", "c0", "w_ih", "w_hh", "b_ih", "b_hh", "w_hr", "resets"),
     *("y", "h_end", "c_end", "saved", "dy", "dh_end", "dc_end"),
@@ -47,10 +43,10 @@ class Call(ctypes.Structure):
     """`tt_call` of throughtime.h."""
 
     _fields_ = [
-        *((name, ctypes.c_int32) for name in ("kind", "type")),
-        *((name, ctypes.c_int64) for name in ("steps", "lanes", "inputs", "hidden", "outputs")),
-        *((name, ctypes.c_int32) for name in ("threads", "accumulate")),
-        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *fields(ctypes.c_int32, "kind", "type"),
+        *fields(ctypes.c_int64, "steps", "lanes", "inputs", "hidden", "outputs"),
+        *fields(ctypes.c_int32, "threads", "accumulate"),
+        *fields(ctypes.c_void_p, *_POINTERS),
     ]
 
 
@@ -59,37 +55,12 @@ class FusedStep(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(Call)),
-        *((name, ctypes.c_int32) for name in ("count", "loss", "accumulate")),
-        *((name, ctypes.c_int64) for name in ("steps", "classes", "valid")),
-        *((name, ctypes.c_void_p) for name in ("w", "b", "targets", "mask", "outputs")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "dw", "db")),
+        *fields(ctypes.c_int32, "count", "loss", "accumulate"),
+        *fields(ctypes.c_int64, "steps", "classes", "valid"),
+        *fields(ctypes.c_void_p, "w", "b", "targets", "mask", "outputs"),
+        *fields(ctypes.c_void_p, "scratch", "dw", "db"),
         ("mean", ctypes.POINTER(ctypes.c_double)),
     ]
-
-
-@cache
-def core() -> ctypes.CDLL:
-    """The library, with the types of its recurrent calls set."""
-    result = library()
-    if result is None:
-        raise ThroughtimeError(
-            "the compiled kernels are not installed; kernels.reference.run computes the same"
-        )
-    for name, argument, restype in (
-        ("tt_saved", Call, ctypes.c_int64),
-        ("tt_forward", Call, ctypes.c_int),
-        ("tt_backward", Call, ctypes.c_int),
-        ("tt_fused_step_scratch", FusedStep, ctypes.c_int64),
-        ("tt_fused_step_run", FusedStep, ctypes.c_int),
-    ):
-        function = getattr(result, name)
-        function.argtypes, function.restype = [ctypes.POINTER(argument)], restype
-    return result
-
-
-def fused_scratch_size(call: FusedStep) -> int:
-    """How many numbers the scratch memory of a call holds, by its layers, steps and classes."""
-    return core().tt_fused_step_scratch(call)
 
 
 def fused_step(call: FusedStep) -> int:
@@ -98,10 +69,7 @@ def fused_step(call: FusedStep) -> int:
     Raises:
         MemoryError: there is no memory for its work.
     """
-    code: int = core().tt_fused_step_run(call)
-    if code == NO_MEMORY:
-        check(code)
-    return code
+    return checked(core().tt_fused_step_run(ctypes.byref(call)))
 
 
 def run(
@@ -127,7 +95,7 @@ def run(
     h, c = states if len(states) == 2 else (states[0], None)
     inputs = LayerInputs(cell, product_type(x.dtype, x.shape[1]), x, h, c, weights, resets)
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs.leaves if t is not None):
-        y, h_end, c_end = _Recurrent.apply(inputs[:2], x, h, c, *weights, resets)
+        y, h_end, c_end = _Recurrent.apply(inputs[:2], *inputs.tensors)
     else:
         y, h_end, c_end, _ = forward(inputs, keep=False)
     return y, (h_end,) if c_end is None else (h_end, c_end)
@@ -147,53 +115,52 @@ class LayerInputs(NamedTuple):
     weights: Weights
     resets: Tensor | None
 
+    @classmethod
+    def of(cls, cell: Cell, products: torch.dtype, *tensors: Any) -> "LayerInputs":
+        """From the fields and weights in a row, as `tensors` returns them."""
+        x, h, c, *weights, resets = tensors
+        return cls(cell, products, x, h, c, Weights(*weights), resets)
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of `Call`; the last one are the resets."""
+        return self.x, self.h, self.c, *self.weights, self.resets
+
     @property
     def leaves(self) -> tuple[Tensor | None, ...]:
         """Everything that may need a gradient: x, h, c and the weights."""
-        return self.x, self.h, self.c, *self.weights
+        return self.tensors[:-1]
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The first fields of a `Call`."""
-        weights = self.weights
-        return (
-            self.cell.code,
-            PRODUCT_TYPES[self.products],
-            *self.x.shape,
-            weights.hidden,
-            weights.hh.shape[1],
-        )
+        outputs, hidden = self.weights.hh.shape[1], self.weights.hidden
+        return self.cell.code, PRODUCT_TYPES[self.products], *self.x.shape, hidden, outputs
 
-    def call(self, *others: Tensor | None) -> tuple[Call, list[Tensor]]:
-        """A call with its results or gradients, and copies that must live until it returns."""
-        addresses: list[int | None] = []
-        copies: list[Tensor] = []
-        for tensor in (*self.leaves, self.resets, *others):
-            if tensor is None:
-                addresses.append(None)
-            elif tensor.is_contiguous():
-                addresses.append(tensor.data_ptr())
-            else:
-                copies.append(tensor.contiguous())
-                addresses.append(copies[-1].data_ptr())
-        return Call(*self.sizes, torch.get_num_threads(), 0, *addresses), copies
+    def call(self, name: str, *others: Tensor | None) -> None:
+        """Call the library with these tensors and its results or gradients."""
+        tensors = [t if t is None else t.contiguous() for t in (*self.tensors, *others)]
+        addresses = [t if t is None else t.data_ptr() for t in tensors]
+        call = Call(*self.sizes, torch.get_num_threads(), 0, *addresses)
+        checked(getattr(core(), name)(ctypes.byref(call)))
 
 
-def forward(inputs: LayerInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+def forward(
+    inputs: LayerInputs, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute outputs, h and c after them, and what the backward pass needs, if `keep`."""
     x = inputs.x
     y = x.new_empty((*x.shape[:2], inputs.weights.hh.shape[1]))  # whatever the default device
     h_end, c_end = _like(inputs.h), None if inputs.c is None else _like(inputs.c)
-    saved = x.new_empty(saved_size(*inputs.sizes) if keep else 0)
-    call, _copies = inputs.call(y, h_end, c_end, saved if keep else None)
-    check(core().tt_forward(call))
+    saved = x.new_empty(saved_size(*inputs.sizes)) if keep else None
+    inputs.call("tt_forward", y, h_end, c_end, saved)
     return y, h_end, c_end, saved
 
 
 def backward(
     inputs: LayerInputs,
     y: Tensor,
-    saved: Tensor,
+    saved: Tensor | None,
     cotangents: Sequence[Tensor | None],
     needs: Sequence[bool],
 ) -> Grads:
@@ -203,8 +170,7 @@ def backward(
     """
     pairs = zip(inputs.leaves, needs, strict=True)
     grads = tuple([_like(t) if need and t is not None else None for t, need in pairs])
-    call, _copies = inputs.call(y, None, None, saved, *cotangents, *grads)
-    check(core().tt_backward(call))
+    inputs.call("tt_backward", y, None, None, saved, *cotangents, *grads)
     return grads
 
 
@@ -213,16 +179,9 @@ class _Recurrent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        kind: tuple[Cell, torch.dtype],
-        x: Tensor,
-        h: Tensor,
-        c: Tensor | None,
-        *rest: Any,
+        ctx: Any, kind: tuple[Cell, torch.dtype], *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        *weights, resets = rest
-        inputs = LayerInputs(*kind, x, h, c, Weights(*weights), resets)
-        y, h_end, c_end, saved = forward(inputs, keep=True)
+        y, h_end, c_end, saved = forward(LayerInputs.of(*kind, *tensors), keep=True)
         # the backward pass usually runs outside autocast, so the type of products is stored
         ctx.kind = kind
         ctx.set_materialize_grads(False)
@@ -231,18 +190,18 @@ class _Recurrent(torch.autograd.Function):
         alias = y.detach()
         alias.data = y.new_empty(0)
         ctx.alias, ctx.version = alias, alias._version
-        ctx.save_for_backward(x, h, c, *weights, resets, y.data, saved)
+        ctx.save_for_backward(*tensors, y.data, saved)
         return y, h_end, c_end
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, h, c, *weights, resets, y, saved = ctx.saved_tensors
-        cell, products = ctx.kind
-        inputs = LayerInputs(cell, products, x, h, c, Weights(*weights), resets)
-        needs = ctx.needs_input_grad[1:-1]
+        *tensors, y, saved = ctx.saved_tensors
+        inputs, needs = LayerInputs.of(*ctx.kind, *tensors), ctx.needs_input_grad[1:-1]
         if ctx.alias._version != ctx.version:
             y = forward(inputs, keep=False)[0]
-        if torch.is_grad_enabled() or any(g is not None and _is_batched(g) for g in cotangents):
+        # with rows of a Jacobian, from `grad(..., is_grads_batched=True)`
+        batched = any(g is not None and is_legacy_batchedtensor(g) for g in cotangents)
+        if torch.is_grad_enabled() or batched:
             grads = _vjp_by_reference(inputs, cotangents, needs)
         else:
             grads = backward(inputs, y, saved, cotangents, needs)
@@ -255,14 +214,16 @@ def _vjp_by_reference(
     """The same gradients by the reference, with a graph if one is being recorded."""
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        leaves: list[Any] = [
-            t if t is None or create_graph else t.detach().requires_grad_(need)
-            for t, need in zip(inputs.leaves, needs, strict=True)
-        ]
+        # views: a tensor that is two of the inputs has a gradient as each
+        leaves: list[Any] = [t if t is None else t.view_as(t) for t in inputs.leaves]
         x, h, c, *weights = leaves
-        states = (h,) if c is None else (h, c)
         y, ends = reference.run(
-            inputs.cell, x, states, Weights(*weights), inputs.resets, inputs.products
+            inputs.cell,
+            x,
+            (h,) if c is None else (h, c),
+            Weights(*weights),
+            inputs.resets,
+            inputs.products,
         )
         pairs = [(t, g) for t, g in zip((y, *ends), cotangents, strict=False) if g is not None]
         grads = iter(
@@ -277,30 +238,11 @@ def _vjp_by_reference(
     return tuple(next(grads) if need else None for need in needs)
 
 
-def _is_batched(gradient: Tensor) -> bool:
-    """Whether these are rows of a Jacobian, from `grad(..., is_grads_batched=True)`."""
-    return bool(is_legacy_batchedtensor(gradient))
-
-
 def _like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def saved_size(*sizes: int) -> int:
     """How many numbers a forward pass saves; `sizes` are the first fields of `Call`."""
-    return _saved_size(level(), sizes)
-
-
-@cache
-def _saved_size(level: str | None, sizes: tuple[int, ...]) -> int:
-    del level  # the count depends on the vectors of the instruction set
-    return core().tt_saved(Call(*sizes))
-
-
-def check(code: int) -> None:
-    """Raise if a call of the library returned TT_NO_MEMORY."""
-    if code == NO_MEMORY:
-        raise MemoryError(
-            "the kernels of throughtime could not allocate their memory; take fewer lanes or"
-            " shorter chunks"
-        )
+    size: int = core().tt_saved(ctypes.byref(Call(*sizes)))
+    return size

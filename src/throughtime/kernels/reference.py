@@ -28,6 +28,7 @@ in float32: D. Kalamkar et al., A study of BFLOAT16 for deep learning training, 
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +85,8 @@ def run(
         states = tuple([state.squeeze(0) for state in states])
     outputs: list[Tensor] = []
     with nullcontext() if products is None else torch.autocast(x.device.type, enabled=False):
-        for _, states in steps(cell, x, states, weights, resets, rounded):  # noqa: B020  # the last
+        for result in steps(cell, x, states, weights, resets, rounded):
+            states = result.states
             outputs.append(states[0])
         y = torch.stack(outputs) if outputs else states[0].new_empty(0, *states[0].shape)
     return y, tuple([state.unsqueeze(0) for state in states]) if first else states
@@ -97,9 +99,8 @@ def steps(
     weights: Weights,
     resets: Tensor | None = None,
     rounded: torch.dtype | None = None,
-    active: Tensor | None = None,
-) -> Iterator[tuple[Step, States]]:
-    """Each step of a layer, and the states that enter the next one.
+) -> Iterator[Step]:
+    """Each step of a layer.
 
     Args:
         cell: a row of the table.
@@ -108,30 +109,14 @@ def steps(
         weights: of the layer.
         resets: as of `run`.
         rounded: as of `step`.
-        active: `(T, B)` bool, false where a lane has ended: it keeps its state. None: all lanes
-            have every step.
     """
-    for t, row in enumerate(input_sums(x, weights, rounded).unbind(0)):
+    for t, by_x in enumerate(_linear(x, weights.ih, weights.b_ih, rounded).unbind(0)):
         if resets is not None:
-            states = reset(states, resets[t])
-        result = step(cell, row, states, weights, rounded)
-        if active is None:
-            states = result.states
-        else:
-            lanes, pairs = active[t].unsqueeze(1), zip(result.states, states, strict=True)
-            states = tuple(torch.where(lanes, leaf, before) for leaf, before in pairs)
-        yield result, states
-
-
-def input_sums(x: Tensor, weights: Weights, rounded: torch.dtype | None = None) -> Tensor:
-    """The inputs' part of what enters the gates, biases included: `(T, B, D)` to `(T, B, G*H)`."""
-    return _linear(x, weights.ih, weights.b_ih, rounded)
-
-
-def reset(states: States, lanes: Tensor) -> States:
-    """The states with zeros in the lanes that start a recording; `lanes` is `(B,)` bool."""
-    column = lanes.unsqueeze(1)
-    return tuple(leaf.masked_fill(column, 0) for leaf in states)
+            lanes = resets[t].unsqueeze(1)
+            states = tuple([leaf.masked_fill(lanes, 0) for leaf in states])
+        result = step(cell, by_x, states, weights, rounded)
+        states = result.states
+        yield result
 
 
 def step(
@@ -147,8 +132,8 @@ def step(
 
     Args:
         cell: a row of the table.
-        by_x: `(B, G*H)`, one step of `input_sums`.
-        states: entering the step; the caller has applied `reset`.
+        by_x: `(B, G*H)`, what enters the gates from the inputs, biases included.
+        states: entering the step, zeros in lanes that are reset.
         weights: of the layer.
         rounded: the type to which both factors of every product are rounded. None: torch's own.
     """
@@ -173,23 +158,16 @@ def _gru(by_x: Tensor, by_h: Tensor, states: States) -> Step:
     return Step((n + z * (states[0] - n),), {"r": r, "z": z, "n": n})
 
 
-def _rnn_tanh(by_x: Tensor, by_h: Tensor, states: States) -> Step:
-    del states
-    h = (by_x + by_h).tanh()
-    return Step((h,), {"h": h})
-
-
-def _rnn_relu(by_x: Tensor, by_h: Tensor, states: States) -> Step:
-    del states
-    h = (by_x + by_h).relu()
+def _rnn(nonlinearity: Callable[[Tensor], Tensor], by_x: Tensor, by_h: Tensor, _: States) -> Step:
+    h = nonlinearity(by_x + by_h)
     return Step((h,), {"h": h})
 
 
 _STEPS: dict[Cell, Callable[[Tensor, Tensor, States], Step]] = {
     LSTM: _lstm,
     GRU: _gru,
-    RNN_TANH: _rnn_tanh,
-    RNN_RELU: _rnn_relu,
+    RNN_TANH: partial(_rnn, torch.tanh),
+    RNN_RELU: partial(_rnn, torch.relu),
 }
 
 

@@ -30,6 +30,7 @@ References: G. E. Blelloch, Prefix sums and their applications, CMU-CS-90-190 (1
 C. Cundy, Parallelizing linear recurrent neural nets over sequence length, ICLR (2018).
 """
 
+from functools import reduce
 from typing import Any, cast
 
 import torch
@@ -91,16 +92,20 @@ def linear_scan(
         for name, tensor in (("state", state), ("initial", initial))
         if tensor is not None
     ]
-    dtype = _dtype(gates, inputs, *starts)
-    a, b, *starts = [
-        tensor.to(dtype) for tensor in (gates.expand(shape), inputs.expand(shape), *starts)
-    ]
-    if resets is None:
-        return _states(a, b, starts[0], None)
-    if initial is not None:
-        index = resets.nonzero(as_tuple=True)
-        b = b.index_put(index, a[index] * starts[1][index[1]], accumulate=True)
-    return _states(a, b, starts[0], resets.view(*shape[:2], *(1,) * (len(shape) - 2)))
+    dtype = reduce(torch.promote_types, [t.dtype for t in (gates, inputs, *starts)])
+    if not (dtype.is_floating_point or dtype.is_complex):
+        raise DataError(
+            f"gates, inputs and state are {dtype}, expected floating or complex numbers:"
+            " inputs.float()"
+        )
+    a, b, *starts = [t.to(dtype) for t in (gates.expand(shape), inputs.expand(shape), *starts)]
+    cut = None
+    if resets is not None:
+        cut = resets.view(*shape[:2], *(1,) * (len(shape) - 2))
+        if initial is not None:
+            index = resets.nonzero(as_tuple=True)
+            b = b.index_put(index, a[index] * starts[1][index[1]], accumulate=True)
+    return _scan(a, b, starts[0], cut)[1:]
 
 
 def _shape(gates: Tensor, inputs: Tensor, resets: Tensor | None) -> torch.Size:
@@ -136,22 +141,6 @@ def _start(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
         ) from error
 
 
-def _dtype(*tensors: Tensor) -> torch.dtype:
-    dtype = tensors[0].dtype
-    for tensor in tensors[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    if not (dtype.is_floating_point or dtype.is_complex):
-        raise DataError(
-            f"gates, inputs and state are {dtype}, expected floating or complex numbers:"
-            " inputs.float()"
-        )
-    return dtype
-
-
-def _states(gates: Tensor, inputs: Tensor, state: Tensor, cut: Tensor | None) -> Tensor:
-    return cast(Tensor, _LinearScan.apply(gates, inputs, state, cut, False))[1:]
-
-
 class _LinearScan(torch.autograd.Function):
     """`(T + 1, B, ...)`: the entering state, then all others; `backwards`, from end to start.
 
@@ -163,11 +152,11 @@ class _LinearScan(torch.autograd.Function):
         gates: Tensor, inputs: Tensor, state: Tensor, cut: Tensor | None, backwards: bool
     ) -> Tensor:
         states = gates.new_empty((len(gates) + 1, *gates.shape[1:]))
-        states[-1 if backwards else 0] = state
+        states[-backwards] = state
         gates = gates.resolve_conj()
         narrow = gates[0].numel() < WIDE and len(gates) >= LONG
         if narrow:
-            _blocks(gates if cut is None else gates.masked_fill(cut, 0), inputs, states, backwards)
+            _blocks(_without_cuts(gates, cut), inputs, states, backwards)
         if not narrow or not bool(states.sum().isfinite()):
             _loop(gates, inputs, states, cut, backwards)
         return states
@@ -180,22 +169,20 @@ class _LinearScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        gates, cut, states = ctx.saved_tensors
-        direct, last = (grad[1:], grad[0]) if ctx.backwards else (grad[:-1], grad[-1])
-        total = cast(Tensor, _LinearScan.apply(gates.conj(), direct, last, cut, not ctx.backwards))
-        d_inputs, d_state = (total[:-1], total[-1]) if ctx.backwards else (total[1:], total[0])
-        d_gates = None
+        (grad,), (gates, cut, states), backwards = grads, ctx.saved_tensors, ctx.backwards
+        direct = _entering(grad, backwards)
+        total = _scan(gates.conj(), direct, grad[backwards - 1], cut, not backwards)
+        d_inputs, d_gates = _entering(total, not backwards), None
         if ctx.needs_input_grad[0]:
-            d_gates = _without_cuts(d_inputs * _previous(states, ctx.backwards).conj(), cut)
-        return d_gates, d_inputs, d_state, None, None
+            d_gates = _without_cuts(d_inputs * _entering(states, backwards).conj(), cut)
+        return d_gates, d_inputs, total[-backwards], None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
         gates, cut, states = ctx.saved_tensors
         d_gates, d_inputs, d_state, *_ = tangents
-        direct = d_inputs + _without_cuts(d_gates * _previous(states, ctx.backwards), cut)
-        return cast(Tensor, _LinearScan.apply(gates, direct, d_state, cut, ctx.backwards))
+        direct = d_inputs + _without_cuts(d_gates * _entering(states, ctx.backwards), cut)
+        return _scan(gates, direct, d_state, cut, ctx.backwards)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Tensor, int]:
@@ -206,16 +193,21 @@ class _LinearScan(torch.autograd.Function):
                 "resets differ within a vmap; expected the same for the whole batch: they belong to"
                 " the stream, not to the model"
             )
-        size, cut = info.batch_size, None if cut is None else cut.unsqueeze(-1)
-        batched = [
-            t.unsqueeze(-1).expand(*t.shape, size) if dim is None else t.movedim(dim, -1)
-            for t, dim in zip(tensors, in_dims[:3], strict=True)
-        ]
-        states = cast(Tensor, _LinearScan.apply(*batched, cut, backwards))
+        a, b, state = (
+            t.unsqueeze(-1).expand(*t.shape, info.batch_size) if dim is None else t.movedim(dim, -1)
+            for t, dim in zip(tensors, in_dims, strict=False)
+        )
+        states = _scan(a, b, state, None if cut is None else cut.unsqueeze(-1), backwards)
         return states, states.dim() - 1
 
 
-def _previous(states: Tensor, backwards: bool) -> Tensor:
+def _scan(
+    gates: Tensor, inputs: Tensor, state: Tensor, cut: Tensor | None, backwards: bool = False
+) -> Tensor:
+    return cast(Tensor, _LinearScan.apply(gates, inputs, state, cut, backwards))
+
+
+def _entering(states: Tensor, backwards: bool) -> Tensor:
     """For each step the state entering it."""
     return states[1:] if backwards else states[:-1]
 
@@ -229,42 +221,39 @@ def _loop(
 ) -> None:
     """The definition: fill `states` step by step, from its first (`backwards`, its last) entry."""
     a, b, h = gates.unbind(0), inputs.unbind(0), states.unbind(0)
-    cuts = set[int]()
-    if cut is not None:
-        cuts.update(cut.flatten(1).any(dim=1).nonzero().flatten().tolist())
-    for t in reversed(range(len(a))) if backwards else range(len(a)):
-        before, after = (h[t + 1], h[t]) if backwards else (h[t], h[t + 1])
+    cuts = set[int]() if cut is None else {*cut.flatten(1).any(dim=1).nonzero().flatten().tolist()}
+    for t in range(len(a))[:: -1 if backwards else 1]:
+        before = h[t + backwards]
         if cut is not None and t in cuts:
             before = before.masked_fill(cut[t], 0)
-        torch.addcmul(b[t], a[t], before, out=after)
+        torch.addcmul(b[t], a[t], before, out=h[t + 1 - backwards])
 
 
 def _blocks(gates: Tensor, inputs: Tensor, states: Tensor, backwards: bool) -> None:
-    """As `_loop`, without cuts, in blocks of steps."""
+    """As `_loop`, without cuts, in blocks of steps; the rest, at the end of the scan, is a loop."""
     count = len(gates) // BLOCK
     if count < 2:
         _loop(gates, inputs, states, None, backwards)
         return
     covered = count * BLOCK
-    rest = len(gates) - covered  # the last steps of the scan, at the start of time if `backwards`
-    inner = slice(rest, None) if backwards else slice(covered)
-    filled = slice(rest, -1) if backwards else slice(1, covered + 1)
+    rest = len(gates) - covered
+    blocks, left = slice(covered), slice(covered, None)
+    if backwards:
+        blocks, left = slice(rest, None), slice(rest)
     a, b, h = (
-        t.unflatten(0, (count, BLOCK)).unbind(1)
-        for t in (gates[inner], inputs[inner], states[filled])
+        t[blocks].unflatten(0, (count, BLOCK)).unbind(1)[:: -1 if backwards else 1]
+        for t in (gates, inputs, _entering(states, not backwards))
     )
-    order = range(BLOCK - 1, -1, -1) if backwards else range(BLOCK)
-    decay, end = a[order[0]].clone(), b[order[0]].clone()
-    for j in order[1:]:
+    decay, end = a[0].clone(), b[0].clone()
+    for j in range(1, BLOCK):
         decay.mul_(a[j])
         torch.addcmul(b[j], a[j], end, out=end)
     edges = gates.new_empty((count + 1, *gates.shape[1:]))
-    first = -1 if backwards else 0
-    edges[first] = states[first]
+    edges[-backwards] = states[-backwards]
     _blocks(decay, end, edges, backwards)
-    before = _previous(edges, backwards)
-    for j in order:
+    before = _entering(edges, backwards)
+    for j in range(BLOCK):
         before = torch.addcmul(b[j], a[j], before, out=h[j])
-    left = slice(rest) if backwards else slice(covered, None)
-    remaining = slice(rest + 1) if backwards else left
-    _loop(gates[left], inputs[left], states[remaining], None, backwards)
+    if rest:
+        ends = states[: rest + 1] if backwards else states[left]
+        _loop(gates[left], inputs[left], ends, None, backwards)

@@ -33,7 +33,8 @@ from throughtime.kernels.dispatch import (
 from throughtime.kernels.reference import States
 from throughtime.state import map_leaves
 
-# One layer in one direction: cell, x (T, B, D), entering states, weights, resets -> y, last states
+# One layer in one direction: cell, x (T, B, D), entering states (1, B, P) and (1, B, H), weights,
+# resets -> y, last states
 Run: TypeAlias = Callable[
     [Cell, Tensor, States, Weights, Tensor | None], tuple[Tensor, tuple[Tensor, ...]]
 ]
@@ -80,43 +81,34 @@ class Recurrent(nn.RNNBase):
             _check_resets(inputs, resets)
         weights = layer_weights(self)
         backend = self._backend(inputs, hx, weights).name
-        autocast = autocast_applies(weights[0].ih)
+        run = recurrent.run if backend == "fused" else _run_reference
         if backend == "torch.nn" and (resets is None or self._splits(inputs)):
-            result = self._by_torch(inputs, hx, resets)
-            return _to_float32(result) if autocast else result
-        if autocast:
-            inputs, hx = _to_float32(inputs), _to_float32(hx)
-        if backend != "fused":
-            return run_layers(self, _run_reference, inputs, hx, resets, weights)
-        if len(weights) == 1 and inputs.dim() == 3:
-            return self._one_layer(inputs, hx, resets, weights[0])
-        return run_layers(self, recurrent.run, inputs, hx, resets, weights)
-
-    def _one_layer(self, inputs: Tensor, hx: Any, resets: Tensor | None, weights: Weights) -> Any:
-        """As `run_layers`; the state passes through the kernel as it is, `(1, B, P)`."""
-        cell, swapped = BY_MODE[self.mode], self.batch_first
-        if swapped:
-            inputs = inputs.transpose(0, 1)
-            resets = None if resets is None else resets.transpose(0, 1)
-        if hx is None:
-            widths = cell.widths(self.hidden_size, self.proj_size)
-            hx = tuple([inputs.new_zeros(1, inputs.shape[1], width) for width in widths])
-        y, (h, *others) = recurrent.run(cell, inputs, _leaves(hx), weights, resets)
-        return y.transpose(0, 1) if swapped else y, (h, *others) if others else h
+            run = None
+        return self._run(run, inputs, hx, resets, weights)
 
     def _compiled(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
         """Record one operator for each layer and direction, or torch.nn's own call."""
-        weights = layer_weights(self)
+        cell, weights, projected = BY_MODE[self.mode], layer_weights(self), self.proj_size > 0
+        run = None if resets is None else _run_reference
+        if operators.takes(cell, self.hidden_size, projected, inputs, _leaves(hx), weights):
+            run = operators.run
+        return self._run(run, inputs, hx, resets, weights)
+
+    def _run(
+        self,
+        run: Run | None,
+        inputs: Any,
+        hx: Any,
+        resets: Tensor | None,
+        weights: Sequence[Weights],
+    ) -> Any:
+        """By `run`, or by torch.nn; what autocast has narrowed becomes float32 again."""
         autocast = autocast_applies(weights[0].ih)
-        operator = operators.takes(
-            BY_MODE[self.mode], self.hidden_size, self.proj_size > 0, inputs, _leaves(hx), weights
-        )
-        if not operator and resets is None:
-            result = super().forward(inputs, hx)
+        if run is None:
+            result = self._by_torch(inputs, hx, resets)
             return _to_float32(result) if autocast else result
         if autocast:
-            inputs, hx = _to_float32(inputs), _to_float32(hx)
-        run = operators.run if operator else _run_reference
+            inputs, hx = _to_float32((inputs, hx))
         return run_layers(self, run, inputs, hx, resets, weights)
 
     def _backend(self, inputs: Any, hx: Any, weights: Sequence[Weights]) -> Backend:
@@ -186,7 +178,8 @@ class Recurrent(nn.RNNBase):
         state, outputs = hx, list[Tensor]()
         for start, stop in pairwise([*starts, len(resets)]):
             if state is not None:
-                state = _masked(state, resets[start].unsqueeze(-1))
+                lanes = resets[start].unsqueeze(-1)
+                state = map_leaves(lambda leaf, lanes=lanes: leaf.masked_fill(lanes, 0), state)
             y, state = super().forward(inputs.narrow(time, start, stop - start), state)
             state = map_leaves(lambda leaf: leaf.to(dtype), state)
             outputs.append(y)
@@ -300,17 +293,15 @@ def layer_weights(layer: nn.RNNBase) -> list[Weights]:
     `torch.func.functional_call`, parametrizations and wrappers replace them between calls.
     """
     own = layer._parameters  # attribute access would search three dicts
-    bias, projected = layer.bias, layer.proj_size
+    projected = layer.proj_size > 0
     result: list[Weights] = []
     for names in layer._all_weights:  # torch's own list
         try:
-            ih, hh = own[names[0]], own[names[1]]
-            hr = own[names[-1]] if projected else None
-            b_ih, b_hh = (own[names[2]], own[names[3]]) if bias else (None, None)
+            ih, hh, *others = [own[name] for name in names]
         except KeyError:  # parametrized or pruned: computed from parameters of other names
-            tensors = [getattr(layer, name) for name in names]
-            ih, hh, hr = tensors[0], tensors[1], tensors[-1] if projected else None
-            b_ih, b_hh = tensors[2:4] if bias else (None, None)
+            ih, hh, *others = [getattr(layer, name) for name in names]
+        hr = others.pop() if projected else None
+        b_ih, b_hh = others or (None, None)
         # registered, so not None
         result.append(Weights(ih, hh, b_ih, b_hh, hr))  # pyright: ignore[reportArgumentType]
     return result
@@ -352,15 +343,21 @@ def run_layers(
     Returns:
         As `torch.nn`: outputs and the state after the last step.
     """
-    batched = inputs.dim() == 3
-    x = inputs if batched else inputs.unsqueeze(1)
-    if resets is not None and not batched:
-        resets = resets.unsqueeze(1)
-    swapped = batched and layer.batch_first
-    if swapped:
-        x, resets = x.transpose(0, 1), None if resets is None else resets.transpose(0, 1)
-    cell = BY_MODE[layer.mode]
-    entering = _entering_states(layer, cell, x, hx, batched, len(weights))
+    cell, batched, count = BY_MODE[layer.mode], inputs.dim() == 3, len(weights)
+
+    def turned(tensor: Tensor) -> Tensor:
+        """Time first, then lanes."""
+        if batched:
+            return tensor.transpose(0, 1) if layer.batch_first else tensor
+        return tensor.unsqueeze(1)
+
+    x, resets = turned(inputs), None if resets is None else turned(resets)
+    if hx is None:
+        widths = cell.widths(layer.hidden_size, layer.proj_size)
+        leaves = [x.new_zeros(count, x.shape[1], width) for width in widths]
+    else:
+        leaves = [leaf if batched else leaf.unsqueeze(1) for leaf in _leaves(hx)]
+    entering = list(zip(*[[t] if count == 1 else t.split(1) for t in leaves], strict=True))
     ends: list[States] = []
     for k in range(layer.num_layers):
         if k and layer.dropout and layer.training:
@@ -372,20 +369,8 @@ def run_layers(
         else:
             x, state = run(cell, x, entering[k], weights[k], resets)
             ends.append(state)
-    y = x.transpose(0, 1) if swapped else x if batched else x.squeeze(1)
+    y = turned(x) if batched else x.squeeze(1)
     return y, _joined_states(ends, batched)
-
-
-def _entering_states(
-    layer: nn.RNNBase, cell: Cell, x: Tensor, hx: Any, batched: bool, count: int
-) -> list[States]:
-    """The states of each layer and direction, `(B, P)` and `(B, H)`."""
-    if hx is None:
-        width, *others = cell.widths(layer.hidden_size, layer.proj_size)
-        h = x.new_zeros(x.shape[1], width)
-        return [(h, *[h if n == width else x.new_zeros(x.shape[1], n) for n in others])] * count
-    rows = [(leaf if batched else leaf.unsqueeze(1)).unbind(0) for leaf in _leaves(hx)]
-    return list(zip(*rows, strict=True))
 
 
 def _run_both_directions(
@@ -407,10 +392,12 @@ def _run_both_directions(
 
 def _joined_states(ends: Sequence[States], batched: bool) -> Any:
     """The state as torch.nn returns it: `(L, B, P)`, for an LSTM with `(L, B, H)`."""
-    # copies, also of one layer: users may call detach_() on a state, which refuses a view
-    join = torch.stack if batched else torch.cat
-    leaves = [join(rows) for rows in zip(*ends, strict=True)]
-    return tuple(leaves) if len(leaves) > 1 else leaves[0]
+    if len(ends) > 1 or not batched:
+        # copies: users may call detach_() on a state, which refuses a view
+        rows = zip(*ends, strict=True)
+        ends = [tuple([torch.cat([t if batched else t.squeeze(1) for t in row]) for row in rows])]
+    (h, *others), *_ = ends
+    return (h, *others) if others else h
 
 
 @cache
@@ -440,11 +427,6 @@ def _to_float32(values: Any) -> Any:
     if isinstance(values, PackedSequence):
         return values._replace(data=_to_float32(values.data))
     return tuple(map(_to_float32, values)) if isinstance(values, tuple | list) else values
-
-
-def _masked(state: Any, lanes: Tensor) -> Any:
-    """The state with zeros in `lanes`."""
-    return map_leaves(lambda leaf: leaf.masked_fill(lanes, 0), state)
 
 
 def _check_resets(inputs: Any, resets: Any) -> None:
