@@ -27,7 +27,6 @@ from throughtime.stream.formats.times import summarize_times, time_span
 from throughtime.stream.recording import TableRecording, innermost
 from throughtime.stream.rows import (
     ColumnRows,
-    ConcatTable,
     FrameRows,
     check_columns,
     check_lengths,
@@ -36,13 +35,13 @@ from throughtime.stream.rows import (
 )
 from throughtime.stream.targets import (
     At,
-    SpanLabels,
     class_names,
     interval_labels,
     periodic_labels,
 )
 
-_COMPARED, _EXCERPT, _BLOCK = 1000, 64, 65_536  # rows
+_COMPARED, _EXCERPT, _BLOCK = 4096, 64, 65_536  # rows
+_WIDE = 1000  # columns at most that are compared with the targets
 _CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
@@ -211,7 +210,7 @@ def lay_out(
         DataError: no rows, series or targets of another length, an input that is the target of the
             same step, times that descend, or a setting that belongs to targets of another form.
 
-    Cost: a row of the columns whose types are checked, and all time stamps.
+    Cost: 4,096 rows of up to 1,000 input columns and of the targets, and all time stamps.
     """
     size, others = layout.frame_size, dict(series or {})
     if len(inputs) < size:
@@ -263,36 +262,39 @@ def _check_times(name: str, times: RowSource, layout: Layout) -> None:
 
 def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> RowSource:
     """The targets as one for each step, missing where there is none."""
-    size, every, at, rows = layout.frame_size, layout.target_every, layout.target_at, len(inputs)
-    settings = {
-        "target_every": "targets with fewer rows than the inputs",
-        "target_at": "labels for more than one step",
-        "background_class": "intervals with the columns start,stop,label",
+    size, every, rows, at = layout.frame_size, layout.target_every, len(inputs), layout.target_at
+    is_label, is_cut = isinstance(targets, Label), isinstance(targets, Intervals)
+    usable = {
+        "target_every": (not (is_label or is_cut), "targets with fewer rows than the inputs"),
+        "target_at": (is_label or is_cut or every, "labels for more than one step"),
+        "background_class": (is_cut, "intervals with the columns start,stop,label"),
     }
-    what, suits = "its targets are one for each row", set[str]()
-    if isinstance(targets, Intervals):
-        what, suits = f"{targets.source} holds intervals", {"target_at", "background_class"}
-    elif isinstance(targets, Label):
-        what, suits = "its label is for the whole recording", {"target_at"}
-    elif every is not None:
-        what, suits = f"its targets are one for every {every} rows", {"target_every", "target_at"}
-    for key, owner in settings.items():
-        if (value := getattr(layout, key)) is not None and key not in suits:
-            flag = key.replace("_", "-")
+    form = "intervals" if is_cut else f"a target for {'the recording' if is_label else 'each row'}"
+    for key, (suits, owner) in usable.items():
+        if (value := getattr(layout, key)) is not None and not suits:
             raise DataError(
-                f"recording '{name}': {key}={value!r} (--{flag}) belongs to {owner}, but {what};"
-                " leave it out"
+                f"recording '{name}': {key}={value!r} (--{key.replace('_', '-')}) belongs to"
+                f" {owner}, but {targets.source} holds {form}; leave it out"
             )
-    if isinstance(targets, Intervals):
-        labels = _typed(ArrayRows(targets.source, _numbers(targets, layout)), layout)
-        spans: SpanLabels = interval_labels(
-            name, targets.starts, targets.stops, labels, rows, at or "all", size
+    if at not in (None, "all", "last"):
+        raise DataError(
+            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries"
+            " its label) or 'last'"
         )
+    if isinstance(targets, Intervals):
+        labels = np.asarray(targets.labels)
+        if labels.dtype.kind == "U" and layout.task in ("regress", "multilabel"):
+            raise DataError(
+                f"{targets.source}: labels such as '{labels[0]}' are no numbers; are they classes?"
+                " task='classify' (--task classify)"
+            )
+        own = _typed(ArrayRows(targets.source, labels), layout)
+        spans = interval_labels(name, targets.starts, targets.stops, own, rows, at or "all", size)
         spans.background = layout.background_class
         return spans
     if isinstance(targets, Label):
-        labels = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
-        return periodic_labels(name, labels, rows // size, rows // size, at or "last")
+        own = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
+        return periodic_labels(name, own, rows // size, rows // size, at or "last")
     if every is not None:
         return periodic_labels(name, _typed(targets, layout), every, rows, at or "last", size)
     if len(targets) != rows:
@@ -305,43 +307,24 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
     return frames if layout.classify else _typed(frames, layout)
 
 
-def _numbers(intervals: Intervals, layout: Layout) -> Array:
-    """The labels of intervals; of a regression they are numbers."""
-    labels = np.asarray(intervals.labels)
-    if labels.dtype.kind == "U" and len(labels) and layout.task not in {None, "classify"}:
-        texts = [text.strip() for text in labels.tolist()]
-        wrong = next((text for text in texts if not is_number(text)), texts[0])
-        raise DataError(
-            f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
-            " task='classify' (--task classify)"
-        )
-    return labels
-
-
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse a column that is an input and the target of the same step.
+    """Refuse an input that has the values of a target at the same step.
 
-    A column of a file is known by the file and its name there; one in memory by its values,
-    whatever its type. Under another name it needs more values than classes have, which may agree by
-    chance.
+    Under another name it needs more values than classes have, which may agree by chance.
     """
-    own = {} if isinstance(targets, (Intervals, Label)) else _known(targets, 0, _COMPARED)
-    pairs = {
-        column: target
-        for column, known in _known(inputs, 0, _COMPARED).items()
-        for target, wanted in own.items()
-        if known == wanted
-        and (
-            isinstance(known, str)
-            or (
-                (column == target or len(np.unique(np.frombuffer(known))) > _CLASSES)
+    own, pairs = _values(targets, 0), dict[str, str]()
+    for column, values in _values(inputs, 0).items():
+        varies = len(np.unique(values)) > _CLASSES
+        for target, wanted in own.items():
+            if (
+                (varies or (column == target and _source(inputs) is _source(targets)))
+                and np.array_equal(values, wanted, equal_nan=True)
                 and all(
-                    _known(inputs, i, i + _BLOCK)[column] == _known(targets, i, i + _BLOCK)[target]
-                    for i in range(_COMPARED, len(inputs), _BLOCK)
+                    np.array_equal(_values(inputs, i)[column], _values(targets, i)[target], True)
+                    for i in range(_COMPARED, len(inputs), _COMPARED)
                 )
-            )
-        )
-    }
+            ):
+                pairs[column] = target
     if not pairs:
         return
     texts = [c if c == target else f"{c} = {target}" for c, target in pairs.items()]
@@ -357,25 +340,24 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     )
 
 
-def _known(rows: Any, start: int, stop: int) -> dict[str, str | bytes]:
-    """By name, the column of a file that it is, or the bytes of its numbers as float64."""
-    result, blocks = dict[str, str | bytes](), list[tuple[str, Array]]()
-    for name in _columns(rows):
-        table, own = rows.table, name
-        if isinstance(table, ConcatTable):
-            table, own = table.sources[name]
-        if isinstance(table.path, Path):
-            result[name] = f"{table.path.resolve()}: {own}"
-        else:
-            blocks.append((name, table.read(start, stop, (own,))))
-    if isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
-        values = rows.read(start, stop)
-        blocks.append((rows.source, values.reshape(len(values), -1)))
-    for name, values in blocks:
-        if values.dtype.kind in "biuf" and values.shape[1] <= _COMPARED:
-            for i, column in enumerate(values.T.astype(np.float64)):
-                result[f"{name}[:, {i}]" if values.shape[1] > 1 else name] = column.tobytes()
+def _values(rows: object, start: int) -> dict[str, Array]:
+    """The numbers of the next rows as float64 by the name of the column; none of what is lazy."""
+    blocks, stop = list[tuple[str, Array]](), start + _COMPARED
+    if isinstance(rows, ColumnRows) and len(rows.columns) <= _WIDE:
+        blocks = [(name, rows.table.read(start, stop, (name,))) for name in rows.columns]
+    elif isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
+        blocks = [(rows.source, rows.read(start, stop))]
+    result = dict[str, Array]()
+    for name, block in blocks:
+        columns = block.reshape(len(block), -1).T
+        if block.dtype.kind in "biuf" and len(columns) <= _WIDE:
+            for i, column in enumerate(columns.astype(np.float64)):
+                result[f"{name}[:, {i}]" if len(columns) > 1 else name] = column
     return result
+
+
+def _source(rows: object) -> object:
+    return rows.table if isinstance(rows, ColumnRows) else rows
 
 
 def _columns(rows: object) -> tuple[str, ...]:
@@ -395,30 +377,28 @@ def check_numbers(rows: object, role: str, task: str | None = None, start: int =
     """
     if not isinstance(rows, ColumnRows) or rows.read(start, start + 1).dtype.kind in "biuf":
         return
-    table = rows.table
-    fields = {n: table.read(start, start + _EXCERPT, (n,))[:, 0] for n in rows.columns}
-    texts = {n: [*map(str, v.tolist())] for n, v in fields.items() if v.dtype.kind not in "biuf"}
-    words = {n: [t for t in v if t.strip() and not is_number(t)] for n, v in texts.items()}
-    name, names = next(iter(texts)), listed(texts, quoted=True)
-    head = (
-        f"{rows.source}: column '{name}' of the {role} holds text, such as"
-        f" {next(iter(words[name]), '')!r}"
-    )
-    if start == 0 and any(len(v) > 1 and words[n] == v[:1] for n, v in texts.items()):
-        raise DataError(
-            f"{head} in the first row and numbers after it; is the line after the header one of"
-            " units? Delete it"
-        )
+    table, texts = rows.table, dict[str, list[str]]()
+    for name in rows.columns:
+        values = table.read(start, start + _EXCERPT, (name,))[:, 0]
+        if values.dtype.kind not in "biuf":
+            texts[name] = [*map(str, values.tolist())]
+    (name, first), names = next(iter(texts.items())), listed(texts, quoted=True)
+    word = next((text for text in first if text.strip() and not is_number(text)), "")
     exclude = f"tt.recording(..., exclude={names})"
     if task is not None:
         exclude = f"exclude={names} (--exclude {','.join([*texts][:8])})"
-    head += f", expected numbers; leave it out: {exclude}"
-    if task is not None:
-        head += f" (or is '{name}' a class? --targets {name} --task classify)"
+    hint = ""
+    if start == 0 and word == first[0] and any(map(is_number, first)):
+        hint = "; is the line after the header one of units? Delete it"
+    elif task is not None:
+        hint = f" (or is '{name}' a class? --targets {name} --task classify)"
     elif role == "targets":
         classes = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])
-        head += f", or name the classes in the order of their indices: classes={[*classes]}"
-    raise DataError(head)
+        hint = f", or name the classes in the order of their indices: classes={[*classes]}"
+    raise DataError(
+        f"{rows.source}: column '{name}' of the {role} holds text, such as {word!r}, expected"
+        f" numbers; leave it out: {exclude}{hint}"
+    )
 
 
 def check_recording(recording: object, role: str) -> None:

@@ -31,7 +31,7 @@ from throughtime.stream.rows import (
     open_source,
 )
 from throughtime.stream.tables import recording
-from throughtime.stream.targets import check_at, horizons, shift_targets
+from throughtime.stream.targets import horizons, shift_targets
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
@@ -279,8 +279,6 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
     settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
     settings["ahead"] = horizons(values.get("ahead", 0))
     layout = Layout(**settings)
-    if layout.target_at is not None:
-        check_at(name, layout.target_at)
     result = lay_out(
         name,
         as_rows(values["inputs"], name, "inputs"),

@@ -89,7 +89,6 @@ def periodic_labels(
     Raises:
         DataError: the number of labels does not fit that of the rows.
     """
-    check_at(name, at)
     count = check_whole(f"recording '{name}': target_every", count, 1, DataError)
     expected = -(-rows // count)
     if len(labels) != expected:
@@ -111,7 +110,6 @@ def interval_labels(
         DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the
             message names the first.
     """
-    check_at(name, at)
     sizes = [np.size(starts), np.size(stops), len(labels)]
     what = f"recording '{name}': intervals in {labels.source}"
     if len({*sizes}) > 1:
@@ -139,15 +137,6 @@ def interval_labels(
     if lost:
         labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
     return SpanLabels(begin[kept], end[kept], labels, rows // frame_size, at, lost=lost)
-
-
-def check_at(name: str, at: Any) -> None:
-    """Refuse anything but the two words."""
-    if at not in ("all", "last"):
-        raise DataError(
-            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries"
-            " its label) or 'last'"
-        )
 
 
 def share_label_type(recordings: Iterable[Recording]) -> None:
