@@ -20,7 +20,6 @@ from throughtime.chunk import Chunk
 from throughtime.errors import DataError, counted
 from throughtime.stream.formats.table import Array
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
-from throughtime.stream.layout import check_recording
 from throughtime.stream.recording import Recording, StepArrays, location
 from throughtime.stream.targets import IGNORE_INDEX
 
@@ -180,7 +179,6 @@ class Collator:
         name, arrays = recording.name, steps.by_role
         for role, array in arrays.items():
             if array.dtype.kind not in "biuf":
-                check_recording(recording, role)
                 raise DataError(
                     f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
                     " to integers first"

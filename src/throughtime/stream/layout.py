@@ -24,7 +24,7 @@ from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, Table, is_number
 from throughtime.stream.formats.times import summarize_times, time_span
-from throughtime.stream.recording import TableRecording, innermost
+from throughtime.stream.recording import TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
     FrameRows,
@@ -195,6 +195,7 @@ def lay_out(
     *,
     static: Array | None = None,
     series: Mapping[str, RowSource] | None = None,
+    named: bool = False,
 ) -> TableRecording:
     """The recording of these rows.
 
@@ -205,6 +206,7 @@ def lay_out(
         targets: in any form; `None`: a recording without.
         static: `(S,)` features of the whole recording.
         series: more rows by name, as many as of the inputs.
+        named: whether targets may be names of classes, as they may where the task is to classify.
 
     Raises:
         DataError: no rows, series or targets of another length, an input that is the target of the
@@ -220,6 +222,9 @@ def lay_out(
     lengths = [(f"series '{key}'", len(rows)) for key, rows in others.items()]
     check_lengths(name, [("inputs", len(inputs)), *lengths])
     labels = None if targets is None else _place(name, targets, inputs, layout)
+    roles = {"inputs": inputs, "targets": None if named or layout.classify else targets}
+    for role, rows in (roles | {f"series '{key}'": rows for key, rows in others.items()}).items():
+        check_numbers(rows, role, layout.task)
     if not (layout.ahead or layout.allow_target_as_input):
         _refuse_copies(name, inputs, targets, layout.task)
     times = time_rows(inputs.table, layout.exclude) if isinstance(inputs, ColumnRows) else None
@@ -317,7 +322,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
         varies = len(np.unique(values)) > _CLASSES
         for target, wanted in own.items():
             if (
-                (varies or (column == target and _source(inputs) is _source(targets)))
+                (varies or (column == target and _source(inputs) == _source(targets)))
                 and np.array_equal(values, wanted, equal_nan=True)
                 and all(
                     np.array_equal(_values(inputs, i)[column], _values(targets, i)[target], True)
@@ -357,29 +362,28 @@ def _values(rows: object, start: int) -> dict[str, Array]:
 
 
 def _source(rows: object) -> object:
-    return rows.table if isinstance(rows, ColumnRows) else rows
+    return rows.source if isinstance(rows, ColumnRows) else None
 
 
 def _columns(rows: object) -> tuple[str, ...]:
     return rows.columns if isinstance(rows, ColumnRows) else ()
 
 
-def check_numbers(rows: object, role: str, task: str | None = None, start: int = 0) -> None:
+def check_numbers(rows: object, role: str, task: str | None = None) -> None:
     """Refuse columns of text; the message says how to leave them out.
 
     Args:
         rows: of columns of a table; others are not looked at.
         role: inputs or targets.
         task: of the layout.
-        start: the row that is looked at.
 
     Cost: one row of the columns.
     """
-    if not isinstance(rows, ColumnRows) or rows.read(start, start + 1).dtype.kind in "biuf":
+    if not isinstance(rows, ColumnRows) or rows.read(0, 1).dtype.kind in "biuf":
         return
     table, texts = rows.table, dict[str, list[str]]()
     for name in rows.columns:
-        values = table.read(start, start + _EXCERPT, (name,))[:, 0]
+        values = table.read(0, _EXCERPT, (name,))[:, 0]
         if values.dtype.kind not in "biuf":
             texts[name] = [*map(str, values.tolist())]
     (name, first), names = next(iter(texts.items())), listed(texts, quoted=True)
@@ -388,7 +392,7 @@ def check_numbers(rows: object, role: str, task: str | None = None, start: int =
     if task is not None:
         exclude = f"exclude={names} (--exclude {','.join([*texts][:8])})"
     hint = ""
-    if start == 0 and word == first[0] and any(map(is_number, first)):
+    if word == first[0] and any(map(is_number, first)):
         hint = "; is the line after the header one of units? Delete it"
     elif task is not None:
         hint = f" (or is '{name}' a class? --targets {name} --task classify)"
@@ -399,12 +403,6 @@ def check_numbers(rows: object, role: str, task: str | None = None, start: int =
         f"{rows.source}: column '{name}' of the {role} holds text, such as {word!r}, expected"
         f" numbers; leave it out: {exclude}{hint}"
     )
-
-
-def check_recording(recording: object, role: str) -> None:
-    """Refuse columns of text of a recording that a stream plays, where they are known."""
-    table, start = innermost(recording)
-    check_numbers(getattr(table, role, None), role, start=start)
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from throughtime.stream.recording import Part, Recording, TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
     as_rows,
+    as_table,
     is_array,
     is_rows,
-    open_source,
 )
 from throughtime.stream.tables import recording
 from throughtime.stream.targets import horizons, shift_targets
@@ -314,7 +314,7 @@ def _targets(values: Mapping[str, Any], name: str) -> Targets | None:
 
 def _intervals(source: Any, name: str) -> Intervals:
     if isinstance(source, (str, Path)):
-        return Intervals.of(open_source(source))
+        return Intervals.of(as_table(source))
     if isinstance(source, (list, tuple)) and len(source) == 3:
         return Intervals("the mapping", *source)
     raise DataError(
