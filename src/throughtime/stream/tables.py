@@ -208,15 +208,16 @@ def _groups(
     whole: ArrowFile, table: Any, names: tuple[str, ...], times: tuple[str, ...]
 ) -> list[Array]:
     """The rows of each group, in order of time; groups in order of appearance."""
-    import pyarrow as pa
-
-    groups = [np.arange(len(whole))] if len(whole) else []
-    if names and groups:
-        keys = [_key(whole, name, table.column(name).combine_chunks()) for name in names]
-        columns = {str(i): key for i, key in enumerate(keys)} | {"row": pa.array(groups[0])}
-        grouped = pa.table(columns).group_by([*columns][:-1], use_threads=False)
-        lists = grouped.aggregate([("row", "list")]).column("row_list").combine_chunks()
-        groups = np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
+    owner = np.zeros(len(whole), np.int64)
+    for name in names:
+        column = table.column(name).combine_chunks()
+        if column.null_count:
+            row = column.is_null().to_pylist().index(True)
+            raise DataError(f"{whole.path}: row {row} has no '{name}', so it belongs to no group")
+        codes = column.dictionary_encode().indices.to_numpy()
+        owner = np.unique(owner * (1 + codes.max(initial=0)) + codes, return_inverse=True)[1]
+    _, first, owner = np.unique(owner, return_index=True, return_inverse=True)
+    owner, values = first[owner], np.arange(len(whole))
     for time in times:
         values = whole.read(0, len(whole), (time,))[:, 0]
         if values.dtype.kind not in "iufM":
@@ -226,24 +227,16 @@ def _groups(
             )
         if (missing := values != values).any():
             raise DataError(f"{whole.path}: row {int(missing.argmax())} has no time '{time}'")
-        groups = [rows[np.argsort(values[rows], kind="stable")] for rows in groups]
-        for rows in groups:
-            same = values[rows][1:] == values[rows][:-1]
-            if same.any():
-                first, second = rows[same.argmax() :][:2]
-                raise DataError(
-                    f"{whole.path}: rows {first} and {second} have the same '{time}',"
-                    f" {values[first]}, in one group; which is first? Name another by=, or drop one"
-                )
-    return groups
-
-
-def _key(whole: ArrowFile, name: str, column: Any) -> Any:
-    """A column that names groups."""
-    if column.null_count:
-        row = column.is_null().to_pylist().index(True)
-        raise DataError(f"{whole.path}: row {row} has no '{name}', so it belongs to no group")
-    return column.dictionary_decode() if hasattr(column, "dictionary") else column  # a categorical
+    order = np.lexsort((values, owner))
+    begins = np.diff(owner[order]) != 0
+    same = (values[order][1:] == values[order][:-1]) & ~begins
+    if same.any():
+        one, other = order[same.argmax() :][:2]
+        raise DataError(
+            f"{whole.path}: rows {one} and {other} have the same '{times[0]}', {values[one]}, in"
+            " one group; which is first? Name another by=, or drop one"
+        )
+    return np.split(order, np.flatnonzero(begins) + 1) if len(whole) else []
 
 
 def _known(table: Table, names: Any, use: str) -> tuple[str, ...]:
