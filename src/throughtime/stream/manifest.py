@@ -64,25 +64,13 @@ class FolderContent(NamedTuple):
 def join_faults(faults: Sequence[str]) -> str:
     """Join faults into one message: five at most, and the number of others.
 
-    A sentence that holds for several files, after their names and a colon, is written once.
-
     Example:
         >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
         ('a; b', 'a; b; c; d; e; and 3 more faults')
-        >>> join_faults(["a.csv: it is empty", "b.csv: it is empty", "c.csv: no column 'u'"])
-        "a.csv, b.csv: it is empty; c.csv: no column 'u'"
     """
-    subjects: dict[str, list[str]] = {}
-    for fault in faults:
-        subject, colon, sentence = fault.partition(": ")
-        subjects.setdefault(colon + sentence or fault, []).append(subject if colon else "")
-    texts = [
-        (listed(names) if len({*names}) > 1 else names[0]) + sentence
-        for sentence, names in subjects.items()
-    ]
-    rest = sum(len(names) for names in [*subjects.values()][_MAX_FAULTS:])
-    more = [f"and {counted(rest, 'more fault')}"] if rest else []
-    return "; ".join([*texts[:_MAX_FAULTS], *more])
+    rest = len(faults) - _MAX_FAULTS
+    more = [f"and {counted(rest, 'more fault')}"] if rest > 0 else []
+    return "; ".join([*faults[:_MAX_FAULTS], *more])
 
 
 def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:
@@ -202,12 +190,12 @@ def _entry(
 
 
 def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
-    """Entries of one name, and entries of the same files under several names or links."""
+    """Entries of one name, and entries of the same files under several names or symbolic links."""
     counts = Counter(entry.name for entry in entries)
     faults = [f"'{name}' is listed twice" for name, count in counts.items() if count > 1]
-    owners: dict[frozenset[object], ManifestEntry] = {}
+    owners: dict[frozenset[Path], ManifestEntry] = {}
     for entry in entries:
-        owner = owners.setdefault(frozenset(map(_identity, entry.inputs)), entry)
+        owner = owners.setdefault(frozenset(path.resolve() for path in entry.inputs), entry)
         if owner.name != entry.name:
             files = dict.fromkeys(map(str, (*owner.inputs, *entry.inputs)))
             faults.append(
@@ -215,20 +203,6 @@ def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
                 " keep one of them, in one split"
             )
     return faults
-
-
-def _identity(path: Path) -> object:
-    """What two names of one file have in common, whether a link of either kind or another path.
-
-    Size and time are compared as well, since some network file systems number files carelessly.
-    """
-    try:
-        stat = path.stat()
-    except (OSError, ValueError):  # reported where it is opened
-        return path
-    if not stat.st_ino:
-        return path.resolve()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def read_folder(folder: Path) -> FolderContent:

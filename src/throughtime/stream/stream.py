@@ -26,7 +26,6 @@ from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
 from throughtime.stream.lanes import LaneSchedule, check_offset
 from throughtime.stream.recording import Recording, sample_checksum
 from throughtime.stream.sources import Recordings, as_recordings
-from throughtime.stream.targets import share_label_type
 
 BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
 
@@ -157,7 +156,6 @@ class Stream:
                 " use torch.autocast"
             )
         self.recordings: tuple[Recording, ...] = tuple(as_recordings(recordings))
-        share_label_type(self.recordings)
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.offset, self.hand_off = offset, hand_off

@@ -28,7 +28,6 @@ from throughtime.stream.recording import (
     Recording,
     RecordingView,
     StepArrays,
-    innermost,
     step_times,
 )
 
@@ -137,16 +136,6 @@ def interval_labels(
     if lost:
         labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
     return SpanLabels(begin[kept], end[kept], labels, rows // frame_size, at, lost=lost)
-
-
-def share_label_type(recordings: Iterable[Recording]) -> None:
-    """Give recordings without any interval the type of the labels that others have."""
-    tables = [innermost(recording)[0] for recording in recordings]
-    spans = [t.targets for t in tables if t is not None and isinstance(t.targets, SpanLabels)]
-    labelled = next((labels for labels in spans if len(labels.starts)), None)
-    for labels in spans:
-        if labelled is not None and not len(labels.starts):
-            labels.labels = labelled.labels  # none of which is read
 
 
 def class_name(value: object) -> str:

@@ -1,10 +1,10 @@
-"""Tables by pyarrow: Arrow and Feather files, frames, and files converted once to an Arrow file.
+"""Tables by pyarrow: frames, and files that are converted once to an Arrow file.
 
-Files of another format are converted batch by batch to an Arrow file in the user's cache folder. It
-ends with a trailer: what is known of the columns, the source as it was (size, times, a hash of
-sampled blocks), where each batch ends, and the CRC-32 of each. What does not fit is converted
-again. A cached file is written under another name, synced and renamed; a lock lets one process
-write while the others wait for its file.
+Files of CSV, Parquet and Arrow are converted batch by batch to an Arrow file in the user's cache
+folder. It ends with a trailer: what is known of the columns, the source as it was (size, times, a
+hash of sampled blocks), where each batch ends, and the CRC-32 of each. What does not fit is
+converted again. A cached file is written under another name, synced and renamed; a lock lets one
+process write while the others wait for its file.
 """
 
 import hashlib
@@ -46,12 +46,12 @@ class Blocks(NamedTuple):
 
     Attributes:
         schema: of the batches.
-        batches: makes them, from the first one on.
+        batches: of any size.
         faults: why columns cannot be read, by name; known when the batches have been made.
     """
 
     schema: Any
-    batches: Callable[[], Iterable[Any]]
+    batches: Iterable[Any]
     faults: Mapping[str, str] = {}
 
 
@@ -164,38 +164,28 @@ def arrow_columns(name: str, table: Any, nullable: Sequence[str] = ()) -> ArrowF
 
 
 def open_arrow(path: Path) -> Table:
-    """An Arrow file (`.arrow`, `.feather` version 2), memory-mapped, or an Arrow stream.
+    """An Arrow file (`.arrow`, `.feather` version 2) or stream, converted once, see `converted`.
 
     Raises:
         DataError: the file is neither, or cut short.
-
-    Cost: a compressed file and a stream are converted once, see `converted`.
     """
     import pyarrow as pa
 
-    with unreadable(f"{path}: not a readable Arrow file"):
-        buffer: Any = pa.memory_map(str(path)).read_buffer()
-        data = memoryview(buffer)
-        if bytes(data[:6]) != b"ARROW1":
-            schema = pa.ipc.open_stream(buffer).schema
+    def blocks() -> Blocks:
+        with unreadable(f"{path}: not a readable Arrow file"):
+            buffer: Any = pa.memory_map(str(path)).read_buffer()
+            data = memoryview(buffer)
+            if bytes(data[:6]) == b"ARROW1":
+                file: Any = pa.ipc.open_file(buffer)
+                return Blocks(
+                    file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
+                )
+            stream = pa.ipc.open_stream(buffer)
             if bytes(data[-8:]) != b"\xff\xff\xff\xff\0\0\0\0":
                 raise DataError(f"{path}: the stream has no end; the file is cut short")
-            return converted(path, lambda: Blocks(schema, lambda: pa.ipc.open_stream(buffer)))
-        reader: Any = pa.ipc.open_file(buffer)
+            return Blocks(stream.schema, stream)
 
-    def batch(index: int) -> Any:
-        what = f"{path}: record batch {index} cannot be read"
-        with unreadable(what, "is the file cut short?"):
-            return reader.get_batch(index)
-
-    def batches() -> Iterator[Any]:
-        return map(batch, range(reader.num_record_batches))
-
-    first = next(filter(len, batches()), None)
-    buffers = [b for column in first or () for b in column.buffers() if b is not None and b.size]
-    if not all(0 <= b.address - buffer.address < buffer.size for b in buffers):  # compressed
-        return converted(path, lambda: Blocks(reader.schema, batches))
-    return ArrowFile(path, reader.schema, Content.of(batches()), batch)
+    return converted(path, blocks)
 
 
 def open_parquet(path: Path) -> Table:
@@ -210,7 +200,7 @@ def open_parquet(path: Path) -> Table:
         with unreadable(f"{path}: not a readable Parquet file"):
             # without a buffer size a column of a row group is read whole
             file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
-        return Blocks(file.schema_arrow, lambda: file.iter_batches(ROWS, use_threads=False))
+        return Blocks(file.schema_arrow, file.iter_batches(ROWS, use_threads=False))
 
     return converted(path, blocks)
 
@@ -301,7 +291,7 @@ def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Co
 
     blocks, ends = source(), list[int]()
     ArrowFile(path, blocks.schema, Content((0,)), lambda _: None)  # refuses names
-    batches = iter(blocks.batches())
+    batches = iter(blocks.batches)
 
     def written() -> Iterator[Any]:
         with pa.ipc.new_file(sink, blocks.schema) as writer:
@@ -312,9 +302,10 @@ def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Co
                     batch = next(batches, None)
                 if batch is None:
                     return
-                writer.write_batch(batch)
-                ends.append(sink.tell())
-                yield batch
+                for part in pa.Table.from_batches([batch]).to_batches(ROWS):
+                    writer.write_batch(part)
+                    ends.append(sink.tell())
+                    yield part
 
     return Content.of(written())._replace(faults=dict(blocks.faults)), ends
 

@@ -208,7 +208,7 @@ class CsvFile:
                 yield pa.RecordBatch.from_pydict(columns)
                 row += len(texts)
 
-        return Blocks(pa.schema(types), batches, faults)
+        return Blocks(pa.schema(types), batches(), faults)
 
     def _kind(self, texts: Any) -> str:
         """What a column holds, by its first fields."""
