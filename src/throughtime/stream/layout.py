@@ -12,7 +12,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -293,7 +293,9 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
                 f"{targets.source}: labels such as '{labels[0]}' are no numbers; are they classes?"
                 " task='classify' (--task classify)"
             )
-        own = _typed(ArrayRows(targets.source, labels), layout)
+        if layout.task is not None and labels.dtype.kind in "biu":
+            labels = labels.astype(_whole(layout))
+        own = ArrayRows(targets.source, labels)
         spans = interval_labels(name, targets.starts, targets.stops, own, rows, at or "all", size)
         spans.background = layout.background_class
         return spans
@@ -308,8 +310,8 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             f" {len(targets):,} of {targets.source}; both need one row per step, or say by"
             " target_every=N (--target-every N) how many rows each target is for"
         )
-    frames = FrameRows(targets, size, last=True) if size > 1 else targets
-    return frames if layout.classify else _typed(frames, layout)
+    rows = targets if layout.classify else _typed(targets, layout)
+    return FrameRows(rows, size, last=True) if size > 1 else rows
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
@@ -405,29 +407,15 @@ def check_numbers(rows: object, role: str, task: str | None = None) -> None:
     )
 
 
-@dataclass(frozen=True)
-class TypedLabels:
-    """Whole numbers in a type that has a value for "none": text for classes, floats otherwise."""
-
-    rows: RowSource
-    dtype: Any
-
-    @property
-    def source(self) -> str:
-        return self.rows.source
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, start: int, stop: int) -> Array:
-        labels = self.rows.read(start, stop)
-        return labels.astype(self.dtype) if labels.dtype.kind in "biu" else labels
-
-
 def _typed(rows: RowSource, layout: Layout) -> RowSource:
-    if layout.task is None:
+    if layout.task is None or not isinstance(rows, ColumnRows):
         return rows
-    return TypedLabels(rows, np.str_ if layout.classify else np.float64)
+    return replace(rows, whole=_whole(layout))
+
+
+def _whole(layout: Layout) -> Any:
+    """The type of whole numbers as targets, which has a value for "none"."""
+    return np.str_ if layout.classify else np.float64
 
 
 def as_static(value: Any, name: str) -> Array:

@@ -229,7 +229,7 @@ def read_folder(folder: Path) -> FolderContent:
                 f" {' and '.join(sorted(splits))}; keep it in one of them"
             )
         if path.suffix.lower() in formats.SUFFIXES:
-            entries.append(ManifestEntry(name, *splits or {""}, (path,)))
+            entries.append(ManifestEntry(name, next(iter(splits), ""), (path,)))
         else:
             others.append(name)
     if not entries:

@@ -29,11 +29,15 @@ from throughtime.stream.formats.times import nanoseconds
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`."""
+    """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`.
+
+    `whole` is the type of whole numbers; default: theirs.
+    """
 
     table: Table
     columns: tuple[str, ...]
     flat: bool = False
+    whole: Any = None
 
     @property
     def source(self) -> str:
@@ -44,6 +48,8 @@ class ColumnRows:
 
     def read(self, start: int, stop: int) -> Array:
         rows = self.table.read(start, stop, self.columns)
+        if self.whole is not None and rows.dtype.kind in "biu":
+            rows = rows.astype(self.whole)
         return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
 
 

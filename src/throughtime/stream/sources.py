@@ -248,12 +248,12 @@ def _from_path(location: str) -> list[Recording]:
         reason = f"has the splits {listed(splits)}" if splits != [""] else "has labels"
         choice = f"tt.recordings('{path}')['{splits[0] or 'train'}']"
         raise DataError(f"{path}: {reason}; write tt.Stream({choice}, ...)")
-    files = ({"inputs": [*entry.inputs], "targets": entry.targets} for entry in entries)
     return [
-        _from_mapping(values, entry.name)
-        if entry.targets is not None or len(entry.inputs) > 1
-        else _from_table(entry.name, as_table(entry.inputs[0]))
-        for entry, values in zip(entries, files, strict=True)
+        _from_mapping({"inputs": [first, *others], "targets": entry.targets}, entry.name)
+        if others or entry.targets is not None
+        else _from_table(entry.name, as_table(first))
+        for entry in entries
+        for first, *others in [entry.inputs]
     ]
 
 
@@ -274,15 +274,16 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             f" per step{hint or '; several recordings are a list: list(data.values())'}"
         )
     targets = _targets(values, name)
-    settings = {key: values[key] for key in _SETTINGS if key in values}
+    settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
     if settings and targets is None:
         raise DataError(
             f"recording '{name}' has '{min(settings)}' and no targets that it could belong to"
         )
+    settings["ahead"] = horizons(values.get("ahead", 0))
     result = lay_out(
         name,
         as_rows(values["inputs"], name, "inputs"),
-        Layout(**settings | {"ahead": horizons(values.get("ahead", 0))}),
+        Layout(**settings),
         targets,
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},

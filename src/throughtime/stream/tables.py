@@ -84,7 +84,8 @@ def recording(
         >>> next(iter(stream))
         Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
     """
-    if not isinstance(series or {}, Mapping):
+    named: Any = series or {}
+    if not isinstance(named, Mapping):
         raise DataError(
             f"series={series!r}: expected the columns of each series by its name, such as"
             " series={'weight': 'w'}"
@@ -97,7 +98,7 @@ def recording(
         inputs=names_of(inputs),
         targets=names_of(targets) if _is_names(targets) else (),
         exclude=(*_known(table, exclude, "exclude"), *constant),
-        series={key: names_of(names) for key, names in (series or {}).items()},
+        series={key: names_of(names) for key, names in named.items()},
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )
