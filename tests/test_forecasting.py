@@ -233,3 +233,14 @@ def test_a_forecast_across_a_gap_in_time_is_a_remark() -> None:
     tt.recording(gap, targets="y", allow_target_as_input=True)
     with pytest.warns(UserWarning, match="'when' has 1 gap, the longest of 11 h, and 'ahead' cou"):
         tt.recording(gap, targets="y", ahead=24)
+    with pytest.warns(UserWarning, match="'when' has 1 gap"):
+        tt.from_frame(gap, time="when", targets="y", ahead=24)
+
+
+def test_times_that_nanoseconds_lack_are_refused_where_they_are_read() -> None:
+    """A year 9999 for "never" does not stop a recording that has no use for its times."""
+    never = np.array(["2020-01-01", "9999-12-31"], "M8[s]")
+    recording: Any = tt.recording(pd.DataFrame({"until": never, "y": [1.0, 2.0]}), inputs="y")
+    assert recording.read(0, 2).inputs[:, 0].tolist() == [1, 2]
+    with pytest.raises(DataError, match="holds the time 9999"):
+        recording.times.read(0, 2)

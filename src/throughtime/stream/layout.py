@@ -12,6 +12,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -23,7 +24,7 @@ from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, Table, is_number
-from throughtime.stream.formats.times import summarize_times, time_span
+from throughtime.stream.formats.times import TimeRangeError, summarize_times, time_span
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
@@ -229,7 +230,8 @@ def lay_out(
         _refuse_copies(name, inputs, targets, layout.task)
     times = time_rows(inputs.table, layout.exclude) if isinstance(inputs, ColumnRows) else None
     if times is not None:
-        _check_times(name, times, layout)
+        with suppress(TimeRangeError):  # refused where they are read: they may be of no use
+            _check_times(name, times, layout)
 
     def last(rows: RowSource) -> RowSource:
         return FrameRows(rows, size, last=True) if size > 1 else rows

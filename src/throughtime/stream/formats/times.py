@@ -129,16 +129,20 @@ def _iso(match: re.Match[str] | None, order: str, rest: str) -> str:
     return f"{day} {hour:0>2}{part['M'].replace(',', '.') or ':00'}{zone}"
 
 
+class TimeRangeError(DataError):
+    """A time that `datetime64[ns]` does not have."""
+
+
 def nanoseconds(values: Array, source: str) -> Array:
     """Times as `datetime64[ns]`; times of day are those of 1970-01-01.
 
     Raises:
-        DataError: a time outside of the years that this type has, such as 9999-12-31 for "never".
+        TimeRangeError: a time outside of the years that this type has, such as 9999-12-31.
     """
     result = _EPOCH + values if values.dtype.kind == "m" else values.astype("M8[ns]")
     wrong = ~np.isnat(values) & (values.dtype.kind == "M") & (result.astype(values.dtype) != values)
     if wrong.any():
-        raise DataError(
+        raise TimeRangeError(
             f"{source}: holds the time {values[wrong][0]}, and time stamps are from 1678 to 2261;"
             " correct it, or leave the column out"
         )
