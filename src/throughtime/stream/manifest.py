@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.csv import CsvFile
 from throughtime.stream.formats.table import FOLDERS, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
@@ -118,6 +117,8 @@ def manifest_of(data: Path) -> Path | None:
 def is_manifest(path: Path) -> bool:
     """Whether a file is a manifest: a CSV file with the columns `id` and `inputs`."""
     if path.suffix.lower() == ".csv" and path.is_file():
+        from throughtime.stream.formats.csv import CsvFile
+
         with suppress(DataError):
             return {"id", "inputs"} <= {*CsvFile(path).names}
     return False
@@ -128,6 +129,8 @@ def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[Manif
 
     Fields are read as text: the ids `1` and `001` are two recordings.
     """
+    from throughtime.stream.formats.csv import CsvFile
+
     file, setting = CsvFile(path), f"{path}: static={','.join(static)}"
     names, columns = {*file.names}, f"its columns are {listed(file.names)}"
     if reserved := {*static} & {*COLUMNS}:

@@ -11,7 +11,6 @@ import numpy as np
 
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.arrow import ArrowFile, arrow_columns
 from throughtime.stream.formats.objects import arrow_table, has_columns
 from throughtime.stream.formats.table import Array, RowSource, Table
 from throughtime.stream.layout import Layout, as_static, lay_out
@@ -178,6 +177,8 @@ def from_frame(
             f"got a {type(frame).__name__}, expected a data frame or an Arrow table; of a file make"
             " one: pandas.read_csv(path), or use tt.recording(path, ...)"
         )
+    from throughtime.stream.formats.arrow import arrow_columns
+
     arrow = arrow_table(frame)
     whole = arrow_columns(f"the {type(frame).__name__}", arrow)
     groups, times = (_known(whole, names, "group or sort by") for names in (by, time))
@@ -206,7 +207,7 @@ def from_frame(
 
 
 def _groups(
-    whole: ArrowFile, table: Any, names: tuple[str, ...], times: tuple[str, ...]
+    whole: Table, table: Any, names: tuple[str, ...], times: tuple[str, ...]
 ) -> list[Array]:
     """The rows of each group, in order of time; groups in order of appearance."""
     owner = np.zeros(len(whole), np.int64)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from throughtime._files import exclusive, sync, user_folder
 from throughtime.errors import DataError, listed
@@ -124,8 +125,6 @@ class ArrowFile(Table):
 
     def _values(self, name: str, column: Any) -> Array:
         """A column; a missing number is NaN, a missing text empty."""
-        import pyarrow as pa
-
         kind = self._kinds[name]
         if kind == "dictionary":
             column = column.dictionary_decode()
@@ -169,7 +168,6 @@ def open_arrow(path: Path) -> Table:
     Raises:
         DataError: the file is neither, or cut short.
     """
-    import pyarrow as pa
 
     def blocks() -> Blocks:
         with unreadable(f"{path}: not a readable Arrow file"):
@@ -225,8 +223,6 @@ def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> Ta
     Cost: once, some 50 to 200 MB/s, and about as many bytes on the disk. A file of at most 256 kB,
     and any where the cache folder cannot be written, which a warning says, is held in memory.
     """
-    import pyarrow as pa
-
     with unreadable(
         f"{path}: cannot be read", "is it damaged, or may you not read it?", (OSError,)
     ):
@@ -287,8 +283,6 @@ def fingerprint(path: Path) -> list[Any]:
 
 def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Content, list[int]]:
     """Write the batches of a source as an Arrow file; what they hold, and where each ends."""
-    import pyarrow as pa
-
     blocks, ends = source(), list[int]()
     ArrowFile(path, blocks.schema, Content((0,)), lambda _: None)  # refuses names
     batches = iter(blocks.batches)
@@ -312,8 +306,6 @@ def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Co
 
 def _add_trailer(path: Path, content: Content, ends: list[int], source: list[Any]) -> None:
     """Add the trailer to an Arrow file, and sync it."""
-    import pyarrow as pa
-
     data: Any = memoryview(pa.memory_map(str(path)).read_buffer())
     ends = [0, *ends, len(data)]
     sums = [zlib.crc32(data[a:b]) for a, b in pairwise(ends)]
@@ -325,8 +317,6 @@ def _add_trailer(path: Path, content: Content, ends: list[int], source: list[Any
 
 def _open(path: Path, cached: Path) -> ArrowFile | None:
     """The cached file of a source; `None` if it is not what was written, or of another source."""
-    import pyarrow as pa
-
     try:
         data: Any = memoryview(pa.memory_map(str(cached)).read_buffer())
         size, total = (int(bytes(data[a:b]), 16) for a, b in ((-16, -8), (-8, None)))

@@ -15,10 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.formats.arrow import Blocks, converted
 from throughtime.stream.formats.table import Table, is_number
 from throughtime.stream.formats.times import is_time, parse_times, time_kinds
+
+compute: Any = import_module("pyarrow.compute")
 
 FIELDS = 2**15  # of a block; more of them are slower, since they leave the cache
 _FIRST = 8  # blocks that show what columns hold
@@ -177,8 +181,6 @@ class CsvFile:
         Raises:
             DataError: a line has more or fewer fields than the first; the message names it.
         """
-        import pyarrow as pa
-
         records = islice(self._records(), self._skipped, None)
         while rows := [row for _, row in islice(records, 1 + FIELDS // len(self.names))]:
             columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
@@ -186,8 +188,6 @@ class CsvFile:
 
     def blocks(self) -> Blocks:
         """The values in record batches, and the faults of columns."""
-        import pyarrow as pa
-
         none = pa.array([], pa.string())
         first = pa.Table.from_batches(
             islice(self.texts(), _FIRST), pa.schema(dict.fromkeys(self.names, none.type))
@@ -212,7 +212,6 @@ class CsvFile:
 
     def _kind(self, texts: Any) -> str:
         """What a column holds, by its first fields."""
-        compute: Any = import_module("pyarrow.compute")
         filled = _filled(texts).drop_null()
         if not len(filled):
             return UNKNOWN
@@ -228,8 +227,6 @@ class CsvFile:
         Raises:
             pyarrow.ArrowInvalid: a field is of another kind.
         """
-        import pyarrow as pa
-
         if kind in (NUMBER, UNKNOWN):
             return self._numbers(texts)
         if kind == TEXT:
@@ -241,9 +238,6 @@ class CsvFile:
         return parse_times(_filled(texts), kind)
 
     def _numbers(self, texts: Any) -> Any:
-        import pyarrow as pa
-
-        compute: Any = import_module("pyarrow.compute")
         values = None
         if self.decimal == ".":
             with contextlib.suppress(pa.ArrowInvalid):  # without spaces, signs and missing values
@@ -261,8 +255,6 @@ class CsvFile:
 
     def _column_fault(self, texts: Any, name: str, kind: str, row: int) -> str:
         """Why a column cannot be read: the first field of another kind, and its line."""
-        import pyarrow as pa
-
         index = 0
         with contextlib.suppress(pa.ArrowInvalid):
             for index in range(len(texts)):
@@ -284,9 +276,8 @@ class CsvFile:
 
 def _filled(texts: Any) -> Any:
     """An Arrow array of text without spaces at the ends, null where a value is missing."""
-    compute: Any = import_module("pyarrow.compute")
     plain = compute.utf8_trim_whitespace(texts)
-    missing = compute.is_in(plain, import_module("pyarrow").array(MISSING))
+    missing = compute.is_in(plain, pa.array(MISSING))
     return compute.if_else(missing, None, plain)
 
 

@@ -26,7 +26,6 @@ from throughtime.stream.formats.arrays import (
     open_variable,
     refuse_packed,
 )
-from throughtime.stream.formats.arrow import arrow_columns
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
@@ -87,6 +86,8 @@ def open_object(value: Any) -> Table:
         return ArraysFile(name, longest_arrays(name, arrays))
     if _type_name(value, [_RAW]):
         return RawColumns(name, value)
+    from throughtime.stream.formats.arrow import arrow_columns
+
     return arrow_columns(name, arrow_table(value))
 
 
