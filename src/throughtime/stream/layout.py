@@ -289,7 +289,8 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             " its label) or 'last'"
         )
     if isinstance(targets, Intervals):
-        labels = np.asarray(targets.labels)
+        none = isinstance(targets.labels, list) and not targets.labels  # of classes, likely
+        labels = np.asarray(targets.labels, np.int64 if none else None)
         if labels.dtype.kind == "U" and layout.task in ("regress", "multilabel"):
             raise DataError(
                 f"{targets.source}: labels such as '{labels[0]}' are no numbers; are they classes?"
@@ -392,20 +393,17 @@ def check_numbers(rows: object, role: str, task: str | None = None) -> None:
             texts[name] = [*map(str, values.tolist())]
     (name, first), names = next(iter(texts.items())), listed(texts, quoted=True)
     word = next((text for text in first if text.strip() and not is_number(text)), "")
-    exclude = f"tt.recording(..., exclude={names})"
-    if task is not None:
-        exclude = f"exclude={names} (--exclude {','.join([*texts][:8])})"
-    hint = ""
     if word == first[0] and any(map(is_number, first)):
         hint = "; is the line after the header one of units? Delete it"
     elif task is not None:
         hint = f" (or is '{name}' a class? --targets {name} --task classify)"
-    elif role == "targets":
+    else:
         classes = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])
         hint = f", or name the classes in the order of their indices: classes={[*classes]}"
+        hint *= role == "targets"
     raise DataError(
         f"{rows.source}: column '{name}' of the {role} holds text, such as {word!r}, expected"
-        f" numbers; leave it out: {exclude}{hint}"
+        f" numbers; leave it out: exclude={names} (--exclude {','.join([*texts][:8])}){hint}"
     )
 
 
