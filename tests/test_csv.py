@@ -57,13 +57,12 @@ def test_blocks_give_what_the_csv_module_gives(
 ) -> None:
     """Wherever the blocks are cut, and whichever rows are read.
 
-    A column that turns to text is refused by its line. Mutants: blocks cut within quotes, pyarrow's
-    parse of a block with a quote within a field.
+    A column that turns to text is refused by its line. Mutant: blocks cut within quotes.
     """
     from tempfile import TemporaryDirectory
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("throughtime.stream.formats.csv.BLOCK", block)
+        patch.setattr("throughtime.stream.formats.csv.FIELDS", block)
         text = quoted([["x", "text", "y"], *map(list, rows)], end)
         table = open_table(written(Path(folder) / "r.csv", text.encode(encoding)))
         assert len(table) == len(rows)
@@ -77,7 +76,7 @@ def check_column(table: Any, name: str, column: list[str], start: int, stop: int
     try:
         table.read(0, 1, [name])
     except DataError as error:  # a small first block may have been empty
-        if "since the first megabyte has none" in str(error):
+        if "since the first rows have none" in str(error):
             return
     filled = [field for field in column if field.strip()]
     if filled and not is_number(filled[0]) and table.read(0, 1, [name]).dtype.kind == "U":
@@ -170,7 +169,7 @@ def test_a_first_line_of_values_is_no_header(
     assert len(table) == text.count("\n") - (names[0] != "0")
 
 
-REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
+REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in malformed_files.py
     "names or values": (
         "N,1,2\nV,2,3\n",
         "the first line is \\['N', '1', '2'\\], which may be names or",
@@ -178,29 +177,22 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened
     "no name": ("a,,b\n1,2,3\n", "expected distinct column names; mend it"),
     "an index": (",u\n0,1\n", r"an index of pandas\? to_csv\(path, index=False\)"),
     "nul": (b"a,b\n1,2\n1,\0\n", "line 3: holds a NUL byte; if it is UTF-16"),
-    "late not utf-8": (b"a,b\n" + b"1,2\n" * 300_000 + b"1,\xff\n", "line 300002: is no UTF-8"),
-    "windows-1252": ("Größe;x\n1;2\n".encode("cp1252"), "is it WINDOWS-1252, .* save it as UTF-8"),
+    "windows-1252": (
+        "Größe;x\n1;2\n".encode("cp1252"),
+        "line 1 is no UTF-8; is it WINDOWS-1252, .* Save it as UTF-8",
+    ),
     "late short line": (
         b"a,b\n" + b"1,2\n" * 300_000 + b"1\n",
         "line 300002 has 1 fields, the first one 2; mend it, or read it with pandas",
     ),
-    "shifted commas": (b"a,b,c\n1,2\n1,2,3,4\n", "line 2 has 2 fields, the first one 3"),
-    "no header": (b"1,2\n3,4\n5,6,7\n", "line 3 has 3 fields, the first one 2"),
-    "short quoted line": (b'a,b\n"1","2"\n"1"\n', "line 3 has 1 fields, the first one 2"),
-    "open quote": (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: a quote is open; mend it"),
-    "text after a quote": (b'a,b\n"1"2,3\n', "line 2: "),
-    "late text after a quote": (
-        "a,b\n" + '"1",2\n' * 200_000 + '"1"2,3\n',
-        "line 200002: ",
+    "open quote": (
+        b'a,b\n1,2\n1,"2\n3,4\n',
+        "line 3: unexpected end of data; is a quote open",
     ),
     "a line sep=": ("sep=;\na;b\n1;2\n3;4\n", "expected distinct column names; mend it"),
     "a comment": (
         "# V\na;b\n1;2\n3;4\n5;6\n",
         "line 2 has 2 fields, the first one 1; delete lines",
-    ),
-    "a title": (
-        "Export\n\na;b\n1;2\n3;4\n",
-        "line 3 has 2 fields, the first one 1; delete lines",
     ),
     "decimals in one column": ("x\n1,5\n2,5\n", "line 2 has 2 fields, the first one 1"),
     "empty": (b"", "the file is empty"),
@@ -217,24 +209,15 @@ def test_what_is_no_table_is_refused_with_what_to_do(
 
 
 FAULTS: dict[str, tuple[str, str, str]] = {  # a text, its first column, and the reason
-    "text": ("x,y\n1,2\n1.5.2,3\n", "x", "line 3, column 'x' holds '1.5.2', expected a number"),
-    "late text": ("x,y\n" + "1,2\n" * 300_000 + "a,2\n", "x", "line 300002, column 'x' holds 'a'"),
     "a quoted line": ('x,t\n1,"two\nlines"\n\n\n2,a\nb,b\n', "x", "line 7, column 'x' holds 'b'"),
     "two decimal marks": ("a;b\n2,5;1\n1.5;2\n", "a", "line 3, .* is '.' its decimal mark"),
-    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "a", "thousands.* is ',' its decimal mark"),
-    "thousands": ("a;b\n1.234,5;2,5\n", "a", "holds '1.234,5', .* does it separate thousands"),
-    "spaces": ("a;b\n1 234,0;2,5\n", "a", "holds '1 234,0', .* does it separate thousands"),
+    "thousands?": ("a;b\n1,234;2\n1,500;3\n", "a", "is ',' its decimal mark.* thousands"),
     "quoted comma": ('a,b\n"1,5",2\n', "a", r"is ',' its decimal mark\? --decimal ,"),
-    "merged labels": ("a,b\n9007199254740993,2\n", "a", "16 digits, since float64 would merge"),
+    "merged labels": ("a,b\n9007199254740993,2\n", "a", "float64"),
     "late digits": (
         "a,b\n" + "1,2\n" * 300_000 + "9007199254740993,2\n",
         "a",
         "line 300002, .* merge",
-    ),
-    "no time": (
-        "a,b\n" + "2020-01-01,2\n" * 300_000 + "yesterday,2\n",
-        "a",
-        "line 300002, column 'a' holds 'yesterday', expected a time stamp",
     ),
 }
 
@@ -250,16 +233,14 @@ def test_a_field_of_another_kind_is_refused_where_its_column_is_read(
             table.read(0, 1, [column])
 
 
-def test_what_a_column_holds_shows_in_its_first_megabyte(tmp_path: Path) -> None:
+def test_what_a_column_holds_shows_in_its_first_rows(tmp_path: Path) -> None:
     """Labels later than that, and another order of dates, are refused by their line."""
     lines = [f"{i},,,3/9/2020 10:00,1" for i in range(80_000)]
     lines += ["7,beat,2.5,3/13/2020 10:00,+2", "8,,,3/14/2020 10:00,3"]
     table = open_table(written(tmp_path / "r.csv", "\n".join(["n,label,late,date,x", *lines])))
     assert table.read(80_000, 80_002, ["x", "n"]).tolist() == [[2, 7], [3, 8]]
     np.testing.assert_array_equal(table.read(79_999, 80_001, ["late"])[:, 0], [np.nan, 2.5])
-    with pytest.raises(
-        DataError, match=r"line 80002, column 'label' holds 'beat', .* megabyte has"
-    ):
+    with pytest.raises(DataError, match=r"line 80002, column 'label' holds 'beat', .* rows have"):
         table.read(0, 1, ["label"])
     with pytest.raises(DataError, match=r"line 2, column 'date' .* day and month cannot be told"):
         table.read(0, 1, ["date"])
@@ -276,7 +257,7 @@ def test_a_column_of_labels_stays_text_where_labels_look_like_numbers(tmp_path: 
 def test_blank_lines_are_values_of_a_single_column_only(
     end: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("throughtime.stream.formats.csv.BLOCK", block)
+    monkeypatch.setattr("throughtime.stream.formats.csv.FIELDS", block)
     single = open_table(written(tmp_path / "a.csv", end.join(["x", "1", "", "", "3", "", "", ""])))
     np.testing.assert_array_equal(single.read(0, 9, ["x"])[:, 0], [1, np.nan, np.nan, 3])
     double = open_table(

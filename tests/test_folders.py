@@ -173,7 +173,7 @@ def test_columns_of_text_are_named_with_what_to_do(tmp_path: Path) -> None:
     ):
         dataset(path)
     path.write_text("\n".join([lines[0], ";A;l/min;;", *lines[1:]]))
-    with pytest.raises(DataError, match=r"'Current' .*'A' in the first row .* line .* of units"):
+    with pytest.raises(DataError, match=r"'Current' .*'A', expected .* line .* of units"):
         dataset(path)
 
 

@@ -224,19 +224,6 @@ def test_a_mapping_shifts_its_targets(form: str, tmp_path: Path) -> None:
             tt.Stream({"inputs": data, "ahead": 2}, lanes=1, chunk=9)
 
 
-def test_shifted_intervals_of_several_recordings_are_of_one_kind() -> None:
-    """One without any interval takes the type of the others, also behind a shift."""
-    spans = (np.array([3]), np.array([6]), np.array([0.5]))
-    none = (np.array([], int), np.array([], int), np.array([]))
-    recordings = [
-        {"inputs": np.zeros(9), "intervals": labels, "ahead": 1} for labels in (none, spans)
-    ]
-    recordings[0]["intervals"] = (*none[:2], np.array([], int))
-    (chunk,) = tt.Stream(recordings, lanes=2, chunk=9, seed=None, rank=0, ranks=1)
-    assert chunk.mask.sum(0).tolist() == [0, 3]
-    assert chunk.mask[2:5, 1].all()
-
-
 def test_a_forecast_across_a_gap_in_time_is_a_remark() -> None:
     """A row is not an hour there. Without a forecast, or without a gap, there is none."""
     hours = np.arange("2026-01-01", "2026-01-09", dtype="M8[h]").astype("M8[ns]")
@@ -246,3 +233,14 @@ def test_a_forecast_across_a_gap_in_time_is_a_remark() -> None:
     tt.recording(gap, targets="y", allow_target_as_input=True)
     with pytest.warns(UserWarning, match="'when' has 1 gap, the longest of 11 h, and 'ahead' cou"):
         tt.recording(gap, targets="y", ahead=24)
+    with pytest.warns(UserWarning, match="'when' has 1 gap"):
+        tt.from_frame(gap, time="when", targets="y", ahead=24)
+
+
+def test_times_that_nanoseconds_lack_are_refused_where_they_are_read() -> None:
+    """A year 9999 for "never" does not stop a recording that has no use for its times."""
+    never = np.array(["2020-01-01", "9999-12-31"], "M8[s]")
+    recording: Any = tt.recording(pd.DataFrame({"until": never, "y": [1.0, 2.0]}), inputs="y")
+    assert recording.read(0, 2).inputs[:, 0].tolist() == [1, 2]
+    with pytest.raises(DataError, match="holds the time 9999"):
+        recording.times.read(0, 2)

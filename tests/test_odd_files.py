@@ -75,7 +75,9 @@ def _uses_of_a_column(
     yield [f"input {name!r}: {fault}" for fault in differences(_flat(values), column)]
     others = [other for other in reference.numbers if other != name][:1]
     if others:
-        values = _flat(whole(path, inputs=others, targets=name, **options).targets)
+        values = _flat(
+            whole(path, inputs=others, targets=name, allow_target_as_input=True, **options).targets
+        )
         yield [f"target {name!r}: {fault}" for fault in differences(values, column)]
 
 

@@ -521,7 +521,7 @@ def write_sounds(folder: Path, rates: Sequence[int], targets: int = 8000) -> Pat
     for name, rate in zip(NAMES, rates, strict=True):
         soundfile.write(folder / f"{name}.wav", signal(name) / 10, rate)
         soundfile.write(
-            folder / f"{name}_y.wav", signal(name)[:, 0] / 10, targets if name == "b" else rate
+            folder / f"{name}_y.wav", signal(name)[:, 0] / 20, targets if name == "b" else rate
         )
     return write(
         folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES]

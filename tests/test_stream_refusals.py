@@ -221,7 +221,8 @@ def test_offset_that_leaves_a_step_for_every_lane_serves_every_epoch() -> None:
 
 def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
-    path.write_text("u,label\n1,0\n2,1\n", encoding="utf-8")
+    rows = "".join(f"{i},{3 * i}\n" for i in range(30))
+    path.write_text("u,label\n" + rows, encoding="utf-8")
     link = tmp_path / "b.csv"
     link.symlink_to(path)
     for inputs, targets in ((path, path), (str(path), link), ([path, link], path)):

@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "hand_off": ({"hand_off": True}, "hand_off is False there and True here"),
     "warm_up": ({"warm_up": 1}, "warm_up is 0 there and 1 here"),
     "ranks": ({"rank": 0, "ranks": 2}, "ranks is 1 there and 2 here"),
-    "rank": ({"rank": 1, "ranks": 2}, "ranks is 1 there and 2 here; rank is 0 there and 1 here"),
+    "rank": ({"rank": 1, "ranks": 2}, "rank is 0 there and 1 here; ranks is 1 there and 2 here"),
     "seed": ({"seed": None}, "seed is 0 there and None here"),
     "missing": ({"missing": "mask"}, "missing is 'error' there and 'mask' here"),
     "dtype": ({"dtype": torch.float32}, "dtype is 'None' there and 'torch.float32' here"),

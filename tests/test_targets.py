@@ -246,7 +246,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "at without spans": (
         {"targets": np.ones(10), "target_at": "last"},
-        r"target_at='last' \(--target-at\) belongs to labels for more than one step, but its",
+        r"target_at='last' \(--target-at\) belongs to labels for more than one step, but targets",
     ),
     "at a place of its own": (
         {"targets": 3, "target_at": "first"},

@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from pyarrow import feather, parquet
 
 from throughtime.errors import DataError
-from throughtime.stream.formats import open_table
+from throughtime.stream.formats import open_table, times
+from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.times import (
     TimeSummary,
     parse_times,
+    summarize_times,
     time_kinds,
     time_span,
     time_texts,
@@ -113,20 +115,20 @@ def test_days_and_months_that_cannot_be_told_apart_are_refused(tmp_path: Path) -
 def test_a_column_of_times_is_no_input_in_any_format(
     suffix: str, unit: str, tmp_path: Path
 ) -> None:
-    times = np.arange("2020-01-01", "2020-01-03", dtype="M8[h]").astype(f"M8[{unit}]")
+    stamps = np.arange("2020-01-01", "2020-01-03", dtype="M8[h]").astype(f"M8[{unit}]")
     path = tmp_path / f"r{suffix}"
     if suffix == ".csv":
-        lines = [f"{str(t).replace('T', ' ')},{i}" for i, t in enumerate(times)]
+        lines = [f"{str(t).replace('T', ' ')},{i}" for i, t in enumerate(stamps)]
         path.write_text("\n".join(["when,x", *lines]))
     else:
-        data = pa.table({"when": times, "x": np.arange(48.0)})
+        data = pa.table({"when": stamps, "x": np.arange(48.0)})
         if suffix == ".parquet":
             parquet.write_table(data, path, row_group_size=20)
         else:
             feather.write_feather(data, path, compression="uncompressed")
     table = open_table(path)
     assert table.times == ("when",)
-    np.testing.assert_array_equal(table.read(5, 48, ["when"])[:, 0], times[5:].astype("M8[ns]"))
+    np.testing.assert_array_equal(table.read(5, 48, ["when"])[:, 0], stamps[5:].astype("M8[ns]"))
     recording = as_recording(path, 0)
     assert recording.read(0, 48).inputs.shape == (48, 1)
     part = step_times(Part(recording, 10, 20), 1, 3)
@@ -136,31 +138,33 @@ def test_a_column_of_times_is_no_input_in_any_format(
         Layout(inputs=("x", "when")).input_rows(table)
 
 
+def summary(values: Any, block: int = 65_536) -> TimeSummary:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(times, "_BLOCK", block)
+        return summarize_times(ArrayRows("times", values))
+
+
 @given(
-    steps=st.lists(st.sampled_from([1, 1, 1, 1, 2, 90, 0]), min_size=3, max_size=60),
-    cut=st.integers(1, 20),
+    steps=st.lists(st.sampled_from([1, 1, 1, 1, 2, 90]), min_size=3, max_size=60),
+    block=st.integers(2, 20),
 )
-def test_gaps_are_those_that_a_loop_counts(steps: list[int], cut: int) -> None:
-    times = np.cumsum([0, *steps]).astype("m8[s]") + np.datetime64("2020-01-01")
-    summary = TimeSummary()
-    for start in range(0, len(times), cut):
-        summary.add(times[start : start + cut].astype("M8[ns]"))
-    median = sorted(steps)[(len(steps) + 1) // 2 - 1]
-    assert summary.spacing == median * 10**9
-    assert summary.gaps == (sum(step > 1.5 * median for step in steps) if median else 0)
-    longest, row = summary.longest
-    assert longest == max(steps) * 10**9
-    assert row == (steps.index(max(steps)) + 1 if max(steps) else 0)
-    assert summary.backward is None
-    assert summary.rows == len(times)
+def test_gaps_are_those_that_a_loop_counts(steps: list[int], block: int) -> None:
+    """Measured by the median step of the first block."""
+    stamps = np.cumsum([0, *steps]).astype("m8[s]") + np.datetime64("2020-01-01")
+    result = summary(stamps.astype("M8[ns]"), block)
+    median = np.median(steps[: block - 1])
+    assert result.spacing == median * 10**9
+    assert result.gaps == sum(step > 1.5 * median for step in steps)
+    assert result.longest == (max(steps) * 10**9, steps.index(max(steps)) + 1)
+    assert result.backward is None
+    assert summary(stamps[[0, 0, 0, 1]].astype("M8[ns]")).gaps == 0
 
 
-def test_the_first_row_that_goes_back_is_named_and_empty_ones_are_counted() -> None:
-    summary = TimeSummary()
-    summary.add(np.array(["2020-01-01", "NaT"], "M8[ns]"))
-    summary.add(np.array(["2020-01-03", "2020-01-02", "2020-01-01"], "M8[ns]"))
-    assert summary.backward == (3, "2020-01-03T00:00:00", "2020-01-02T00:00:00")
-    assert summary.missing == 1
+@pytest.mark.parametrize("block", [1, 2, 3, 9])
+def test_the_first_row_that_goes_back_is_named(block: int) -> None:
+    days = ["2020-01-01", "NaT", "2020-01-03", "2020-01-02", "2020-01-01"]
+    result = summary(np.array(days, "M8[ns]"), block)
+    assert result.backward == (3, "2020-01-03T00:00:00", "2020-01-02T00:00:00")
 
 
 def test_a_span_has_the_unit_that_suits_it() -> None:
@@ -187,13 +191,10 @@ RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
 
 
 @pytest.mark.parametrize("kind", list(RATES))
-@pytest.mark.parametrize("cut", [1, 13, 4000])
-def test_evenly_spaced_stamps_have_a_rate(kind: str, cut: int) -> None:
+@pytest.mark.parametrize("block", [13, 4000])
+def test_evenly_spaced_stamps_have_a_rate(kind: str, block: int) -> None:
     """Mutants: without `unit` rounded stamps have none; without `gaps` those with a gap do."""
     values, rate = RATES[kind]
     known = np.where(np.isnan(values), 0, values).astype(np.int64).view("M8[ns]")
-    times = np.where(np.isnan(values), np.datetime64("NaT"), known)
-    summary = TimeSummary()
-    for start in range(0, len(times), cut):
-        summary.add(times[start : start + cut])
-    assert summary.rate == (None if rate is None else pytest.approx(rate, rel=1e-3))
+    stamps = np.where(np.isnan(values), np.datetime64("NaT"), known)
+    assert summary(stamps, block).rate == (None if rate is None else pytest.approx(rate, rel=1e-3))

@@ -365,10 +365,6 @@ def test_recording_may_end_and_the_next_may_start_between_chunks() -> None:
         ),
         (list, "the stream gave no chunk at all"),
         (
-            lambda: loader(shuffle=True, batch_size=2),
-            "picks its samples with a RandomSampler: .*not adjacent",
-        ),
-        (
             lambda: loader(
                 shuffle=True, batch_size=None, generator=torch.Generator().manual_seed(0)
             ),
@@ -376,7 +372,7 @@ def test_recording_may_end_and_the_next_may_start_between_chunks() -> None:
         ),
         (lambda: tt.Stream({"inputs": np.zeros((9, 3))}, 1, 5), "have no targets; a loss needs"),
     ],
-    ids=["other lanes", "tuples", "nothing", "shuffled batches", "shuffled", "no targets"],
+    ids=["other lanes", "tuples", "nothing", "shuffled", "no targets"],
 )
 def test_source_that_is_no_stream_of_chunks_is_refused(
     source: Callable[[], Any], reason: str

@@ -20,7 +20,6 @@ from throughtime.chunk import Chunk
 from throughtime.errors import DataError, counted
 from throughtime.stream.formats.table import Array
 from throughtime.stream.lanes import LaneSchedule, LaneSlice
-from throughtime.stream.layout import check_recording
 from throughtime.stream.recording import Recording, StepArrays, location
 from throughtime.stream.targets import IGNORE_INDEX
 
@@ -128,25 +127,14 @@ class Collator:
         return Block(start, chunk, masked, missing)
 
     def _metadata(self, slices: Sequence[LaneSlice], steps: int) -> tuple[Array, ...]:
-        """Resets, mask, recording, position and ends of every step.
-
-        One assignment for each slice, since there may be one for every few steps; the rest is
-        looked up by the index of the slice. The last row of the table is for idle lanes.
-        """
-        owner = np.full((self.lanes, steps), len(slices))
-        resets = np.zeros((steps, self.lanes), dtype=np.bool_)
-        for i, part in enumerate(slices):
-            owner[part.lane, part.start : part.stop] = i
+        """Resets, mask, recording, position and ends of every step; idle lanes have -1."""
+        resets, mask = np.zeros((2, steps, self.lanes), np.bool_)
+        recording, position = np.full((2, steps, self.lanes), -1)
+        for part in slices:
+            own, step = (slice(part.start, part.stop), part.lane), np.arange(part.steps)
+            recording[own], position[own] = part.recording, part.position + step
+            mask[own] = part.age + step >= self.warm_up
             resets[part.start, part.lane] = part.age == 0
-        owner = np.ascontiguousarray(owner.T)
-        step = np.arange(steps)[:, None]
-        table = np.array(
-            [(s.recording, s.position - s.start, s.age - s.start) for s in slices] + [(-1, 0, 0)]
-        )
-        played = owner < len(slices)
-        position = np.where(played, table[:, 1][owner] + step, -1)
-        mask = played & (table[:, 2][owner] + step >= self.warm_up)
-        recording = table[:, 0][owner]
         return resets, mask, recording, position, position + 1 == self._lengths[recording]
 
     def prime(self) -> StepArrays:
@@ -180,7 +168,6 @@ class Collator:
         name, arrays = recording.name, steps.by_role
         for role, array in arrays.items():
             if array.dtype.kind not in "biuf":
-                check_recording(recording, role)
                 raise DataError(
                     f"recording '{name}': the {role} are {array.dtype}, expected numbers; map text"
                     " to integers first"

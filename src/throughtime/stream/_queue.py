@@ -1,9 +1,7 @@
 """Chunks from any iterable as a source of steps for a gradient policy."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
-
-from torch.utils.data import DataLoader, SequentialSampler
+from typing import Any
 
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError
@@ -16,8 +14,6 @@ class ChunkQueue:
     """
 
     def __init__(self, chunks: Iterable[Chunk]) -> None:
-        if isinstance(chunks, DataLoader):
-            _refuse_sampler(cast("DataLoader[Any]", chunks))
         self.once = not isinstance(chunks, Sequence)
         self._source, self._chunks = chunks, _checked(chunks)
         self._waiting = list[Chunk]()
@@ -98,16 +94,6 @@ def _checked(chunks: Iterable[Any]) -> Iterator[Chunk]:
         )
 
 
-def _refuse_sampler(loader: "DataLoader[Any]") -> None:
-    sampler = loader.sampler
-    if not isinstance(sampler, SequentialSampler) and loader.batch_size is not None:
-        raise DataError(
-            f"the DataLoader picks its samples with a {type(sampler).__name__}: consecutive batches"
-            " are not adjacent in time, and the state carried between them would belong to other"
-            " steps. Give tt.updates a tt.Stream, which keeps every lane in order."
-        )
-
-
 def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
     """Require every lane to continue where it stopped, or to reset."""
     if last.lanes != chunk.lanes:
@@ -126,5 +112,5 @@ def _check_adjacent(last: Chunk, chunk: Chunk) -> None:
             f"lane {lane} jumps from recording {int(before.recording[end, lane])}, step"
             f" {int(before.position[end, lane])} to recording {int(after.recording[start, lane])},"
             f" step {int(after.position[start, lane])} without a reset: the chunks are not adjacent"
-            " (shuffled? sharded?). Mark the reset, or use tt.Stream."
+            " (shuffled? sharded by a DataLoader?). Mark the reset, or use tt.Stream."
         )

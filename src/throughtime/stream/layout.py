@@ -12,7 +12,8 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -23,11 +24,10 @@ from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, Table, is_number
-from throughtime.stream.formats.times import summarize_times, time_span
-from throughtime.stream.recording import TableRecording, innermost
+from throughtime.stream.formats.times import TimeRangeError, summarize_times, time_span
+from throughtime.stream.recording import TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
-    ConcatTable,
     FrameRows,
     check_columns,
     check_lengths,
@@ -36,13 +36,13 @@ from throughtime.stream.rows import (
 )
 from throughtime.stream.targets import (
     At,
-    SpanLabels,
     class_names,
     interval_labels,
     periodic_labels,
 )
 
-_COMPARED, _EXCERPT, _BLOCK = 1000, 64, 65_536  # rows
+_COMPARED, _EXCERPT, _BLOCK = 4096, 64, 65_536  # rows
+_WIDE = 1000  # columns at most that are compared with the targets
 _CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
@@ -196,6 +196,7 @@ def lay_out(
     *,
     static: Array | None = None,
     series: Mapping[str, RowSource] | None = None,
+    named: bool = False,
 ) -> TableRecording:
     """The recording of these rows.
 
@@ -206,12 +207,13 @@ def lay_out(
         targets: in any form; `None`: a recording without.
         static: `(S,)` features of the whole recording.
         series: more rows by name, as many as of the inputs.
+        named: whether targets may be names of classes, as they may where the task is to classify.
 
     Raises:
         DataError: no rows, series or targets of another length, an input that is the target of the
             same step, times that descend, or a setting that belongs to targets of another form.
 
-    Cost: a row of the columns whose types are checked, and all time stamps.
+    Cost: 4,096 rows of up to 1,000 input columns and of the targets, and all time stamps.
     """
     size, others = layout.frame_size, dict(series or {})
     if len(inputs) < size:
@@ -221,11 +223,15 @@ def lay_out(
     lengths = [(f"series '{key}'", len(rows)) for key, rows in others.items()]
     check_lengths(name, [("inputs", len(inputs)), *lengths])
     labels = None if targets is None else _place(name, targets, inputs, layout)
+    roles = {"inputs": inputs, "targets": None if named or layout.classify else targets}
+    for role, rows in (roles | {f"series '{key}'": rows for key, rows in others.items()}).items():
+        check_numbers(rows, role, layout.task)
     if not (layout.ahead or layout.allow_target_as_input):
         _refuse_copies(name, inputs, targets, layout.task)
     times = time_rows(inputs.table, layout.exclude) if isinstance(inputs, ColumnRows) else None
     if times is not None:
-        _check_times(name, times, layout)
+        with suppress(TimeRangeError):  # refused where they are read: they may be of no use
+            _check_times(name, times, layout)
 
     def last(rows: RowSource) -> RowSource:
         return FrameRows(rows, size, last=True) if size > 1 else rows
@@ -263,36 +269,42 @@ def _check_times(name: str, times: RowSource, layout: Layout) -> None:
 
 def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> RowSource:
     """The targets as one for each step, missing where there is none."""
-    size, every, at, rows = layout.frame_size, layout.target_every, layout.target_at, len(inputs)
-    settings = {
-        "target_every": "targets with fewer rows than the inputs",
-        "target_at": "labels for more than one step",
-        "background_class": "intervals with the columns start,stop,label",
+    size, every, rows, at = layout.frame_size, layout.target_every, len(inputs), layout.target_at
+    is_label, is_cut = isinstance(targets, Label), isinstance(targets, Intervals)
+    usable = {
+        "target_every": (not (is_label or is_cut), "targets with fewer rows than the inputs"),
+        "target_at": (is_label or is_cut or every, "labels for more than one step"),
+        "background_class": (is_cut, "intervals with the columns start,stop,label"),
     }
-    what, suits = "its targets are one for each row", set[str]()
-    if isinstance(targets, Intervals):
-        what, suits = f"{targets.source} holds intervals", {"target_at", "background_class"}
-    elif isinstance(targets, Label):
-        what, suits = "its label is for the whole recording", {"target_at"}
-    elif every is not None:
-        what, suits = f"its targets are one for every {every} rows", {"target_every", "target_at"}
-    for key, owner in settings.items():
-        if (value := getattr(layout, key)) is not None and key not in suits:
-            flag = key.replace("_", "-")
+    form = "intervals" if is_cut else f"a target for {'the recording' if is_label else 'each row'}"
+    for key, (suits, owner) in usable.items():
+        if (value := getattr(layout, key)) is not None and not suits:
             raise DataError(
-                f"recording '{name}': {key}={value!r} (--{flag}) belongs to {owner}, but {what};"
-                " leave it out"
+                f"recording '{name}': {key}={value!r} (--{key.replace('_', '-')}) belongs to"
+                f" {owner}, but {targets.source} holds {form}; leave it out"
             )
-    if isinstance(targets, Intervals):
-        labels = _typed(ArrayRows(targets.source, _numbers(targets, layout)), layout)
-        spans: SpanLabels = interval_labels(
-            name, targets.starts, targets.stops, labels, rows, at or "all", size
+    if at not in (None, "all", "last"):
+        raise DataError(
+            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries"
+            " its label) or 'last'"
         )
+    if isinstance(targets, Intervals):
+        none = isinstance(targets.labels, list) and not targets.labels  # of classes, likely
+        labels = np.asarray(targets.labels, np.int64 if none else None)
+        if labels.dtype.kind == "U" and layout.task in ("regress", "multilabel"):
+            raise DataError(
+                f"{targets.source}: labels such as '{labels[0]}' are no numbers; are they classes?"
+                " task='classify' (--task classify)"
+            )
+        if layout.task is not None and labels.dtype.kind in "biu":
+            labels = labels.astype(_whole(layout))
+        own = ArrayRows(targets.source, labels)
+        spans = interval_labels(name, targets.starts, targets.stops, own, rows, at or "all", size)
         spans.background = layout.background_class
         return spans
     if isinstance(targets, Label):
-        labels = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
-        return periodic_labels(name, labels, rows // size, rows // size, at or "last")
+        own = ArrayRows(targets.source, np.asarray(targets.value).reshape(1))
+        return periodic_labels(name, own, rows // size, rows // size, at or "last")
     if every is not None:
         return periodic_labels(name, _typed(targets, layout), every, rows, at or "last", size)
     if len(targets) != rows:
@@ -301,47 +313,28 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
             f" {len(targets):,} of {targets.source}; both need one row per step, or say by"
             " target_every=N (--target-every N) how many rows each target is for"
         )
-    frames = FrameRows(targets, size, last=True) if size > 1 else targets
-    return frames if layout.classify else _typed(frames, layout)
-
-
-def _numbers(intervals: Intervals, layout: Layout) -> Array:
-    """The labels of intervals; of a regression they are numbers."""
-    labels = np.asarray(intervals.labels)
-    if labels.dtype.kind == "U" and len(labels) and layout.task not in {None, "classify"}:
-        texts = [text.strip() for text in labels.tolist()]
-        wrong = next((text for text in texts if not is_number(text)), texts[0])
-        raise DataError(
-            f"{intervals.source}: the label {wrong!r} is no number; are they classes?"
-            " task='classify' (--task classify)"
-        )
-    return labels
+    rows = targets if layout.classify else _typed(targets, layout)
+    return FrameRows(rows, size, last=True) if size > 1 else rows
 
 
 def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
-    """Refuse a column that is an input and the target of the same step.
+    """Refuse an input that has the values of a target at the same step.
 
-    A column of a file is known by the file and its name there; one in memory by its values,
-    whatever its type. Under another name it needs more values than classes have, which may agree by
-    chance.
+    Under another name it needs more values than classes have, which may agree by chance.
     """
-    own = {} if isinstance(targets, (Intervals, Label)) else _known(targets, 0, _COMPARED)
-    pairs = {
-        column: target
-        for column, known in _known(inputs, 0, _COMPARED).items()
-        for target, wanted in own.items()
-        if known == wanted
-        and (
-            isinstance(known, str)
-            or (
-                (column == target or len(np.unique(np.frombuffer(known))) > _CLASSES)
+    own, pairs = _values(targets, 0), dict[str, str]()
+    for column, values in _values(inputs, 0).items():
+        varies = len(np.unique(values)) > _CLASSES
+        for target, wanted in own.items():
+            if (
+                (varies or (column == target and _source(inputs) == _source(targets)))
+                and np.array_equal(values, wanted, equal_nan=True)
                 and all(
-                    _known(inputs, i, i + _BLOCK)[column] == _known(targets, i, i + _BLOCK)[target]
-                    for i in range(_COMPARED, len(inputs), _BLOCK)
+                    np.array_equal(_values(inputs, i)[column], _values(targets, i)[target], True)
+                    for i in range(_COMPARED, len(inputs), _COMPARED)
                 )
-            )
-        )
-    }
+            ):
+                pairs[column] = target
     if not pairs:
         return
     texts = [c if c == target else f"{c} = {target}" for c, target in pairs.items()]
@@ -357,99 +350,72 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     )
 
 
-def _known(rows: Any, start: int, stop: int) -> dict[str, str | bytes]:
-    """By name, the column of a file that it is, or the bytes of its numbers as float64."""
-    result, blocks = dict[str, str | bytes](), list[tuple[str, Array]]()
-    for name in _columns(rows):
-        table, own = rows.table, name
-        if isinstance(table, ConcatTable):
-            table, own = table.sources[name]
-        if isinstance(table.path, Path):
-            result[name] = f"{table.path.resolve()}: {own}"
-        else:
-            blocks.append((name, table.read(start, stop, (own,))))
-    if isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
-        values = rows.read(start, stop)
-        blocks.append((rows.source, values.reshape(len(values), -1)))
-    for name, values in blocks:
-        if values.dtype.kind in "biuf" and values.shape[1] <= _COMPARED:
-            for i, column in enumerate(values.T.astype(np.float64)):
-                result[f"{name}[:, {i}]" if values.shape[1] > 1 else name] = column.tobytes()
+def _values(rows: object, start: int) -> dict[str, Array]:
+    """The numbers of the next rows as float64 by the name of the column; none of what is lazy."""
+    blocks, stop = list[tuple[str, Array]](), start + _COMPARED
+    if isinstance(rows, ColumnRows) and len(rows.columns) <= _WIDE:
+        blocks = [(name, rows.table.read(start, stop, (name,))) for name in rows.columns]
+    elif isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
+        blocks = [(rows.source, rows.read(start, stop))]
+    result = dict[str, Array]()
+    for name, block in blocks:
+        columns = block.reshape(len(block), -1).T
+        if block.dtype.kind in "biuf" and len(columns) <= _WIDE:
+            for i, column in enumerate(columns.astype(np.float64)):
+                result[f"{name}[:, {i}]" if len(columns) > 1 else name] = column
     return result
+
+
+def _source(rows: object) -> object:
+    return rows.source if isinstance(rows, ColumnRows) else None
 
 
 def _columns(rows: object) -> tuple[str, ...]:
     return rows.columns if isinstance(rows, ColumnRows) else ()
 
 
-def check_numbers(rows: object, role: str, task: str | None = None, start: int = 0) -> None:
+def check_numbers(rows: object, role: str, task: str | None = None) -> None:
     """Refuse columns of text; the message says how to leave them out.
 
     Args:
         rows: of columns of a table; others are not looked at.
         role: inputs or targets.
         task: of the layout.
-        start: the row that is looked at.
 
     Cost: one row of the columns.
     """
-    if not isinstance(rows, ColumnRows) or rows.read(start, start + 1).dtype.kind in "biuf":
+    if not isinstance(rows, ColumnRows) or rows.read(0, 1).dtype.kind in "biuf":
         return
-    table = rows.table
-    fields = {n: table.read(start, start + _EXCERPT, (n,))[:, 0] for n in rows.columns}
-    texts = {n: [*map(str, v.tolist())] for n, v in fields.items() if v.dtype.kind not in "biuf"}
-    words = {n: [t for t in v if t.strip() and not is_number(t)] for n, v in texts.items()}
-    name, names = next(iter(texts)), listed(texts, quoted=True)
-    head = (
-        f"{rows.source}: column '{name}' of the {role} holds text, such as"
-        f" {next(iter(words[name]), '')!r}"
-    )
-    if start == 0 and any(len(v) > 1 and words[n] == v[:1] for n, v in texts.items()):
-        raise DataError(
-            f"{head} in the first row and numbers after it; is the line after the header one of"
-            " units? Delete it"
-        )
-    exclude = f"tt.recording(..., exclude={names})"
-    if task is not None:
-        exclude = f"exclude={names} (--exclude {','.join([*texts][:8])})"
-    head += f", expected numbers; leave it out: {exclude}"
-    if task is not None:
-        head += f" (or is '{name}' a class? --targets {name} --task classify)"
-    elif role == "targets":
+    table, texts = rows.table, dict[str, list[str]]()
+    for name in rows.columns:
+        values = table.read(0, _EXCERPT, (name,))[:, 0]
+        if values.dtype.kind not in "biuf":
+            texts[name] = [*map(str, values.tolist())]
+    (name, first), names = next(iter(texts.items())), listed(texts, quoted=True)
+    word = next((text for text in first if text.strip() and not is_number(text)), "")
+    if word == first[0] and any(map(is_number, first)):
+        hint = "; is the line after the header one of units? Delete it"
+    elif task is not None:
+        hint = f" (or is '{name}' a class? --targets {name} --task classify)"
+    else:
         classes = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])
-        head += f", or name the classes in the order of their indices: classes={[*classes]}"
-    raise DataError(head)
-
-
-def check_recording(recording: object, role: str) -> None:
-    """Refuse columns of text of a recording that a stream plays, where they are known."""
-    table, start = innermost(recording)
-    check_numbers(getattr(table, role, None), role, start=start)
-
-
-@dataclass(frozen=True)
-class TypedLabels:
-    """Whole numbers in a type that has a value for "none": text for classes, floats otherwise."""
-
-    rows: RowSource
-    dtype: Any
-
-    @property
-    def source(self) -> str:
-        return self.rows.source
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, start: int, stop: int) -> Array:
-        labels = self.rows.read(start, stop)
-        return labels.astype(self.dtype) if labels.dtype.kind in "biu" else labels
+        hint = f", or name the classes in the order of their indices: classes={[*classes]}"
+        hint *= role == "targets"
+    raise DataError(
+        f"{rows.source}: column '{name}' of the {role} holds text, such as {word!r}, expected"
+        f" numbers; leave it out: exclude={names} (--exclude {','.join([*texts][:8])}){hint}"
+    )
 
 
 def _typed(rows: RowSource, layout: Layout) -> RowSource:
-    if layout.task is None:
+    if layout.task is None or not isinstance(rows, ColumnRows):
         return rows
-    return TypedLabels(rows, np.str_ if layout.classify else np.float64)
+    return replace(rows, whole=_whole(layout))
+
+
+def _whole(layout: Layout) -> Any:
+    """The type of whole numbers as targets, which has a value for "none"."""
+    return np.str_ if layout.classify else np.float64
 
 
 def as_static(value: Any, name: str) -> Array:

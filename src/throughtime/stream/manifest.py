@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.csv import CsvFile
 from throughtime.stream.formats.table import FOLDERS, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
@@ -64,25 +63,13 @@ class FolderContent(NamedTuple):
 def join_faults(faults: Sequence[str]) -> str:
     """Join faults into one message: five at most, and the number of others.
 
-    A sentence that holds for several files, after their names and a colon, is written once.
-
     Example:
         >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
         ('a; b', 'a; b; c; d; e; and 3 more faults')
-        >>> join_faults(["a.csv: it is empty", "b.csv: it is empty", "c.csv: no column 'u'"])
-        "a.csv, b.csv: it is empty; c.csv: no column 'u'"
     """
-    subjects: dict[str, list[str]] = {}
-    for fault in faults:
-        subject, colon, sentence = fault.partition(": ")
-        subjects.setdefault(colon + sentence or fault, []).append(subject if colon else "")
-    texts = [
-        (listed(names) if len({*names}) > 1 else names[0]) + sentence
-        for sentence, names in subjects.items()
-    ]
-    rest = sum(len(names) for names in [*subjects.values()][_MAX_FAULTS:])
-    more = [f"and {counted(rest, 'more fault')}"] if rest else []
-    return "; ".join([*texts[:_MAX_FAULTS], *more])
+    rest = len(faults) - _MAX_FAULTS
+    more = [f"and {counted(rest, 'more fault')}"] if rest > 0 else []
+    return "; ".join([*faults[:_MAX_FAULTS], *more])
 
 
 def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:
@@ -100,10 +87,7 @@ def find_recordings(data: Path, static: Sequence[str] = ()) -> list[ManifestEntr
         raise DataError(f"{data}: no such file or folder")
     manifest, faults = manifest_of(data), list[str]()
     if manifest is not None:
-        data = manifest
-        entries = list[ManifestEntry]()
-        for row in _rows(manifest, static):
-            entries.append(_entry(manifest.parent, row, static, faults))
+        data, entries = manifest, _entries(manifest, static, faults)
     elif static:
         raise DataError(
             f"{data}: static={','.join(static)} names columns of a manifest (CSV:"
@@ -133,39 +117,44 @@ def manifest_of(data: Path) -> Path | None:
 def is_manifest(path: Path) -> bool:
     """Whether a file is a manifest: a CSV file with the columns `id` and `inputs`."""
     if path.suffix.lower() == ".csv" and path.is_file():
+        from throughtime.stream.formats.csv import CsvFile
+
         with suppress(DataError):
             return {"id", "inputs"} <= {*CsvFile(path).names}
     return False
 
 
-def _rows(path: Path, static: Sequence[str]) -> list[dict[str, str]]:
-    """The lines of a manifest, read as text: the ids `1` and `001` are two recordings."""
-    file = CsvFile(path)
-    for name in static:
-        if name in COLUMNS or name not in file.names:
-            known = name in COLUMNS
-            what = "'{}' has another meaning in a manifest" if known else "there is no column '{}'"
-            raise DataError(
-                f"{path}: static={','.join(static)}, but {what.format(name)}; its columns are"
-                f" {listed(file.names)}"
-            )
+def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[ManifestEntry]:
+    """The recordings of a manifest; the faults of its lines are added to the others.
+
+    Fields are read as text: the ids `1` and `001` are two recordings.
+    """
+    from throughtime.stream.formats.csv import CsvFile
+
+    file, setting = CsvFile(path), f"{path}: static={','.join(static)}"
+    names, columns = {*file.names}, f"its columns are {listed(file.names)}"
+    if reserved := {*static} & {*COLUMNS}:
+        raise DataError(f"{setting}, but '{min(reserved)}' has another meaning in a manifest")
+    if absent := {*static} - names:
+        raise DataError(f"{setting}, but there is no column '{min(absent)}'; {columns}")
     unknown = [name for name in file.names if name not in {*COLUMNS, *static}]
-    if unknown or not {"id", "inputs"} <= {*file.names}:
-        hint = "; to feed a number of each recording to the net, write --static "
+    if unknown or not {"id", "inputs"} <= names:
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            f" optional); got {listed(file.names)}"
-            + (hint + ",".join((*static, *unknown)))
-            * bool(unknown)
+            f" optional), and those of static features that are named; got {listed(file.names)};"
+            f" to feed a number of each recording to the net, write --static"
+            f" {','.join((*static, *unknown)) or 'NAME'}"
         )
-    lines = (row for batch in file.texts() for row in batch.to_pylist())
-    rows = [{name: text.strip() for name, text in row.items()} for row in lines]
+    rows = [row for batch in file.texts() for row in batch.to_pylist()]
     if not rows:
         raise DataError(
             f"{path}: the manifest lists no recording; write a line for each, such as:"
             " a,train,a.csv"
         )
-    return rows
+    return [
+        _entry(path.parent, {name: text.strip() for name, text in row.items()}, static, faults)
+        for row in rows
+    ]
 
 
 def _entry(
@@ -173,14 +162,10 @@ def _entry(
 ) -> ManifestEntry:
     """The recording of a line; its faults are added to the others."""
     name, inputs = row["id"], [part.strip() for part in row["inputs"].split(";")]
-    targets, label = row.get("targets", ""), row.get("label", "")
-    features = [float(row[n]) if is_number(row[n]) else math.nan for n in static]
-    files = [*inputs, *([targets] if targets else [])]
-    absent = [
-        folder / file
-        for file in files
-        if not os.path.exists(folder / file) or is_folder(folder / file)  # noqa: PTH110  false for an impossible name
-    ]
+    targets, label = row.get("targets", ""), row.get("label")
+    features = {n: float(row[n]) if is_number(row[n]) else math.nan for n in static}
+    paths = [folder / file for file in (*inputs, *([targets] if targets else []))]
+    absent = [path for path in paths if not os.path.exists(path) or is_folder(path)]  # noqa: PTH110  false for an impossible name
     texts = {
         "a recording has no id": not name,
         f"'{name}' has inputs {row['inputs']!r}, expected a file, or several separated by ';'": (
@@ -189,30 +174,31 @@ def _entry(
         f"'{name}': no such file {listed(absent)}": all(inputs) and absent,
         f"'{name}' names one of its inputs twice: {row['inputs']}": len({*inputs}) < len(inputs),
         f"'{name}' has targets and the label {label!r}, expected one of them": targets and label,
+    } | {
+        f"'{name}' has {n}={row[n]!r}, and a static feature is a finite number": (
+            not math.isfinite(value)
+        )
+        for n, value in features.items()
     }
-    faults += [text for text, wrong in texts.items() if wrong]
-    faults += [
-        f"'{name}' has {feature}={row[feature]!r}, and a static feature is a finite number"
-        for feature, value in zip(static, features, strict=True)
-        if not math.isfinite(value)
-    ]
+    faults += [text for text, is_wrong in texts.items() if is_wrong]
+    files = paths[: len(inputs)]
     return ManifestEntry(
         name,
         row.get("split", ""),
-        tuple(folder / file for file in inputs),
+        tuple(files),
         folder / targets if targets else None,
-        row.get("label") if not targets else None,
-        tuple(features),
+        None if targets else label,
+        tuple(features.values()),
     )
 
 
 def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
-    """Entries of one name, and entries of the same files under several names or links."""
+    """Entries of one name, and entries of the same files under several names or symbolic links."""
     counts = Counter(entry.name for entry in entries)
     faults = [f"'{name}' is listed twice" for name, count in counts.items() if count > 1]
-    owners: dict[frozenset[object], ManifestEntry] = {}
+    owners: dict[frozenset[Path], ManifestEntry] = {}
     for entry in entries:
-        owner = owners.setdefault(frozenset(map(_identity, entry.inputs)), entry)
+        owner = owners.setdefault(frozenset(path.resolve() for path in entry.inputs), entry)
         if owner.name != entry.name:
             files = dict.fromkeys(map(str, (*owner.inputs, *entry.inputs)))
             faults.append(
@@ -220,20 +206,6 @@ def _duplicates(entries: Sequence[ManifestEntry]) -> list[str]:
                 " keep one of them, in one split"
             )
     return faults
-
-
-def _identity(path: Path) -> object:
-    """What two names of one file have in common, whether a link of either kind or another path.
-
-    Size and time are compared as well, since some network file systems number files carelessly.
-    """
-    try:
-        stat = path.stat()
-    except (OSError, ValueError):  # reported where it is opened
-        return path
-    if not stat.st_ino:
-        return path.resolve()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def read_folder(folder: Path) -> FolderContent:
@@ -245,55 +217,49 @@ def read_folder(folder: Path) -> FolderContent:
 
     Cost: a listing of each folder; no file is opened.
     """
-    entries, others, fault = list[ManifestEntry](), list[str](), ""
+    entries, others = list[ManifestEntry](), list[str]()
     for path in _walk(folder):
         name = path.relative_to(folder).as_posix()
         splits = {SPLITS[part] for part in name.lower().split("/")[:-1] if part in SPLITS}
         if path.name in MANIFESTS:
-            fault = (
-                f"the sub-folder {path.parent.name} has a manifest of its own, {name}; name"
-                f" {path.parent} as the data, or write one manifest for all in {folder}"
+            raise DataError(
+                f"{folder}: the sub-folder {path.parent.name} has a manifest of its own, {name};"
+                f" name {path.parent} as the data, or write one manifest for all in {folder}"
             )
-        elif len(splits) > 1:
-            several = " and ".join(sorted(splits))
-            fault = f"'{name}' lies in folders of the splits {several}; keep it in one of them"
-        elif path.suffix.lower() in formats.SUFFIXES:
+        if len(splits) > 1:
+            raise DataError(
+                f"{folder}: '{name}' lies in folders of the splits"
+                f" {' and '.join(sorted(splits))}; keep it in one of them"
+            )
+        if path.suffix.lower() in formats.SUFFIXES:
             entries.append(ManifestEntry(name, next(iter(splits), ""), (path,)))
         else:
             others.append(name)
+    if not entries:
+        raise DataError(
+            f"{folder}: the folder and its sub-folders hold no {', '.join(formats.SUFFIXES)} file"
+            f" and no {' or '.join(MANIFESTS)}"
+        )
     beside = [entry.name for entry in entries if not entry.split]
-    if not fault and not entries:
-        fault = (
-            f"the folder and its sub-folders hold no {', '.join(formats.SUFFIXES)} file and no"
-            f" {' or '.join(MANIFESTS)}"
+    if 0 < len(beside) < len(entries):
+        raise DataError(
+            f"{folder}: {listed(beside, quoted=True)} lie beside the folders of the splits"
+            f" {', '.join(sorted({entry.split for entry in entries} - {''}))}; move them into one"
+            f" of them, rename the folders, or write a manifest: {MANIFESTS[0]}"
         )
-    elif not fault and 0 < len(beside) < len(entries):
-        fault = (
-            f"{listed(beside, quoted=True)} lie beside the folders of the splits"
-            f" {', '.join(sorted({entry.split for entry in entries if entry.split}))}; move them"
-            f" into one of them, rename the folders, or write a manifest: {MANIFESTS[0]}"
-        )
-    if fault:
-        raise DataError(f"{folder}: {fault}")
     return FolderContent(sorted(entries, key=lambda entry: entry.name), sorted(others))
 
 
 def _walk(folder: Path) -> Iterator[Path]:
     """The files of a folder, and folders that are one recording (`.zarr`)."""
-    visited = set[tuple[int, int]]()
+    visited = set[Path]()  # links may lead to a folder twice, or in a loop
     for root, folders, files in os.walk(folder, followlinks=True):
         here = Path(root)
-        stat = here.stat()
-        known = (stat.st_dev, stat.st_ino)
-        run = here != folder and any(name in files for name in OUTPUTS)
-        if known in visited or run:
+        if here.resolve() in visited or (here != folder and {*OUTPUTS} & {*files}):
             folders.clear()
             continue
-        visited.add(known)
+        visited.add(here.resolve())
         recordings = [name for name in folders if Path(name).suffix.lower() in FOLDERS]
         yield from (here / name for name in (*files, *recordings) if not name.startswith("."))
-        folders[:] = sorted(
-            name
-            for name in folders
-            if not name.startswith(".") and name not in (*_OTHER_FOLDERS, *recordings)
-        )
+        others = {*folders} - {*_OTHER_FOLDERS, *recordings}
+        folders[:] = sorted(name for name in others if not name.startswith("."))

@@ -3,9 +3,8 @@
 Shapes: `n` rows read, `D` columns, `N` rows per frame.
 """
 
-import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -16,7 +15,7 @@ import numpy as np
 
 from throughtime.errors import DataError, did_you_mean, listed
 from throughtime.stream import formats
-from throughtime.stream.formats.arrays import ArrayRows, ArraysFile
+from throughtime.stream.formats.arrays import ArrayRows, ArraysFile, MatrixColumns, longest_arrays
 from throughtime.stream.formats.objects import (
     as_file_array,
     has,
@@ -30,11 +29,15 @@ from throughtime.stream.formats.times import nanoseconds
 
 @dataclass(frozen=True)
 class ColumnRows:
-    """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`."""
+    """Columns of a table, `(n, D)`; with `flat`, a single column is read as `(n,)`.
+
+    `whole` is the type of whole numbers; default: theirs.
+    """
 
     table: Table
     columns: tuple[str, ...]
     flat: bool = False
+    whole: Any = None
 
     @property
     def source(self) -> str:
@@ -45,6 +48,8 @@ class ColumnRows:
 
     def read(self, start: int, stop: int) -> Array:
         rows = self.table.read(start, stop, self.columns)
+        if self.whole is not None and rows.dtype.kind in "biu":
+            rows = rows.astype(self.whole)
         return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
 
 
@@ -154,18 +159,41 @@ def is_array(value: object) -> bool:
 
 
 def is_table(value: object) -> bool:
-    """Whether an object is a table, or the path of one."""
-    return isinstance(value, (str, Path)) or has_columns(value)
+    """Whether an object is a table or a single column of one, or the path of a file."""
+    return isinstance(value, (str, Path)) or has_columns(value) or is_series(value)
 
 
 def is_rows(value: object) -> bool:
     """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
-    return is_table(value) or is_series(value) or is_array(value)
+    return is_table(value) or is_array(value)
 
 
-def open_source(value: Any) -> Table:
-    """The table in a file, given by its path, or in an object that has columns."""
-    return formats.open_table(Path(value)) if isinstance(value, (str, Path)) else open_object(value)
+def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> Table:
+    """The table of anything with named columns, see `tt.recording`."""
+    if isinstance(source, Table):
+        return source
+    if isinstance(source, (str, Path)):
+        return formats.open_table(Path(source), delimiter=delimiter, decimal=decimal)
+    if delimiter is not None or decimal is not None:
+        raise DataError(
+            f"delimiter={delimiter!r}, decimal={decimal!r} belong to a CSV file, and the source is"
+            f" a {type(source).__name__}; leave them out"
+        )
+    if is_table(source):
+        return open_object(source)
+    path = f"the {type(source).__name__}"
+    if is_array(source) and len(source.shape) == 2:
+        return MatrixColumns(path, as_file_array(source))
+    # scipy.io.loadmat adds '__header__' and the like
+    items = source.items() if isinstance(source, Mapping) else ()
+    arrays = {str(key): value for key, value in items if not str(key).startswith("__")}
+    if arrays and all(map(is_array, arrays.values())):
+        arrays = {key: as_file_array(value) for key, value in arrays.items()}
+        return ArraysFile(path, longest_arrays(path, arrays))
+    raise DataError(
+        f"tt.recording got a {type(source).__name__}, expected a path, a frame, a table or group of"
+        " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
+    )
 
 
 def as_rows(value: Any, name: str, role: str) -> RowSource:
@@ -190,8 +218,8 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
         ]
         table = concat_tables(name, tables)
         return parts[0] if len(parts) == 1 else ColumnRows(table, value_columns(table))
-    if is_table(value) or is_series(value):
-        table = open_source(value)
+    if is_table(value):
+        table = as_table(value)
         return ColumnRows(table, value_columns(table), flat=role != "inputs" or is_series(value))
     if not is_array(value):
         hint = ""
@@ -262,12 +290,9 @@ def check_columns(table: Table, names: Sequence[str], role: str) -> None:
         what = f"name {listed(twice, quoted=True)} twice; name each column once of"
     elif clocks:
         what = f"hold time stamps in column '{clocks[0]}', expected numbers; leave it out of"
-    elif missing or not names:
-        hint = did_you_mean(missing[0], table.columns) if missing else ""
-        if len(table.columns) == 1 and (mark := re.search(r"[;,|\t]", table.columns[0])):
-            hint = f"; are its fields separated by {mark[0]!r}? Set the delimiter {mark[0]!r}"
-        elif len(names) > len(missing) > 0:
-            hint = f"; {listed(missing, quoted=True)} missing{hint}"
-    else:
+    elif missing:
+        hint = did_you_mean(missing[0], table.columns)
+        hint = f"; {listed(missing, quoted=True)} missing{hint}" if missing != [*names] else hint
+    elif names:
         return
     raise DataError(f"{table.path}: {role} {what} {listed(table.columns, quoted=True)}{hint}")

@@ -16,22 +16,21 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from throughtime.errors import DataError, did_you_mean, listed
-from throughtime.stream import formats
 from throughtime.stream.formats.arrays import open_bytes
-from throughtime.stream.formats.objects import has, has_columns, is_series, open_object
+from throughtime.stream.formats.objects import has, has_columns, is_series
 from throughtime.stream.formats.table import FileTable, Table
 from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
-from throughtime.stream.manifest import ManifestEntry, find_recordings, is_folder, is_manifest
+from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import Part, Recording, TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
     as_rows,
+    as_table,
     is_array,
     is_rows,
-    open_source,
 )
 from throughtime.stream.tables import recording
-from throughtime.stream.targets import check_at, horizons, shift_targets
+from throughtime.stream.targets import horizons, shift_targets
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
@@ -161,7 +160,7 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
     if isinstance(data, (str, Path)):
         return _from_path(str(data))
     if has_columns(data):
-        return [_from_table(name, open_object(data))]
+        return [_from_table(name, as_table(data))]
     if isinstance(data, Mapping):
         return [_from_mapping(data, str(data.get("name", name)))]
     if is_series(data) or is_array(data):
@@ -242,22 +241,20 @@ def _from_path(location: str) -> list[Recording]:
     if path.suffix.lower() == ".txt":
         return [text(path)]
     if not is_folder(path) and not is_manifest(path):
-        return [_from_table(path.name, formats.open_table(path))]
+        return [_from_table(path.name, as_table(path))]
     entries = find_recordings(path)
     splits = list(dict.fromkeys(entry.split for entry in entries))
     if splits != [""] or any(entry.label is not None for entry in entries):
         reason = f"has the splits {listed(splits)}" if splits != [""] else "has labels"
         choice = f"tt.recordings('{path}')['{splits[0] or 'train'}']"
         raise DataError(f"{path}: {reason}; write tt.Stream({choice}, ...)")
-    return [_from_entry(entry) for entry in entries]
-
-
-def _from_entry(entry: ManifestEntry) -> Recording:
-    """The files of one recording, all columns of them."""
-    if entry.targets is None and len(entry.inputs) == 1:
-        return _from_table(entry.name, formats.open_table(entry.inputs[0]))
-    values = {"inputs": list(entry.inputs), "targets": entry.targets}
-    return _from_mapping(values, entry.name)
+    return [
+        _from_mapping({"inputs": [first, *others], "targets": entry.targets}, entry.name)
+        if others or entry.targets is not None
+        else _from_table(entry.name, as_table(first))
+        for entry in entries
+        for first, *others in [entry.inputs]
+    ]
 
 
 def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
@@ -276,16 +273,18 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             f" 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names, one row"
             f" per step{hint or '; several recordings are a list: list(data.values())'}"
         )
+    targets = _targets(values, name)
     settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
+    if settings and targets is None:
+        raise DataError(
+            f"recording '{name}' has '{min(settings)}' and no targets that it could belong to"
+        )
     settings["ahead"] = horizons(values.get("ahead", 0))
-    layout = Layout(**settings)
-    if layout.target_at is not None:
-        check_at(name, layout.target_at)
     result = lay_out(
         name,
         as_rows(values["inputs"], name, "inputs"),
-        layout,
-        _targets(values, name),
+        Layout(**settings),
+        targets,
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
@@ -295,31 +294,24 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
 def _targets(values: Mapping[str, Any], name: str) -> Targets | None:
     """The targets of a mapping, in whichever form it has them."""
     value, intervals = values.get("targets"), values.get("intervals")
-    if value is not None and intervals is not None:
+    if intervals is None:
+        if value is None:
+            return None
+        if (np.isscalar(value) and not isinstance(value, str)) or getattr(
+            value, "shape", None
+        ) == ():
+            return Label("the mapping", value)
+        return as_rows(value, name, "targets")
+    if value is not None:
         raise DataError(
             f"recording '{name}' has targets and intervals, expected one of them: a step has one"
             " target"
         )
-    if intervals is not None:
-        return _intervals(intervals, name)
-    if value is None:
-        for key in _SETTINGS:
-            if key in values:
-                raise DataError(
-                    f"recording '{name}' has '{key}' and no targets that it could belong to"
-                )
-        return None
-    if (np.isscalar(value) and not isinstance(value, str)) or getattr(value, "shape", None) == ():
-        return Label("the mapping", value)
-    return as_rows(value, name, "targets")
-
-
-def _intervals(source: Any, name: str) -> Intervals:
-    if isinstance(source, (str, Path)):
-        return Intervals.of(open_source(source))
-    if isinstance(source, (list, tuple)) and len(source) == 3:
-        return Intervals("the mapping", *source)
+    if isinstance(intervals, (str, Path)):
+        return Intervals.of(as_table(intervals))
+    if isinstance(intervals, (list, tuple)) and len(intervals) == 3:
+        return Intervals("the mapping", *intervals)
     raise DataError(
-        f"recording '{name}': intervals are a {type(source).__name__}, expected (starts, stops,"
+        f"recording '{name}': intervals are a {type(intervals).__name__}, expected (starts, stops,"
         " labels), or a path"
     )

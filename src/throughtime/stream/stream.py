@@ -26,7 +26,6 @@ from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
 from throughtime.stream.lanes import LaneSchedule, check_offset
 from throughtime.stream.recording import Recording, sample_checksum
 from throughtime.stream.sources import Recordings, as_recordings
-from throughtime.stream.targets import share_label_type
 
 BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
 
@@ -157,7 +156,6 @@ class Stream:
                 " use torch.autocast"
             )
         self.recordings: tuple[Recording, ...] = tuple(as_recordings(recordings))
-        share_label_type(self.recordings)
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.offset, self.hand_off = offset, hand_off
@@ -317,11 +315,7 @@ class Stream:
         if self.position >= end:
             self._begin(self.epoch + 1)
             return None
-        stop, position, block = min(self.position + steps, end), self.position, self._block
-        if block is not None and block.start <= position and stop <= block.stop:  # the usual case
-            self.position = stop
-            return block.chunk._cut(position - block.start, stop - block.start)
-        parts = list[Chunk]()
+        stop, position, parts = min(self.position + steps, end), self.position, list[Chunk]()
         while position < stop:
             block = self._read_block(position)
             first, last = position - block.start, min(stop, block.stop) - block.start
@@ -466,16 +460,12 @@ class Stream:
         names = "\n".join(
             f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True)
         )
+        settings = ("lanes", "seed", "offset", "hand_off", "missing")
         return {
-            "lanes": self.lanes,
-            "ranks": self._shard.ranks,
-            "rank": self._shard.rank,
-            "seed": self.seed,
-            "offset": self.offset,
-            "hand_off": self.hand_off,
+            **{name: getattr(self, name) for name in settings},
+            **self._shard._asdict(),
             "warm_up": self._collator.warm_up,
             "dtype": str(self._collator.dtype),
-            "missing": self.missing,
             "recordings": len(self.recordings),
             "total_steps": sum(self.lengths),
             "names_and_lengths": hashlib.sha256(names.encode()).hexdigest()[:16],

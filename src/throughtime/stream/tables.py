@@ -5,30 +5,17 @@ Shapes: `T` steps, `D` input features, `C` target columns, `S` static features.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 
 from throughtime.errors import DataError, did_you_mean, listed
-from throughtime.stream import formats
-from throughtime.stream.formats.arrays import (
-    ArrayRows,
-    ArraysFile,
-    MatrixColumns,
-    longest_arrays,
-)
-from throughtime.stream.formats.arrow import ArrowFile, arrow_columns
-from throughtime.stream.formats.objects import (
-    arrow_table,
-    as_file_array,
-    has_columns,
-    is_series,
-    open_object,
-)
+from throughtime.stream.formats.arrays import ArrayRows
+from throughtime.stream.formats.objects import arrow_table, has_columns
 from throughtime.stream.formats.table import Array, RowSource, Table
-from throughtime.stream.layout import Layout, as_static, check_numbers, lay_out
+from throughtime.stream.layout import Layout, as_static, lay_out
 from throughtime.stream.recording import Part, Recording
-from throughtime.stream.rows import as_rows, is_array
+from throughtime.stream.rows import as_rows, as_table, is_array
 from throughtime.stream.targets import horizons, shift_targets, with_classes
 
 _BLOCK = 65_536  # rows
@@ -96,6 +83,12 @@ def recording(
         >>> next(iter(stream))
         Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
     """
+    named: Any = series or {}
+    if not isinstance(named, Mapping):
+        raise DataError(
+            f"series={series!r}: expected the columns of each series by its name, such as"
+            " series={'weight': 'w'}"
+        )
     table = as_table(source, delimiter, decimal)
     title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
     targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
@@ -103,8 +96,8 @@ def recording(
     layout = Layout(
         inputs=names_of(inputs),
         targets=names_of(targets) if _is_names(targets) else (),
-        exclude=(*_excluded(table, exclude), *constant),
-        series=_series(series),
+        exclude=(*_known(table, exclude, "exclude"), *constant),
+        series={key: names_of(names) for key, names in named.items()},
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )
@@ -112,23 +105,26 @@ def recording(
     if targets is not None and not layout.targets:
         by_name = classes is not None and is_array(targets)
         labels = ArrayRows("targets", targets) if by_name else as_rows(targets, title, "targets")
-    rows, others = layout.input_rows(table, layout.targets), layout.series_rows(table)
+    rows = layout.input_rows(table, layout.targets)
     features = _constants(table, constant) if constant else static
-    features = None if features is None else as_static(features, title)
-    result = with_classes(
-        lay_out(title, rows, layout, labels, static=features, series=others), classes
+    whole = lay_out(
+        title,
+        rows,
+        layout,
+        labels,
+        static=None if features is None else as_static(features, title),
+        series=layout.series_rows(table),
+        named=classes is not None,
     )
-    named = {"inputs": rows, "targets": labels if classes is None else None}
-    for role, values in (named | {f"series '{key}'": rows for key, rows in others.items()}).items():
-        check_numbers(values, role)
+    result = with_classes(whole, classes)
     end = len(result) if stop is None else stop
     if not 0 <= start < end <= len(result):
         raise DataError(
             f"recording '{title}': start={start}, stop={stop} of {len(result)} steps; expected"
             " 0 <= start < stop <= the number of steps"
         )
-    whole = end - start == len(result)
-    return shift_targets(result if whole else Part(result, start, end), ahead)
+    part = result if end - start == len(result) else Part(result, start, end)
+    return shift_targets(part, ahead)
 
 
 def from_frame(
@@ -181,12 +177,13 @@ def from_frame(
             f"got a {type(frame).__name__}, expected a data frame or an Arrow table; of a file make"
             " one: pandas.read_csv(path), or use tt.recording(path, ...)"
         )
+    from throughtime.stream.formats.arrow import arrow_columns
+
     arrow = arrow_table(frame)
     whole = arrow_columns(f"the {type(frame).__name__}", arrow)
-    groups, times = names_of(by), names_of(time)
-    used = (*groups, *times)
-    if absent := [name for name in used if name not in whole.columns]:
-        _no_column(whole, absent, "group or sort by")
+    groups, times = (_known(whole, names, "group or sort by") for names in (by, time))
+    # time stamps are no inputs, and show the gaps that a forecast would cross
+    used = (*groups, *(name for name in times if name not in whole.times))
     recordings: list[Recording] = []
     for rows in _groups(whole, arrow, groups, times):
         first = arrow.slice(int(rows[0]), 1)
@@ -200,7 +197,7 @@ def from_frame(
             static=static,
             name=group,
             series=series,
-            exclude=(*_excluded(whole, exclude), *used),
+            exclude=(*_known(whole, exclude, "exclude"), *used),
             classes=classes,
             ahead=ahead,
             allow_target_as_input=allow_target_as_input,
@@ -210,18 +207,19 @@ def from_frame(
 
 
 def _groups(
-    whole: ArrowFile, table: Any, names: tuple[str, ...], times: tuple[str, ...]
+    whole: Table, table: Any, names: tuple[str, ...], times: tuple[str, ...]
 ) -> list[Array]:
     """The rows of each group, in order of time; groups in order of appearance."""
-    import pyarrow as pa
-
-    groups = [np.arange(len(whole))] if len(whole) else []
-    if names and groups:
-        keys = [_key(whole, name, table.column(name).combine_chunks()) for name in names]
-        columns = {str(i): key for i, key in enumerate(keys)} | {"row": pa.array(groups[0])}
-        grouped = pa.table(columns).group_by([*columns][:-1], use_threads=False)
-        lists = grouped.aggregate([("row", "list")]).column("row_list").combine_chunks()
-        groups = np.split(lists.values.to_numpy(), lists.offsets.to_numpy()[1:-1])
+    owner = np.zeros(len(whole), np.int64)
+    for name in names:
+        column = table.column(name).combine_chunks()
+        if column.null_count:
+            row = column.is_null().to_pylist().index(True)
+            raise DataError(f"{whole.path}: row {row} has no '{name}', so it belongs to no group")
+        codes = column.dictionary_encode().indices.to_numpy()
+        owner = np.unique(owner * (1 + codes.max(initial=0)) + codes, return_inverse=True)[1]
+    _, first, owner = np.unique(owner, return_index=True, return_inverse=True)
+    owner, values = first[owner], np.arange(len(whole))
     for time in times:
         values = whole.read(0, len(whole), (time,))[:, 0]
         if values.dtype.kind not in "iufM":
@@ -231,53 +229,27 @@ def _groups(
             )
         if (missing := values != values).any():
             raise DataError(f"{whole.path}: row {int(missing.argmax())} has no time '{time}'")
-        groups = [rows[np.argsort(values[rows], kind="stable")] for rows in groups]
-        for rows in groups:
-            same = values[rows][1:] == values[rows][:-1]
-            if same.any():
-                first, second = rows[same.argmax() :][:2]
-                raise DataError(
-                    f"{whole.path}: rows {first} and {second} have the same '{time}',"
-                    f" {values[first]}, in one group; which is first? Name another by=, or drop one"
-                )
-    return groups
-
-
-def _key(whole: ArrowFile, name: str, column: Any) -> Any:
-    """A column that names groups."""
-    if column.null_count:
-        row = column.is_null().to_pylist().index(True)
-        raise DataError(f"{whole.path}: row {row} has no '{name}', so it belongs to no group")
-    return column.dictionary_decode() if hasattr(column, "dictionary") else column  # a categorical
-
-
-def _no_column(table: Table, absent: Sequence[str], use: str) -> Never:
-    raise DataError(
-        f"{table.path}: there is no column {listed(absent, quoted=True)} to {use}; it has"
-        f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
-    )
-
-
-def _excluded(table: Table, exclude: Any) -> tuple[str, ...]:
-    """The names of columns that are not used, checked."""
-    names = names_of(exclude)
-    if absent := [name for name in names if name not in table.columns]:
-        _no_column(table, absent, "exclude")
-    return names
-
-
-def _series(series: Any) -> dict[str, tuple[str, ...]]:
-    """The columns of each series, checked."""
-    if not (series is None or (isinstance(series, Mapping) and all(map(_is_name, series)))):
+    order = np.lexsort((values, owner))
+    begins = np.diff(owner[order]) != 0
+    same = (values[order][1:] == values[order][:-1]) & ~begins
+    if same.any():
+        one, other = order[same.argmax() :][:2]
         raise DataError(
-            f"series={series!r}: expected the columns of each series by its name, such as"
-            " series={'weight': 'w'}"
+            f"{whole.path}: rows {one} and {other} have the same '{times[0]}', {values[one]}, in"
+            " one group; which is first? Name another by=, or drop one"
         )
-    return {key: names_of(names) for key, names in (series or {}).items()}
+    return np.split(order, np.flatnonzero(begins) + 1) if len(whole) else []
 
 
-def _is_name(key: object) -> bool:
-    return isinstance(key, str) and key.isidentifier()
+def _known(table: Table, names: Any, use: str) -> tuple[str, ...]:
+    """Names of columns, checked."""
+    names = names_of(names)
+    if absent := [name for name in names if name not in table.columns]:
+        raise DataError(
+            f"{table.path}: there is no column {listed(absent, quoted=True)} to {use}; it has"
+            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
+        )
+    return names
 
 
 def _is_names(value: Any) -> bool:
@@ -291,34 +263,6 @@ def names_of(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else tuple(map(str, value))
-
-
-def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> Table:
-    """The table of anything with named columns, see `tt.recording`."""
-    if isinstance(source, Table):
-        return source
-    if isinstance(source, (str, Path)):
-        return formats.open_table(Path(source), delimiter=delimiter, decimal=decimal)
-    if delimiter is not None or decimal is not None:
-        raise DataError(
-            f"delimiter={delimiter!r}, decimal={decimal!r} belong to a CSV file, and the source is"
-            f" a {type(source).__name__}; leave them out"
-        )
-    if has_columns(source) or is_series(source):
-        return open_object(source)
-    path = f"the {type(source).__name__}"
-    if is_array(source) and len(source.shape) == 2:
-        return MatrixColumns(path, as_file_array(source))
-    # scipy.io.loadmat adds '__header__' and the like
-    items = source.items() if isinstance(source, Mapping) else ()
-    arrays = {str(key): value for key, value in items if not str(key).startswith("__")}
-    if arrays and all(map(is_array, arrays.values())):
-        arrays = {key: as_file_array(value) for key, value in arrays.items()}
-        return ArraysFile(path, longest_arrays(path, arrays))
-    raise DataError(
-        f"tt.recording got a {type(source).__name__}, expected a path, a frame, a table or group of"
-        " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
-    )
 
 
 def _constants(table: Table, names: tuple[str, ...]) -> Array:

@@ -28,7 +28,6 @@ from throughtime.stream.recording import (
     Recording,
     RecordingView,
     StepArrays,
-    innermost,
     step_times,
 )
 
@@ -89,7 +88,6 @@ def periodic_labels(
     Raises:
         DataError: the number of labels does not fit that of the rows.
     """
-    check_at(name, at)
     count = check_whole(f"recording '{name}': target_every", count, 1, DataError)
     expected = -(-rows // count)
     if len(labels) != expected:
@@ -111,7 +109,6 @@ def interval_labels(
         DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the
             message names the first.
     """
-    check_at(name, at)
     sizes = [np.size(starts), np.size(stops), len(labels)]
     what = f"recording '{name}': intervals in {labels.source}"
     if len({*sizes}) > 1:
@@ -139,25 +136,6 @@ def interval_labels(
     if lost:
         labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
     return SpanLabels(begin[kept], end[kept], labels, rows // frame_size, at, lost=lost)
-
-
-def check_at(name: str, at: Any) -> None:
-    """Refuse anything but the two words."""
-    if at not in ("all", "last"):
-        raise DataError(
-            f"recording '{name}': target_at={at!r}, expected 'all' (every step of a span carries"
-            " its label) or 'last'"
-        )
-
-
-def share_label_type(recordings: Iterable[Recording]) -> None:
-    """Give recordings without any interval the type of the labels that others have."""
-    tables = [innermost(recording)[0] for recording in recordings]
-    spans = [t.targets for t in tables if t is not None and isinstance(t.targets, SpanLabels)]
-    labelled = next((labels for labels in spans if len(labels.starts)), None)
-    for labels in spans:
-        if labelled is not None and not len(labels.starts):
-            labels.labels = labelled.labels  # none of which is read
 
 
 def class_name(value: object) -> str:

@@ -26,7 +26,6 @@ from throughtime.stream.formats.arrays import (
     open_variable,
     refuse_packed,
 )
-from throughtime.stream.formats.arrow import arrow_columns
 from throughtime.stream.formats.table import (
     Array,
     FileArray,
@@ -87,15 +86,33 @@ def open_object(value: Any) -> Table:
         return ArraysFile(name, longest_arrays(name, arrays))
     if _type_name(value, [_RAW]):
         return RawColumns(name, value)
+    from throughtime.stream.formats.arrow import arrow_columns
+
     return arrow_columns(name, arrow_table(value))
 
 
 def arrow_table(value: Any) -> Any:
-    """A frame, series or Arrow object as a `pyarrow.Table`; a column without a name is `0`."""
+    """A frame, series or Arrow object as a `pyarrow.Table`; a column without a name is `0`.
+
+    An index of time stamps is the first column of a frame of pandas.
+
+    Raises:
+        DataError: a column of pandas holds Python objects of several types.
+    """
     import pyarrow as pa
 
     if _type_name(value, ["pandas.DataFrame", "pandas.Series"]):
-        table: Any = _from_pandas(value)
+        frame = value.to_frame() if is_series(value) else value
+        try:
+            table: Any = pa.Table.from_pandas(frame, preserve_index=False)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise DataError(
+                f"the {type(value).__name__}: {error}; convert the column, or leave it out:"
+                " frame.drop(columns=[...])"
+            ) from error
+        index, name = value.index, str(value.index.name or "index")
+        if index.dtype.kind == "M" and name not in table.column_names and not is_series(value):
+            table = table.add_column(0, name, [pa.array(index)])
     else:
         arrow = value.to_arrow() if has(value, "to_arrow") else value  # of polars
         column = getattr(value, "name", "") or "0"
@@ -104,29 +121,6 @@ def arrow_table(value: Any) -> Any:
         if str(field.type) == "string_view":  # of which Arrow takes no rows
             table = table.set_column(i, field.name, table.column(i).cast(pa.large_string()))
     return table
-
-
-def _from_pandas(value: Any) -> Any:
-    """A frame or series as an Arrow table; an index of time stamps is the first column of a frame.
-
-    A column of mixed Python objects has a type there that is refused when it is read.
-    """
-    import pyarrow as pa
-
-    if is_series(value):
-        named = [("0" if value.name is None else str(value.name), value)]
-    else:
-        named = [(str(name), value.iloc[:, i]) for i, name in enumerate(value.columns)]
-        index = str(value.index.name or "index")
-        if value.index.dtype.kind == "M" and index not in dict(named):
-            named.insert(0, (index, value.index))
-    arrays: list[Any] = []
-    for _, column in named:
-        try:
-            arrays.append(pa.array(column, from_pandas=True))
-        except (pa.ArrowException, TypeError, ValueError):
-            arrays.append(pa.nulls(len(column), pa.struct({"unknown to Arrow": pa.null()})))
-    return pa.table(arrays, names=[name for name, _ in named])
 
 
 class RawColumns(Table):

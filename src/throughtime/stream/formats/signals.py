@@ -190,10 +190,7 @@ class WfdbFile(Table):
 
 def _wfdb_files(path: Path) -> tuple[Path, ...]:
     """The files that must not change: the header, and the signal files and segments it names."""
-    files = [path]
     with unreadable(f"{path}: not a readable WFDB header"):
-        for file in files:  # of which more are added: a segment has a header, which names files
-            words = file.read_text("latin-1").split() if file.suffix == path.suffix else ()
-            named = (path.parent / name for word in words for name in (word, f"{word}.hea"))
-            files += [other for other in named if other.is_file() and other not in files]
-    return tuple(files)
+        words = dict.fromkeys(path.read_text("latin-1").split())
+        named = (path.parent / name for word in words for name in (word, f"{word}.hea"))
+        return (path, *filter(Path.is_file, named))

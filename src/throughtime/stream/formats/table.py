@@ -123,6 +123,10 @@ class FileStamp(NamedTuple):
             )
 
 
+class DamagedError(DataError):
+    """A cached file does not hold what was written; opened again, it is made again."""
+
+
 class FileTable(Table):
     """A table of one file, which every read compares with the file that was opened.
 
@@ -144,6 +148,9 @@ class FileTable(Table):
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         for stamp in self._stamps:
             stamp.check()
+        with contextlib.suppress(DamagedError):
+            return self.handle.get().rows(start, stop, columns)
+        self.handle.release()
         return self.handle.get().rows(start, stop, columns)
 
 

@@ -10,9 +10,8 @@ A kind of times is the order of a date and what follows it, such as `dmy+time`.
 
 import contextlib
 import re
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -130,16 +129,20 @@ def _iso(match: re.Match[str] | None, order: str, rest: str) -> str:
     return f"{day} {hour:0>2}{part['M'].replace(',', '.') or ':00'}{zone}"
 
 
+class TimeRangeError(DataError):
+    """A time that `datetime64[ns]` does not have."""
+
+
 def nanoseconds(values: Array, source: str) -> Array:
     """Times as `datetime64[ns]`; times of day are those of 1970-01-01.
 
     Raises:
-        DataError: a time outside of the years that this type has, such as 9999-12-31 for "never".
+        TimeRangeError: a time outside of the years that this type has, such as 9999-12-31.
     """
     result = _EPOCH + values if values.dtype.kind == "m" else values.astype("M8[ns]")
     wrong = ~np.isnat(values) & (values.dtype.kind == "M") & (result.astype(values.dtype) != values)
     if wrong.any():
-        raise DataError(
+        raise TimeRangeError(
             f"{source}: holds the time {values[wrong][0]}, and time stamps are from 1678 to 2261;"
             " correct it, or leave the column out"
         )
@@ -160,102 +163,61 @@ def time_texts(values: Array) -> list[str]:
     ]
 
 
-@dataclass
-class TimeSummary:
+class TimeSummary(NamedTuple):
     """The time stamps of a recording: their spacing, and what is irregular.
 
     Attributes:
-        rows: how many there are.
-        missing: how many are empty.
+        spacing: the median step of the first rows in nanoseconds; 0 without steps.
+        gaps: how many steps are longer than one and a half times that; 0 where it is 0.
+        longest: the longest step, and the row after it.
         backward: the first row that is earlier than the one before it, and the two times.
-        longest: the longest step in nanoseconds, and the row after it.
-        shortest: the shortest step.
-        unit: the largest time of which all steps are multiples.
+        rate: rows per second; `None` where rows are not evenly spaced, or too few to tell.
+        is_even: whether rows are evenly spaced. Stamps may be rounded: each differs from its time
+            by less than the unit in which they are written. Or their steps differ by a fiftieth.
     """
 
-    rows: int = 0
-    missing: int = 0
-    backward: tuple[int, str, str] | None = None
+    spacing: float = 0
+    gaps: int = 0
     longest: tuple[int, int] = (0, 0)
-    shortest: int = np.iinfo(np.int64).max
-    unit: int = 0
-    _span: int = 0
-    _count: int = 0
-    _mean: tuple[float, float] = (0.0, float("inf"))  # range of those that rounded stamps can have
-    _steps: Counter[int] = field(default_factory=Counter[int])  # in nanoseconds, three digits
-    _last: Array = field(default_factory=lambda: np.empty(0, "M8[ns]"))
-
-    def add(self, values: Array) -> None:
-        """Add the times of the next rows, `datetime64[ns]`."""
-        known = ~np.isnat(values)
-        rows = np.flatnonzero(known) + self.rows
-        self.missing += len(values) - len(rows)
-        self.rows += len(values)
-        times = np.concatenate([self._last, values[known]])
-        self._last = times[-1:]
-        steps, rows = np.diff(times).astype(np.int64), rows[len(rows) + 1 - len(times) :]
-        if not len(steps):
-            return
-        if self.backward is None and (steps < 0).any():
-            index = int((steps < 0).argmax())
-            before, after = time_texts(times[index : index + 2])
-            self.backward = (int(rows[index]), before, after)
-        self.shortest = min(self.shortest, int(steps.min()))
-        self.unit = int(np.gcd.reduce(steps, initial=self.unit))
-        passed = self._span + np.cumsum(steps)
-        counts = self._count + np.arange(1, len(steps) + 1)
-        self._count, self._span = int(counts[-1]), int(passed[-1])
-        low, high = (passed - self.unit) / counts, (passed + self.unit) / counts
-        self._mean = max(self._mean[0], low.max()), min(self._mean[1], high.min())
-        longest = int(steps.argmax())
-        if steps[longest] > self.longest[0]:
-            self.longest = (int(steps[longest]), int(rows[longest]))
-        digits = 10.0 ** np.floor(np.log10(np.maximum(steps, 1)) - 2)
-        rounded = np.where(steps > 999, np.round(steps / digits) * digits, steps)
-        values, counts = np.unique(rounded.astype(np.int64), return_counts=True)
-        self._steps.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
-
-    @property
-    def spacing(self) -> int:
-        """The median step in nanoseconds, to three digits; 0 without steps."""
-        half, total = self._steps.total() / 2, 0
-        for step in sorted(self._steps):
-            total += self._steps[step]
-            if total >= half:
-                return step
-        return 0
-
-    @property
-    def is_even(self) -> bool:
-        """Whether rows are evenly spaced.
-
-        Stamps may be rounded: each differs from its time by less than the unit in which they are
-        written. Or their steps differ by a fiftieth.
-        """
-        jitter = self.longest[0] - self.shortest
-        rounded = jitter <= self.unit and self._mean[0] <= self._mean[1]
-        close = rounded or jitter <= self._span / 50 / max(1, self.rows - 1)
-        return close and self.shortest > 0 and not self.missing and not self.gaps
-
-    @property
-    def rate(self) -> float | None:
-        """Rows per second; `None` where rows are not evenly spaced, or too few to tell."""
-        count = self.rows - 1
-        return 1e9 * count / self._span if count >= _FEW and self.is_even else None
-
-    @property
-    def gaps(self) -> int:
-        """How many steps are longer than one and a half times the median; 0 where that is 0."""
-        limit = 1.5 * self.spacing
-        return sum(n for step, n in self._steps.items() if step > limit) if limit else 0
+    backward: tuple[int, str, str] | None = None
+    rate: float | None = None
+    is_even: bool = False
 
 
 def summarize_times(rows: RowSource) -> TimeSummary:
     """Read time stamps `(n,)` once, in blocks."""
-    summary = TimeSummary()
+    result, known, span, unit, shortest = TimeSummary(), 0, 0, 0, np.inf
+    times, low, high = np.empty(0, "M8[ns]"), 0.0, np.inf  # means that rounded stamps can have
     for start in range(0, len(rows), _BLOCK):
-        summary.add(rows.read(start, start + _BLOCK))
-    return summary
+        values = rows.read(start, start + _BLOCK)
+        present = np.flatnonzero(~np.isnat(values))
+        known += len(present)
+        times = np.concatenate([times[-1:], values[present]])
+        steps = np.diff(times).astype(np.int64)
+        if not len(steps):
+            continue
+        after = start + present[-len(steps) :]
+        if result.backward is None and (steps < 0).any():
+            i = int((steps < 0).argmax())
+            result = result._replace(backward=(int(after[i]), *time_texts(times[i : i + 2])))
+        counts = np.arange(known - len(steps), known)
+        passed = span + np.cumsum(steps)
+        span, unit = int(passed[-1]), int(np.gcd.reduce(steps, initial=unit))
+        low = max(low, ((passed - unit) / counts).max())
+        high = min(high, ((passed + unit) / counts).min())
+        shortest, i = min(shortest, steps.min()), int(steps.argmax())
+        spacing = result.spacing or float(np.median(steps))
+        result = result._replace(
+            spacing=spacing,
+            gaps=result.gaps + int((steps > 1.5 * spacing).sum()) * (spacing > 0),
+            longest=max(result.longest, (int(steps[i]), int(after[i])), key=itemgetter(0)),
+        )
+    count = len(rows) - 1
+    jitter = result.longest[0] - shortest
+    close = (jitter <= unit and low <= high) or jitter <= span / 50 / max(1, count)
+    is_even = bool(close and shortest > 0 and known > count and not result.gaps)
+    rate = 1e9 * count / span if is_even and count >= _FEW else None
+    return result._replace(is_even=is_even, rate=rate)
 
 
 def time_span(nanoseconds: float) -> str:
