@@ -12,11 +12,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._device import send
-from throughtime.carry._refusal import inputs_hint
 from throughtime.carry.carried import (
     Carried,
     device_of,
@@ -378,3 +377,24 @@ class _OneThread:
 
     def __exit__(self, *error: object) -> None:
         self._calls.clear()
+
+
+def inputs_hint(module: nn.Module, x: Tensor) -> str:
+    """What to do with whole numbers, and with tokens of a net that embeds them; empty of others."""
+    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    if x.is_complex() or (x.is_floating_point() and not embeddings):
+        return ""
+    if not embeddings:
+        return (
+            f"; whole numbers ({x.dtype}) are read as indexes, without a dimension of features:"
+            " convert features first, such as inputs.astype(np.float32)"
+        )
+    if x.is_floating_point():
+        return f": an embedding takes whole numbers, not {x.dtype}: write inputs.long()"
+    most = min(m.num_embeddings for m in embeddings)
+    if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
+        return (
+            f": they hold the tokens {int(x.min())} to {int(x.max())}, the embedding has 0 to"
+            f" {most - 1}"
+        )
+    return ": tokens are whole numbers of shape (T, B), those of a single step (B,)"

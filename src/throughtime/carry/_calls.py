@@ -39,6 +39,7 @@ from throughtime.carry._layout import (
     ORDERS,
     TIME_FIRST,
     LaneLayout,
+    MisfitError,
     Order,
     OutputLayout,
     Path,
@@ -53,7 +54,7 @@ from throughtime.state import State
 
 Call = Literal["chunk", "step", "last"]
 _setting = threading.RLock()  # held while attributes of a module hold the state of one call
-PAST, STATE = "past", "state"  # keys where a module gets the steps before a chunk
+PAST, SEEN, STATE = "past", "seen", "state"  # keys where a module gets the steps before a chunk
 CALLS: dict[Call, str] = {
     "chunk": "one call for each chunk",
     "step": "one call for each step, without a time dimension",
@@ -168,6 +169,8 @@ class Convention:
             tuple.
         outputs: the layout of each item that is one.
         lanes: where the lanes are in the state.
+        is_bare: whether the first steps of a recording come without zeros for the context, since
+            the module pads inside: that is not the same behind a convolution with a bias.
     """
 
     hints: Hints = Hints()
@@ -182,6 +185,7 @@ class Convention:
     start: str | tuple[Any] | None = None
     outputs: tuple[OutputLayout, ...] = ()
     lanes: LaneLayout = field(default_factory=LaneLayout)
+    is_bare: bool = False
 
     @property
     def written(self) -> Callable[..., Any] | None:
@@ -314,7 +318,8 @@ class ModuleAdapter(Adapter):
         ]
         lines = [
             f"{type(self.module).__name__}: called with {inputs}: {CALLS[c.call]}"
-            + f", after {past} steps of the past" * bool(past),
+            + f", after {past} steps of the past" * bool(past)
+            + ", fewer at a start" * c.is_bare,
             *([f"state: {c.where}"] if c.where else []),
             f"leaves, lanes first: {', '.join(shapes)}",
             f"start: {c.start_name}",
@@ -338,7 +343,9 @@ class ModuleAdapter(Adapter):
         state = c.lanes.fill(start, lanes, weight_of(self.module))
         if not c.hints.context:
             return state
-        return {PAST: c.padded(self.inputs(lanes)[:0]).transpose(0, 1), STATE: state}
+        past = c.padded(self.inputs(lanes)[:0]).transpose(0, 1)
+        seen = {SEEN: past.new_zeros(lanes, dtype=torch.int64)} if c.is_bare else {}
+        return {PAST: past, **seen, STATE: state}
 
     def inputs(self, lanes: int) -> Tensor:
         """Example inputs of one step, `(1, B, ...)`, on the device of the weights."""
@@ -388,32 +395,59 @@ class ModuleAdapter(Adapter):
             return leaf.to(weight) if weight is not None and leaf.is_floating_point() else leaf
 
         start = None if c.start == OWN else trees.map_tensors(fit, self.start(lanes))
-        return self._invoke(c.parts(c.padded(x))[0], start)
+        return self._invoke(c.parts(c.padded(x))[0], start, c.hints.context)
 
     # ------------------------------------------------------------ calls
 
     def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
         c, context = self.convention, self.convention.hints.context
-        if context:
-            x, state = torch.cat([state[PAST].transpose(0, 1), x]), state[STATE]
-        after = c.lanes.to_module(state)
+        if not context:
+            return self._run(x, state, 0, resets)
+        x, steps = torch.cat([state[PAST].transpose(0, 1), x]), len(x)
+        after: Any = {PAST: x[-context:].transpose(0, 1)}
+        if not c.is_bare:
+            y, after[STATE] = self._run(x, state[STATE], context)
+            return y, after
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise ModelError(
+                f"{type(self.module).__name__} pads inside, so that the first steps of a recording"
+                " take other calls than the later ones, and no exported file has both. Pad the"
+                f" inputs once, by {context} steps, and let the convolutions pad nothing"
+            )
+        # one call for the lanes that have seen as many steps
+        ys, states, order = list[Tensor](), list[State](), list[Tensor]()
+        for seen in state[SEEN].unique().tolist():
+            order.append(lanes := (state[SEEN] == seen).nonzero().flatten())
+            rows = trees.select(state[STATE], lanes) if c.lanes.dims else ()
+            y, end = self._run(x[context - seen :, lanes], rows, seen)
+            ys.append(y)
+            states.append(end)
+        back = torch.cat(order).argsort()
+        after[SEEN] = (state[SEEN] + steps).clamp(max=context)
+        after[STATE] = trees.map_leaves(lambda *leaves: torch.cat(leaves)[back], *states)
+        return torch.cat(ys, 1)[:, back], after
+
+    def _run(
+        self, x: Tensor, state: State, before: int, resets: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Outputs and state after the steps `x`, of which those `before` are of the past."""
+        c, after = self.convention, self.convention.lanes.to_module(state)
         if after is state and not isinstance(state, Tensor):  # lists that the module may write into
             after = trees.map_leaves(lambda leaf: leaf, state)
         outputs: list[Tensor] = []
         for part in c.parts(x):
-            result, after = self._invoke(part, after, resets)
-            outputs.append(self.read(result, x[:1] if c.call != "chunk" else x))
+            result, after = self._invoke(part, after, before, resets)
+            outputs.append(self.read(result, x[:1] if c.call != "chunk" else x, before))
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        after = c.lanes.lanes_first(after)
-        return y, {PAST: x[-context:].transpose(0, 1), STATE: after} if context else after
+        return y, c.lanes.lanes_first(after)
 
-    def read(self, result: Any, x: Tensor) -> Tensor:
-        """The outputs `(T, B, ...)` of a call, of the steps after the context.
+    def read(self, result: Any, x: Tensor, before: int = 0) -> Tensor:
+        """The outputs `(T, B, ...)` of a call, of the steps after those `before`.
 
         Those of several items lie side by side, `(T, B, C)`.
         """
-        steps, lanes = x.shape[0] - self.convention.hints.context, x.shape[1]  # export needs no len
-        ys = [y.read(result, steps, lanes) for y in self.convention.outputs]
+        steps, lanes = x.shape[0] - before, x.shape[1]  # export needs no len
+        ys = [y.read(result, steps, lanes, before) for y in self.convention.outputs]
         if self.unpack is None:
             return ys[0]
         return torch.cat([y.reshape(steps, lanes, -1) for y in ys], -1)
@@ -429,22 +463,31 @@ class ModuleAdapter(Adapter):
         named = {key: part for key, part in rows if isinstance(key, str)}
         return named if len(named) == len(rows) else tuple(part for _, part in rows)
 
-    def _invoke(self, x: Tensor, state: Any, resets: Tensor | None = None) -> tuple[Any, State]:
+    def _invoke(
+        self, x: Tensor, state: Any, before: int = 0, resets: Tensor | None = None
+    ) -> tuple[Any, State]:
         """The result of the module, and the state after it.
 
         Args:
             x: inputs.
             state: in the layout of the module; None for the module's own, or a `PortCall`.
+            before: steps of the past among them.
             resets: for a layer of tt.nn.
         """
         c, module = self.convention, self.module
         args = self._arranged(x)
         with self._holding(state) if self.touched else nullcontext():
             if c.written is not None:
-                return c.written(module, *args, state)
+                result = c.written(module, *args, state)
+                if type(result) is tuple and len(result) == 2:
+                    return result
+                what = f"{len(result)} items" if type(result) is tuple else type(result).__name__
+                raise MisfitError(
+                    f"call returned {what}, expected (outputs, next state): write the two of them"
+                )
             if self._hooks is not None:
                 is_call = isinstance(state, PortCall)
-                call = state if is_call else PortCall(state or {}, len(x), c.hints.context)
+                call = state if is_call else PortCall(state or {}, len(x), before)
                 return self._hooks.run(call, args), {**call.before, **call.after}
             if not c.arguments:
                 return module(*args), self._attributes()

@@ -183,8 +183,10 @@ def _positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...
 # ---------------------------------------------------------------- what one call shows
 
 
-def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> list[dict[str, Port]]:
-    """The recurrent submodules that one call of `forward` shows.
+def ports_of(
+    module: nn.Module, forward: Callable[[], Any], steps: tuple[int, ...]
+) -> list[dict[str, Port]]:
+    """The recurrent submodules that one call of `forward` with a number of `steps` shows.
 
     Those of torch.nn; then with cells of the user's, but for those inside another.
     """
@@ -215,19 +217,21 @@ def ports_of(module: nn.Module, forward: Callable[[], Any], steps: int) -> list[
     return [layers, ports] if layers and layers != ports else [ports]
 
 
-def _port(part: nn.Module, calls: list[tuple[tuple[Any, ...], Any]], steps: int) -> Port | None:
+def _port(
+    part: nn.Module, calls: list[tuple[tuple[Any, ...], Any]], steps: tuple[int, ...]
+) -> Port | None:
     """How a submodule takes and returns a state, by its calls; None if it has none."""
     (x, *state), result = calls[-1]
     if isinstance(part, nn.RNNBase):
         # it may run over another dimension, such as frequency
         batches = isinstance(x, Tensor) and x.dim() == 3 and len(calls) == 1
-        over_time = not batches or x.shape[int(part.batch_first)] == steps
+        over_time = not batches or x.shape[int(part.batch_first)] in steps
         state = [result[1]] if over_time and not part.bidirectional else []
     elif len(calls) == 1 and isinstance(result, tuple) and {*map(type, state)} <= {type(None)}:
         # a part with an optional state
         names = [p.name for p in parameters_of(part.forward)[1:]]
         state = [result[-1]] if len(names) == 1 and names_state(names[0]) else []
-    elif len(calls) != steps or steps == 1:
+    elif len(calls) not in steps or steps[0] == 1:
         state = []
     elif isinstance(part, nn.RNNCellBase):
         state = [result]
@@ -238,7 +242,7 @@ def _port(part: nn.Module, calls: list[tuple[tuple[Any, ...], Any]], steps: int)
     return Port(pytree.tree_structure(state[0] if len(state) == 1 else (*state,)), len(state))
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()
+OF_EVERY_MODULE = vars(nn.Module()).keys() | vars(nn.RNN(1, 1, device="meta")).keys()
 HOLDS = (type(None), Tensor, tuple, list, dict, int, float, np.ndarray)  # a state, or a counter
 
 
@@ -248,7 +252,10 @@ def attributes(module: nn.Module) -> dict[Key, Any]:
         (name, key): copied(value)
         for name, part in module.named_modules()
         for key, value in (vars(part) | part._buffers).items()
-        if key not in _OF_EVERY_MODULE and isinstance(value, HOLDS)
+        if key not in OF_EVERY_MODULE
+        and isinstance(value, HOLDS)
+        # weights that weight_norm and spectral_norm of torch.nn.utils compute for each call
+        and part._parameters.keys().isdisjoint((f"{key}_g", f"{key}_orig"))
     }
 
 

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
-from throughtime.carry._inside import get_attributes
-from throughtime.carry._layout import ORDERS, item_at, shapes_of
+from throughtime.carry._inside import attributes, get_attributes, set_attributes
+from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
     Snapshot,
@@ -114,11 +114,12 @@ LAWS: dict[str, Sentences] = {
     "kept": Sentences(
         "what it returns depends on attributes beside its state, which calls change",
         "It keeps a part of its state in attributes. Let forward(x, state) return (y, state) with"
-        " all of it, or keep all of it in attributes",
+        " all of it, or keep all of it in attributes, a count of steps as a tensor (lanes,)",
     ),
     "random": Sentences(
-        "two recordings start from different states: its start is random",
-        "Give it one that is fixed",
+        "two recordings start from different states: its start is random, or what an earlier call"
+        " has left in attributes",
+        "Give it one that is fixed, and set attributes to it, such as to None, before tt.carry",
     ),
     "start": Sentences(
         "it gives other outputs, or gradients, for no state than from the start that was tried, or"
@@ -238,7 +239,10 @@ class Laboratory:
             yield Law(name, deviation, tolerance, error, is_training)
 
     def _random(self) -> float:
-        return difference(*self._starts)
+        first, second = self._starts
+        if not isinstance(self._c.start, tuple):  # the user's own may differ between lanes
+            second = trees.map_leaves(lambda leaf: leaf[:1].expand(leaf.shape), second)
+        return difference(first, second)
 
     def _repeat(self) -> float:
         # in evaluation, what the first run left in attributes and buffers must not matter
@@ -385,8 +389,27 @@ class Laboratory:
         return difference(y, z) * self._scale / (1 + float(y.abs().max()))
 
     def _kept(self) -> float:
-        """How much the attributes that a call leaves change what the next one makes and leaves."""
+        """How much the attributes that a call leaves change what the next one makes and leaves.
+
+        Counts of calls go on far beyond those of a trial.
+        """
         adapter: Any = self.adapter
+        self.restore()
+        rows = [attributes(self.module)]
+        for _ in range(2):
+            self.run(self.x, state=self._starts[0], restore=False)
+            rows.append(attributes(self.module))
+        counts = {
+            key: value + 1000 * (value - rows[1][key])
+            for key, value in rows[2].items()
+            if type(value) in (int, float) and len({row.get(key) for row in rows}) == 3
+        }
+        if counts:
+            self.restore()
+            set_attributes(self.module, counts)
+            late = self.run(self.x, state=self._starts[0], restore=False)
+            if (deviation := self._apart(*late)) > self.tolerance:
+                return deviation
         if self._c.attributes:
             return 0.0
         keys, adapter.touched = adapter.touched, ()
@@ -414,7 +437,12 @@ class Laboratory:
             return 0.0
         y, end = self.run(x)
         end = end[STATE] if c.hints.context else end
-        rows = [(adapter.read(y, c.padded(x)), c.lanes.lanes_first(state)) for y, state in calls]
+        try:
+            rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
+        except MisfitError:
+            if c.hints.context:
+                return 0.0  # its first steps alone have fewer outputs: it needs the zeros
+            raise
         return max(difference(*rows), self._difference(rows[0], (y, end)))
 
     def _last(self) -> float:
@@ -433,7 +461,8 @@ class Laboratory:
         """What the author's own call returns, and the state after it."""
         adapter: Any = self.adapter
         self.restore()
-        adapter.convention = replace(self._c, start=start, call=call)
+        bare = replace(self._c.hints, context=0)
+        adapter.convention = replace(self._c, hints=bare, start=start, call=call)
         try:
             with self.constant_randomness():
                 return adapter.first_call(x)

@@ -80,7 +80,7 @@ class OutputLayout:
 
     @classmethod
     def of(
-        cls, path: Path, y: Tensor, orders: Sequence[Order], steps: int, lanes: int, context: int
+        cls, path: Path, y: Tensor, orders: Sequence[Order], sizes: tuple[int, int, int], call: str
     ) -> "OutputLayout | None":
         """The layout of a tensor with one output for each step and lane; None for others.
 
@@ -88,31 +88,33 @@ class OutputLayout:
             path: of the tensor.
             y: what a call returned.
             orders: of dimensions that it may have, the usual first.
-            steps: T.
-            lanes: B.
-            context: steps before those, which may have outputs as well.
+            sizes: T, B, and the steps of the context, which may have outputs as well.
+            call: what one call of the module runs: of a chunk of one step, outputs may have time.
         """
-        shape, (first, *_) = tuple(y.shape), orders
+        shape: tuple[int, ...] = tuple(y.shape)
+        first, (steps, lanes, context) = orders[0], sizes
+        has_time = steps > 1 or (call == "last" and len(shape) > 2)
         for skip in dict.fromkeys((context, 0)) if shape and y.is_floating_point() else ():
-            sizes = steps + skip, lanes
+            both = steps + skip, lanes
             fits = [
                 cls(path, order, tuple(n for i, n in enumerate(shape) if i not in order), skip)
                 for order in orders
-                if len(shape) > max(order) and tuple(shape[i] for i in order) == sizes
+                if len(shape) > max(order) and tuple(shape[i] for i in order) == both
             ]
-            if shape[0] == math.prod(sizes):
-                fits.insert(len(fits) * (sizes[0] > 1), cls(path, first, shape[1:], skip))
-            if fits or sizes == (1, 1):
+            if shape[0] == math.prod(both):
+                fits.insert(len(fits) * has_time, cls(path, first, shape[1:], skip))
+            if fits or both == (1, 1):
                 return fits[0] if fits else cls(path, first, shape, skip)
         return None
 
-    def read(self, result: Any, steps: int, lanes: int) -> Tensor:
-        """The outputs `(T, B, ...)`.
+    def read(self, result: Any, steps: int, lanes: int, before: int = 0) -> Tensor:
+        """The outputs `(T, B, ...)`, of a call with `before` steps of the past.
 
         Raises:
             MisfitError: the shape of the item does not fit.
         """
-        y, (t, b), steps = item_at(result, self.path), self.order, steps + self.skip
+        skip = min(self.skip, before)
+        y, (t, b), steps = item_at(result, self.path), self.order, steps + skip
         if y.dim() != 2 + len(self.features) or (y.shape[t], y.shape[b]) != (steps, lanes):
             # steps and lanes in one dimension, or squeeze() in a module drops a time or a batch
             if y.numel() != steps * lanes * math.prod(self.features):
@@ -123,7 +125,7 @@ class OutputLayout:
                 )
             t, b = min(t, 1), 1 - min(t, 1)
             y = y.reshape(*((lanes, steps) if t else (steps, lanes)), *self.features)
-        return y.movedim((t, b), (0, 1))[self.skip :]
+        return y.movedim((t, b), (0, 1))[skip:]
 
 
 class LaneDim(NamedTuple):

@@ -5,18 +5,20 @@ Shapes: `T` steps, `B` lanes.
 
 import inspect
 import re
+from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from throughtime import state as trees
 from throughtime.carry._calls import Convention, layer_zeros
-from throughtime.carry._inside import is_turned, names_state, parameters_of
+from throughtime.carry._inside import RECURRENT, is_turned, names_state, parameters_of
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import MisfitError, path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
 from throughtime.carry._trial import reach_of
 from throughtime.errors import ModelError
 
+LENGTH = "len"  # in the name of an argument that no state has
 MARK = 9973  # stands for the number of lanes in shapes
 ASKS = re.compile("return|output|use_cache|need")  # flags by which a module is asked for a state
 GOES_ON = re.compile("mask|not_|nonterminal|continu")  # arguments that are 0 where a lane restarts
@@ -41,6 +43,13 @@ CAUSES = {  # parts that usually break a law over time
         nn.modules.instancenorm._InstanceNorm,
     ): "it normalises over time. Normalise the features of each step alone",
 }
+
+
+class _Code(str):
+    """A part of a line to write."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def refusal(search: Search, convention: Convention | None, link: str) -> ModelError:
@@ -69,9 +78,10 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     text = _uncallable(search, nearest.error) if law is None else broken(module, law, c)
     late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
     line, start = "", f"start={_start(search, nearest)}"
+    is_written = search.hints.inputs or callable(search.hints.call)
     if law is not None and law.name in ("random", "start"):
         line = f"\nWrite: tt.carry(module, {start})"
-    elif (law is None or law.name == "memory") and (call := _call(search)):
+    elif (law is None or law.name == "memory") and not is_written and (call := _call(search)):
         line = (
             f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, {start}), where call"
             " returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
@@ -112,39 +122,79 @@ def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
 
 def _uncallable(search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
-    module, first = search.module, search.hints.batch_first
-    if not has_forward(module) and search.hints.call is None:
+    module, hints = search.module, search.hints
+    if not has_forward(module) and hints.call is None:
         return "has no forward, so the call must be written."
-    needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
-    unknown = [name for name in needed if not names_state(name)]
-    past, what = reach_of(module), f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-    if unknown and len(unknown) < len(needed):
-        text = (
-            f"its forward requires {', '.join(map(repr, unknown))} beside its"
-            " first input and its state. Inputs in several arguments are split by"
-            " tt.carry(module, inputs=lambda x: (x[..., :2], x[..., 2:])); what marks a restart is"
-            " a constant in a call of yours, since a carried net is restarted by resets"
-        )
-    elif search.is_callable and not search.has_state:
-        text = (
-            "it has no recurrent layer of torch.nn inside, and no state was"
-            " found in its arguments, attributes or submodules: there is nothing to carry, as in"
-            " attention over steps, or it is a variable of forward, where it cannot be reached."
-            " Let forward(x, state) return (y, state)"
-        )
-        if first is not None:
-            text += f". If it takes the other order: tt.carry(module, batch_first={not first})"
-    elif past and isinstance(error, MisfitError):
+    text = "" if hints.inputs or callable(hints.call) else _arguments(module)
+    if not text and search.is_callable and not search.has_state:
+        text = _stateless(search)
+    past = reach_of(module)
+    if not text and past and not hints.context and isinstance(error, MisfitError):
         text = (
             f"{error}. If it is a convolution over time that shortens the"
             f" sequence, keep the steps before a chunk: tt.carry(module, context={past})"
         )
+    if not text and isinstance(error, MisfitError):
+        text = str(error)
+    if not text:
+        what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        text = f"the call that came furthest failed: {what}"
+        if not hints.inputs and not callable(hints.call):
+            text += (
+                ". Inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x:"
+                " ...)"
+            )
+    return f"cannot be carried: {text}."
+
+
+def _arguments(module: nn.Module) -> str:
+    """What a forward requires that is neither its inputs nor a state; empty if nothing."""
+    needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
+    unknown = [name for name in needed if not names_state(name)]
+    if lengths := [name for name in unknown if LENGTH in name]:
+        return (
+            f"its forward requires {lengths[0]!r}, and all lanes of a chunk are as long: write"
+            " tt.carry(module, inputs=lambda x: (x, torch.full((x.shape[1],), len(x)))), with"
+            " x.transpose(0, 1) if it takes (B, T, ...)"
+        )
+    if not 0 < len(unknown) < len(needed):
+        return ""
+    return (
+        f"its forward requires {', '.join(map(repr, unknown))} beside its first input and its"
+        " state. Inputs in several arguments are split by tt.carry(module, inputs=lambda x: (x[...,"
+        " :2], x[..., 2:])); what marks a restart is a constant in a call of yours, since a carried"
+        " net is restarted by resets"
+    )
+
+
+def _stateless(search: Search) -> str:
+    """What is wrong with a module that can be called, in which no state was found."""
+    module, hints = search.module, search.hints
+    parts = [(n, m) for n, m in module.named_modules() if isinstance(m, RECURRENT)]
+    past = reach_of(module)
+    if parts and isinstance(parts[0][1], nn.RNNBase):
+        text = f"its layer '{parts[0][0]}' does not run over the steps of a chunk"
+        if hints.inputs and parts[0][1].batch_first:
+            text += ", since inputs= has to return (B, T, ...) here: x.transpose(0, 1)"
+        text += ". Let forward(x, state) return (y, state)"
+    elif past and not hints.context:
+        text = (
+            "it has no recurrent layer of torch.nn inside. If it convolves over time, a chunk needs"
+            f" {past} steps of the past, the sum of (kernel_size - 1) * dilation: write"
+            f" tt.carry(module, context={past})"
+        )
     else:
         text = (
-            f"the call that came furthest failed: {what}. Inputs that are several arguments or a"
-            " dict: tt.carry(module, inputs=lambda x: ...)"
+            "no recurrent layer of torch.nn runs over its steps, and no state was found in its"
+            " arguments, attributes or submodules: there is nothing to carry, as in attention over"
+            " steps, or it is a variable of forward, where it cannot be reached. Let forward(x,"
+            " state) return (y, state)"
         )
-    return f"cannot be carried: {text}."
+    if hints.batch_first is not None:
+        text += (
+            f". If it takes the other order: tt.carry(module, batch_first={not hints.batch_first})"
+        )
+    return text
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -184,32 +234,35 @@ def _call(search: Search) -> str:
 
 def _start(search: Search, failure: Failure) -> str:
     """A start from tensors of the module that have the sizes of the state, a method, or zeros."""
-    module, c, state = search.module, failure.convention, layer_zeros(search.module, MARK)
-    fits: list[list[str]] = []
-    if c is not None and c.lanes.dims:
-        tensors = [*module.named_parameters(), *module.named_buffers()]
-        fits = [
-            [
-                f"m.{n}"
-                for n, t in tensors
-                if t.numel() == leaf.numel() and (names_state(n) or re.search("0$|init|start", n))
-            ]
-            for leaf in trees.tensors(c.lanes.example)
-        ]
-        state = c.lanes.to_module(c.lanes.fill(None, MARK, None)) if c.arguments else state
-    if fits and all(fits):
-        texts = [names[min(i, len(names) - 1)] for i, names in enumerate(fits)]
-    elif search.own_methods and failure.law is None:
-        texts = [f"m.{search.own_methods[0]}(lanes)"]
-    else:
-        leaves = [] if state is None else trees.tensors(state)
-        if any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
-            leaves = [
-                leaf.reshape(MARK, -1) for leaf in leaves
-            ]  # such a mask is multiplied with it
-        texts = [f"torch.zeros{tuple(leaf.shape)}" for leaf in leaves] or ["torch.zeros(lanes, N)"]
-    text = ", ".join(texts).replace(str(MARK), "lanes")
-    return f"lambda m, lanes: {text if len(texts) == 1 else f'({text})'}"
+    module, c, law = search.module, failure.convention, failure.law
+    layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
+    zeros = [layer_zeros(layer, MARK) for layer in layers]
+    state: Any = zeros[0] if len(zeros) == 1 else (*zeros,)
+    has_lanes = c is not None and bool(c.lanes.dims)
+    if search.own_methods and law is None and not has_lanes:
+        state = _Code(f"m.{search.own_methods[0]}(lanes)")
+    elif c is not None and has_lanes and law is not None:
+        state = c.lanes.to_module(c.lanes.fill(None, MARK, None))
+    elif any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
+        # such a mask is multiplied with it
+        state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    own = [(n, t) for n, t in tensors if names_state(n) or re.search("0$|init|start", n)]
+    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    fits = [[n for n, t in own if t.numel() * MARK == leaf.numel()] for leaf in leaves]
+    chosen = iter(
+        [names[min(i, len(names) - 1)] for i, names in enumerate(fits)] if all(fits) else ()
+    )
+
+    def text(leaf: Any) -> Any:
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else None
+        is_tried = law is not None and law.name == "start"
+        zeros = f"torch.full({shape}, VALUE)" if is_tried else f"torch.zeros{shape}"
+        name = next(chosen, None) if has_lanes else None
+        return leaf if shape is None else _Code(zeros if name is None else f"m.{name}")
+
+    shown = tree_map(text, state) if state != () else "torch.zeros(lanes, N)"
+    return f"lambda m, lanes: {shown}".replace(str(MARK), "lanes")
 
 
 def bidirectional_error(name: str) -> ModelError:
@@ -220,24 +273,3 @@ def bidirectional_error(name: str) -> ModelError:
         " bidirectional=False if it runs over time; over another dimension, such as frequency,"
         " write the call: tt.carry(module, call=lambda m, x, state: ...)."
     )
-
-
-def inputs_hint(module: nn.Module, x: Tensor) -> str:
-    """What to do with whole numbers, and with tokens of a net that embeds them; empty of others."""
-    embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    if x.is_complex() or (x.is_floating_point() and not embeddings):
-        return ""
-    if not embeddings:
-        return (
-            f"; whole numbers ({x.dtype}) are read as indexes, without a dimension of features:"
-            " convert features first, such as inputs.astype(np.float32)"
-        )
-    if x.is_floating_point():
-        return f": an embedding takes whole numbers, not {x.dtype}: write inputs.long()"
-    most = min(m.num_embeddings for m in embeddings)
-    if x.numel() and not 0 <= int(x.min()) <= int(x.max()) < most:
-        return (
-            f": they hold the tokens {int(x.min())} to {int(x.max())}, the embedding has 0 to"
-            f" {most - 1}"
-        )
-    return ": tokens are whole numbers of shape (T, B), those of a single step (B,)"

@@ -15,6 +15,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
@@ -186,7 +188,9 @@ class Search:
                         if self._accepts(convention, lanes):
                             return convention
                         law = self.failures[-1].law
-                        if law is not None and law.name in NEAR:
+                        # without a state, a context as long as a trial passes all but `long`
+                        is_short = bool(self.hints.context) and convention.is_inside
+                        if law is not None and law.name in NEAR and not is_short:
                             return None
                     if any(failure.stage >= 2 for failure in self.failures):
                         return None  # it takes so many lanes, and breaks a law
@@ -238,11 +242,11 @@ class Search:
         if hints.batch_first is not None:
             orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
         calls: Any = [hints.call] if hints.call in CALLS else CALLS
-        for call in calls:
+        for is_bare, call in product((False, True)[: 1 + bool(hints.context)], calls):
             for order in orders[:1] if call == "step" or hints.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:
                     for base in self._places(Convention(hints, call, order, drop), x):
-                        yield from self._complete(base, x)
+                        yield from self._complete(replace(base, is_bare=is_bare), x)
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with a place of the state."""
@@ -258,9 +262,11 @@ class Search:
             self._note(base, error=error)
             return
         required = [p.name for p in options if p.default is p.empty]
+        if any("len" in name for name in required):
+            self._note(base, error=MisfitError(f"requires {required}"))
+        elif required and len({*map(names_state, required)}) == 1:
+            yield replace(base, arguments=(*required,))
         if required:
-            if len({*map(names_state, required)}) == 1:
-                yield replace(base, arguments=(*required,))
             return
         yield base  # attributes: an argument is an option then
         named = [p.name for p in options if names_state(p.name)]
@@ -272,7 +278,7 @@ class Search:
             yield replace(base, arguments=names)
 
     def _with_ports(self, base: Convention, x: Tensor) -> Iterator[Convention]:
-        whole, steps = replace(base, call="chunk"), len(x) + base.hints.context
+        whole, steps = replace(base, call="chunk"), (len(x), len(x) + base.hints.context)
         with suppress(*CALL_ERRORS), self.twins[0].bound(whole) as bound:
             for ports in ports_of(bound.module, lambda: bound.first_call(x), steps):
                 if ports and base.call != "step":
@@ -295,15 +301,18 @@ class Search:
         for start in starts:
             first = replace(base, start=start)
             try:
-                # a method may put back what the first call has left
-                changed = self._changed(
-                    replace(base, start=None) if base.is_inside else first, parts
-                )
+                # a method may put back what the first call has left, or make the attributes
+                try:
+                    changed = self._changed(
+                        replace(base, start=None) if base.is_inside else first, parts
+                    )
+                except AttributeError:
+                    changed = self._changed(first, parts)
                 kept = tuple(key for key, is_fixed in changed.items() if is_fixed)
                 first = replace(first, attributes=kept * base.is_inside, scratch=(*changed,))
                 result, after = self.twins[0].first_call(first, x)
             except CALL_ERRORS as error:
-                self._note(first, error=error)
+                self._note(first, isinstance(error, MisfitError) / 2, error)
                 continue
             self.is_callable, self.has_state = True, self.has_state or bool(kept)
             for keys in _state_keys(first, result):
@@ -342,13 +351,19 @@ class Search:
             held = [] if c.arguments or not is_state(state) else [*map(id, trees.tensors(state))]
             others = [(p, y) for p, y in leaves if p[:1] not in zip(c.result) and id(y) not in held]
             leaves = others or leaves
+            for _, value in trees._by_path(result):
+                if not isinstance(value, (Tensor, Number, str, type(None))):
+                    raise MisfitError(
+                        f"it returns a {type(value).__name__}, which may be the outputs: write the"
+                        " call, or name a tensor, tt.carry(module, output=...)"
+                    )
         else:
             keys = hint if isinstance(hint, list) else [hint]
             paths = [key if isinstance(key, tuple) else (key,) for key in keys]
             leaves = [((*p, *key), y) for p in paths for key, y in tensor_paths(item_at(result, p))]
         orders = (c.order, *ORDERS) if c.call == "chunk" else (TIME_FIRST, LANES_FIRST)
         sizes = len(x), x.shape[1], c.hints.context
-        fits = [OutputLayout.of(path, y, orders, *sizes) for path, y in leaves]
+        fits = [OutputLayout.of(path, y, orders, sizes, c.call) for path, y in leaves]
         layouts = [layout for layout in fits if layout is not None]
         if not layouts or (self.hints.several and None in fits):
             raise MisfitError(

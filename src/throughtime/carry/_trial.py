@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from throughtime._device import fork_rng
+from throughtime.carry._inside import OF_EVERY_MODULE
 
 STEPS, LANES = 7, 3  # of a trial: small, different, and rarely the sizes of a layer
 LONG_STEPS, MAX_STEPS = 32, 256  # of one of a link on more steps, and of any at most
@@ -97,9 +98,9 @@ class Snapshot:
         containers: list[Any] = []
         for part in module.modules():
             own = vars(part)
-            public = [value for name, value in own.items() if name[:1] != "_"]
+            held = [value for name, value in own.items() if name not in OF_EVERY_MODULE]
             containers += [own, part._buffers, part._parameters]
-            containers += [value for value in public if isinstance(value, (list, dict))]
+            containers += [value for value in held if isinstance(value, (list, dict))]
         self._containers = [(values, copy.copy(values)) for values in containers]
         self._buffers = [(b, b.detach().clone()) for b in module.buffers()]
 

@@ -255,7 +255,7 @@ class Carried(nn.Module):
         if isinstance(error, ThroughtimeError) and not isinstance(error, ModelError):
             return
         weight = next(self.module.parameters(), x)
-        if weight.device != x.device:
+        if weight.device != x.device and not weight.is_meta:
             raise ModelError(
                 f"the inputs are on {x.device}, the weights of {type(self.module).__name__} on"
                 f" {weight.device}: move the inputs, x.to({str(weight.device)!r}), or the net"

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime._files import write_together
-from throughtime.carry._refusal import inputs_hint
 from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import session
@@ -35,6 +34,7 @@ from throughtime.diagnose import SettlingTime, settling_time
 from throughtime.errors import ConfigError, DataError, ModelError, listed, one_line
 from throughtime.gradient.window import check_whole
 from throughtime.nn.affine import refuse_whole_recordings
+from throughtime.predict import inputs_hint
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream

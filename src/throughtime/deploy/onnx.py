@@ -225,7 +225,7 @@ def _plain_layers(net: nn.Module) -> Generator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that began it."""
-    while error.__cause__ is not None:
-        error = error.__cause__
+    """The first line of the error that began it, or of one that the net itself raised."""
+    while not isinstance(error, ModelError) and (before := error.__cause__ or error.__context__):
+        error = before
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
