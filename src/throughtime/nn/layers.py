@@ -356,8 +356,10 @@ def run_layers(
         widths = cell.widths(layer.hidden_size, layer.proj_size)
         leaves = [x.new_zeros(count, x.shape[1], width) for width in widths]
     else:
-        leaves = [leaf if batched else leaf.unsqueeze(1) for leaf in _leaves(hx)]
-    entering = list(zip(*[[t] if count == 1 else t.split(1) for t in leaves], strict=True))
+        leaves = _leaves(hx) if batched else [leaf.unsqueeze(1) for leaf in _leaves(hx)]
+    entering: list[States] = [tuple(leaves)]
+    if count > 1:
+        entering = list(zip(*[leaf.split(1) for leaf in leaves], strict=True))
     ends: list[States] = []
     for k in range(layer.num_layers):
         if k and layer.dropout and layer.training:
