@@ -67,8 +67,8 @@ class Part(NamedTuple):
 PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(35_226, 25_000),
-    "kernels, nn": Part(16_000, 16_000),
-    "carry": Part(26_777, 20_000, modules=11),
+    "kernels, nn": Part(15_997, 16_000),
+    "carry": Part(25_670, 20_000, modules=11),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(33_387, 18_000),

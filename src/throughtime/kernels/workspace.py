@@ -26,18 +26,27 @@ from throughtime.kernels.recurrent import (
 from throughtime.state import State
 
 
+class _Leaf(NamedTuple):
+    """A leaf: an empty tensor like it, the bytes of a layer, its fields in the calls."""
+
+    like: Tensor
+    size: int
+    before: str
+    after: str
+
+
 class _ModuleState(NamedTuple):
     """The state of a recurrent module: leaves `(B, L, H)`, in memory one layer after another.
 
     Attributes:
         name: of the module.
-        leaves: the name of each in the calls, and an empty tensor like it.
+        leaves: in the order of the cell.
         calls: of its layers.
         histories: of each layer the values of each leaf after every step of the last run.
     """
 
     name: str
-    leaves: list[tuple[str, Tensor]]
+    leaves: list[_Leaf]
     calls: list[Call]
     histories: list[list[Tensor]]
 
@@ -113,11 +122,11 @@ class Workspace:
             if len(widths) > 1:  # c is saved after the gates, in whole vectors
                 cells = saved.view(5, self._steps, self._lanes, -1)[4]
                 histories[-1].append(cells[..., :hidden])
-        likes = [
-            self._like.new_empty(module.num_layers, self._lanes, width).transpose(0, 1)
-            for width in widths
-        ]
-        leaves = list(zip(cell.states, likes, strict=True))
+        leaves: list[_Leaf] = []
+        for leaf, width in zip(cell.states, widths, strict=True):
+            like = self._like.new_empty(module.num_layers, self._lanes, width)
+            size = like[0].nbytes
+            leaves.append(_Leaf(like.transpose(0, 1), size, leaf + "0", leaf + "_end"))
         return _ModuleState(name, leaves, self._each[first:], histories)
 
     def read_state(self, state: State) -> list[Tensor] | None:
@@ -131,7 +140,7 @@ class Workspace:
                 entering = (entering,)
             if len(entering) != len(module.leaves):
                 return None
-            for tensor, (_, like) in zip(entering, module.leaves, strict=True):
+            for tensor, (like, *_) in zip(entering, module.leaves, strict=True):
                 if (
                     type(tensor) is not Tensor
                     or tensor.dtype is not self._dtype
@@ -226,15 +235,15 @@ class Workspace:
 
     def _point_states(self, state: Sequence[Tensor]) -> dict[str, State]:
         """Point the calls to the states; returns the one after the last step."""
-        after, entering = dict[str, State].fromkeys(self._names, ()), iter(state)
+        after: dict[str, State] = dict.fromkeys(self._names, ())
+        entering = iter(state)
         for name, leaves, calls, _ in self._states:
-            ends = [torch.empty_like(like) for _, like in leaves]
-            for (leaf, like), end in zip(leaves, ends, strict=True):
+            ends = [torch.empty_like(leaf.like) for leaf in leaves]
+            for leaf, end in zip(leaves, ends, strict=True):
                 source, target = next(entering).data_ptr(), end.data_ptr()
-                size = like.stride(1) * self._dtype.itemsize
                 for i, call in enumerate(calls):
-                    setattr(call, leaf + "0", source + i * size)
-                    setattr(call, leaf + "_end", target + i * size)
+                    setattr(call, leaf.before, source + i * leaf.size)
+                    setattr(call, leaf.after, target + i * leaf.size)
             after[name] = _module_state(ends)
         return after
 
@@ -242,7 +251,7 @@ class Workspace:
         """The state entering a step of the last run, which `entering` entered."""
         if step == 0:
             return entering
-        state = dict[str, State].fromkeys(self._names, ())
+        state: dict[str, State] = dict.fromkeys(self._names, ())
         for module in self._states:
             layers = zip(*module.histories, strict=True)
             state[module.name] = _module_state(

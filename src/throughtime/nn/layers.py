@@ -82,7 +82,10 @@ class Recurrent(nn.RNNBase):
         weights = layer_weights(self)
         backend = self._backend(inputs, hx, weights).name
         run = recurrent.run if backend == "fused" else _run_reference
-        if backend == "torch.nn" and (resets is None or self._splits(inputs)):
+        if backend == "torch.nn" and (
+            resets is None  # or calls of torch.nn can be split at them
+            or (type(inputs) in PLAIN and not self.bidirectional and not tracing())
+        ):
             run = None
         return self._run(run, inputs, hx, resets, weights)
 
@@ -161,10 +164,6 @@ class Recurrent(nn.RNNBase):
                 if weight is not None and weight.shape != size:
                     return False
         return True
-
-    def _splits(self, inputs: Any) -> bool:
-        """Whether calls of torch.nn can be split at resets."""
-        return not self.bidirectional and not tracing() and type(inputs) in PLAIN
 
     def _by_torch(self, inputs: Any, hx: Any, resets: Tensor | None) -> Any:
         """Call torch.nn; with resets, one call for each run of steps between them."""
@@ -356,8 +355,10 @@ def run_layers(
         widths = cell.widths(layer.hidden_size, layer.proj_size)
         leaves = [x.new_zeros(count, x.shape[1], width) for width in widths]
     else:
-        leaves = [leaf if batched else leaf.unsqueeze(1) for leaf in _leaves(hx)]
-    entering = list(zip(*[[t] if count == 1 else t.split(1) for t in leaves], strict=True))
+        leaves = _leaves(hx) if batched else [leaf.unsqueeze(1) for leaf in _leaves(hx)]
+    entering: list[States] = [tuple(leaves)]
+    if count > 1:
+        entering = list(zip(*[leaf.split(1) for leaf in leaves], strict=True))
     ends: list[States] = []
     for k in range(layer.num_layers):
         if k and layer.dropout and layer.training:
