@@ -73,11 +73,11 @@ def train(values: dict[str, Any]) -> None:
     else:
         resume, settings = options.resume, _resumed_settings(options, values)
     from throughtime.app.console import ProgressDisplay, run_training
-    from throughtime.app.distributed import started_team
+    from throughtime.app.distributed import started_ranks
     from throughtime.app.train import Training
 
-    with started_team(settings) as team, ProgressDisplay(enabled=team.is_first) as display:
-        shared: dict[str, Any] = {"team": team, "on_phase": display.phase}
+    with started_ranks(settings) as ranks, ProgressDisplay(enabled=ranks.rank == 0) as display:
+        shared: dict[str, Any] = {"ranks": ranks, "on_phase": display.phase}
         if resume is None:
             training = Training.begin(settings, **shared)
         else:

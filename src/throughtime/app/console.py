@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Column, Table
 
 from throughtime.app.config import Config
+from throughtime.app.distributed import from_first
 from throughtime.app.fit import Row
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
@@ -119,18 +120,18 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
         SystemExit: it was stopped; with code 130.
         RunError, DataError: why it could not go on.
     """
-    team, path, finished = training.team, training.folder.path, training.done.finished
-    if team.is_first:
+    ranks, path, finished = training.ranks, training.folder.path, training.done.finished
+    if ranks.rank == 0:
         _print_start(training)
     small = training.dataset.spec.is_small(training.stream.lanes)
     try:
         with one_thread(when=small):
             training.run(display.train)
-        team.on_first(lambda: _print_end(training, was_finished=finished))
+        from_first(ranks, lambda: _print_end(training, was_finished=finished))
     except KeyboardInterrupt as stop:
         if not stop.args:  # not saved
             raise
-        if team.is_first:
+        if ranks.rank == 0:
             out.print(f"{stop}; go on with: throughtime train --resume {path}")
         raise SystemExit(130) from stop
     except RankError as error:
@@ -144,12 +145,12 @@ def _print_start(training: Training) -> None:
         f" {counted(sum(map(len, dataset.train)), 'frame')} to train on, {len(dataset.valid)}"
         " held out; " + "; ".join(dataset.remarks)
     )
-    layout, stream, team = spec.layout, training.stream, training.team
+    layout, stream, count = spec.layout, training.stream, training.ranks.count
     inputs = ", ".join((*layout.inputs, *layout.static))  # each by name: one may be a leak
     inputs += f", {layout.frame_size} rows a step" * (layout.frame_size > 1)
     kind, names = ("classes", spec.classes) if spec.classes else ("targets", spec.target_names)
     model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
-    ranks = f"; {team.count} ranks of {counted(stream.lanes, 'lane')}" * (team.count > 1)
+    ranks = f"; {count} ranks of {counted(stream.lanes, 'lane')}" * (count > 1)
     policy = describe_policy(config)
     if (config.update_steps() or 0) > stream.steps:
         steps = counted(stream.steps, "step")

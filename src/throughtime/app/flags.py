@@ -33,7 +33,7 @@ _SYNONYMS = {
 }
 """Names of other libraries, each with ours."""
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
-_PRINTED = 10.0  # seconds after which an error has surely been printed
+_ALIKE, _PRINTED = 3.0, 10.0  # seconds after which another rank has surely printed an error
 
 
 class Command(click.Command):
@@ -118,6 +118,18 @@ def _parameter(name: str, about: Any) -> click.Parameter:
     )
 
 
+def _wait_for_others(error: BaseException) -> None:
+    """Under torchrun let the rank print first that knows why it failed.
+
+    torchrun ends all as soon as one has ended: the others print nothing where they fail alike.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from throughtime.distributed import RankError
+
+        seconds = _PRINTED if isinstance(error, RankError) else 0.0
+        time.sleep(seconds + _ALIKE * (os.environ["RANK"] != "0"))
+
+
 @contextmanager
 def failures_printed() -> Generator[None]:
     """Print an expected error, and one of no memory, as one message, and exit with code 2."""
@@ -129,6 +141,7 @@ def failures_printed() -> Generator[None]:
         message = usage_fault(error)
     except (ThroughtimeError, OSError) as error:
         message = in_words(error)
+        _wait_for_others(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
@@ -136,13 +149,7 @@ def failures_printed() -> Generator[None]:
         message = f"out of memory ({reason}); take fewer --lanes, or smaller --hidden"
     else:
         return
-    # Of several processes that torchrun has started, the first of each node prints it. The others,
-    # which fail alike, wait for torchrun to end them: it ends all as soon as one has ended, and
-    # must not cut the message off.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print_error(message)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_PRINTED)
+    print_error(message)
     sys.exit(2)
 
 

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from throughtime import _safetensors
 from throughtime._files import exclusive, named_errors, sync, write_atomically, write_together
@@ -40,6 +41,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
+_FREE = {"data", "out", "updates", "epochs", "device", "workers", "checkpoint_every", "logger"}
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
 _SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 
@@ -190,15 +192,24 @@ class RunFolder:
             config = replace(config, **{own.setting: str(own)})
         return config
 
-    def changes(self, config: Config, saved: Mapping[str, Any] | None) -> list[str]:
-        """A remark on the settings that differ from those of the checkpoint."""
+    def check_settings(self, config: Config, saved: Mapping[str, Any] | None) -> None:
+        """Refuse settings that are not those of the checkpoint, besides its paths and its end.
+
+        Raises:
+            RunError: names the settings, with both values.
+        """
         now = plain_settings(config)
         before = now if saved is None else saved["settings"]
-        changed = ", ".join(
+        changed = [
             f"{name} {before.get(name)} to {now.get(name)}"
             for name in sorted(dict(before.items() ^ now.items()))
-        )
-        return [f"{self.config.name} has changed since: {changed}"] if changed else []
+            if name not in _FREE
+        ]
+        if changed:
+            raise RunError(
+                f"{self.config}: has changed since the checkpoint: {', '.join(changed)}; put the"
+                " values back, or begin a new run with --config and another --out"
+            )
 
     def scores(self, split: str) -> Path:
         """The scores that `eval` wrote for a split."""
@@ -371,11 +382,19 @@ def check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         raise ValueError(join_faults(faults))
 
 
-def checkpoint_bytes(content: Mapping[str, Any]) -> bytes | bytearray:
-    """The content of a checkpoint file."""
-    tensors: dict[str, Tensor] = {}
-    description = _flatten(content, tensors)
-    return _safetensors.to_bytes(_CHECKPOINT, description, tensors)
+def checkpoint_bytes(content: Mapping[str, Any]) -> bytearray:
+    """The content of a checkpoint file: the tensors, the other leaves, and their structure.
+
+    Raises:
+        RunError: a leaf that is neither a tensor nor a plain value.
+    """
+    leaves, structure = tree_flatten(to_cpu(content))
+    tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    try:
+        return _safetensors.to_bytes(_CHECKPOINT, [treespec_dumps(structure), plain], tensors)
+    except TypeError as error:
+        raise RunError(f"a checkpoint holds tensors and plain values: {error}") from error
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -384,13 +403,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         RunError: no such file, or one that is no checkpoint.
     """
-    plan, tensors = load_tensors(path, _CHECKPOINT, _NO_CHECKPOINT)
-    unused = set(tensors)
+    description, tensors = load_tensors(path, _CHECKPOINT, _NO_CHECKPOINT)
     try:
-        content = _unflatten(plan, tensors, unused)
-        if unused or not isinstance(content, dict):
-            raise ValueError(f"tensors {sorted(unused)} belong to no value")
-    except (TypeError, ValueError, KeyError) as error:
+        structure, plain = description
+        # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and a
+        # resumed run must round as before.
+        copies = {int(i): tensor.clone() for i, tensor in tensors.items()}
+        leaves = [copies.pop(i, leaf) for i, leaf in enumerate(plain)]
+        content = tree_unflatten(leaves, treespec_loads(structure))
+        if copies or not isinstance(content, dict):
+            raise ValueError(f"tensors {sorted(copies)} belong to no value")
+    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
         raise RunError(
             f"{path}: not what `throughtime train` wrote ({error!r}); {_NO_CHECKPOINT}"
         ) from error
@@ -398,45 +421,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def to_cpu(content: T) -> T:
-    """The content with its tensors copied to the CPU, to be sent to another process."""
-    return map_tensors(_copy, content)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU in memory of its own: safetensors refuses tensors that share memory."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _flatten(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON, each tensor replaced by its number.
-
-    JSON has no tuples, and only text as keys.
-    """
-    if isinstance(value, Tensor):
-        name = str(len(tensors))
-        tensors[name] = _copy(value)
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {"dict": [[_flatten(k, tensors), _flatten(v, tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_flatten(v, tensors) for v in value]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise RunError(
-        f"a checkpoint cannot hold a {type(value).__name__}; expected tensors and plain values"
+    """The content with its tensors copied to the CPU, each into memory of its own."""
+    return map_tensors(
+        lambda tensor: tensor.detach().cpu().clone(memory_format=torch.contiguous_format), content
     )
-
-
-def _unflatten(plan: Any, tensors: dict[str, Tensor], unused: set[str]) -> Any:
-    if not isinstance(plan, dict):
-        return plan
-    ((kind, content),) = plan.items()
-    if kind == "tensor":
-        unused.discard(content)
-        # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and
-        # a resumed run must round as before.
-        return tensors[content].clone()
-    if kind == "dict":
-        return {_unflatten(k, tensors, unused): _unflatten(v, tensors, unused) for k, v in content}
-    items = [_unflatten(v, tensors, unused) for v in content]
-    return tuple(items) if kind == "tuple" else items
