@@ -21,7 +21,7 @@ from torch import Tensor, distributed, nn
 from processes import free_port, in_processes, torchrun
 from test_run import _lines, finish, settings, stop_at, write_recordings
 from throughtime import state as trees
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.distributed import from_first, gathered
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
@@ -64,32 +64,32 @@ def through(training: Training) -> Training:
 def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
     ranks = Ranks(distributed.get_rank(), 2, torch.device("cpu"))
     for variant in VARIANTS:
-        through(Training.begin(make_config(values(folder, f"whole-{variant}", variant)), ranks))
-        stopped = Training.begin(make_config(values(folder, f"stopped-{variant}", variant)), ranks)
+        through(Training.begin(Config(**values(folder, f"whole-{variant}", variant)), ranks))
+        stopped = Training.begin(Config(**values(folder, f"stopped-{variant}", variant)), ranks)
         stop_at(stopped, 13, pressed=rank == 1)
         torch.manual_seed(999 + rank)
         resumed = Training.resume(stopped.folder.path, ranks=ranks)
         yield f"stopped-{variant}", resumed.done.count
         through(resumed)
         if variant == "horizon":
-            mutant = Training.begin(make_config(values(folder, "mutant", "horizon")), ranks)
+            mutant = Training.begin(Config(**values(folder, "mutant", "horizon")), ranks)
             stop_at(mutant, 7)  # where the lanes of rank 1 still play
             if rank == 0:
                 forget_the_state_of_the_second(RunFolder(folder / "mutant"))
             distributed.barrier()
             through(Training.resume(folder / "mutant", ranks=ranks))
     for case, more in {"apart": {"seed": rank}, "other rate": {"lr": 0.001 + rank}}.items():
-        other = Training.begin(make_config(values(folder, case, "horizon") | more), ranks)
+        other = Training.begin(Config(**values(folder, case, "horizon") | more), ranks)
         yield case, outcome(partial(through, other))
     data = {"data": str(folder / ("other" if rank else "data"))}
-    other = Training.begin(make_config(values(folder, "other data", "horizon") | data), ranks)
+    other = Training.begin(Config(**values(folder, "other data", "horizon") | data), ranks)
     yield "other data", outcome(partial(through, other))
-    broken = Training.begin(make_config(values(folder, "broken", "horizon")), ranks)
+    broken = Training.begin(Config(**values(folder, "broken", "horizon")), ranks)
     if rank:
         broken.loss_fn = NoNumber()
     yield "broken", outcome(partial(through, broken))
     masked = Training.begin(
-        make_config(values(folder, "masked", "horizon") | {"warm_up": 10_000}), ranks
+        Config(**values(folder, "masked", "horizon") | {"warm_up": 10_000}), ranks
     )
     yield "masked", outcome(partial(through, masked))
     yield "first", from_first(ranks, lambda: rank + 10)
@@ -305,9 +305,7 @@ def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
     values_ = values(folder, f"whole-{updates}", "horizon") | {"updates": updates}
     yield (
         str(rank),
-        through(
-            Training.begin(make_config(values_), Ranks(rank, 2, torch.device("cpu")))
-        ).done.count,
+        through(Training.begin(Config(**values_), Ranks(rank, 2, torch.device("cpu")))).done.count,
     )
 
 

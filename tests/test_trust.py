@@ -13,9 +13,9 @@ import pytest
 import throughtime as tt
 from test_cli import ended
 from test_run import finish, settings, write_recordings
-from throughtime import _safetensors
+from throughtime import tensor_files
 from throughtime.app import user_class
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.run_folder import (
     RunFolder,
     checkpoint_bytes,
@@ -88,7 +88,7 @@ class Sent:
 
     def describe(self, **changes: str) -> None:
         values, tensors = load_tensors(self.run.model, KIND, "")
-        self.run.model.write_bytes(_safetensors.to_bytes(KIND, values | changes, tensors))
+        self.run.model.write_bytes(tensor_files.to_bytes(KIND, values | changes, tensors))
 
     def hashes(self, **changes: str | None) -> None:
         """Change the SHA-256 of files in the checkpoint; leave out those that are None."""
@@ -346,7 +346,7 @@ def test_two_files_of_one_name_are_refused(sent: Sent, original: Path) -> None:
     policy = shutil.copy(original / "policies.py", sent.path / "other" / "nets.py")
     named = {"model": f"{original / 'nets.py'}:Net", "gradient": f"{policy}:Plain"}
     with pytest.raises(ConfigError, match=r"are two files nets\.py, and .*rename one"):
-        Training.begin(make_config(settings(original / "data", sent.path / "new", **named)))
+        Training.begin(Config(**settings(original / "data", sent.path / "new", **named)))
     assert not (sent.path / "new").exists()
 
 

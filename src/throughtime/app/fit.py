@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from throughtime._files import write_atomically
 from throughtime.app.distributed import from_first, gathered
-from throughtime.app.policy import updates_per_epoch
+from throughtime.app.optimizer import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
 from throughtime.carry.carried import Carried
 from throughtime.distributed import RankError, Ranks, ranks_of
@@ -40,6 +39,7 @@ from throughtime.errors import (
     one_line,
 )
 from throughtime.evaluation import Evaluation, evaluate
+from throughtime.files import write_atomically
 from throughtime.gradient import (
     LossFn,
     Policy,
@@ -49,7 +49,6 @@ from throughtime.gradient import (
     set_generators,
 )
 from throughtime.metrics import Metric, as_metric
-from throughtime.state import leaves
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.updates import Updates, updates
@@ -95,17 +94,6 @@ class Fit:
     seconds: float = 0.0
     waited: float = 0.0
     end: tuple[int | None, int | None] = (None, None)
-
-    @classmethod
-    def of_checkpoint(
-        cls, saved: Mapping[str, Any], updates: int | None, epochs: int | None, *, again: bool
-    ) -> "Fit":
-        """That of a training which goes on to this end; `again`, though its patience has ended."""
-        done = cls(**saved["done"])
-        if (updates, epochs) != done.end or again:
-            done.end, done.stale = (updates, epochs), 0
-            done.finished = done.is_over(saved["ranks"][0]["stream"]["epoch"])
-        return done
 
     def is_over(self, epoch: int) -> bool:
         """Whether the training is at its end in this epoch of its stream."""
@@ -519,15 +507,15 @@ class _Training:
         self.optimizer.load_state_dict(saved["optimizer"])
         if self.schedule is not None:
             self.schedule.load_state_dict(saved["schedule"])
-        self.done = Fit.of_checkpoint(saved, *self.done.end, again=folder.patient)
+        end, self.done = self.done.end, Fit(**saved["done"])
+        if end != self.done.end or folder.patient:
+            self.done.end, self.done.stale = end, 0
+            self.done.finished = self.done.is_over(position["stream"]["epoch"])
         self.loss, self.waited = saved["loss"].to(self.ranks.device), self.done.waited
         self.stream.load_state_dict(position["stream"])
         if position["updates"] is not None:
             self.position = self._new_updates()
             self.position.load_state_dict(position["updates"])
-            if self.position.state is not None:
-                initial = self.net.initial_state(self.stream.lanes)
-                check_layout(dict(leaves(self.position.state)), dict(leaves(initial)))
         set_generators(position["random"], self.ranks.device)
 
     def _parts(self) -> dict[str, str]:

@@ -4,12 +4,11 @@ The parser only splits words: every value reaches its setting as text and is che
 faults of all flags are reported at once. This module imports no torch and no numpy.
 """
 
-import difflib
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from errno import EACCES, ENOENT, ENOSPC, EROFS
 from typing import Any, get_args, get_origin
@@ -17,23 +16,17 @@ from typing import Any, get_args, get_origin
 import click
 
 from throughtime.app.config import PANELS, Config
-from throughtime.app.values import ARGUMENTS, alternatives, fields_of, flag
+from throughtime.app.values import ARGUMENTS, alternatives, flag, help_of
 from throughtime.errors import ThroughtimeError
 
-_SYNONYMS = {
-    "learning-rate": "lr",
-    "batch-size": "lanes",
-    "hidden-size": "hidden",
-    "num-layers": "layers",
-    "k1": "stride",
-    "k2": "horizon",
-    "max-grad-norm": "max-norm",
-    "num-workers": "workers",
-    "exact": "gradient exact",
-}
-"""Names of other libraries, each with ours."""
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 _ALIKE, _PRINTED = 3.0, 10.0  # seconds after which another rank has surely printed an error
+_ADVICE = {
+    ENOSPC: "; make room, or write to another disk",
+    EACCES: "; change its permissions, or name another path",
+    EROFS: "; name a path that can be written",
+    ENOENT: "; it cannot be made there; name another path",
+}
 
 
 class Command(click.Command):
@@ -49,7 +42,7 @@ class Command(click.Command):
     def __init__(
         self, name: str, action: Callable[[dict[str, Any]], int | None], *kinds: Any, **more: Any
     ) -> None:
-        fields = {name: about for kind in kinds for name, about in fields_of(kind).items()}
+        fields = {name: about for kind in kinds for name, about in kind.model_fields.items()}
 
         def run(**values: Any) -> int | None:
             return action({k: v for k, v in values.items() if v is not None})
@@ -57,7 +50,7 @@ class Command(click.Command):
         parameters = [_parameter(*item) for item in fields.items()]
         super().__init__(name, callback=run, params=parameters, help=action.__doc__, **more)
         self._fields, self.panels, panel = fields, dict[str | None, str](), "Options"
-        for setting in fields_of(Config) if Config in kinds else ():
+        for setting in Config.model_fields if Config in kinds else ():
             panel = self.panels[setting] = PANELS.get(setting, panel)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -70,7 +63,7 @@ class Command(click.Command):
             name = str(parameter.name)
             record = parameter.get_help_record(ctx)
             if name in ARGUMENTS:
-                record = ARGUMENTS[name], self._fields[name].description
+                record = ARGUMENTS[name], help_of(self._fields[name])
             if record:
                 groups.setdefault(self.panels.get(name, "Options"), []).append(record)
         return groups
@@ -93,7 +86,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
     kinds = {kind, get_origin(kind), *map(get_origin, get_args(kind))}
     default = about.default
     hidden = default in {None, ""} or default is False or not isinstance(default, (int, float, str))
-    if kind is bool and name in fields_of(Config):
+    if kind is bool and name in Config.model_fields:
         option += f"/--no-{option[2:]}"
 
     def to_setting(context: click.Context, _: object, value: Any) -> Any:
@@ -108,7 +101,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
 
     return click.Option(
         [option, name],
-        help=about.description + f" [default: {default}]" * (not hidden),
+        help=help_of(about) + f" [default: {default}]" * (not hidden),
         is_flag=kind is bool,
         default=None,
         multiple=dict in kinds or (tuple in kinds and bool(known)),  # of columns the last ones
@@ -138,7 +131,8 @@ def failures_printed() -> Generator[None]:
     except click.Abort:
         sys.exit(130)  # as a shell's command that Ctrl-C ended
     except click.UsageError as error:
-        message = usage_fault(error)
+        text, path = error.format_message(), error.ctx.command_path if error.ctx else "throughtime"
+        message = f"{text.rstrip('.')}; {path} --help lists what can be written"
     except (ThroughtimeError, OSError) as error:
         message = in_words(error)
         _wait_for_others(error)
@@ -153,44 +147,11 @@ def failures_printed() -> Generator[None]:
     sys.exit(2)
 
 
-def usage_fault(error: click.UsageError) -> str:
-    """What is wrong with the words of a command line, and what to write."""
-    message, context = error.format_message().removesuffix("."), error.ctx
-    if context is None:
-        return message
-    command, path = context.command, context.command_path
-    if isinstance(error, click.NoSuchOption):
-        start = error.option_name.lstrip("-")
-        typed = (w.partition("=")[0] for w in sys.argv[1:] if w.lstrip("-").startswith(start))
-        option = next(typed, error.option_name)
-        flags = {o.lstrip("-"): o for p in command.params for o in (*p.opts, *p.secondary_opts)}
-        ours = {word: f"--{our}" for word, our in _SYNONYMS.items() if our.split()[0] in flags}
-        near = _near(option, names := flags | ours)
-        advice = f"write {names[near[0]]}" if near else f"{path} --help lists them"
-        return f"{option}: no such option; {advice}"
-    if isinstance(command, click.Group):
-        name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
-        near = _near(name, command.commands) or command.commands
-        return f"{name}: no such command; write {' or '.join(near)}"
-    arguments = " ".join(ARGUMENTS[p.name] for p in command.params if p.name in ARGUMENTS)
-    return f"{message}; write {path} {arguments}, then flags with two hyphens, such as --seed 1"
-
-
-def _near(word: str, names: Iterable[str]) -> list[str]:
-    name = word.lstrip("-").replace("_", "-").lower()
-    return difflib.get_close_matches(name, [*names], n=1, cutoff=0.75)
-
-
 def in_words(error: BaseException) -> str:
     """The message of an error; of one of the system with what to do."""
     if not isinstance(error, OSError) or isinstance(error, ThroughtimeError) or not error.strerror:
         return str(error)
-    advice = {
-        ENOSPC: "; make room, or write to another disk",
-        EACCES: "; change its permissions, or name another path",
-        EROFS: "; name a path that can be written",
-        ENOENT: "; it cannot be made there; name another path",
-    }.get(error.errno or 0, "")
+    advice = _ADVICE.get(error.errno or 0, "")
     return f"{error.filename or 'standard output'}: {error.strerror}{advice}"
 
 

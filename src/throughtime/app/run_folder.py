@@ -15,9 +15,8 @@ import re
 import socket
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,12 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from throughtime import _safetensors
-from throughtime._files import exclusive, named_errors, sync, write_atomically, write_together
-from throughtime.app.config import Config, make_config
+from throughtime import tensor_files
+from throughtime.app.config import CODE, Config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
-from throughtime.errors import RunError, ThroughtimeError
+from throughtime.errors import ConfigError, RunError, ThroughtimeError
+from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
 
@@ -174,13 +173,19 @@ class RunFolder:
             raise
 
     def with_own_code(
-        self, config: Config, saved: Mapping[str, Any] | None, *, trust_code: bool
+        self,
+        config: Config,
+        saved: Mapping[str, Any] | None,
+        names: Collection[str] = CODE,
+        *,
+        trust_code: bool,
     ) -> Config:
         """The settings with a user's classes in the copies of their files that the run keeps.
 
         Args:
             config: of the run.
             saved: its checkpoint.
+            names: of the settings.
             trust_code: whether this process may execute the copies.
 
         Raises:
@@ -188,8 +193,9 @@ class RunFolder:
         """
         hashes = {} if saved is None else saved["code"]
         for named in config.code():
-            own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
-            config = replace(config, **{own.setting: str(own)})
+            if named.setting in names:
+                own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
+                config = config.changed(**{own.setting: str(own)})
         return config
 
     def check_settings(self, config: Config, saved: Mapping[str, Any] | None) -> None:
@@ -226,7 +232,10 @@ class RunFolder:
                 f"{self.path}: no run there (no {self.config.name}); give the folder that"
                 " `throughtime train --out` wrote"
             )
-        return make_config(read_toml(self.config), source=f"{self.config}: ")
+        try:
+            return Config(**read_toml(self.config))
+        except ConfigError as error:
+            raise RunError(f"{self.config}: {error}") from error
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The content of the checkpoint, with tensors on the CPU; `None` before the first one.
@@ -269,7 +278,7 @@ class RunFolder:
             planned: updates of the whole run while it is not finished; else 0.
         """
         values = {**self.description, "update": update, "planned": planned}
-        return _safetensors.to_bytes(MODEL, values, to_cpu(dict(weights)))
+        return tensor_files.to_bytes(MODEL, values, to_cpu(dict(weights)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of the log; a last line that a kill has cut is dropped.
@@ -365,7 +374,7 @@ def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tenso
         RunError: no such file, a damaged one, or one of another kind; `hint` says what to do.
     """
     try:
-        return _safetensors.read_tensors(path, kind)
+        return tensor_files.read_tensors(path, kind)
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
     except ValueError as error:
@@ -390,9 +399,9 @@ def checkpoint_bytes(content: Mapping[str, Any]) -> bytearray:
     """
     leaves, structure = tree_flatten(to_cpu(content))
     tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    plain = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    plain = [[] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     try:
-        return _safetensors.to_bytes(_CHECKPOINT, [treespec_dumps(structure), plain], tensors)
+        return tensor_files.to_bytes(_CHECKPOINT, [treespec_dumps(structure), plain], tensors)
     except TypeError as error:
         raise RunError(f"a checkpoint holds tensors and plain values: {error}") from error
 
@@ -409,7 +418,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and a
         # resumed run must round as before.
         copies = {int(i): tensor.clone() for i, tensor in tensors.items()}
-        leaves = [copies.pop(i, leaf) for i, leaf in enumerate(plain)]
+        leaves = [copies.pop(i) if leaf == [] else leaf for i, leaf in enumerate(plain)]
         content = tree_unflatten(leaves, treespec_loads(structure))
         if copies or not isinstance(content, dict):
             raise ValueError(f"tensors {sorted(copies)} belong to no value")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 
-from throughtime._files import write_atomically
 from throughtime.app.config import Config
-from throughtime.app.dataset import changed_data, idle_remarks, open_dataset, training_stream
-from throughtime.app.distributed import ALONE, from_first, gathered
+from throughtime.app.dataset import changed_data, open_dataset, training_stream
+from throughtime.app.distributed import ALONE, from_first
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.fit import Fit, Row, fit
 from throughtime.app.load import resolve_task, task_remark
@@ -24,14 +23,13 @@ from throughtime.app.model import (
     set_statistics,
     statistics_of,
 )
-from throughtime.app.optimizer import make_optimizer, make_schedule
-from throughtime.app.policy import make_policy, updates_per_epoch
-from throughtime.app.recordings import OnPhase
+from throughtime.app.optimizer import make_optimizer, make_policy, make_schedule, updates_per_epoch
 from throughtime.app.run_folder import RunFolder, plain_settings
-from throughtime.app.user_class import failures_named, remember
+from throughtime.app.user_class import remember
 from throughtime.distributed import Ranks
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
+from throughtime.files import write_atomically
 from throughtime.stream.manifest import join_faults
 
 _SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
@@ -50,7 +48,6 @@ class Training:
         config: the settings of the run, all resolved.
         folder: of the run.
         ranks: those that train it.
-        on_phase: called as data are read and evaluated.
         remarks: to print before those on the data.
     """
 
@@ -59,21 +56,21 @@ class Training:
         config: Config,
         folder: RunFolder,
         ranks: Ranks,
-        on_phase: OnPhase | None,
         remarks: Sequence[str] = (),
     ) -> None:
         check_device(config.device)
-        dataset, own = open_dataset(config, on_phase), own_class(config)
-        self.config, self.folder, self.ranks, self._on_phase = config, folder, ranks, on_phase
+        dataset, own = open_dataset(config), own_class(config)
+        self.config, self.folder, self.ranks = config, folder, ranks
         torch.manual_seed(config.seed)
-        changed = [name for name in _SIZES if getattr(config, name) != getattr(Config, name)]
+        changed = [
+            name for name in _SIZES if getattr(config, name) != Config.model_fields[name].default
+        ]
         self.net = build_model(dataset.spec, own, changed)
         set_statistics(self.net, dataset.statistics)
         self.net.to(config.device)
         if own is not None:
             prepare_own(self.net, dataset.spec)
         self.stream = training_stream(dataset, config, ranks.count)
-        idle = sum(gathered(ranks, self.stream.idle_steps)) / (self.stream.steps * config.lanes)
         self.policy = make_policy(config)
         self.epoch_updates = updates_per_epoch(self.policy, self.stream, ranks.count)
         total = config.updates or (config.epochs or 1) * self.epoch_updates
@@ -81,13 +78,13 @@ class Training:
         self.loss_fn = make_loss(dataset.spec, self.net, config.loss)
         self.schedule = make_schedule(self.optimizer, config, self.stream, total)
         self.validates = bool(dataset.valid) and config.valid_every != 0
-        if config.patience is not None and not self.validates:
+        if not self.validates and (config.patience or config.schedule == "plateau"):
             raise ConfigError(
-                f"--patience {config.patience} counts validations during training, and there are"
-                " none: hold recordings out (--holdout, or a split valid), with --valid-every"
+                "--patience and --schedule plateau count validations during training, and there"
+                " are none: hold recordings out (--holdout, or a split valid), with --valid-every"
                 " above 0"
             )
-        every = [*remarks, *dataset.remarks, *idle_remarks(idle)]
+        every = [*remarks, *dataset.remarks]
         if config.keep == "best" and not self.validates:
             every.append(NOT_VALIDATED)
         self.dataset = replace(dataset, remarks=tuple(every))
@@ -101,15 +98,12 @@ class Training:
         }
 
     @classmethod
-    def begin(
-        cls, config: Config, ranks: Ranks = ALONE, on_phase: OnPhase | None = None
-    ) -> "Training":
+    def begin(cls, config: Config, ranks: Ranks = ALONE) -> "Training":
         """A new run in a new folder.
 
         Args:
             config: its settings.
             ranks: those that train it; default: this process.
-            on_phase: called as data are read and evaluated.
 
         Raises:
             RunError: the folder holds a run already.
@@ -118,10 +112,10 @@ class Training:
         folder = RunFolder(Path(config.out))
         check_installed(config.logger)
         from_first(ranks, folder.check_free)
-        own = _trusted(replace(config, data=str(Path(config.data).resolve())))
-        config = resolve_task(own, on_phase)
+        own = _trusted(config.changed(data=str(Path(config.data).resolve())))
+        config = resolve_task(own)
         reasons = [] if own.task is not None else [task_remark(config)]
-        training = cls(config, folder, ranks, on_phase, reasons)
+        training = cls(config, folder, ranks, reasons)
         if ranks.rank == 0:
             folder.create(config)
             remember(config.code())
@@ -136,7 +130,6 @@ class Training:
         epochs: int | None = None,
         trust_code: bool = False,
         ranks: Ranks = ALONE,
-        on_phase: OnPhase | None = None,
     ) -> "Training":
         """The run in a folder, to go on at its last checkpoint; at its start if it has none.
 
@@ -148,7 +141,6 @@ class Training:
             trust_code: execute the user's files that the run keeps, though this user has not
                 trained with them.
             ranks: as many as wrote the checkpoint; default: this process.
-            on_phase: called as data are read and evaluated.
 
         Raises:
             RunError: the folder holds no run, or one of other settings, or code that is not
@@ -164,7 +156,7 @@ class Training:
             saved = folder.read_checkpoint()
             folder.check_settings(config, saved)
             own = folder.with_own_code(config, saved, trust_code=trust_code)
-            training = cls(replace(own, **longer), folder, ranks, on_phase)
+            training = cls(own.changed(**longer), folder, ranks)
             training.resumed, folder.patient = True, bool(longer)
             if saved is not None:
                 spec, now = training.dataset.spec, statistics_of(training.net)
@@ -173,10 +165,7 @@ class Training:
                         f"the data of {path} have changed since the run was started: "
                         + join_faults(faults)
                     )
-                end = training.config.updates, training.config.epochs
-                training.done = Fit.of_checkpoint(saved, *end, again=bool(longer))
-            if longer and not training.done.finished and ranks.rank == 0:
-                write_atomically(folder.config, replace(config, **longer).to_toml().encode())
+                training.done = Fit(**saved["done"])
         except BaseException:
             folder.unlock()
             raise
@@ -201,6 +190,11 @@ class Training:
         write: list[Callable[[Row], object]] = []  # on the first rank
 
         def log(row: Row) -> None:
+            if not write:  # a finished run has no line
+                folder.remove_scores()
+                write_atomically(folder.config, config.kept().to_toml().encode())
+                to = loggers(config.logger, folder.path, config.settings(), row["update"])
+                write.append(stack.enter_context(to))
             if row["kind"] != "data":
                 write[0](row)
             if row["kind"] == "train":
@@ -208,11 +202,6 @@ class Training:
 
         with ExitStack() as stack:
             stack.callback(folder.unlock)
-            stack.enter_context(failures_named(config.code()))
-            if not self.done.finished and self.ranks.rank == 0:
-                folder.remove_scores()
-                to = loggers(config.logger, folder.path, config.settings(), self.done.count)
-                write.append(stack.enter_context(to))
             self.done = fit(
                 self.net,
                 self.stream,
@@ -237,7 +226,7 @@ class Training:
         evaluator = Evaluator(self.net, self.loss_fn, metrics=spec.metrics())
         return from_first(
             self.ranks,
-            lambda: evaluate_recordings(evaluator, spec, valid, config, self._on_phase),
+            lambda: evaluate_recordings(evaluator, spec, valid, config),
         )
 
 
@@ -251,7 +240,7 @@ def _trusted(config: Config) -> Config:
     for own in config.code():
         own.trust()
         path = own.path.resolve()
-        config = replace(config, **{own.setting: f"{path}:{own.name}"})
+        config = config.changed(**{own.setting: f"{path}:{own.name}"})
         if paths.setdefault(path.name, path) != path:
             raise ConfigError(
                 f"{path} and {paths[path.name]} are two files {path.name}, and the run folder keeps"
