@@ -143,7 +143,8 @@ def test_a_policy_of_ones_own_is_run_from_toml_killed_and_goes_on_to_the_same_bi
     toml = tmp_path / "run.toml"
     toml.write_text(
         f'data = "{data}"\ntask = "classify"\nhidden = 8\nlanes = 2\nupdates = 800\n'
-        f'checkpoint_every = 0.2\n\n[gradient]\npolicy = "{own}"\nstride = 10\nfactor = 0.25\n',
+        f'checkpoint_every = 0.2\ngradient = "{own}"\n\n'
+        "[gradient_args]\nstride = 10\nfactor = 0.25\n",
         encoding="utf-8",
     )
     run("train", "--config", toml, "--out", tmp_path / "whole")
@@ -193,7 +194,8 @@ def test_a_cosine_ends_with_the_epochs_of_a_policy_of_random_windows(tmp_path: P
 def test_flags_win_over_toml_and_a_table_may_be_inline(tmp_path: Path, own: str) -> None:
     table = tmp_path / "run.toml"
     table.write_text(
-        f'data = "d"\n[gradient]\npolicy = "{own}"\nstride = 30\nfactor = 1\n', encoding="utf-8"
+        f'data = "d"\ngradient = "{own}"\n[gradient_args]\nstride = 30\nfactor = 1\n',
+        encoding="utf-8",
     )
     config = new_settings(table, {"gradient_args": ["factor=2.0"]})
     assert config.gradient_args == {"stride": 30, "factor": 2.0}
@@ -263,9 +265,6 @@ def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     config.code()[0].trust()
     with pytest.raises(ConfigError, match=r"broken\.py: cannot be imported \(ModuleNotFoundError"):
         make_policy(config)
-    (tmp_path / "run.toml").write_text("[gradient]\nstride = 3\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"the table \[gradient\] has no policy"):
-        read_toml(tmp_path / "run.toml")
     data = write_recordings(tmp_path / "data")
     output = run("train", data, "--task", "classify", "--gradient-arg", "stride", ok=False)
     assert "--gradient-arg stride: expected NAME=VALUE" in output

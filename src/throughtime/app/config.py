@@ -266,9 +266,8 @@ class Config(Settings):
     def to_toml(self) -> str:
         """The settings as TOML that `read_toml` reads back."""
         settings = self.settings()
-        if arguments := settings.pop("gradient_args", {}):
-            arguments = {"policy": settings.pop("gradient"), **arguments}
-        return toml_lines(settings) + ("\n[gradient]\n" + toml_lines(arguments)) * bool(arguments)
+        arguments = toml_lines(settings.pop("gradient_args", {}))
+        return toml_lines(settings) + f"\n[gradient_args]\n{arguments}" * bool(arguments)
 
     def _faults(self) -> dict[str, Any]:
         """What does not go together, in words, and whether it is so."""

@@ -49,6 +49,7 @@ from throughtime.gradient import (
     set_generators,
 )
 from throughtime.metrics import Metric, as_metric
+from throughtime.state import leaves
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
 from throughtime.updates import Updates, updates
@@ -516,6 +517,9 @@ class _Training:
         if position["updates"] is not None:
             self.position = self._new_updates()
             self.position.load_state_dict(position["updates"])
+            if self.position.state is not None:  # without this call the next sums round otherwise
+                initial = self.net.initial_state(self.stream.lanes)
+                check_layout(dict(leaves(self.position.state)), dict(leaves(initial)))
         set_generators(position["random"], self.ranks.device)
 
     def _parts(self) -> dict[str, str]:

@@ -62,7 +62,7 @@ def make_policy(config: Config) -> Policy:
         shown = (p.name + f"={p.default!r}" * (p.default is not p.empty) for p in parameters)
         raise ConfigError(
             f"--gradient {name} with {arguments}: {error}. Its arguments are {', '.join(shown)};"
-            " write --gradient-arg NAME=VALUE, or the table [gradient] of a TOML file"
+            " write --gradient-arg NAME=VALUE, or the table [gradient_args] of a TOML file"
         ) from error
 
 

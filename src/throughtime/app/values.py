@@ -93,7 +93,8 @@ def written(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
     items = value if isinstance(value, (list, tuple)) else [value]
-    return f"{flag(name)} {shlex.quote(','.join(map(str, items)))}"
+    texts = [str(item) for item in items if not isinstance(item, Mapping)]
+    return f"{flag(name)} {shlex.quote(','.join(texts))}"
 
 
 def alternatives(declared: Any) -> list[str]:
@@ -241,24 +242,14 @@ def toml_lines(settings: Mapping[str, Any]) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, unchecked.
 
-    A table `[gradient]` becomes `gradient`, its key `policy`, and `gradient_args`, its other keys.
-
     Raises:
         ConfigError: the file is missing or is not TOML.
     """
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"{path}: is not TOML ({error}); write lr = 0.1, and text in quotes"
         ) from error
-    if isinstance(table := settings.get("gradient"), dict):
-        if "policy" not in table:
-            raise ConfigError(
-                f'{path}: the table [gradient] has no policy; write policy = "adaptive", or'
-                ' policy = "FILE.py:Class"'
-            )
-        settings |= {"gradient": table.pop("policy"), "gradient_args": table}
-    return settings
