@@ -79,7 +79,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         >>> did_you_mean("stirde", ["lanes", "stride"]), did_you_mean("x", ["lanes", "stride"])
         ("; did you mean 'stride'?", '')
     """
-    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.75)
+    near = difflib.get_close_matches(name, [*known], n=1)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
