@@ -29,7 +29,10 @@ ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 _FLAGS = {"gradient_args": "--gradient-arg", "module": "-m", "as_json": "--json"}
 
 
-class Settings(BaseModel):
+_Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
+
+
+class Settings(_Model):
     """Checked settings by name; `None` means the default.
 
     Raises:
