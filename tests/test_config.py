@@ -153,19 +153,17 @@ for words in (["--version"], *([*c, flag] for c in words_of for flag in ("-h", "
 @pytest.mark.parametrize(
     ("words", "written_as"),
     [
-        ("train d --lanse 3", "No such option"),
-        ("train d --class_weights none", "No such option"),
-        ("eval r --optimizer x", "No such option"),
-        ("trian d", "No such command 'trian'"),
-        ("eval r more s", "Got unexpected extra argument"),
-        ("train d --out --lanes 3", "--out needs a value, not --lanes"),
+        ("train d --learning-rate 1", "--learning-rate: no such option; write --lr"),
+        ("train d --class_weights none", "--class_weights: no such option; write --class-weights"),
+        ("train d --LR 3", "--LR: no such option; write --lr"),
+        ("eval r --splits x", "--splits: no such option; write --split"),
+        ("eval r --optimizer x", "--optimizer: no such option; throughtime eval --help lists them"),
     ],
 )
 def test_words_that_are_none_of_ours_are_refused_in_a_line(words: str, written_as: str) -> None:
     code, _, complained = ended(*words.split())
     assert code == 2
     assert complained.startswith(f"error: {written_as}")
-    assert complained.endswith("--help lists what can be written\n")
     assert complained.count("\n") == 1
 
 

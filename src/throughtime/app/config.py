@@ -353,6 +353,8 @@ class Config(Settings):
             ),
             f"{w['lr_warmup']} of {w['updates']}: expected fewer, the learning rate would only"
             " rise": self.updates and self.lr_warmup >= self.updates,
+            f"{w['schedule']} counts validations, and --valid-every 0 has none before the end:"
+            " leave one of them out": plateau and self.valid_every == 0,
             f"{w['lr_warmup']} and --schedule plateau are both given: a plateau counts validations,"
             " not updates": plateau and self.lr_warmup,
             f"{w['momentum']} belongs to --optimizer sgd: write that, or leave --momentum out": (

@@ -4,11 +4,12 @@ The parser only splits words: every value reaches its setting as text and is che
 faults of all flags are reported at once. This module imports no torch and no numpy.
 """
 
+import difflib
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from errno import EACCES, ENOENT, ENOSPC, EROFS
 from typing import Any, get_args, get_origin
@@ -19,6 +20,18 @@ from throughtime.app.config import PANELS, Config
 from throughtime.app.values import ARGUMENTS, alternatives, flag, help_of
 from throughtime.errors import ThroughtimeError
 
+_SYNONYMS = {
+    "learning-rate": "lr",
+    "batch-size": "lanes",
+    "hidden-size": "hidden",
+    "num-layers": "layers",
+    "k1": "stride",
+    "k2": "horizon",
+    "max-grad-norm": "max-norm",
+    "num-workers": "workers",
+    "exact": "gradient exact",
+}
+"""Names of other libraries, each with ours."""
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 _ALIKE, _PRINTED = 3.0, 10.0  # seconds after which another rank has surely printed an error
 _ADVICE = {
@@ -131,8 +144,7 @@ def failures_printed() -> Generator[None]:
     except click.Abort:
         sys.exit(130)  # as a shell's command that Ctrl-C ended
     except click.UsageError as error:
-        text, path = error.format_message(), error.ctx.command_path if error.ctx else "throughtime"
-        message = f"{text.rstrip('.')}; {path} --help lists what can be written"
+        message = usage_fault(error)
     except (ThroughtimeError, OSError) as error:
         message = in_words(error)
         _wait_for_others(error)
@@ -145,6 +157,34 @@ def failures_printed() -> Generator[None]:
         return
     print_error(message)
     sys.exit(2)
+
+
+def usage_fault(error: click.UsageError) -> str:
+    """What is wrong with the words of a command line, and what to write."""
+    message, context = error.format_message().removesuffix("."), error.ctx
+    if context is None:
+        return message
+    command, path = context.command, context.command_path
+    if isinstance(error, click.NoSuchOption):
+        start = error.option_name.lstrip("-")
+        typed = (w.partition("=")[0] for w in sys.argv[1:] if w.lstrip("-").startswith(start))
+        option = next(typed, error.option_name)
+        flags = {o.lstrip("-"): o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+        ours = {word: f"--{our}" for word, our in _SYNONYMS.items() if our.split()[0] in flags}
+        near = _near(option, names := flags | ours)
+        advice = f"write {names[near[0]]}" if near else f"{path} --help lists them"
+        return f"{option}: no such option; {advice}"
+    if isinstance(command, click.Group):
+        name = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
+        near = _near(name, command.commands) or command.commands
+        return f"{name}: no such command; write {' or '.join(near)}"
+    arguments = " ".join(ARGUMENTS[p.name] for p in command.params if p.name in ARGUMENTS)
+    return f"{message}; write {path} {arguments}, then flags with two hyphens, such as --seed 1"
+
+
+def _near(word: str, names: Iterable[str]) -> list[str]:
+    name = word.lstrip("-").replace("_", "-").lower()
+    return difflib.get_close_matches(name, [*names], n=1, cutoff=0.75)
 
 
 def in_words(error: BaseException) -> str:

@@ -66,6 +66,8 @@ def _fault(fields: Mapping[str, Any], fault: Any, settings: Mapping[str, Any]) -
         return str(fault["ctx"]["error"])
     name = fault["loc"][0]
     if name not in fields:
+        if isinstance(settings[name], Mapping):
+            return f"no table [{name}]; write its keys without the heading"
         known = did_you_mean(name, fields) or f"; known are {', '.join(fields)}"
         return f"unknown key '{name}'{known}"
     if fault["type"] == "missing":
