@@ -270,7 +270,7 @@ def test_an_end_that_the_run_has_passed_leaves_its_settings_as_they_are(
 def test_predictions_never_replace_the_recording(trained: tuple[Path, Path]) -> None:
     folder, data = trained
     before = data.read_bytes()
-    assert "is the recording itself" in run("predict", folder, data, "--out", data, ok=False)
+    assert "is a recording itself" in run("predict", folder, data, "--out", data, ok=False)
     assert data.read_bytes() == before
 
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,55 +10,52 @@ import pytest
 
 from test_cli import ended
 from throughtime.app.cli import new_settings
-from throughtime.app.config import PANELS, Config, make_config
-from throughtime.app.contradictions import LOSSES, SHORT
-from throughtime.app.values import fields_of, nearest, read_toml, written
-from throughtime.errors import ConfigError
+from throughtime.app.config import LOSSES, PANELS, SHORT, Config
+from throughtime.app.values import help_of, read_toml
+from throughtime.errors import ConfigError, did_you_mean
 
 
 def test_config_survives_its_own_toml(tmp_path: Path) -> None:
-    config = make_config(
-        {
-            "data": 'a "b" ü.csv',
-            "task": "regress",
-            "out": "x",
-            "inputs": ["u", "v,w"],
-            "horizon": 300,
-            "lr": 1,
-            "optimizer": "sgd",
-            "momentum": 0.9,
-            "schedule": "plateau",
-            "loss": "huber",
-        }
+    config = Config(
+        data='a "b" ü.csv',
+        task="regress",
+        out="x",
+        inputs=["u", "v,w"],
+        horizon=300,
+        lr=1,
+        optimizer="sgd",
+        momentum=0.9,
+        schedule="plateau",
+        loss="huber",
     )
     path = tmp_path / "run.toml"
     path.write_text(config.to_toml(), encoding="utf-8")
-    assert make_config(read_toml(path)) == config
+    assert Config(**read_toml(path)) == config
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"hiden": 3}, "unknown key 'hiden'; did you mean 'hidden'?"),
-        ({"task": "clasify"}, 'task = "clasify": expected classify, multilabel or regress'),
-        ({"lanes": "four"}, 'lanes = "four": expected a whole number of at least 1'),
-        ({"lanes": True}, "lanes = true: expected a whole number of at least 1"),
-        ({"lr": True}, "lr = true: expected a finite number above 0"),
-        ({"lanes": 0}, "lanes = 0: expected a whole number of at least 1"),
-        ({"lr": float("nan")}, "lr = NaN: expected a finite number above 0"),
-        ({"updates": 3, "epochs": 1}, "updates = 3 and epochs = 1 are both given"),
-        ({"inputs": 3}, "inputs = 3: expected a list of column names"),
-        ({"inputs": [""]}, 'inputs = [""]: expected a list of column names'),
-        ({"model": "net.py"}, 'model = "net.py": expected lstm, gru, rnn or FILE.py:Class'),
-        ({"series": ["w"]}, 'series = ["w"]: expected NAME=COLUMN, such as weight=w'),
-        ({"ahead": "24-1"}, 'ahead = "24-1": expected rows of at least 1 in rising order'),
-        ({"ahead": -3}, "ahead = -3: expected rows of at least 1 in rising order"),
-        ({"inputs": ["{a}"], "exclude": ["{a}", "b"]}, '"b"]: {a} is among the inputs or targets'),
+        ({"task": "clasify"}, "--task clasify: expected classify, multilabel or regress"),
+        ({"lanes": "four"}, "--lanes four: expected a whole number of at least 1"),
+        ({"lanes": True}, "--lanes: expected a whole number of at least 1"),
+        ({"lr": True}, "--lr: expected a finite number above 0"),
+        ({"lanes": 0}, "--lanes 0: expected a whole number of at least 1"),
+        ({"lr": float("nan")}, "--lr nan: expected a finite number above 0"),
+        ({"updates": 3, "epochs": 1}, "--updates 3 and --epochs 1 are both given"),
+        ({"inputs": 3}, "--inputs 3: expected a list of column names"),
+        ({"inputs": [""]}, "--inputs '': expected a list of column names"),
+        ({"model": "net.py"}, "--model net.py: expected lstm, gru, rnn or FILE.py:Class"),
+        ({"series": ["w"]}, "--series w: expected NAME=COLUMN, such as weight=w"),
+        ({"ahead": "24-1"}, "--ahead 24-1: expected rows of at least 1 in rising order"),
+        ({"ahead": -3}, "--ahead -3: expected rows of at least 1 in rising order"),
+        ({"inputs": ["{a}"], "exclude": ["{a}", "b"]}, "{a} is among the inputs or targets"),
         ({"seed": 2**63}, "expected a whole number from 0 to below 2**63"),
         ({"standardise": "first:0"}, "expected split, recording, none or first:N"),
         ({"class_weights": "a:5"}, "expected none, balanced or a number above 0 for some"),
-        ({"weight_decay": 0.1, "optimizer": "adam"}, 'optimizer = "adam": take adamw'),
-        ({"momentum": 0.9}, "momentum = 0.9 belongs to --optimizer sgd: write that, or"),
+        ({"weight_decay": 0.1, "optimizer": "adam"}, "--optimizer adam: take adamw"),
+        ({"momentum": 0.9}, "--momentum 0.9 belongs to --optimizer sgd: write that, or"),
         ({"schedule": "plateau", "lr_warmup": 2}, "a plateau counts validations, not updates"),
         ({"loss": "mae", "task": "classify"}, "take --loss cross-entropy"),
         ({"data": None}, "DATA is missing: A file with one recording"),
@@ -68,7 +64,7 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
 def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) -> None:
     settings = {"data": "d", "task": "regress", "out": "o"} | wrong
     with pytest.raises(ConfigError) as refused:
-        make_config(settings, flags=())
+        Config(**settings)
     assert said in str(refused.value)
 
 
@@ -92,51 +88,42 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
 def test_settings_have_the_types_that_they_are_declared_with(
     given: dict[str, Any], value: object
 ) -> None:
-    result = getattr(make_config({"data": "d.csv"} | given), next(iter(given)))
+    result = getattr(Config(**{"data": "d.csv"} | given), next(iter(given)))
     assert (type(result), result) == (type(value), value)
 
 
-def test_a_setting_is_called_as_it_was_written(tmp_path: Path) -> None:
+def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('data = "d"\nlanes = 0\nhand_off = true\noffset = 3\n', encoding="utf-8")
+    file.write_text('data = "d"\nlanes = 0\n', encoding="utf-8")
     with pytest.raises(ConfigError) as refused:
         new_settings(file, {"hidden": "x"})
-    head = f"{file}: lanes = 0: expected a whole number of at least 1"
-    assert str(refused.value) in {
-        f"--hidden x: expected a whole number of at least 1; {head.partition(': ')[2]}",
-        f"{file}: --hidden x: expected a whole number of at least 1; {head.partition(': ')[2]}",
-    }
-    with pytest.raises(ConfigError, match=r"--offset 4 moves .* and hand_off = true passes"):
-        new_settings(file, {"offset": "4", "lanes": "1"})
-    assert written("hand_off", True, None) == "--hand-off"
-    assert written("hand_off", False, None) == "--no-hand-off"
-    assert written("inputs", ("u", "a b"), None) == "--inputs 'u,a b'"
+    for part in (f"{file}: ", "--hidden x: expected a whole", "--lanes 0: expected a whole"):
+        assert str(refused.value).count(part) == 1
 
 
 def test_all_wrong_settings_are_listed_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
-        make_config({"task": "x", "strid": 1, "hiden": 2, "lanes": 0, "lr": "a"}, flags=["lr"])
+        Config(task="x", strid=1, hiden=2, lanes=0, lr="a")
     message = str(refused.value)
-    for part in ("'strid'", "'hiden'", "DATA is missing", "task = ", "lanes = 0", "--lr a"):
+    for part in ("'strid'", "'hiden'", "DATA is missing", "--task x", "--lanes 0", "--lr a"):
         assert message.count(part) == 1, message
 
 
 def test_a_changed_copy_is_checked_as_well() -> None:
-    config = make_config({"data": "d", "horizon": 300})
-    assert replace(config, updates=3).updates == 3
+    config = Config(data="d", horizon=300)
+    assert config.changed(updates=3).updates == 3
     for _ in range(2):  # pydantic builds its schema once
         with pytest.raises(ConfigError, match="--updates 0: expected a whole number of at least 1"):
-            replace(config, updates=0)
+            config.changed(updates=0)
     with pytest.raises(ConfigError, match="--loss huber does not fit --task classify"):
-        replace(make_config({"data": "d", "loss": "huber"}), task="classify")
+        Config(data="d", loss="huber").changed(task="classify")
 
 
 def test_every_setting_has_help_and_a_group() -> None:
-    for name, about in fields_of(Config).items():
-        assert len(about.description) > 10, name
-        assert "\n" not in about.description
-    assert [*PANELS] == sorted(PANELS, key=[field.name for field in fields(Config)].index)
-    assert {*SHORT} < {*fields_of(Config)}
+    for name, about in Config.model_fields.items():
+        assert len(help_of(about)) > 10, name
+    assert [*PANELS] == sorted(PANELS, key=[*Config.model_fields].index)
+    assert {*SHORT} < {*Config.model_fields}
     assert {task for tasks in LOSSES.values() for task in tasks} == {
         "classify",
         "multilabel",
@@ -167,25 +154,22 @@ for words in (["--version"], *([*c, flag] for c in words_of for flag in ("-h", "
     ("words", "written_as"),
     [
         ("train d --learning-rate 1", "--learning-rate: no such option; write --lr"),
-        ("train d --learning_rate=1", "--learning_rate: no such option; write --lr"),
         ("train d --class_weights none", "--class_weights: no such option; write --class-weights"),
-        ("train d --lanse 3", "--lanse: no such option; write --lanes"),
         ("train d --LR 3", "--LR: no such option; write --lr"),
-        ("audit r --batch-size 3", "--batch-size: no such option; write --lanes"),
         ("eval r --splits x", "--splits: no such option; write --split"),
         ("eval r --optimizer x", "--optimizer: no such option; throughtime eval --help lists them"),
-        ("eval r --learning-rate 1", "--learning-rate: no such option; throughtime eval --help"),
     ],
 )
-def test_an_option_names_a_near_one_and_only_a_near_one(words: str, written_as: str) -> None:
+def test_words_that_are_none_of_ours_are_refused_in_a_line(words: str, written_as: str) -> None:
     code, _, complained = ended(*words.split())
     assert code == 2
     assert complained.startswith(f"error: {written_as}")
+    assert complained.count("\n") == 1
 
 
 def test_only_what_is_near_is_suggested() -> None:
-    assert nearest("hiden", fields_of(Config)) == "; did you mean 'hidden'?"
-    assert nearest("optimizer", ["delimiter", "horizon"]) == ""
+    assert did_you_mean("hiden", Config.model_fields) == "; did you mean 'hidden'?"
+    assert did_you_mean("optimizer", ["delimiter", "horizon"]) == ""
 
 
 def test_words_of_settings_are_read_in_any_case(tmp_path: Path) -> None:

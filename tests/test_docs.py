@@ -151,7 +151,7 @@ def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
 
     train = commands.commands["train"]
     flags = {p.name for p in train.params} - {"config", "resume", "trust_code"}
-    assert flags == set(Config.__dataclass_fields__)
+    assert flags == set(Config.model_fields)
 
 
 def test_the_pages_that_the_package_names_exist() -> None:

@@ -202,8 +202,8 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception],
 @pytest.mark.parametrize(
     ("part", "said"),
     [
-        ({"stream": recordings()}, "stream is a list, expected a Stream"),
-        ({"schedule": "cosine"}, "schedule is a str, expected a LRScheduler"),
+        ({"stream": recordings()}, "got a list, expected .*Stream"),
+        ({"schedule": "cosine"}, "got a str, expected .*LRScheduler"),
         ({"optimizer": tt.optim.Adam(nn.Linear(2, 2).parameters())}, "none of the net's weights"),
     ],
 )
@@ -231,34 +231,13 @@ def test_a_folder_of_another_training_is_refused_and_stays_as_it_is(tmp_path: Pa
         (make_net(), {"schedule": "step"}, RunError),
         (other := make_net(), {"optimizer": torch.optim.SGD(other.parameters())}, RunError),
         (make_net(), {"loss_fn": nn.L1Loss()}, RunError),
+        (make_net(), {"lr": 0.2, "updates": 16}, RunError),
+        (make_net(), {"valid": recordings()[2:]}, RunError),
     ]
     for net, more, error in cases:
         with pytest.raises(error):
             run(net, out=tmp_path, **more)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-
-def test_a_rate_that_was_changed_since_counts(tmp_path: Path) -> None:
-    nets = make_net(), make_net()
-    for net, name, lr in ((nets[0], "a", 0.05), (nets[1], "b", 0.2)):
-        torch.manual_seed(5)
-        run(make_net(), out=tmp_path / name, updates=8)
-        run(net, out=tmp_path / name, updates=16, lr=lr, keep="last")
-    assert [row["lr"] for row in rows_of(tmp_path / "b") if row["kind"] == "train"] == (
-        [0.05] * 8 + [0.2] * 8
-    )
-    with pytest.raises(AssertionError):
-        torch.testing.assert_close(nets[0].state_dict(), nets[1].state_dict(), rtol=0, atol=0)
-
-
-def test_other_recordings_to_validate_on_begin_a_new_best(tmp_path: Path) -> None:
-    first = run(make_net(), out=tmp_path)
-    easy = [{"inputs": each["inputs"], "targets": 0 * each["targets"]} for each in recordings()[3:]]
-    same = run(make_net(), out=tmp_path, updates=41)
-    assert (same.best, same.score) == (first.best, first.score)
-    other = run(make_net(), out=tmp_path, updates=48, valid=easy)
-    assert other.best in {42, 48}
-    assert other.score != first.score
 
 
 def test_a_finished_run_keeps_its_best_weights_without_valid(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import throughtime as tt
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.evaluate import evaluate_run
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
@@ -98,7 +98,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "stride": 20,
         "updates": 20,
     }
-    training = Training.begin(make_config(values))
+    training = Training.begin(Config(**values))
     training.run()
     return training.folder
 

@@ -135,7 +135,10 @@ def test_an_error_leaves_whole_files_and_says_which(
 REFUSED = [
     (["{data}", "--out", "p.csv"], "--out p.csv: many recordings need a folder"),
     (["{data}", "--out", "{data}"], "is a recording itself; choose another --out"),
-    (["{data}", "--state-out", "s"], "leave out --state-out: for a single recording alone"),
+    (
+        ["{data}", "--state-out", "s"],
+        "leave out --state-in and --state-out",
+    ),
     (["{data}/other/9.csv", "--out", "p.csv", "--format", "npy"], "leave one of them out"),
 ]
 

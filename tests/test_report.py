@@ -15,13 +15,13 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, write_recordings
-from throughtime.app.load import load_run
-from throughtime.app.report import page as report
-from throughtime.app.report.figures import (
+from throughtime.app import page as report
+from throughtime.app.figures import (
     PlayedRecording,
     line_chart,
     recording_figure,
 )
+from throughtime.app.load import load_run
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.scores import ClassScores, DataTable
 
@@ -96,7 +96,7 @@ def test_the_settings_are_there_in_words_and_all_of_them(folder: RunFolder) -> N
         "one of 3 classes",
         f"seed {config.seed}",
         f"an update every {config.stride} steps",
-        "each class has the inverse of its frequency as weight",
+        "class weights balanced",
     ):
         assert words in page
     for name, value in config.settings().items():
@@ -230,6 +230,6 @@ def test_any_name_can_be_drawn() -> None:
 
 def test_matplotlib_is_imported_for_a_report_alone() -> None:
     code = "import sys, throughtime.app.console, throughtime.app.train\n"
-    code += "assert 'matplotlib' not in sys.modules\nimport throughtime.app.report.page\n"
+    code += "assert 'matplotlib' not in sys.modules\nimport throughtime.app.page\n"
     code += "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -75,7 +75,7 @@ def test_the_figures_are_those_of_training(folder: RunFolder) -> None:
     """The first steps of the stream that training played, and its weighted loss."""
     found = look(folder, AuditOptions(horizons=(10, 40), steps=320, max_lag=40)).audit
     config = folder.read_config()
-    training = Training.begin(replace(config, out=str(folder.path / "again")))
+    training = Training.begin(config.changed(out=str(folder.path / "again")))
     stream = tt.Stream(training.dataset.train, lanes=2, chunk=7, seed=config.seed)
     net = load_run(folder.path).net
     expected = tt.audit(net, stream, training.loss_fn, horizons=(10, 40), steps=320)
@@ -163,7 +163,7 @@ def test_class_weights_are_those_of_training_without_its_recordings(tmp_path: Pa
 
 
 def test_an_audit_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    from throughtime.app.report.page import write_report
+    from throughtime.app.page import write_report
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=3))
     for content in ("{", "[]", '{"split": "train"}'):
@@ -250,7 +250,7 @@ def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
 def test_whatever_was_found_can_be_drawn(found: AuditReport) -> None:
     from xml.etree import ElementTree as ET
 
-    from throughtime.app.report.page import reach_chart
+    from throughtime.app.page import reach_chart
 
     chart = reach_chart(found, Config(data="data", task="classify", out="out"))
     assert ": " in ET.fromstring(chart).attrib["aria-label"]

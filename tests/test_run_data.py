@@ -19,12 +19,12 @@ from torch import Tensor
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, stop_at, write_recordings
-from throughtime.app.config import Config, make_config
-from throughtime.app.data_statistics import collect_statistics
+from throughtime.app.config import Config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.evaluate import evaluate_run
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
+from throughtime.app.recordings import collect_statistics
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, DataError
@@ -84,7 +84,7 @@ def chunks(data: Path, **more: Any) -> list[tuple[Tensor, ...]]:
     """What the training stream of a run gives, the targets that do not count left out."""
     out = data.parent / f"run{next(counter)}"
     training = Training.begin(
-        make_config(settings(data, out, **{"updates": 1, "dtype": "float64", **more}))
+        Config(**settings(data, out, **{"updates": 1, "dtype": "float64", **more}))
     )
     played = [
         *training.stream,
@@ -244,11 +244,11 @@ def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> No
         np.save(folder / f"{name}.npy", signal(name))
         np.savez(folder / f"{name}.npz", start=[5, 60], stop=[20, 90], label=[3, 7])
     write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}.npz" for n in NAMES])
-    assert dict(open_dataset(make_config(settings(folder, tmp_path / "r"))).statistics.classes) == {
+    assert dict(open_dataset(Config(**settings(folder, tmp_path / "r"))).statistics.classes) == {
         "3": 30,
         "7": 60,
     }
-    found = open_dataset(make_config(settings(folder, tmp_path / "r", task="regress"))).statistics
+    found = open_dataset(Config(**settings(folder, tmp_path / "r", task="regress"))).statistics
     assert found.targets.mean == pytest.approx([(30 * 3 + 60 * 7) / 90])
     assert found.missing_targets == ROWS["a"] + ROWS["b"] - 90
 
@@ -289,7 +289,7 @@ def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
 
 def begin_remarks(data: Path, out: Path, **more: Any) -> tuple[str, ...]:
     return Training.begin(
-        make_config(settings(data, out / f"run{next(counter)}", **more))
+        Config(**settings(data, out / f"run{next(counter)}", **more))
     ).dataset.remarks
 
 
@@ -308,22 +308,16 @@ def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> N
         assert fed_the_same(chunks(plain, **Y), chunks(folder, **Y))
         assert not fed_the_same(chunks(plain, **Y), chunks(folder, inputs=swapped.split(","), **Y))
         assert (
-            open_dataset(make_config(settings(folder, tmp_path / "r", **Y))).spec.layout.inputs
+            open_dataset(Config(**settings(folder, tmp_path / "r", **Y))).spec.layout.inputs
             == names
         )
     trained, whole = (
         finish(settings(folder, tmp_path / "r1", updates=3, **Y)),
         finish(settings(plain, tmp_path / "r2", updates=3, **Y)),
     )
-    run(
-        "predict",
-        trained.path,
-        f"{folder}/c_left.npy;{folder}/c_right.npy",
-        "--out",
-        tmp_path / "one.npy",
-    )
-    run("predict", whole.path, plain / "c.npy", "--out", tmp_path / "other.npy")
-    assert np.array_equal(np.load(tmp_path / "one.npy"), np.load(tmp_path / "other.npy"))
+    for each in (trained, whole):
+        run("predict", each.path, "--format", "npy", "--out", each.path / "p")
+    assert np.array_equal(*(np.load(each.path / "p" / "c.npy") for each in (trained, whole)))
 
 
 def test_static_features_are_constant_columns(tmp_path: Path) -> None:
@@ -350,50 +344,24 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
         ("age", "weight"),
     )
     assert repr(valid_scores(one)) == repr(valid_scores(other))  # a metric may be NaN
-    run(
-        "predict",
-        one.path,
-        plain / "c.npy",
-        "--static",
-        "weight=3,age=-2",
-        "--out",
-        tmp_path / "one.npy",
+    trained = load_run(one.path)
+    mine, _ = tt.predict(trained.net, trained.recording(plain / "c.npy", {"weight": 3, "age": -2}))
+    for folder in (one, other):
+        run("predict", folder.path, "--format", "npy", "--out", folder.path / "p")
+    assert np.array_equal(*(np.load(folder.path / "p" / "c.npy") for folder in (one, other)))
+    np.testing.assert_allclose(
+        mine.softmax(dim=1).numpy(), np.load(one.path / "p" / "c.npy"), atol=1e-6
     )
-    run("predict", other.path, columns / "c.npy", "--out", tmp_path / "other.npy")
-    assert np.array_equal(np.load(tmp_path / "one.npy"), np.load(tmp_path / "other.npy"))
-    said = run(
-        "predict",
-        one.path,
-        plain / "c.npy",
-        "--static",
-        "weight=3",
-        "--out",
-        tmp_path / "no.npy",
-        ok=False,
-    )
-    assert (
-        "trained on the static features age, weight, got weight; write --static"
-        " age=NUMBER,weight=NUMBER" in said
-    )
-    assert "leave them out" in run(
-        "predict",
-        other.path,
-        columns / "c.npy",
-        "--static",
-        "a=3",
-        "--out",
-        tmp_path / "no.npy",
-        ok=False,
-    )
-    assert "expected a finite number for each feature" in run(
-        "predict", one.path, plain / "c.npy", "--static", "age=old", ok=False
-    )
+    with pytest.raises(DataError, match=r"features age, weight, got weight; write --static"):
+        trained.recording(plain / "c.npy", {"weight": 3})
+    with pytest.raises(DataError, match="leave them out"):
+        load_run(other.path).recording(columns / "c.npy", {"a": 3})
 
 
 def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     data = per_step(tmp_path / "data", {n: labels_of(n) for n in NAMES})
     training = Training.begin(
-        make_config(settings(data, tmp_path / "run", class_weights="pvc=5, beat=2", **Y))
+        Config(**settings(data, tmp_path / "run", class_weights="pvc=5, beat=2", **Y))
     )
     classes = training.dataset.spec.classes
     assert classes == ("beat", "pvc", "rest")
@@ -404,7 +372,7 @@ def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="there is no class 'pcv'; the training split has beat, pvc, rest"
     ):
-        Training.begin(make_config(settings(data, tmp_path / "no", class_weights="pcv=5", **Y)))
+        Training.begin(Config(**settings(data, tmp_path / "no", class_weights="pcv=5", **Y)))
     assert not (tmp_path / "no").exists()
     trained = finish(settings(data, tmp_path / "audited", class_weights="pvc=5", updates=3, **Y))
     assert "worst parameter" in run("audit", trained.path, "--horizons", "10", "--max-lag", "10")
@@ -414,25 +382,21 @@ def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     more: dict[str, Any] = {"lanes": 5, "updates": None, "epochs": 2, "stride": 50}
     handed = Training.begin(
-        make_config(settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
+        Config(**settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
     )
     assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
     handed.run()
     assert handed.stream._entering_state(handed.net) is not None
-    assert "from the state in which the part before it ended the last epoch" in "; ".join(
-        handed.dataset.remarks
-    )
-    cold = Training.begin(make_config(settings(data, tmp_path / "cold", **more)))
+    cold = Training.begin(Config(**settings(data, tmp_path / "cold", **more)))
     cold.run()
     assert cold.stream._entering_state(cold.net) is None
     assert not all(
         torch.equal(a, b)
         for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True)
     )
-    moved = Training.begin(make_config(settings(data, tmp_path / "moved", offset=40)))
+    moved = Training.begin(Config(**settings(data, tmp_path / "moved", offset=40)))
     assert moved.stream.offset == 40
     assert sum(int(chunk.mask.sum()) for chunk in moved.stream) < 650
-    assert "--hand-off has no effect" in "; ".join(begin_remarks(data, tmp_path, hand_off=True))
 
 
 @pytest.mark.parametrize("workers", [2, "thread"])
@@ -440,7 +404,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path, workers: int | str) -> None:
     data = with_spans(tmp_path / "data")
     more: dict[str, Any] = {"background_class": "nothing", "frame_size": 3, "updates": 20}
     asked = Training.begin(
-        make_config(settings(data, tmp_path / "asked", workers=workers, **more))
+        Config(**settings(data, tmp_path / "asked", workers=workers, **more))
     ).stream
     assert asked.workers == workers
     here, ahead = (
@@ -474,7 +438,7 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
         **more,
     }
     whole = finish(settings(data, tmp_path / "whole", **more))
-    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    stopped = Training.begin(Config(**settings(data, tmp_path / "stopped", **more)))
     stop_at(stopped, at)
     resumed = Training.resume(stopped.folder.path)
     assert resumed.done.count == at
@@ -503,17 +467,10 @@ def test_the_time_spent_waiting_for_data_is_printed(tmp_path: Path) -> None:
     rows = RunFolder(tmp_path / "run").read_metrics()
     shares = [row["waiting"] for row in rows if row["kind"] == "train"]
     assert all(0 < share < 1 for share in shares)
-    training = Training.begin(make_config(settings(data, tmp_path / "other")))
+    training = Training.begin(Config(**settings(data, tmp_path / "other")))
     training.run()
     waited, row = training.stream.wait_seconds, training.folder.read_metrics()[-1]
     assert row["waiting"] == pytest.approx(waited / row["seconds"], abs=1e-3)
-
-
-def test_idle_lanes_are_remarked_where_they_are_many(tmp_path: Path) -> None:
-    unequal = write_recordings(tmp_path / "data", (4000, 500, 300))
-    assert "lanes are idle for 44% of an epoch" in "; ".join(begin_remarks(unequal, tmp_path))
-    equal = write_recordings(tmp_path / "equal", (500, 500, 300))
-    assert not any("idle" in remark for remark in begin_remarks(equal, tmp_path))
 
 
 def write_sounds(folder: Path, rates: Sequence[int], targets: int = 8000) -> Path:
@@ -540,7 +497,7 @@ def test_all_files_of_a_run_have_one_rate(tmp_path: Path) -> None:
         with pytest.raises(
             DataError, match=r"has (16000|4000) rows per second, .* has 8000; resample one of them"
         ) as refused:
-            open_dataset(make_config(settings(bad, tmp_path / "no", task="regress")))
+            open_dataset(Config(**settings(bad, tmp_path / "no", task="regress")))
         assert all(f"{bad / name}" in str(refused.value) for name in names)
     fast = write_sounds(tmp_path / "fast", (16000, 16000, 16000), 16000)
     with pytest.raises(

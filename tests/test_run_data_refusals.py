@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from test_run import settings, write_recordings
 from test_run_data import NAMES, ROWS, SPLITS, begin_remarks, signal, write
-from throughtime.app.config import Config, make_config
+from throughtime.app.config import Config
 from throughtime.app.dataset import open_dataset
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.manifest import ManifestEntry, find_recordings
@@ -138,7 +138,7 @@ def test_a_manifest_that_does_not_fit_is_refused_with_what_to_do(
     data = write_recordings(tmp_path / "data")
     (data / "recordings.csv").write_text(rows, encoding="utf-8")
     with pytest.raises(DataError, match=said):
-        open_dataset(make_config(settings(data, tmp_path / "run", **more)))
+        open_dataset(Config(**settings(data, tmp_path / "run", **more)))
 
 
 def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
     ]
     (data / "recordings.csv").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(DataError) as refused:
-        open_dataset(make_config(settings(data, tmp_path / "run")))
+        open_dataset(Config(**settings(data, tmp_path / "run")))
     assert str(refused.value).count("no such file") == 5
     assert str(refused.value).endswith("; and 3 more faults")
     rows = [
@@ -161,7 +161,7 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
     ]
     (data / "recordings.csv").write_text("\n".join(rows), encoding="utf-8")
     with pytest.raises(DataError, match=r"recording 'a' has 400 .*; recording 'b' has 250"):
-        open_dataset(make_config(settings(data, tmp_path / "run")))
+        open_dataset(Config(**settings(data, tmp_path / "run")))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_intervals_that_do_not_fit_are_refused_with_their_file(
     more = {"target_every": 5} if "every" in task else {}
     with pytest.raises(DataError, match=said):
         open_dataset(
-            make_config(settings(data, tmp_path / "run", **more, task=task.split(maxsplit=1)[0]))
+            Config(**settings(data, tmp_path / "run", **more, task=task.split(maxsplit=1)[0]))
         )
 
 
@@ -217,7 +217,7 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", signal("a"))
     (tmp_path / "a.csv").write_text("start,stop,label\n0,3,x\n40,60,y\n60,80,x\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
-    assert "1 interval left out: they cover the last row of no frame of 10" in "; ".join(
+    assert "1 interval left out: they fill no frame of 10" in "; ".join(
         begin_remarks(data, tmp_path, frame_size=10)
     )
     assert not any("intervals" in remark for remark in begin_remarks(data, tmp_path, frame_size=3))
@@ -270,7 +270,7 @@ def test_settings_of_data_that_do_not_go_together_are_refused(
     more: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        make_config({**settings(Path("d"), Path("o")), **more})
+        Config(**{**settings(Path("d"), Path("o")), **more})
 
 
 def test_static_features_need_a_manifest(tmp_path: Path) -> None:
@@ -279,9 +279,7 @@ def test_static_features_need_a_manifest(tmp_path: Path) -> None:
         DataError, match=r"static=age names columns of a manifest .*, but this is not a manifest"
     ):
         open_dataset(
-            make_config(
-                settings(tmp_path / "a.npz", tmp_path / "run", static=["age"], task="regress")
-            )
+            Config(**settings(tmp_path / "a.npz", tmp_path / "run", static=["age"], task="regress"))
         )
 
 
@@ -319,14 +317,14 @@ def test_a_rate_of_labels_is_that_of_the_rows_they_are_for(tmp_path: Path) -> No
     )
     assert (
         open_dataset(
-            make_config(settings(data, tmp_path / "r", task="regress", target_every=100))
+            Config(**settings(data, tmp_path / "r", task="regress", target_every=100))
         ).spec.layout.rate
         == 8000
     )
     for name in NAMES:
         soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 16000)
     with pytest.raises(DataError, match=r"a_y.wav has 8000 rows per second, .*a.wav has 16000"):
-        open_dataset(make_config(settings(data, tmp_path / "r", task="regress", target_every=100)))
+        open_dataset(Config(**settings(data, tmp_path / "r", task="regress", target_every=100)))
 
 
 @pytest.mark.parametrize("link", ["in a folder", "in a manifest"])

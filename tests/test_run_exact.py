@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from test_run import finish, settings, stop_at, write_recordings
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.dataset import training_stream
 from throughtime.app.load import load_run
-from throughtime.app.report.page import write_report
+from throughtime.app.page import write_report
 from throughtime.app.train import Training
 from throughtime.gradient import Exact, executor
 from throughtime.updates import updates
@@ -26,7 +26,7 @@ def test_an_exact_run_of_whole_recordings_goes_on_to_the_same_bits(tmp_path: Pat
     assert [row["update"] for row in whole.read_metrics() if row["kind"] == "train"] == list(
         range(1, 9)
     )
-    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    stopped = Training.begin(Config(**settings(data, tmp_path / "stopped", **more)))
     stop_at(stopped, 3)
     resumed = Training.resume(stopped.folder.path)
     assert resumed.done.count == 3
@@ -65,7 +65,7 @@ def test_an_exact_run_is_cut_into_the_same_segments_wherever_it_goes_on(
     assert len(expected) == 3
     assert expected[0] < 3000  # more than one segment, or nothing could differ
     stopped = Training.begin(
-        make_config(settings(tmp_path / "long.npz", tmp_path / "stopped", **more))
+        Config(**settings(tmp_path / "long.npz", tmp_path / "stopped", **more))
     )
     stop_at(stopped, 1)
     lengths.clear()
@@ -88,7 +88,7 @@ def test_an_exact_run_makes_the_updates_of_the_exact_policy(tmp_path: Path) -> N
         "keep": "last",
     }
     training = Training.begin(
-        make_config(settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
+        Config(**settings(write_recordings(tmp_path / "data"), tmp_path / "run", **more))
     )
     net = copy.deepcopy(training.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=training.config.lr)
@@ -123,7 +123,7 @@ def test_an_epoch_makes_as_many_updates_as_are_announced(
 ) -> None:
     values = {"stride": None, "lanes": lanes, "updates": None, "epochs": 1, **more}
     training = Training.begin(
-        make_config({**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
+        Config(**{**settings(write_recordings(tmp_path / "data"), tmp_path / "run"), **values})
     )
     assert training.epoch_updates == expected
     training.run()

@@ -6,16 +6,13 @@ import itertools
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from test_cli import ended, run
 from test_run import finish, flags, settings, write_recordings
-from throughtime import _files
-from throughtime.app.config import make_config
-from throughtime.app.dataset import open_dataset
+from throughtime import files as file_module
 from throughtime.app.run_folder import RunFolder
 
 
@@ -31,7 +28,7 @@ def test_a_folder_that_cannot_be_written_costs_no_result(
 
     command = [words[0], folder.path, *words[1:]]
     with monkeypatch.context() as patch:
-        patch.setattr(_files, "write_together", refuse)
+        patch.setattr(file_module, "write_together", refuse)
         code, printed, errors = ended(*command)
     assert code == 0, errors
     assert "macro-F1" in printed if words[0] == "eval" else "bias" in printed
@@ -73,22 +70,3 @@ def test_scores_of_a_run_that_held_nothing_out_name_the_flag(tmp_path: Path) -> 
     assert "--split train" in errors
     assert "accuracy" in run("eval", tmp_path / "run", "--split", "train")
     assert "accuracy" in run("eval", tmp_path / "run", tmp_path / "a.npz")
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"ahead": 24, "season": 24}, "--season 24 has no effect: the value a season before"),
-        ({"ahead": 5, "season": 24}, ""),
-    ],
-)
-def test_a_season_that_compares_nothing_is_said(
-    tmp_path: Path, more: dict[str, Any], said: str
-) -> None:
-    lines = [f"{i % 24},{int(i % 24 < 6)},{int(i % 24 < 9)}" for i in range(400)]
-    (tmp_path / "a.csv").write_text("u,y,z\n" + "\n".join(lines) + "\n", encoding="utf-8")
-    targets = ["y", "z"] if more.get("task") == "multilabel" else ["y"]
-    values = settings(tmp_path / "a.csv", tmp_path / "run", inputs=["u"], targets=targets) | more
-    remarks = "; ".join(open_dataset(make_config({"task": "regress"} | values)).remarks)
-    assert said in remarks
-    assert bool(said) == ("--season" in remarks)

@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from processes import elsewhere
 from test_cli import ended
 from test_run import COMMAND, command, finish, flags, settings, stop_at, write_recordings
-from throughtime import _files, _safetensors
+from throughtime import files as file_module
 from throughtime import state as trees
-from throughtime.app.config import make_config
+from throughtime import tensor_files
+from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder, load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import RunError, StateError
@@ -209,13 +210,13 @@ def test_every_flipped_bit_is_noticed(finished: RunFolder, tmp_path: Path, kind:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            _safetensors.read_tensors(path, names.get(kind, "throughtime.checkpoint/1"))
+            tensor_files.read_tensors(path, names.get(kind, "throughtime.checkpoint/1"))
         except ValueError:
             continue
         missed.append(bit)
     assert not missed
     path.write_bytes(content)
-    _safetensors.read_tensors(path, names.get(kind, "throughtime.checkpoint/1"))
+    tensor_files.read_tensors(path, names.get(kind, "throughtime.checkpoint/1"))
 
 
 def test_a_flipped_bit_of_a_tensor_is_named_by_the_commands(folder: RunFolder) -> None:
@@ -376,7 +377,7 @@ def test_of_two_starts_one_trains(tmp_path: Path) -> None:
     data, out = write_recordings(tmp_path / "data"), tmp_path / "run"
     values = settings(data, out)
     first, second = (
-        (Training.begin(make_config(values | {"out": str(out)})) for _ in range(1)),
+        (Training.begin(Config(**values | {"out": str(out)})) for _ in range(1)),
         None,
     )
     del second
@@ -394,7 +395,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
-        "from throughtime._files import exclusive\n"
+        "from throughtime.files import exclusive\n"
         "with exclusive(Path(sys.argv[1]), wait=False):\n"
         "    child = os.fork()\n"
         "    if child == 0:\n"
@@ -410,7 +411,7 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     try:
         assert killed.returncode == -signal.SIGKILL
         assert path.exists()
-        with _files.exclusive(path, wait=False):
+        with file_module.exclusive(path, wait=False):
             pass
     finally:
         os.kill(child, signal.SIGKILL)
@@ -479,7 +480,7 @@ def test_a_full_disk_keeps_model_and_checkpoint_of_one_update(tmp_path: Path) ->
     """The limit lets the model through and not the checkpoint, which is three times as large."""
     data = write_recordings(tmp_path / "data")
     values = settings(data, tmp_path / "run", hidden=64)
-    training = Training.begin(make_config(values))
+    training = Training.begin(Config(**values))
     stop_at(training, 30)
     folder = training.folder
     before = folder.model.read_bytes(), folder.checkpoint.read_bytes()
@@ -547,10 +548,10 @@ def test_a_full_standard_output_is_named(finished: RunFolder) -> None:
 
 def test_several_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    _files.write_together({one: b"1", two: b"1"})
+    file_module.write_together({one: b"1", two: b"1"})
     (tmp_path / f"two.{os.getpid()}.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"No space left on device: '{two}'"):
-        _files.write_together({one: b"2", two: b"2" * 100_000})
+        file_module.write_together({one: b"2", two: b"2" * 100_000})
     assert (one.read_bytes(), two.read_bytes()) == (b"1", b"1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
 

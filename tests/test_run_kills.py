@@ -17,7 +17,7 @@ import pytest
 from processes import elsewhere, torchrun
 from test_run import COMMAND, _lines, command, finish, flags, settings, write_recordings
 from test_run import stop_at as stop_run_at
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 
@@ -99,7 +99,7 @@ def test_on_a_full_disk_nothing_is_lost(tmp_path: Path, share: float) -> None:
     data = write_recordings(tmp_path / "data")
     values = settings(data, tmp_path / "run", hidden=32)
     whole = finish(values | {"out": str(tmp_path / "whole")})
-    folder = stop_run_at(Training.begin(make_config(values)), 30).folder
+    folder = stop_run_at(Training.begin(Config(**values)), 30).folder
     before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
     size = int(share * folder.checkpoint.stat().st_size)
     smaller = (

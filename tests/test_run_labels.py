@@ -11,7 +11,7 @@ import torch
 import throughtime as tt
 from test_cli import run
 from test_run import settings
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.dataset import open_dataset
 from throughtime.app.model import make_loss
 from throughtime.app.train import Training
@@ -70,16 +70,16 @@ def test_the_loss_is_that_of_each_label_and_its_weights(tmp_path: Path) -> None:
     weights = {"none": None, "balanced": (1 - share) / share, "music=3": [1.0, 3.0]}
     for setting, weight in weights.items():
         training = Training.begin(
-            make_config({**values, "class_weights": setting, "out": str(tmp_path / setting)})
+            Config(**{**values, "class_weights": setting, "out": str(tmp_path / setting)})
         )
         pos_weight = None if weight is None else torch.tensor(weight, dtype=torch.float32)
         expected = torch.nn.BCEWithLogitsLoss(pos_weight=pos_weight)(outputs, targets)
         torch.testing.assert_close(training.loss_fn(outputs, targets), expected)
         assert type(make_loss(training.dataset.spec, training.net)) is torch.nn.BCEWithLogitsLoss
     with pytest.raises(ConfigError, match=r"there is no class 'noise'; .* has speech, music"):
-        open_dataset(make_config({**values, "class_weights": "noise=3"}))
+        open_dataset(Config(**{**values, "class_weights": "noise=3"}))
     with pytest.raises(ConfigError, match="--background-class rest belongs to classes"):
-        make_config({**values, "background_class": "rest"})
+        Config(**{**values, "background_class": "rest"})
 
 
 def test_other_values_than_0_and_1_are_refused(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_other_values_than_0_and_1_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"has other targets, the first is step 7; .* 0 or 1, or NaN"
     ):
-        open_dataset(make_config(values))
+        open_dataset(Config(**values))
 
 
 def test_labels_in_python_and_of_later_rows(tmp_path: Path) -> None:

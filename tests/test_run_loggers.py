@@ -14,7 +14,7 @@ import pytest
 from test_cli import run
 from test_run import finish, kill_at, settings, stop_at, write_recordings
 from throughtime.app import loggers
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, MissingExtraError, RunError
@@ -24,7 +24,7 @@ MORE: dict[str, Any] = {"updates": 20, "valid_every": 5, "lr": 0.02, "schedule":
 
 def stop_and_resume(values: dict[str, Any], killed: int = 13, lost: int = 4) -> RunFolder:
     """A run that is killed after its checkpoint, with log lines since, and resumed."""
-    training = Training.begin(make_config(values))
+    training = Training.begin(Config(**values))
     stop_at(training, killed - lost)
     kill_at(Training.resume(training.folder.path), killed)
     Training.resume(training.folder.path).run()
@@ -177,7 +177,7 @@ def test_a_missing_package_is_one_line_before_data_are_read(
     monkeypatch.setitem(sys.modules, "wandb", None)
     values = settings(tmp_path / "nowhere", tmp_path / "run", logger=["wandb"])
     with pytest.raises(MissingExtraError) as refused:
-        Training.begin(make_config(values))
+        Training.begin(Config(**values))
     assert str(refused.value) == "--logger wandb needs wandb; pip install 'throughtime[wandb]'"
 
 
@@ -190,4 +190,4 @@ def test_the_flag_is_repeated_and_kept_as_toml(tmp_path: Path) -> None:
     assert folder.read_config().logger == ("tensorboard", "tensorboard")
     assert len(list((folder.path / "tensorboard").iterdir())) == 1
     with pytest.raises(ConfigError, match=r"expected tensorboard, wandb or mlflow"):
-        make_config(settings(data, tmp_path / "run", logger=["clearml"]))
+        Config(**settings(data, tmp_path / "run", logger=["clearml"]))

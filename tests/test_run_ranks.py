@@ -21,12 +21,13 @@ from torch import Tensor, distributed, nn
 from processes import free_port, in_processes, torchrun
 from test_run import _lines, finish, settings, stop_at, write_recordings
 from throughtime import state as trees
-from throughtime.app.config import make_config
-from throughtime.app.distributed import Team, TeamError
+from throughtime.app.config import Config
+from throughtime.app.distributed import from_first, gathered
 from throughtime.app.model import load_model
 from throughtime.app.run_folder import RunFolder, checkpoint_bytes, load_checkpoint
 from throughtime.app.train import Training
-from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.distributed import Ranks
+from throughtime.errors import RunError, ThroughtimeError
 
 SURROUNDINGS = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")} | {
     "OMP_NUM_THREADS": "1",
@@ -52,108 +53,6 @@ def apart(one: RunFolder, other: RunFolder) -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-# --- what a team says and hears ---
-
-
-def outcome(work: Callable[[], Any]) -> tuple[str, ...]:
-    """What came out, or what was raised."""
-    try:
-        return "done", repr(work())
-    except TeamError as error:
-        return "ended", str(error)
-    except ZeroDivisionError as error:
-        return "raised", str(error)
-
-
-def raising(error: Exception) -> Any:
-    raise error
-
-
-def talking(rank: int) -> Iterator[tuple[str, Any]]:
-    team = Team(distributed.get_rank(), 2)
-    yield "gathered", team.gather({"rank": rank})
-    yield "first", outcome(lambda: team.on_first(lambda: rank + 10))
-    yield "all", outcome(lambda: team.on_all(lambda: rank + 10))
-    yield "first fails", outcome(lambda: team.on_first(partial(raising, RunError("full"))))
-    yield (
-        "second fails",
-        outcome(lambda: team.on_all(lambda: raising(OSError("gone")) if rank else 3)),
-    )
-    yield "both fail", outcome(lambda: team.on_all(partial(raising, DataError(f"bad on {rank}"))))
-    yield (
-        "unforeseen",
-        outcome(lambda: team.on_all(lambda: raising(ZeroDivisionError("by zero")) if rank else 3)),
-    )
-    yield (
-        "elsewhere",
-        outcome(
-            lambda: team.on_all(lambda: raising(DataError("early"))) if rank else team.gather(3)
-        ),
-    )
-    yield (
-        "within",
-        outcome(lambda: team.on_all(lambda: team.on_first(partial(raising, ConfigError("inner"))))),
-    )
-    yield "settled", outcome(lambda: team.raise_together(None))
-    yield "agreed", team.any_of(rank == 1, False, True)
-
-
-@pytest.fixture(scope="module")
-def reports(ran: "Ran") -> list[dict[str, Any]]:
-    return ran.reports
-
-
-def test_gather_returns_the_value_of_each_rank_on_all(reports: list[dict[str, Any]]) -> None:
-    for rank, mine in enumerate(reports):
-        assert mine["gathered"] == [{"rank": 0}, {"rank": 1}]
-        assert mine["first"] == ("done", "10")
-        assert mine["all"] == ("done", str(rank + 10))
-        assert mine["settled"] == ("done", "None")
-
-
-def test_a_wish_of_any_rank_is_a_wish_of_all(reports: list[dict[str, Any]]) -> None:
-    assert [mine["agreed"] for mine in reports] == [[True, False, True]] * 2
-
-
-@pytest.mark.parametrize(
-    ("case", "output"),
-    [
-        ("first fails", "full"),
-        ("second fails", "rank 1: gone"),
-        ("both fail", "bad on 0"),
-        ("elsewhere", "rank 1: early"),
-        ("within", "inner"),
-    ],
-)
-def test_an_error_on_one_rank_ends_all(
-    reports: list[dict[str, Any]], case: str, output: str
-) -> None:
-    assert [mine[case] for mine in reports] == [("ended", output)] * 2
-
-
-def test_a_fault_of_the_program_keeps_its_traceback_and_ends_the_others(
-    reports: list[dict[str, Any]],
-) -> None:
-    assert reports[0]["unforeseen"] == ("ended", "rank 1: ZeroDivisionError: by zero")
-    assert reports[1]["unforeseen"] == ("raised", "by zero")
-
-
-def test_a_team_of_one_sends_nothing_and_raises_as_it_is() -> None:
-    alone = Team()
-    assert (
-        alone.is_first,
-        alone.gather(3),
-        alone.on_all(lambda: 4),
-        alone.on_first(lambda: 5),
-    ) == (True, [3], 4, 5)
-    assert alone.any_of(False, True) == [False, True]
-    for work in (alone.on_all, alone.on_first):
-        with pytest.raises(ZeroDivisionError):
-            work(partial(raising, ZeroDivisionError()))
-    with pytest.raises(DataError, match="no"):
-        alone.raise_together(DataError("no"))
-
-
 # --- a run ---
 
 
@@ -163,58 +62,45 @@ def through(training: Training) -> Training:
 
 
 def running(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
-    yield from talking(rank)
-    team = Team(distributed.get_rank(), 2)
+    ranks = Ranks(distributed.get_rank(), 2, torch.device("cpu"))
     for variant in VARIANTS:
-        through(Training.begin(make_config(values(folder, f"whole-{variant}", variant)), team))
-        stopped = Training.begin(make_config(values(folder, f"stopped-{variant}", variant)), team)
+        through(Training.begin(Config(**values(folder, f"whole-{variant}", variant)), ranks))
+        stopped = Training.begin(Config(**values(folder, f"stopped-{variant}", variant)), ranks)
         stop_at(stopped, 13, pressed=rank == 1)
         torch.manual_seed(999 + rank)
-        resumed = Training.resume(stopped.folder.path, team=team)
+        resumed = Training.resume(stopped.folder.path, ranks=ranks)
         yield f"stopped-{variant}", resumed.done.count
         through(resumed)
         if variant == "horizon":
-            mutant = Training.begin(make_config(values(folder, "mutant", "horizon")), team)
+            mutant = Training.begin(Config(**values(folder, "mutant", "horizon")), ranks)
             stop_at(mutant, 7)  # where the lanes of rank 1 still play
-            if team.is_first:
+            if rank == 0:
                 forget_the_state_of_the_second(RunFolder(folder / "mutant"))
             distributed.barrier()
-            through(Training.resume(folder / "mutant", team=team))
-    yield (
-        "again",
-        outcome(
-            lambda: Training.begin(make_config(values(folder, "whole-horizon", "horizon")), team)
-        ),
-    )
-    yield "alone", outcome(lambda: through(Training.resume(folder / "one-horizon", team=team)))
-    yield (
-        "apart",
-        outcome(
-            lambda: through(
-                Training.begin(
-                    make_config(values(folder, "apart", "horizon") | {"seed": rank}), team
-                )
-            )
-        ),
-    )
-    other = values(folder, "apart", "horizon")
-    yield (
-        "other rate",
-        outcome(lambda: Training.begin(make_config(other | {"lr": 0.001 + rank}), team)),
-    )
-    data = str(folder / ("other" if rank else "data"))
-    yield (
-        "other data",
-        outcome(lambda: Training.begin(make_config(other | {"data": data}), team)),
-    )
-    broken = Training.begin(make_config(values(folder, "broken", "horizon")), team)
+            through(Training.resume(folder / "mutant", ranks=ranks))
+    for case, more in {"apart": {"seed": rank}, "other rate": {"lr": 0.001 + rank}}.items():
+        other = Training.begin(Config(**values(folder, case, "horizon") | more), ranks)
+        yield case, outcome(partial(through, other))
+    data = {"data": str(folder / ("other" if rank else "data"))}
+    other = Training.begin(Config(**values(folder, "other data", "horizon") | data), ranks)
+    yield "other data", outcome(partial(through, other))
+    broken = Training.begin(Config(**values(folder, "broken", "horizon")), ranks)
     if rank:
         broken.loss_fn = NoNumber()
-    yield "broken", outcome(lambda: through(broken))
+    yield "broken", outcome(partial(through, broken))
     masked = Training.begin(
-        make_config(values(folder, "masked", "horizon") | {"warm_up": 10_000}), team
+        Config(**values(folder, "masked", "horizon") | {"warm_up": 10_000}), ranks
     )
-    yield "masked", outcome(lambda: through(masked))
+    yield "masked", outcome(partial(through, masked))
+    yield "first", from_first(ranks, lambda: rank + 10)
+    yield "gathered", gathered(ranks, {"rank": rank})
+
+
+def outcome(work: Callable[[], object]) -> str:
+    """What was raised."""
+    with pytest.raises(ThroughtimeError) as raised:
+        work()
+    return f"{type(raised.value).__name__}: {raised.value}"
 
 
 class NoNumber(nn.Module):
@@ -290,8 +176,8 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
     alone, together = (
         load_checkpoint(ran.of(f"{name}-horizon").checkpoint) for name in ("one", "whole")
     )
-    names = {"net", "optimizer", "rules", "schedule", "best", "loss", "done", "ranks"}
-    names |= {"spec", "code", "settings", "parts", "valid"}
+    names = {"net", "optimizer", "schedule", "best", "loss", "done", "ranks"}
+    names |= {"spec", "code", "settings", "parts"}
     assert set(alone) == set(together) == names
     assert [position["stream"]["rank"] for position in together["ranks"]] == [0, 1]
     for position in (*alone["ranks"], *together["ranks"]):
@@ -299,30 +185,26 @@ def test_a_checkpoint_holds_the_positions_of_all_ranks(
 
 
 @pytest.mark.parametrize(
-    ("case", "output"),
+    ("case", "first", "second"),
     [
-        ("again", "holds a run already; continue it with --resume"),
-        (
-            "alone",
-            (
-                "holds the positions of 1 rank, each in its own share of the recordings, and"
-                " there are 2 now"
-            ),
-        ),
-        ("apart", "do not train the same run: seed is 1 on rank 1 and 0 on rank 0"),
-        ("other rate", "do not train the same run: lr is 1.001 on rank 1 and 0.001 on rank 0"),
-        ("other data", "the checksum of recording '1' in split train is "),
-        ("broken", "rank 1: training diverged at update 1: the loss is nan"),
-        ("masked", "an epoch passed without a single step that counts"),
+        ("apart", "rank 1 starts with other weights", "rank 1 starts with other weights"),
+        ("other rate", "has after the first update other weights", "other weights than rank 0"),
+        ("other data", "would not play its share of the plan", "its share of the plan of rank 0"),
+        ("broken", "RankError: 1 of 2 ranks could not make", "diverged at update 1: the loss is"),
+        ("masked", "without a single step that counts", "without a single step that counts"),
     ],
 )
-def test_a_run_that_cannot_go_on_prints_one_message_and_ends_on_all_ranks(
-    ran: Ran, case: str, output: str
+def test_a_run_that_cannot_go_on_ends_on_all_ranks(
+    ran: Ran, case: str, first: str, second: str
 ) -> None:
+    for mine, output in zip(ran.reports, (first, second), strict=True):
+        assert output in mine[case]
+
+
+def test_messages_of_ranks(ran: Ran) -> None:
     for mine in ran.reports:
-        kind, message = mine[case]
-        assert kind == "ended"
-        assert output in message
+        assert mine["gathered"] == [{"rank": 0}, {"rank": 1}]
+        assert mine["first"] == 10
 
 
 def test_a_run_of_two_ranks_does_not_go_on_as_one_process(ran: Ran) -> None:
@@ -423,7 +305,7 @@ def whole_run(rank: int, asked: tuple[Path, int]) -> Iterator[tuple[str, Any]]:
     values_ = values(folder, f"whole-{updates}", "horizon") | {"updates": updates}
     yield (
         str(rank),
-        through(Training.begin(make_config(values_), Team(distributed.get_rank(), 2))).done.count,
+        through(Training.begin(Config(**values_), Ranks(rank, 2, torch.device("cpu")))).done.count,
     )
 
 
@@ -463,21 +345,20 @@ def test_the_command_on_two_ranks_trains_and_speaks_as_one_process(data: Path) -
 
 
 @pytest.mark.slow
-def test_torchrun_with_another_learning_rate_on_one_rank_is_refused(data: Path) -> None:
+def test_a_rank_that_fails_alone_prints_why_and_ends_all(data: Path) -> None:
     script = data / "script.py"
     script.write_text(
         "import os, sys\n"
         "from throughtime.app.cli import main\n"
-        "sys.argv += ['--lr', '0.01'] if os.environ['RANK'] == '1' else []\n"
+        "sys.argv += ['--lr', 'no'] if os.environ['RANK'] == '1' else []\n"
         "main()\n",
         encoding="utf-8",
     )
     words = [*torchrun(2), str(script), *flags(values(data, "run", "horizon"))]
     with started(words, data / "log") as command:
         assert command.ended() != 0
-    expected = "the ranks do not train the same run: lr is 0.01 on rank 1 and 0.001 on rank 0"
-    assert command.output.count(expected) == 1
-    assert not (data / "run").exists()
+    assert command.output.count("error: --lr no: expected a finite number above 0") == 1
+    assert not (data / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from test_cli import ended, run
 from test_run import settings, stop_at, write_recordings
-from throughtime import _safetensors
+from throughtime import tensor_files
 from throughtime.app import console
 from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
@@ -51,9 +51,9 @@ def test_every_command_reads_the_model_file_once(
 ) -> None:
     folder = stopped(tmp_path / "run")
     reads = list[Path]()
-    read = _safetensors.read_tensors
+    read = tensor_files.read_tensors
     monkeypatch.setattr(
-        _safetensors, "read_tensors", lambda path, kind: (reads.append(path), read(path, kind))[1]
+        tensor_files, "read_tensors", lambda path, kind: (reads.append(path), read(path, kind))[1]
     )
     for command in (
         ["eval", folder.path],

@@ -101,8 +101,7 @@ def f1(outputs: Any, targets: Any) -> float:
 def trained(offsets: Path, how: str, out: Path) -> Any:
     options = ("--targets", "anomaly", "--task", "classify", "--hidden", 16, "--lanes", 6)
     options += ("--stride", 50, "--epochs", 12, "--lr", 0.01, "--standardise", how)
-    said = run("train", offsets, *map(str, options), "--out", out)
-    assert ("differs more between recordings" in said) == (how == "split")
+    run("train", offsets, *map(str, options), "--out", out)
     return tt.load_run(out)
 
 

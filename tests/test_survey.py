@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from throughtime.app.data_statistics import collect_statistics
+from throughtime.app.recordings import collect_statistics
 from throughtime.stream.sources import as_recording
 
 

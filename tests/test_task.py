@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from test_run import finish, settings, write_recordings
-from throughtime.app.config import make_config
+from throughtime.app.config import Config
 from throughtime.app.load import resolve_task
 
 TARGETS: dict[str, tuple[list[Any], str]] = {
@@ -31,7 +31,7 @@ def table(path: Path, targets: list[Any], *, columns: int = 1) -> Path:
 
 def task(data: Path, **more: Any) -> str | None:
     values = {"data": str(data), "out": str(data.parent / "run"), **more}
-    return resolve_task(make_config(values)).task
+    return resolve_task(Config(**values)).task
 
 
 @pytest.mark.parametrize(("targets", "expected"), list(TARGETS.values()), ids=list(TARGETS))

@@ -19,8 +19,11 @@ TODAY = [
     ("train {data} --inputs label --targets x", "the inputs holds text, such as 'low'"),
     ("train {data} --task regress --targets label --inputs x", "the targets holds text"),
     ("train {data} --horizon 5", "--horizon 5 is below --stride 100: "),
-    ("train {data} --gradient exact --horizon 5", "Leave one of them out; --cut-every N makes"),
-    ("train {data} --gradient exact --stride 5", "credit, so it has no stride. Leave one of them"),
+    (
+        "train {data} --gradient exact --horizon 5",
+        "belongs to --gradient truncated, got --gradient exact: leave one",
+    ),
+    ("train {data} --gradient exact --stride 5", "got --gradient exact: leave one of them out"),
     ("train --resume nowhere --lanes 2", "nowhere: no run there"),
     ("train --resume {run} --lr 1", "leave out --lr. Only --updates or --epochs may be given"),
     ("train {data} --inputs x --targets label --out {run}", "continue it with --resume"),

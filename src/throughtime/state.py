@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from throughtime import _safetensors
-from throughtime._files import write_atomically
+from throughtime import tensor_files
 from throughtime.errors import StateError, listed
+from throughtime.files import write_atomically
 
 State: TypeAlias = (
     Any  # a nesting of tensors has no finite static type; `leaves` checks it at run time
@@ -334,7 +334,7 @@ def save(state: State, path: str | Path) -> None:
                 " like nesting; rename it"
             )
         tensors[name] = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
-    write_atomically(Path(path), _safetensors.to_bytes(_KIND, None, tensors))
+    write_atomically(Path(path), tensor_files.to_bytes(_KIND, None, tensors))
 
 
 def load(path: str | Path, like: State) -> State:
@@ -362,7 +362,7 @@ def load(path: str | Path, like: State) -> State:
         True
     """
     try:
-        _, loaded = _safetensors.read_tensors(Path(path), _KIND)
+        _, loaded = tensor_files.read_tensors(Path(path), _KIND)
     except (OSError, ValueError) as error:
         raise StateError(
             f"{path}: cannot be read as a state ({error}); expected a file that tt.state.save wrote"

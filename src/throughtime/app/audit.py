@@ -16,7 +16,7 @@ from throughtime.app.config import AuditOptions
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import make_loss, one_thread, unbroken_stream, without_dropout
-from throughtime.app.recordings import OnPhase
+from throughtime.app.recordings import progress
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.diagnose.trace import trace
@@ -104,7 +104,6 @@ def audit_run(
     options: AuditOptions,
     data: Path | None = None,
     split: str | None = None,
-    on_phase: OnPhase | None = None,
 ) -> AuditReport:
     """Measure a run: seconds to minutes.
 
@@ -113,14 +112,13 @@ def audit_run(
         options: what to measure.
         data: other recordings; default: those of the run.
         split: which of them; default: `train`, and for other data what `eval` would take.
-        on_phase: called as recordings are opened, and as each part of the audit begins and ends.
 
     Raises:
         DataError: no such split, recordings that the model does not fit, or too few steps.
     """
     net, spec, config = run.net, run.spec, run.config
     split = split or ("train" if data is None else None)
-    split, recordings = recordings_for(spec, config, data, split, on_phase=on_phase)
+    split, recordings = recordings_for(spec, config, data, split)
     as_trained = data is None and split == "train"
     lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
     stream = Stream(
@@ -137,8 +135,7 @@ def audit_run(
     first = Part(recordings[0], 0, min(_TRACED, len(recordings[0])))
 
     def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
-        if on_phase is not None:
-            on_phase(name, 0, 0)
+        progress(name, 0, 0)
         return measure(net, *arguments, **more)
 
     size: dict[str, Any] = {"steps": steps}

@@ -6,27 +6,15 @@ A command imports what it runs when it runs, so that `throughtime --help` needs 
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from throughtime import __version__
-from throughtime.app.config import AuditOptions, Config, make_config
+from throughtime.app.config import AuditOptions, Config
 from throughtime.app.flags import Command, failures_printed
-from throughtime.app.values import (
-    Device,
-    Natural,
-    Settings,
-    build,
-    checked_by,
-    declared,
-    fields_of,
-    flag,
-    named_numbers,
-    read_toml,
-)
+from throughtime.app.values import Device, Natural, Settings, flag, read_toml
 from throughtime.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -51,7 +39,6 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-@declared
 class TrainOptions(Settings):
     """The flags of `train` that are no settings of a run."""
 
@@ -66,23 +53,23 @@ class TrainOptions(Settings):
 
 def train(values: dict[str, Any]) -> None:
     """Train a model on recordings."""
-    own = {name: values.pop(name) for name in fields_of(TrainOptions) if name in values}
-    options, resume = build(TrainOptions, own), None
+    own = {name: values.pop(name) for name in TrainOptions.model_fields if name in values}
+    options, resume = TrainOptions(**own), None
     if options.resume is None:
         settings = new_settings(options.config, values)
     else:
         resume, settings = options.resume, _resumed_settings(options, values)
     from throughtime.app.console import ProgressDisplay, run_training
-    from throughtime.app.distributed import started_team
+    from throughtime.app.distributed import started_ranks
     from throughtime.app.train import Training
 
-    with started_team(settings) as team, ProgressDisplay(enabled=team.is_first) as display:
-        shared: dict[str, Any] = {"team": team, "on_phase": display.phase}
+    with started_ranks(settings) as ranks, ProgressDisplay(enabled=ranks.rank == 0) as display:
         if resume is None:
-            training = Training.begin(settings, **shared)
+            training = Training.begin(settings, ranks)
         else:
             end = {name: getattr(settings, name) for name in values}
-            training = Training.resume(resume, trust_code=options.trust_code, **end, **shared)
+            trust = options.trust_code
+            training = Training.resume(resume, trust_code=trust, ranks=ranks, **end)
         run_training(training, display)
 
 
@@ -92,7 +79,10 @@ def new_settings(file: Path | None, flags: Mapping[str, Any]) -> Config:
     merged = {**base, **flags}
     kept = base.get("gradient_args", {}) if merged.get("gradient") == base.get("gradient") else {}
     merged["gradient_args"] = [kept, *flags.get("gradient_args", [])]
-    return make_config(merged, source="" if file is None else f"{file}: ", flags=flags)
+    try:
+        return Config(**merged)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}" if file else str(error)) from error
 
 
 def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config:
@@ -108,10 +98,9 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
             " on to another end."
         )
     end = {"updates": None, "epochs": None, **flags} if flags else {}
-    return make_config(settings.settings() | end, flags=flags)
+    return settings.changed(**end)
 
 
-@declared
 class RunOptions(Settings):
     """The flags of each command on a run."""
 
@@ -121,7 +110,6 @@ class RunOptions(Settings):
     """Execute the code that the run folder keeps, though you have not trained with it."""
 
 
-@declared
 class EvalOptions(RunOptions):
     """The flags of `eval`."""
 
@@ -132,49 +120,39 @@ class EvalOptions(RunOptions):
     splits all of other data; of an audit train."""
     missing: Literal["error", "mask"] | None = None
     """How to treat inputs that are NaN or infinite. Default: as in training."""
-    json: bool = False
+    as_json: bool = False
     """Print one JSON object on standard output, and nothing else."""
 
 
 def evaluate(values: dict[str, Any]) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
-    options = build(EvalOptions, values)
+    options = EvalOptions(**values)
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
     from throughtime.app.evaluate import evaluate_run, keep_results
 
     trained = _open_run(options, missing=options.missing)
-    with ProgressDisplay(enabled=not options.json) as display:
-        scores = evaluate_run(trained, options.data, options.split, display.phase)
+    with ProgressDisplay(enabled=not options.as_json):
+        scores = evaluate_run(trained, options.data, options.split)
     path = trained.files.scores(scores["split"])
     written = keep_results(trained, path, scores)
-    if options.json:
+    if options.as_json:
         print_json(scores)
         return
-    print_scores(scores["split"], scores["metrics"], scores["recordings"], path, trained.config)
+    print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
     out.print(
         f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
         f" {written}"
     )
 
 
-@declared
 class PredictOptions(RunOptions):
     """The flags of `predict`."""
 
-    data: str | None = None
-    """A file with the input columns of the training, or several: 'a.csv;b.csv'; a folder or
-    manifest of many recordings. Default: the data of the run."""
+    data: Path | None = None
+    """A file with the input columns of the training, or a folder or manifest of recordings.
+    Default: the data of the run."""
     split: str | None = None
     """Which split: train, valid, ..., all. Default: as eval."""
-    static: (
-        Annotated[
-            str,
-            checked_by(named_numbers),
-            "a finite number for each feature, such as age=63,weight=71.5",
-        ]
-        | None
-    ) = None
-    """The static features of a single recording: age=63,weight=71.5."""
     missing: Literal["error", "mask"] = "error"
     """How to treat inputs that are NaN or infinite."""
     on_nan: Literal["raise", "hold", "reset"] = "raise"
@@ -193,51 +171,20 @@ class PredictOptions(RunOptions):
 
 def predict(values: dict[str, Any]) -> None:
     """Run a trained model over whole recordings, in memory that does not grow with them."""
-    options = build(PredictOptions, values)
-    from throughtime import state as trees
+    options = PredictOptions(**values)
     from throughtime.app.console import ProgressDisplay, out
-    from throughtime.app.dataset import open_recording
-    from throughtime.app.model import one_thread
-    from throughtime.app.predictions import (
-        initial_state,
-        output_file,
-        predict_to_file,
-        predict_to_folder,
-    )
+    from throughtime.app.predictions import predict_run
 
-    trained, data = _open_run(options), options.data
-    names = [] if data is None else [data] if Path(data).exists() else data.split(";")
-    paths = [Path(name.strip()) for name in names]
-    target = output_file(paths, options.split, options.out, options.format) if paths else None
-    with ProgressDisplay() as display:
-        how: dict[str, Any] = {
-            "missing": options.missing,
-            "on_nan": options.on_nan,
-            "on_phase": display.phase,
-        }
-        if target is None:
-            single = ("static", "state_in", "state_out")
-            if named := [flag(name) for name in single if name in values]:
-                raise ConfigError(f"leave out {', '.join(named)}: for a single recording alone")
-            target, other = options.out or Path("predictions"), paths[0] if paths else None
-            files = predict_to_folder(
-                trained, other, options.split, target, options.format or "csv", **how
-            )
-            steps, skipped = (sum(count) for count in zip(*(f[2:] for f in files), strict=True))
-            source = f"of {counted(len(files), 'recording')}"
-        else:
-            net, spec = trained.net, trained.spec
-            features = named_numbers(options.static) if options.static else None
-            recording = open_recording(paths, spec, features)
-            state = trees.load(options.state_in, initial_state(net)) if options.state_in else None
-            with one_thread(when=spec.is_small(lanes=1)):
-                after, skipped = predict_to_file(net, spec, recording, target, state=state, **how)
-            if options.state_out:
-                trees.save(after, options.state_out)
-            steps, source = len(recording), f"from {data}"
+    trained = _open_run(options)
+    what = options.data, options.split, options.out, options.format
+    names = "state_in", "state_out", "missing", "on_nan"
+    with ProgressDisplay():
+        how = {name: getattr(options, name) for name in names}
+        target, files = predict_run(trained, *what, **how)
+    steps, skipped = (sum(count) for count in zip(*(file[2:] for file in files), strict=True))
     out.print(
-        f"{counted(steps, 'frame')} {source} to {target}, by the model of update"
-        f" {trained.spec.update}"
+        f"{counted(steps, 'frame')} of {counted(len(files), 'recording')} to {target}, by the model"
+        f" of update {trained.spec.update}"
     )
     if skipped:
         out.print(f"{counted(skipped, 'step')} without an answer: the inputs are NaN or infinite")
@@ -256,10 +203,9 @@ def _open_run(
     run = load_run(options.run, device=device, trust_code=options.trust_code)
     if run.remark:
         print(f"remark: {run.remark}", file=sys.stderr, flush=True)
-    return replace(run, config=replace(run.config, missing=missing or run.config.missing))
+    return run.changed(missing=missing or run.config.missing)
 
 
-@declared
 class ExportOptions(RunOptions):
     """The flags of `export`."""
 
@@ -275,12 +221,37 @@ class ExportOptions(RunOptions):
 
 def export(values: dict[str, Any]) -> None:
     """Write a trained model, its state inside, as a file that runs without Python."""
-    options = build(ExportOptions, values)
+    options = ExportOptions(**values)
     from throughtime.app.console import out as console
-    from throughtime.app.export import export_run
+    from throughtime.app.dataset import open_recording
+    from throughtime.app.model import example_inputs, one_thread, unbroken_stream
+    from throughtime.deploy.export import export as export_net
 
-    opened = _open_run(options)
-    written = export_run(opened, options.out, options.check, options.steps, options.with_session)
+    run, stream = _open_run(options), None
+    spec, layout = run.spec, run.spec.layout
+    if options.check is not None:
+        recording = open_recording([options.check], spec)
+        stream = unbroken_stream([recording], spec, run.config, 1, len(recording))
+    with one_thread(when=spec.is_small(lanes=1)):
+        written = export_net(
+            run.net,
+            options.out,
+            inputs=example_inputs(run.net, spec),
+            steps=options.steps,
+            rate=layout.rate and layout.rate / layout.frame_size,
+            classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
+            stream=stream,
+            details={
+                "task": layout.task,
+                "columns": {
+                    "inputs": [*layout.inputs, *layout.static],
+                    "targets": [*spec.target_names],
+                },
+                "rows_per_step": layout.frame_size,
+                "rows_ahead": layout.ahead,
+            },
+            with_session=options.with_session,
+        )
     console.print(f"{', '.join(map(str, written.paths))} written")
     for verification, steps_of in (
         (written.recorded, ("step of the recording", "steps of the recording")),
@@ -289,13 +260,11 @@ def export(values: dict[str, Any]) -> None:
         if verification is not None:
             counts = counted(verification.steps, *steps_of)
             console.print(f"verified on {counts}: {verification.summary}")
-    if written.settling is not None:
-        console.print(str(written.settling))
-    for remark in written.remarks:
-        console.print(remark)
+    for text in (written.settling, *written.remarks):
+        if text is not None:
+            console.print(str(text))
 
 
-@declared
 class AuditFlags(EvalOptions):
     """The flags of `audit` besides what it measures."""
 
@@ -305,36 +274,24 @@ class AuditFlags(EvalOptions):
 
 def audit(values: dict[str, Any]) -> None:
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
-    measured = {name: values.pop(name) for name in fields_of(AuditOptions) if name in values}
-    what, options = build(AuditOptions, measured), build(AuditFlags, values)
+    measured = {name: values.pop(name) for name in AuditOptions.model_fields if name in values}
+    what, options = AuditOptions(**measured), AuditFlags(**values)
     from throughtime.app.audit import audit_run
     from throughtime.app.console import ProgressDisplay, out, print_json
     from throughtime.app.evaluate import keep_results
 
-    trained = _open_run(options, options.device, options.missing)
-    run = _with_own_loss(trained, trust_code=options.trust_code)
-    with ProgressDisplay(enabled=not options.json) as display:
-        report = audit_run(run, what, options.data, options.split, display.phase)
+    run = trained = _open_run(options, options.device, options.missing)
+    if ":" in (trained.config.loss or ""):
+        run = trained.with_own_code("loss", trust_code=options.trust_code)
+    with ProgressDisplay(enabled=not options.as_json):
+        report = audit_run(run, what, options.data, options.split)
     written = keep_results(trained, trained.files.audit, report.facts())
-    if options.json:
+    if options.as_json:
         print_json(report.facts())
         return
     out.print(f"{report}\n{written}")
 
 
-def _with_own_loss(run: "Run", *, trust_code: bool) -> "Run":
-    """The run with a user's loss in the copy of its file that the run keeps."""
-    from throughtime.app.user_class import kept_class
-
-    for named in run.config.code():
-        if named.setting == "loss":
-            saved = run.files.read_checkpoint() or {"code": {}}
-            kept = kept_class(run.folder, named, saved["code"].get("loss"), trust_code=trust_code)
-            return replace(run, config=replace(run.config, loss=str(kept)))
-    return run
-
-
-@declared
 class DoctorOptions(Settings):
     """The flags of `doctor`."""
 
@@ -346,7 +303,7 @@ class DoctorOptions(Settings):
     """Codes that are not reported, separated by commas, such as TT201,TT207."""
     strict: bool = False
     """Stop at the first finding."""
-    json: bool = False
+    as_json: bool = False
     """Print one JSON object on standard output, and nothing else."""
 
 
@@ -356,7 +313,7 @@ def doctor(values: dict[str, Any]) -> int:
     Exit code: that of the script, if it fails. Otherwise 1: there are findings; 2: there is no
     verdict, since no recurrent state was watched or the doctor itself failed; 0: nothing found.
     """
-    options = build(DoctorOptions, values)
+    options = DoctorOptions(**values)
     from throughtime.app.script import watch_script
 
     return watch_script(
@@ -365,7 +322,7 @@ def doctor(values: dict[str, Any]) -> int:
         options.ignore.split(",") if options.ignore else (),
         module=options.module,
         strict=options.strict,
-        as_json=options.json,
+        as_json=options.as_json,
     )
 
 

@@ -5,38 +5,32 @@ The text below a field is its help. This module imports no torch and no numpy, s
 """
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
-from throughtime.app.contradictions import SHORT, contradictions
 from throughtime.app.user_class import ClassReference, is_reference
 from throughtime.app.values import (
     LIST,
     NUMBER,
     ClassFile,
     Columns,
-    Contradictions,
     Count,
     Device,
     Natural,
     Positive,
     Settings,
     Share,
-    build,
     checked_by,
-    declared,
+    class_numbers,
     named_arguments,
-    named_numbers,
     named_series,
     rows_ahead,
     toml_lines,
+    written,
 )
-from throughtime.errors import counted
+from throughtime.errors import listed
 
 DEFAULT_STRIDE = 100
 PANELS = {
@@ -49,9 +43,21 @@ PANELS = {
 """The first setting of each group of the help."""
 CODE = ("model", "gradient", "loss", "optimizer")
 """The settings that may name a class in a user's file."""
+# Settings that are short for an argument of a gradient policy, and the policies that have it.
+SHORT = {
+    "stride": {"truncated", "adaptive"},
+    "horizon": {"truncated"},
+    "cut_every": {"exact"},
+}
+LOSSES = {
+    "cross-entropy": {"classify", "multilabel"},
+    "mse": {"regress"},
+    "mae": {"regress"},
+    "huber": {"regress"},
+}
+"""The tasks of each loss."""
 
 
-@declared
 class Config(Settings):
     """The settings of `throughtime train`; every field is a flag and a key of `--config run.toml`.
 
@@ -189,7 +195,7 @@ class Config(Settings):
         Literal["none", "balanced"]
         | Annotated[
             str,
-            checked_by(partial(named_numbers, above=0.0)),
+            checked_by(class_numbers),
             "a number above 0 for some classes, such as pvc=5,beat=2",
         ]
     ) = "none"
@@ -220,8 +226,8 @@ class Config(Settings):
             object.__setattr__(self, "stride", DEFAULT_STRIDE)
         if not self.out:
             object.__setattr__(self, "out", f"runs/{Path(self.data).resolve().stem}")
-        if faults := contradictions(self):
-            raise Contradictions(faults, vars(self))
+        if faults := [text for text, wrong in self._faults().items() if wrong]:
+            raise ValueError("; ".join(faults))
         return self
 
     def policy_arguments(self) -> dict[str, Any]:
@@ -244,15 +250,9 @@ class Config(Settings):
         """Steps of a chunk of the stream, and of a window of `train_on="windows"`."""
         return self.policy_arguments().get("stride") or DEFAULT_STRIDE
 
-    def windows_in_words(self) -> str:
-        """The windows of `train_on="windows"`; a policy of the user's may start them elsewhere."""
-        start = "" if is_reference(self.gradient) else " from a zero state"
-        return f"windows of {counted(self.chunk_steps(), 'step')}{start}"
-
     def settings(self) -> dict[str, Any]:
         """The settings that have a value."""
-        values = asdict(self)
-        return {k: v for k, v in values.items() if v is not None and v != {}}
+        return {name: value for name, value in self if value not in (None, {})}
 
     def code(self) -> list[ClassReference]:
         """The classes in the user's own files that the settings name."""
@@ -261,24 +261,111 @@ class Config(Settings):
 
     def kept(self) -> "Config":
         """The settings as a run folder has them, which keeps copies of the user's files."""
-        return replace(self, **{own.setting: own.short for own in self.code()})
+        return self.changed(**{own.setting: own.short for own in self.code()})
 
     def to_toml(self) -> str:
         """The settings as TOML that `read_toml` reads back."""
         settings = self.settings()
-        if arguments := settings.pop("gradient_args", {}):
-            arguments = {"policy": settings.pop("gradient"), **arguments}
-        return toml_lines(settings) + ("\n[gradient]\n" + toml_lines(arguments)) * bool(arguments)
+        arguments = toml_lines(settings.pop("gradient_args", {}))
+        return toml_lines(settings) + f"\n[gradient_args]\n{arguments}" * bool(arguments)
+
+    def _faults(self) -> dict[str, Any]:
+        """What does not go together, in words, and whether it is so."""
+        w = {name: written(name, value) for name, value in self if not isinstance(value, dict)}
+        own, windows, task = is_reference(self.gradient), self.train_on == "windows", self.task
+        stride, horizon = self.update_steps() or 0, self.horizon or math.inf
+        ahead, frame = rows_ahead(self.ahead), self.frame_size
+        rows = {"target_every": [self.target_every], "season": [self.season], "ahead": ahead}
+        both = sorted({*self.exclude} & {*self.inputs, *self.targets})
+        plateau, difference = self.schedule == "plateau", self.difference
+        return {
+            **{
+                f"{w[name]} belongs to --gradient {' or '.join(sorted(policies))}, got"
+                f" {w['gradient']}: leave one of them out": getattr(self, name) is not None
+                and not (own or self.gradient in policies)
+                for name, policies in SHORT.items()
+            },
+            **{
+                f"{w[name]} is given again by --gradient-arg: leave one of them out": (
+                    getattr(self, name) is not None and name in self.gradient_args
+                )
+                for name in SHORT
+            },
+            f"{w['horizon']} is below --stride {stride}: the first losses of every stride would"
+            f" reach back no step at all. Write --horizon {stride} or more": (
+                self.gradient == "truncated" and horizon < stride
+            ),
+            f"{w['gradient']} and {w['train_on']} are both given: credit ends with a window, and"
+            " within one the truncated gradient is exact. Leave one of them out": (
+                windows and not own and self.gradient != "truncated"
+            ),
+            f"{w['standardise']} has no statistics of {w['static']}, which are the same at each"
+            " step of a recording: take --standardise split, or leave --static out": (
+                self.static and self.standardise not in {"split", "none"}
+            ),
+            f"{w['standardise']} would count steps of {w['missing']} as zeros: fill them, or take"
+            " --standardise split": self.missing == "mask"
+            and self.standardise.startswith("first:"),
+            f"{w['data']} is an address: download it, and write its path": "://" in self.data,
+            f"{w['exclude']}: {listed(both)} is among the inputs or targets, too": both,
+            f"{w['background_class']} belongs to classes: leave it out, or write --task classify": (
+                self.background_class is not None and task not in {None, "classify"}
+            ),
+            f"{w['class_weights']} belongs to classes: leave it out, or write --task classify": (
+                self.class_weights != "none" and task == "regress"
+            ),
+            f"{w['loss']} does not fit {w['task']}: take --loss"
+            f" {' or '.join(name for name, tasks in LOSSES.items() if task in tasks)}": (
+                task is not None and task not in LOSSES.get(self.loss or "", {task})
+            ),
+            **{
+                f"{w[name]} rows are no whole number of frames of {frame}: expected a multiple of"
+                f" {frame}": any((n or 0) % frame for n in several)
+                for name, several in rows.items()
+            },
+            f"{w['ahead']} are several forecasts, which are of numbers: take one": (
+                len(ahead) > 1 and task == "classify"
+            ),
+            **{
+                f"{w[name]} belongs to forecasts: leave it out, or write --ahead 24 or so": (
+                    getattr(self, name) and not ahead
+                )
+                for name in ("season", "difference")
+            },
+            "--difference belongs to numbers: leave it out, or write --task regress": (
+                difference and task not in {None, "regress"}
+            ),
+            "--difference adds to the inputs of the net, which --standardise recording takes out of"
+            " their units: take --standardise split or first:400": (
+                difference and self.standardise == "recording"
+            ),
+            f"{w['offset']} moves the boundaries between parts from epoch to epoch, and --hand-off"
+            " passes states on at these boundaries: leave one of them out": (
+                self.offset and self.hand_off
+            ),
+            **{
+                f"{w[name]} and --train-on windows are both given: windows start at the same steps"
+                " in every epoch. Leave one of them out": windows and getattr(self, name)
+                for name in ("offset", "hand_off")
+            },
+            f"{w['updates']} and {w['epochs']} are both given: one of them says when to stop": (
+                self.updates and self.epochs
+            ),
+            f"{w['lr_warmup']} of {w['updates']}: expected fewer, the learning rate would only"
+            " rise": self.updates and self.lr_warmup >= self.updates,
+            f"{w['schedule']} counts validations, and --valid-every 0 has none before the end:"
+            " leave one of them out": plateau and self.valid_every == 0,
+            f"{w['lr_warmup']} and --schedule plateau are both given: a plateau counts validations,"
+            " not updates": plateau and self.lr_warmup,
+            f"{w['momentum']} belongs to --optimizer sgd: write that, or leave --momentum out": (
+                self.momentum and self.optimizer in {"adam", "adamw"}
+            ),
+            f"{w['weight_decay']} belongs to --optimizer adamw, got --optimizer adam: take adamw": (
+                self.weight_decay and self.optimizer == "adam"
+            ),
+        }
 
 
-def make_config(
-    settings: Mapping[str, Any], *, source: str = "", flags: Collection[str] | None = None
-) -> Config:
-    """A checked config from settings by name, of a file if `source` names it; see `build`."""
-    return build(Config, settings, source, () if source and flags is None else flags)
-
-
-@declared
 class AuditOptions(Settings):
     """What `throughtime audit` measures; `None` means what the run and its data suggest."""
 
@@ -303,10 +390,9 @@ class AuditOptions(Settings):
         """Refuse a horizon below the stride."""
         below = min(self.horizons or (math.inf,))
         if below < (self.stride or 0):
-            fault = (
-                f"{{horizons}}: {below} is below {{stride}}: the first losses of every stride would"
-                f" reach back no step at all. Take horizons from {self.stride} on, or"
-                f" --stride {below}"
+            raise ValueError(
+                f"{written('horizons', self.horizons)}: {below} is below --stride {self.stride}:"
+                " the first losses of every stride would reach back no step at all. Take horizons"
+                f" from {self.stride} on, or --stride {below}"
             )
-            raise Contradictions([fault], vars(self))
         return self

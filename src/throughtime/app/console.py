@@ -4,25 +4,25 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-from rich.table import Column, Table
+from rich.table import Table
 
-from throughtime.app.config import Config
+from throughtime.app.distributed import from_first
 from throughtime.app.fit import Row
 from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
-from throughtime.app.policy import describe_policy
+from throughtime.app.optimizer import describe_policy
+from throughtime.app.recordings import displays
 from throughtime.app.run_folder import json_safe
 from throughtime.app.scores import (
     DataTable,
     baseline_table,
     is_comparison,
     scores_table,
-    skill_advice,
 )
 from throughtime.app.train import Training
 from throughtime.distributed import RankError
@@ -35,48 +35,41 @@ out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns
 
 
 class ProgressDisplay:
-    """A bar for each phase on a terminal; elsewhere plain lines every ten seconds.
+    """A line that changes on a terminal; elsewhere a new one every ten seconds.
 
-    The bars are visible inside `with ProgressDisplay() as display`.
+    It is visible inside `with ProgressDisplay() as display`.
 
     Args:
         enabled: `False` prints nothing, as on all ranks but the first.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
-        text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True))
-        columns = (TextColumn("{task.description}"), BarColumn(10), text)
-        self._plain = enabled and not out.is_terminal
-        self._bars = Progress(*columns, console=out, disable=not enabled or self._plain)
-        self._tasks: dict[str, TaskID] = {}
-        self._printed = time.monotonic()
+        self._enabled, self._printed, self._status = enabled, time.monotonic(), out.status("")
 
     def __enter__(self) -> Self:
-        self._bars.start()
+        if self._enabled and out.is_terminal:
+            self._status.start()
+        displays.append(self.phase)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        displays.remove(self.phase)
+        self._status.stop()
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Show that `done` of `total` parts of a phase are finished; of 0, that it has begun."""
-        plain = f"{name}: {done / total:.0%}" if total else f"{name} ..."
-        self._show(name, done, total, f"{done:,}/{total:,}" * bool(total), plain, now=not total)
-        if total and done >= total:
-            self._bars.remove_task(self._tasks.pop(name))
+        self._show(f"{name}: {done / total:.0%}" if total else f"{name} ...", now=not total)
 
     def train(self, row: Row) -> None:
         """Show a line of the log: the last one always."""
-        line, done, total = progress_line(row), row["update"], row["updates"]
-        self._show("training", done, total, line, line, now=done >= total)
+        self._show(progress_line(row), now=row["update"] >= row["updates"])
 
-    def _show(self, name: str, done: int, total: int, text: str, plain: str, *, now: bool) -> None:
-        if name not in self._tasks:
-            self._tasks[name] = self._bars.add_task(name, total=None, text="")
-        self._bars.update(self._tasks[name], completed=done, total=total or None, text=text)
-        if self._plain and (now or time.monotonic() - self._printed >= _PLAIN_EVERY):
+    def _show(self, line: str, *, now: bool) -> None:
+        self._status.update(line[: out.width - 4])
+        due = now or time.monotonic() - self._printed >= _PLAIN_EVERY
+        if self._enabled and due and not out.is_terminal:
             self._printed = time.monotonic()
-            out.print(plain)
+            out.print(line)
             sys.stdout.flush()
 
 
@@ -86,7 +79,7 @@ def progress_line(row: Row) -> str:
     Example:
         >>> times = {"training_seconds": 25.0, "frames": 312_500, "waiting": 0.03}
         >>> print(progress_line({"update": 50, "updates": 200, "loss": 0.25, "rmse": 0.5} | times))
-        update 50/200  loss 0.2500  1m15s left  12.5k frames/s  rmse 0.500  waiting for data 3%
+        update 50/200  loss 0.2500  0:01:15 left  12.5k frames/s  rmse 0.500  waiting for data 3%
     """
     update, total, seconds = row["update"], row["updates"], row["training_seconds"]
     rate = row["frames"] / max(seconds, 1e-3)
@@ -98,18 +91,9 @@ def progress_line(row: Row) -> str:
     return "  ".join([*parts, f"waiting for data {row['waiting']:.0%}"])
 
 
-def duration(seconds: float) -> str:
-    """Seconds in units that people use.
-
-    Example:
-        >>> duration(59.6), duration(3725)
-        ('1m00s', '1h02m')
-    """
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+def duration(seconds: float) -> timedelta:
+    """Seconds as hours, minutes and seconds; `str` of it is what people read."""
+    return timedelta(seconds=max(0, round(seconds)))
 
 
 def run_training(training: Training, display: ProgressDisplay) -> None:
@@ -119,18 +103,18 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
         SystemExit: it was stopped; with code 130.
         RunError, DataError: why it could not go on.
     """
-    team, path, finished = training.team, training.folder.path, training.done.finished
-    if team.is_first:
+    ranks, path, before = training.ranks, training.folder.path, training.done.count
+    if ranks.rank == 0:
         _print_start(training)
     small = training.dataset.spec.is_small(training.stream.lanes)
     try:
         with one_thread(when=small):
             training.run(display.train)
-        team.on_first(lambda: _print_end(training, was_finished=finished))
+        from_first(ranks, lambda: _print_end(training, was_finished=training.done.count == before))
     except KeyboardInterrupt as stop:
         if not stop.args:  # not saved
             raise
-        if team.is_first:
+        if ranks.rank == 0:
             out.print(f"{stop}; go on with: throughtime train --resume {path}")
         raise SystemExit(130) from stop
     except RankError as error:
@@ -144,22 +128,16 @@ def _print_start(training: Training) -> None:
         f" {counted(sum(map(len, dataset.train)), 'frame')} to train on, {len(dataset.valid)}"
         " held out; " + "; ".join(dataset.remarks)
     )
-    layout, stream, team = spec.layout, training.stream, training.team
+    layout, stream, count = spec.layout, training.stream, training.ranks.count
     inputs = ", ".join((*layout.inputs, *layout.static))  # each by name: one may be a leak
     inputs += f", {layout.frame_size} rows a step" * (layout.frame_size > 1)
     kind, names = ("classes", spec.classes) if spec.classes else ("targets", spec.target_names)
     model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
-    ranks = f"; {team.count} ranks of {counted(stream.lanes, 'lane')}" * (team.count > 1)
-    policy = describe_policy(config)
-    if (config.update_steps() or 0) > stream.steps:
-        steps = counted(stream.steps, "step")
-        policy = f"an update an epoch of {steps}, which are fewer than --stride"
-    out.print(f"inputs {inputs}; {kind} {listed(names)}; {model}; {policy}{ranks}")
-    if config.gradient == "exact" and config.update_steps() is None:
-        out.print(
-            f"about {counted(training.epoch_updates, 'update')} an epoch; --cut-every N makes one"
-            " every N steps, credit cut between them"
-        )
+    ranks = f"; {count} ranks of {counted(stream.lanes, 'lane')}" * (count > 1)
+    out.print(
+        f"inputs {inputs}; {kind} {listed(names)}; {model}; {describe_policy(config)}, about"
+        f" {counted(training.epoch_updates, 'update')} an epoch{ranks}"
+    )
     if training.resumed:
         count = training.done.count
         out.print(
@@ -171,7 +149,7 @@ def _print_start(training: Training) -> None:
 
 def _print_end(training: Training, *, was_finished: bool) -> None:
     """Print the scores and where the results are; write the report."""
-    from throughtime.app.report.page import write_report  # imports matplotlib
+    from throughtime.app.page import write_report  # imports matplotlib
 
     folder, done = training.folder, training.done
     if was_finished:
@@ -188,7 +166,7 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
-            print_scores("valid", metrics, row["recordings"], folder.metrics, run.config)
+            print_scores("valid", metrics, row["recordings"], folder.metrics)
     if kept < done.count:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(run)
@@ -203,7 +181,6 @@ def print_scores(
     metrics: Mapping[str, float],
     recordings: Mapping[str, Mapping[str, float]],
     path: Path,
-    config: Config,
 ) -> None:
     """Print the metrics of each recording, if they are few, and of all steps together.
 
@@ -216,8 +193,6 @@ def print_scores(
     print_table(title, scores_table(names, metrics, shown))
     if (baselines := baseline_table(metrics)) is not None:
         print_table(baselines.caption, baselines)
-    if advice := skill_advice(metrics, config):
-        out.print(advice)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:

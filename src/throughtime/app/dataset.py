@@ -14,27 +14,23 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.data_statistics import (
-    StandardisedRecording,
-    Statistics,
-    collect_statistics,
-    leaks,
-    read_blocks,
-    target_moments,
-)
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
-    OnPhase,
     SourceRecording,
+    StandardisedRecording,
+    Statistics,
     check_sources,
+    collect_statistics,
     layout_of,
+    leaks,
     open_entry,
     open_recordings,
+    read_blocks,
+    target_moments,
 )
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream import Recording, Stream, windows
 from throughtime.stream.formats import Table
-from throughtime.stream.formats.times import time_span
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
     ManifestEntry,
@@ -48,9 +44,7 @@ from throughtime.stream.recording import Part
 from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
 
 _OWNER = "the training split has"  # the classes
-_MAX_IDLE = 0.05  # share of an epoch; more is worth a remark
 _MAX_CLASSES = 1000
-_COMPARED = 4  # recordings: fewer may differ by chance
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,6 @@ class Dataset:
         train: recordings to train on.
         valid: recordings held out.
         statistics: of the training split.
-        held_out: of the other one.
         spec: the model that fits them.
         remarks: facts that a user should know before training.
     """
@@ -69,7 +62,6 @@ class Dataset:
     train: list[Recording]
     valid: list[Recording]
     statistics: Statistics
-    held_out: Statistics
     spec: ModelSpec
     remarks: tuple[str, ...]
 
@@ -82,41 +74,23 @@ class Dataset:
             "remarks": list(self.remarks),
         }
 
-    def checksums(self) -> dict[str, str]:
-        """A checksum of the values of each recording, by its name and split."""
-        return {
-            f"the checksum of recording '{name}' in split {split}": checksum
-            for split, statistics in (("train", self.statistics), ("valid", self.held_out))
-            for name, checksum in statistics.checksums.items()
-        } | {key: repr(value) for key, value in asdict(self.spec).items()}
 
-
-def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
+def open_dataset(config: Config) -> Dataset:
     """Open the recordings, read them once for statistics, and derive the shape of the model.
 
     Args:
         config: the settings of the run.
-        on_phase: called as recordings are opened and read.
 
     Raises:
         DataError: every fault of the files, or else every fault of the values.
     """
     entries, layout = find_recordings(Path(config.data), config.static), layout_of(config)
-    sources = open_recordings(entries_of(entries, ("train", "valid")), layout, on_phase)
+    sources = open_recordings(entries_of(entries, ("train", "valid")), layout)
     splits, remark = split_recordings(in_splits(sources, config.standardise), config.holdout)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
-    total, done = sum(map(len, (*train, *valid))), 0
-
-    def advance(steps: int) -> None:
-        nonlocal done
-        done += steps
-        if on_phase is not None:
-            on_phase("reading recordings", done, total)
-
     # of unshifted targets: those without a later step are values of the same column
     statistics, held_out = (
-        collect_statistics(part, task=layout.task or "classify", on_steps=advance)
-        for part in (train, valid)
+        collect_statistics(part, task=layout.task or "classify") for part in (train, valid)
     )
     _check_values(config, statistics, held_out)
     spec = ModelSpec.from_data(config, statistics, sources)
@@ -125,20 +99,13 @@ def open_dataset(config: Config, on_phase: OnPhase | None = None) -> Dataset:
             pass  # reading names the step of the unknown class
     if any(entry.split for entry in entries):
         counts = sorted(Counter(entry.split for entry in entries).items())
-        source = "folders" if manifest_of(Path(config.data)) is None else "manifest"
-        remark = f"splits as in the {source} ({listed(f'{name} {n}' for name, n in counts)})"
+        remark = f"splits as in the data ({listed(f'{name} {n}' for name, n in counts)})"
     _check_present(train[0], spec)
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
-    remarks = (
-        remark,
-        *_setting_remarks(config, layout, train),
-        *_file_remarks(config, sources, layout),
-        *_value_remarks(statistics, held_out, spec),
-        *_leak_remarks(entries, max(train, key=len), spec),
-    )
+    remarks = remark, *_remarks(config, sources, train, statistics, held_out, spec)
     if spec.difference or len(layout.steps_ahead) > 1:
         statistics = replace(statistics, targets=target_moments(train, spec.difference))
-    return Dataset(train, valid, statistics, held_out, spec, remarks)
+    return Dataset(train, valid, statistics, spec, remarks)
 
 
 def recordings_for(
@@ -148,7 +115,6 @@ def recordings_for(
     split: str | None = None,
     *,
     targets: bool = True,
-    on_phase: OnPhase | None = None,
 ) -> tuple[str, list[Recording]]:
     """The recordings of a split with the columns and classes of a model.
 
@@ -159,7 +125,6 @@ def recordings_for(
         split: which of them; default: `test`, where there is none `valid`, what was held out of
             the data of the run, or all of other data.
         targets: whether they have targets; without, to predict.
-        on_phase: called as recordings are opened.
 
     Returns:
         The name of the split, and its recordings.
@@ -172,7 +137,7 @@ def recordings_for(
     default = "valid" if data is None else "all"
     chosen = split or next((name for name in ("test", "valid") if name in named), default)
     own = entries if chosen == "all" else entries_of(entries, (chosen,))
-    sources = open_recordings(own, spec.layout, on_phase, targets=targets)
+    sources = open_recordings(own, spec.layout, targets=targets)
     splits, _ = split_recordings(
         _fitting(sources, spec), 0.0 if chosen == "all" else config.holdout
     )
@@ -330,8 +295,6 @@ def changed_data(
 ) -> list[str]:
     """How the data differ from those of a checkpoint, in words.
 
-    What its description lacks was not known then and is no difference, nor is a rate found since.
-
     Args:
         spec: of the model that fits the data.
         statistics: those of the training split.
@@ -339,7 +302,6 @@ def changed_data(
         weights: the weights and statistics in the checkpoint.
     """
     new, old = ({**spec["layout"], **spec, "layout": None} for spec in (asdict(spec), before))
-    old = {key: value for key, value in old.items() if (key, value) != ("rate", None)}
     return [
         f"{key} were {old[key]!r} and are now {value!r}"
         for key, value in new.items()
@@ -392,119 +354,41 @@ def _check_present(recording: Recording, spec: ModelSpec) -> None:
             )
 
 
-def _setting_remarks(config: Config, layout: Layout, train: Sequence[Recording]) -> Iterator[str]:
-    """Effects of settings that one may not expect."""
-    if steps := layout.steps_ahead:
-        last = counted(steps[-1], "step")
-        which = last if len(steps) == 1 else f"{listed(steps)} steps"
-        yield f"targets are {which} later: the last {last} of each recording have none"
-    if config.season and layout.task == "multilabel":
-        yield "--season has no effect: labels are not compared with baselines"
-    elif config.season and not any(n % config.season for n in layout.ahead):
-        yield f"--season {config.season} has no effect: the value a season before is that of now"
-    if config.train_on == "windows":
-        return
-    recordings, stride = len(train), config.stride or 0
-    epoch = sum(map(len, train)) / config.lanes + max(map(len, train))  # at most
-    if stride > epoch:
-        yield f"--stride {stride} is longer than an epoch: each epoch is one update"
-    if recordings < config.lanes:
-        state = (
-            "from the state in which the part before it ended the last epoch"
-            if config.hand_off
-            else "from a zero state"
-        )
-        yield (
-            f"cut into {counted(config.lanes, 'part')}, one for each lane, each {state} (--lanes"
-            f" {recordings} keeps recordings whole)"
-        )
-    elif config.hand_off:
-        yield "--hand-off has no effect: there are recordings for all lanes, and none is cut"
-
-
-def _file_remarks(
-    config: Config, sources: Sequence[SourceRecording], layout: Layout
+def _remarks(
+    config: Config,
+    sources: Sequence[SourceRecording],
+    train: Sequence[Recording],
+    statistics: Statistics,
+    held_out: Statistics,
+    spec: ModelSpec,
 ) -> Iterator[str]:
-    """Files, rows and columns that are not used."""
-    data = Path(config.data)
-    if is_folder(data) and manifest_of(data) is None and (others := read_folder(data).others):
-        yield f"{counted(len(others), 'file')} of an unknown format left out: {listed(others)}"
-    if left := sum(one.left_out for one in sources):
-        yield f"{counted(left, 'row')} left out: they fill no frame of {layout.frame_size}"
-    if lost := sum(one.lost for one in sources):
-        yield (
-            f"{counted(lost, 'interval')} left out: they cover the last row of no frame of"
-            f" {layout.frame_size}"
-        )
-    timed = [(one, *one.times) for one in sources if one.times is not None]
-    if not timed:
-        return
-    _, column, summary = timed[0]
-    text = f"time stamps in '{column}', every {time_span(summary.spacing)}: no input"
-    uneven = [one.recording.name for one, _, s in timed if not (one.rates or s.is_even)]
-    if uneven and not layout.rate_set:
-        text += f"; not evenly spaced in {listed(uneven)}: no rate (--rate sets rows per second)"
-    if gaps := [(s.longest, one.recording.name, s.gaps) for one, _, s in timed if s.gaps]:
-        (longest, row), name, _ = max(gaps)
-        count = counted(sum(gap[2] for gap in gaps), "gap")
-        text += f"; {count}, the longest of {time_span(longest)} before row {row} of '{name}'"
-    yield text
-
-
-def _value_remarks(train: Statistics, valid: Statistics, spec: ModelSpec) -> Iterator[str]:
-    """What the values show."""
-    names = zip(spec.layout.inputs, train.rising, strict=False)
-    if clocks := [name for name, rises in names if rises]:
-        advice = f"--exclude {clocks[0]} leaves it out"
-        yield f"input {listed(clocks)} only ever rises: a clock? {advice}"
-    means = np.where(np.isnan(train.means), train.inputs.mean, train.means)
-    apart = means.std(axis=0)
-    within = np.sqrt(np.maximum(train.inputs.scale**2 - apart**2, 0))
-    differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
-    if differ and len(means) >= _COMPARED and spec.standardise == "split":
-        yield (
-            f"input {listed(differ)} differs more between recordings than within them; if its level"
-            " is of no meaning, --standardise first:400 takes that of the first steps of each"
-        )
-    if train.missing:
-        yield f"{counted(train.missing, 'step')} masked: their inputs are NaN or infinite"
-    if train.missing_targets:
-        yield f"{counted(train.missing_targets, 'step')} masked: they have no target"
-    trained = {checksum: name for name, checksum in train.checksums.items()}
-    for name, checksum in valid.checksums.items():
+    """What a user may not expect of the data: files, rows and values left out, copies and leaks."""
+    data, trained = Path(config.data), {v: k for k, v in statistics.checksums.items()}
+    is_list = manifest_of(data) is not None or not is_folder(data)
+    others = () if is_list else read_folder(data).others
+    frame, lanes = f"they fill no frame of {config.frame_size}", config.lanes
+    for count, noun, why in (
+        (len(others), "file", f"of no known format: {listed(others)}"),
+        (sum(one.left_out for one in sources), "row", frame),
+        (sum(one.lost for one in sources), "interval", frame),
+        (statistics.missing, "step", "the inputs are NaN or infinite"),
+        (statistics.missing_targets, "step", "there is no target"),
+    ):
+        if count:
+            yield f"{counted(count, noun)} left out: {why}"
+    if len(train) < lanes and config.train_on == "stream":
+        yield f"cut into {lanes} parts, one a lane (--lanes {len(train)} keeps recordings whole)"
+    for name, checksum in held_out.checksums.items():
         if checksum in trained:  # such as a copy of a file
             yield (
                 f"held-out recording '{name}' has the values of '{trained[checksum]}', which is"
                 " trained on"
             )
-
-
-def _leak_remarks(
-    entries: Sequence[ManifestEntry], longest: Recording, spec: ModelSpec
-) -> Iterator[str]:
-    """Inputs that give a target away, or that a targets file has as a column, too."""
-    layout = spec.layout
-    if layout.allow_target_as_input:
-        return
-    _, steps = next(read_blocks(longest))
-    columns = zip(spec.target_names, leaks(steps, layout.inputs), strict=False)
-    named = {f"determines {target}": names for target, names in columns}
-    file = next((entry.targets for entry in entries if entry.targets is not None), None)
-    if file is not None and not layout.ahead:
-        own = layout.open(file).columns  # those called 0, 1, ... are without a name
-        copies = [name for name in layout.inputs if name in own and not name.isdecimal()]
-        named["is a column of the targets files"] = copies
-    for what, names in named.items():
-        others = ",".join(name for name in layout.inputs if name not in names)
-        target = {*names} & {*layout.targets}  # which cannot be excluded
-        advice = f"--inputs {others}" if target else f"--exclude {','.join(names)}"
+    _, steps = next(read_blocks(max(train, key=len)))
+    pairs = zip(spec.target_names, leaks(steps, spec.layout.inputs), strict=False)
+    for target, names in () if config.allow_target_as_input else pairs:
         if names:
-            yield f"input {listed(names)} {what}; if it is not known when the net runs, {advice}"
-
-
-def idle_remarks(share: float) -> tuple[str, ...]:
-    """A remark if lanes have nothing to play for a large share of an epoch."""
-    if share <= _MAX_IDLE:
-        return ()
-    advice = "fewer --lanes waste less, and so do parts"
-    return (f"lanes are idle for {share:.0%} of an epoch: recordings differ in length ({advice})",)
+            yield (
+                f"input {listed(names)} determines {target}; if it is not known when the net runs,"
+                " leave it out of --inputs"
+            )

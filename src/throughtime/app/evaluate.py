@@ -11,16 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from throughtime._files import write_atomically
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
-from throughtime.app.recordings import OnPhase
+from throughtime.app.recordings import progress
 from throughtime.app.run_folder import json_safe
 from throughtime.app.scores import MODEL, ClassScores
 from throughtime.chunk import Chunk
 from throughtime.evaluation import Evaluation, Evaluator
+from throughtime.files import write_atomically
 from throughtime.metrics import Metrics
 from throughtime.stream import Recording
 from throughtime.stream.recording import RecordingView, StepArrays
@@ -126,7 +126,6 @@ def evaluate_recordings(
     spec: ModelSpec,
     recordings: list[Recording],
     config: Config,
-    on_phase: OnPhase | None = None,
     classes: ClassScores | None = None,
 ) -> Evaluation:
     """Metrics on unbroken recordings, as the model is deployed; all of them on this rank.
@@ -143,22 +142,18 @@ def evaluate_recordings(
             baselines.add(sent, outputs)
         if classes is not None:
             classes.add(*sent.valid_pairs(outputs))
-        if on_phase is not None:
-            on_phase("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
+        progress("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
     result = evaluator.result(stream)
     return replace(result, metrics=result.metrics | baselines.compute())
 
 
-def evaluate_run(
-    run: Run, data: Path | None = None, split: str | None = None, on_phase: OnPhase | None = None
-) -> dict[str, Any]:
+def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -> dict[str, Any]:
     """Compute the metrics of a run on a split.
 
     Args:
         run: its model and settings.
         data: recordings; default: those of the run.
         split: which of them; default: see `recordings_for`.
-        on_phase: called as recordings are opened and evaluated.
 
     Returns:
         What `scores-SPLIT.json` holds: `split`, `update` of the weights, `data`, `steps`,
@@ -166,11 +161,11 @@ def evaluate_run(
         `classes` and the `confusion`, a row for each true class.
     """
     spec = run.spec
-    split, recordings = recordings_for(spec, run.config, data, split, on_phase=on_phase)
+    split, recordings = recordings_for(spec, run.config, data, split)
     classes = ClassScores(spec.classes) if spec.classes else None
     with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
         evaluator = Evaluator(run.net, metrics=spec.metrics())
-        scores = evaluate_recordings(evaluator, spec, recordings, run.config, on_phase, classes)
+        scores = evaluate_recordings(evaluator, spec, recordings, run.config, classes)
     content: dict[str, Any] = {
         "split": split,
         "update": spec.update,
@@ -190,7 +185,7 @@ def keep_results(run: Run, path: Path, content: Mapping[str, Any]) -> str:
         path: the file of the results.
         content: plain values.
     """
-    from throughtime.app.report.page import write_report  # imports matplotlib
+    from throughtime.app.page import write_report  # imports matplotlib
 
     report = run.files.report
     try:

@@ -15,7 +15,6 @@ import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -24,13 +23,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from throughtime._device import generators, set_generators
-from throughtime._files import write_atomically
-from throughtime.app.distributed import Team
-from throughtime.app.policy import updates_per_epoch
+from throughtime.app.distributed import from_first, gathered
+from throughtime.app.optimizer import updates_per_epoch
 from throughtime.app.run_folder import RunFolder, check_layout, to_cpu
 from throughtime.carry.carried import Carried
-from throughtime.distributed import RankError, ranks_of
+from throughtime.distributed import RankError, Ranks, ranks_of
 from throughtime.errors import (
     ConfigError,
     DataError,
@@ -42,7 +39,15 @@ from throughtime.errors import (
     one_line,
 )
 from throughtime.evaluation import Evaluation, evaluate
-from throughtime.gradient import LossFn, Policy, Update, UpdatePolicy
+from throughtime.files import write_atomically
+from throughtime.gradient import (
+    LossFn,
+    Policy,
+    Update,
+    UpdatePolicy,
+    generators,
+    set_generators,
+)
 from throughtime.metrics import Metric, as_metric
 from throughtime.state import leaves
 from throughtime.stream import Stream
@@ -70,10 +75,10 @@ class Fit:
         finished: whether the training has reached its end, or its patience has ended.
         rows: lines of the log.
         frames: valid steps of all updates.
+        pending: those since the last line of the log.
         training: seconds of the updates.
-        aside: seconds of validation, the log and checkpoints.
-        waited: of them all, seconds in which data were waited for.
-        pending: valid steps since the last line of the log.
+        seconds: of the training so far, with validation, the log and checkpoints.
+        waited: of them, seconds in which data were waited for.
         end: updates and epochs that were asked for.
     """
 
@@ -85,27 +90,11 @@ class Fit:
     finished: bool = False
     rows: int = 0
     frames: int = 0
-    training: float = 0.0
-    aside: float = 0.0
-    waited: float = 0.0
     pending: int = 0
+    training: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
     end: tuple[int | None, int | None] = (None, None)
-
-    @property
-    def seconds(self) -> float:
-        """Of the training so far."""
-        return self.training + self.aside
-
-    @classmethod
-    def of_checkpoint(
-        cls, saved: Mapping[str, Any], updates: int | None, epochs: int | None, *, again: bool
-    ) -> "Fit":
-        """That of a training which goes on to this end; `again`, though its patience has ended."""
-        done = cls(**saved["done"])
-        if (updates, epochs) != tuple(done.end) or again:
-            done.end, done.stale = (updates, epochs), 0
-            done.finished = done.is_over(saved["ranks"][0]["stream"]["epoch"])
-        return done
 
     def is_over(self, epoch: int) -> bool:
         """Whether the training is at its end in this epoch of its stream."""
@@ -156,8 +145,7 @@ def fit(
         logger: called with each line of the log, such as `print`: a dict with `kind`, `update`,
             `loss`, the metrics, and times in seconds. An error in it ends the training.
         out: a folder for `checkpoint.safetensors`, `model.safetensors` (the weights that are kept)
-            and `metrics.jsonl`. A training that it holds goes on; on other recordings in `valid`
-            the best begins anew.
+            and `metrics.jsonl`. A training that it holds goes on.
 
     Returns:
         How far the training came: `count` updates, the `best` one and its `score`.
@@ -165,8 +153,8 @@ def fit(
     Raises:
         ConfigError: arguments that exclude each other.
         DataError: no step of an epoch counts, or the folder belongs to other recordings.
-        RunError: the training diverges, the folder belongs to another net or optimizer, is in use,
-            or cannot be written; the last checkpoint is untouched.
+        RunError: the training diverges, the folder belongs to another net, optimizer, rate or
+            `valid`, is in use, or cannot be written; the last checkpoint is untouched.
         KeyboardInterrupt: Ctrl-C, or SIGTERM, with `out`: after the update, and a checkpoint. A
             second one ends at once.
 
@@ -190,14 +178,6 @@ def fit(
         >>> result.count, result.finished
         (20, True)
     """
-    if valid is None and (patience is not None or isinstance(schedule, ReduceLROnPlateau)):
-        raise ConfigError(
-            "patience= and ReduceLROnPlateau count validations; give recordings as valid="
-        )
-    if updates is not None and epochs is not None:
-        raise ConfigError(f"updates={updates} and epochs={epochs}: give one of them")
-    if keep not in ("best", "last"):
-        raise ConfigError(f"keep={keep!r}: expected 'best' or 'last'")
     for name, value, least in (
         ("updates", updates, 1),
         ("epochs", epochs, 1),
@@ -206,8 +186,23 @@ def fit(
     ):
         if value is not None:
             check_whole(name, value, least)
-    _check_parts(net, stream, optimizer, schedule)
+    for part, kind in ((stream, Stream), (optimizer, Optimizer), (schedule, LRScheduler | None)):
+        if not isinstance(part, kind):
+            raise ConfigError(f"tt.fit: got a {type(part).__name__}, expected {kind}")
+    weights = {weight for group in optimizer.param_groups for weight in group["params"]}
     ranks = ranks_of(net, stream)
+    faults = {
+        f"updates={updates} and epochs={epochs}: give one of them": updates and epochs,
+        f"keep={keep!r}: expected 'best' or 'last'": keep not in ("best", "last"),
+        "patience= and ReduceLROnPlateau count validations; give recordings as valid=": (
+            valid is None and (patience or isinstance(schedule, ReduceLROnPlateau))
+        ),
+        "the optimizer has none of the net's weights, so nothing would be trained: make it of"
+        " net.parameters()": weights.isdisjoint(net.parameters()),
+    }
+    for fault, present in faults.items():
+        if present:
+            raise ConfigError(fault)
     if ranks.shards:
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
     # by epochs an estimate: the order moves their end
@@ -221,36 +216,16 @@ def fit(
         schedule,
         valid,
         None if metrics is None else as_metric(metrics),
-        (updates, epochs),
         max(1, total // 5) if valid_every is None else valid_every,
         patience,
         keep == "best",
         logger,
         out if isinstance(out, RunFolder | None) else RunFolder(Path(out)),
         total,
-        Team(ranks.rank, ranks.count, ranks.device),
+        ranks,
+        Fit(end=(updates, epochs)),
     )
     return training.run()
-
-
-def _check_parts(
-    net: Carried, stream: Stream, optimizer: Optimizer, schedule: LRScheduler | None
-) -> None:
-    """Refuse objects of another kind, and an optimizer of other weights."""
-    for name, value, kind in (
-        ("stream", stream, Stream),
-        ("optimizer", optimizer, Optimizer),
-        ("schedule", schedule, LRScheduler | None),
-    ):
-        if not isinstance(value, kind):
-            expected = getattr(kind, "__name__", "LRScheduler of torch.optim.lr_scheduler")
-            raise ConfigError(f"{name} is a {type(value).__name__}, expected a {expected}")
-    weights = {weight for group in optimizer.param_groups for weight in group["params"]}
-    if weights.isdisjoint(net.parameters()):
-        raise ConfigError(
-            "the optimizer has none of the net's weights, so nothing would be trained: make it of"
-            " net.parameters()"
-        )
 
 
 @dataclass
@@ -265,15 +240,14 @@ class _Training:
     schedule: LRScheduler | None
     valid: Validation | None
     metrics: Metric | None
-    end: tuple[int | None, int | None]
     valid_every: int
     patience: int | None
     keep_best: bool
     logger: Callable[[Row], object] | None
     folder: RunFolder | None
     total: int
-    team: Team
-    done: Fit = field(default_factory=Fit)
+    ranks: Ranks
+    done: Fit
     best: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     position: Updates | None = None
     epoch_ended: bool = False
@@ -282,9 +256,7 @@ class _Training:
 
     def run(self) -> Fit:
         """Go on from the folder to the end."""
-        self.rules = [_rule(group) for group in self.optimizer.param_groups]
-        self.loss = torch.zeros((), device=self.team.device)
-        self.done.end = self.end
+        self.parts, self.loss = self._parts(), torch.zeros((), device=self.ranks.device)
         try:
             if self.folder is not None:
                 self._open(self.folder)
@@ -315,60 +287,62 @@ class _Training:
             scored = self.valid_every and done.count % self.valid_every == 0
             if scored and not done.is_over(self.stream.epoch):  # by epochs `total` is an estimate
                 self._validate()
-            due = self.mark - saved >= self._save_interval()
-            stop, save = self.team.any_of(self.stopping, self.team.is_first and due)
+            stop, save = self._wishes(self.mark - saved)
             if stop or save:
                 self._save()
                 saved = time.monotonic()
             if stop:
                 raise KeyboardInterrupt(f"stopped at update {done.count}")
-            done.aside += self._passed()
+            self._passed()
         self._save()
         if done.last < done.count:
             self._validate()
         done.finished = True
-        done.aside += self._passed()
+        self._passed()
         self._save()
 
     def _passed(self) -> float:
         """Seconds since the last call."""
         before, self.mark = self.mark, time.monotonic()
+        self.done.seconds += self.mark - before
         return self.mark - before
 
     def _is_over(self) -> bool:
         impatient = self.patience is not None and self.done.stale >= self.patience
         return impatient or self.done.is_over(self.stream.epoch)
 
-    def _next(self) -> Update | None:
-        """The next update, `None` at the end of an epoch; each starts from the initial state.
+    def _wishes(self, since: float) -> list[bool]:
+        """Whether to stop, as any rank was told to, and whether a checkpoint is due.
 
-        An error on one rank ends all of them here.
+        Checkpoints are half as long apart as the run so far, up to the setting: a kill soon after
+        the start loses a second, or a third of the run.
         """
+        most = math.inf if self.folder is None else self.folder.checkpoint_every
+        due = since >= min(most, max(_FIRST_SAVE, self.done.seconds / 2))
+        wishes = [self.stopping, self.ranks.rank == 0 and due]
+        return wishes if self.ranks.count == 1 else [*map(bool, self.ranks.total(wishes))]
+
+    def _next(self) -> Update | None:
+        """The next update, `None` at the end of an epoch; each starts from the initial state."""
         if self.position is None or self.epoch_ended:
-            self.position, self.epoch_ended = self._new_updates(self.position), False
+            memory = None if self.position is None else self.position.policy_state
+            self.position = self._new_updates(memory)
         try:
             update = next(self.position, None)
-        except Exception as error:
-            shown = error
-            if isinstance(error, RunError):  # such as a gradient that is not finite
-                shown = self._diverged(self.done.count + 1, str(error))
-                shown.__cause__ = error
-            self.team.raise_together(None if isinstance(error, RankError) else shown)
-            self.team.raise_together(error)  # every rank has a RankError: they differ
+        except RankError:
             raise
+        except RunError as error:  # such as a gradient that is not finite
+            raise self._diverged(self.done.count + 1, str(error)) from error
         self.epoch_ended = update is None
         if self.epoch_ended and self.done.count == 0:
-            self.team.raise_together(
-                DataError(
-                    "an epoch passed without a single step that counts: the warm_up of the stream,"
-                    " or missing targets, mask all of them"
-                )
+            raise DataError(
+                "an epoch passed without a single step that counts: the warm_up of the stream, or"
+                " missing targets, mask all of them"
             )
         return update
 
-    def _new_updates(self, previous: Updates | None = None) -> Updates:
-        """The updates of the next epoch; the policy may learn from epoch to epoch."""
-        memory = None if previous is None else previous.policy_state
+    def _new_updates(self, memory: Any = None) -> Updates:
+        """The updates of an epoch; the policy may learn from epoch to epoch."""
         return updates(
             self.net, self.stream, self.loss_fn, gradient=self.gradient, policy_state=memory
         )
@@ -391,12 +365,12 @@ class _Training:
         loss, self.done.pending = (self.loss / self.done.pending).item(), 0
         self.loss.zero_()
         if not math.isfinite(loss):
-            self.team.raise_together(self._diverged(self.done.count, f"the loss is {loss}"))
+            raise self._diverged(self.done.count, f"the loss is {loss}")
         row: dict[str, Any] = {"updates": self.total, "epoch": self.stream.epoch, "loss": loss}
         row["lr"] = self.rate
         if self.metrics is not None:
             metric, pairs = self.metrics.new(), update.chunk.valid_pairs(update.outputs)
-            for outputs, targets in self.team.gather(pairs):
+            for outputs, targets in gathered(self.ranks, pairs):
                 metric.update(outputs.cpu(), targets.cpu())
             row |= metric.compute()
         self._write("train", row)
@@ -405,10 +379,13 @@ class _Training:
         """Write the scores; keep the weights if they are the best."""
         if self.valid is None:
             return
-        result = self.team.on_all(self._evaluate)
+        if callable(self.valid):
+            result = cast("Evaluation", self.valid())
+        else:
+            result = evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
         done, row = self.done, {"loss": result.loss, **result.metrics}
         score = row["macro_f1"] if "macro_f1" in row else -row["loss"]
-        score = self.team.gather(score)[0]  # other processors may round otherwise
+        score = gathered(self.ranks, score)[0]  # other processors may round otherwise
         self._write("valid", {**row, "recordings": result.recordings})
         done.last, done.stale = done.count, done.stale + 1
         if score > done.score:  # NaN is never better
@@ -418,14 +395,11 @@ class _Training:
         if isinstance(self.schedule, ReduceLROnPlateau):
             self.schedule.step(-score)
 
-    def _evaluate(self) -> Evaluation:
-        if callable(self.valid):
-            return cast("Evaluation", self.valid())
-        return evaluate(self.net, self.valid, self.loss_fn, metrics=self.metrics)
-
     def _write(self, kind: str, values: Row) -> None:
         done = self.done
-        done.waited = self.waited + self.stream.wait_seconds
+        done.waited, done.rows = self.waited + self.stream.wait_seconds, done.rows + 1
+        if self.ranks.rank:
+            return
         row = {
             "kind": kind,
             "update": done.count,
@@ -437,15 +411,10 @@ class _Training:
             "peak_memory": peak_memory(),
             "frames": done.frames,
         }
-        done.rows += 1
-
-        def write() -> None:
-            if self.folder is not None:
-                self.folder.add_metrics(row)
-            if self.logger is not None:
-                self.logger(row)
-
-        self.team.on_first(write)
+        if self.folder is not None:
+            self.folder.add_metrics(row)
+        if self.logger is not None:
+            self.logger(row)
 
     def _diverged(self, update: int, what: str) -> RunError:
         saved = self.folder is not None and self.folder.checkpoint.is_file()
@@ -458,14 +427,6 @@ class _Training:
 
     # --- checkpoints ---
 
-    def _save_interval(self) -> float:
-        """Seconds between two checkpoints: half as long as the run so far, up to the setting.
-
-        So a kill soon after the start loses a second, or a third of the run.
-        """
-        most = math.inf if self.folder is None else self.folder.checkpoint_every
-        return min(most, max(_FIRST_SAVE, self.done.seconds / 2))
-
     def _save(self) -> None:
         """Write model and checkpoint with the positions of all ranks."""
         if (folder := self.folder) is None:
@@ -473,10 +434,10 @@ class _Training:
         position = {
             "updates": None if self.position is None else self.position.state_dict(),
             "stream": self.stream.state_dict(),
-            "random": generators(self.team.device),
+            "random": generators(self.ranks.device),
         }
-        positions = self.team.gather(position)
-        self.team.on_first(lambda: self._save_first(folder, positions))
+        positions = gathered(self.ranks, position)
+        from_first(self.ranks, lambda: self._save_first(folder, positions))
 
     def _save_first(self, folder: RunFolder, positions: list[dict[str, Any]]) -> None:
         if not all(bool(weight.isfinite().all()) for weight in self.net.parameters()):
@@ -484,9 +445,7 @@ class _Training:
         content = {
             "net": dict(self.net.module.state_dict()),
             "optimizer": self.optimizer.state_dict(),
-            "rules": self.rules,
-            "parts": self._parts(),
-            "valid": self.validation,
+            "parts": self.parts,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "best": dict(self.best),
             "loss": self.loss,
@@ -511,12 +470,7 @@ class _Training:
                 write_atomically(folder.model, self._model(folder))
             return rows
 
-        self.team.on_first(folder.lock)
-        saved = self.team.on_all(lambda: self._restored(folder))
-        self.done.rows = self.team.on_first(tidy)
-
-    def _restored(self, folder: RunFolder) -> Mapping[str, Any] | None:
-        """Take over the checkpoint of the folder."""
+        from_first(self.ranks, folder.lock)
         saved = folder.read_checkpoint()
         try:
             if saved is not None:
@@ -528,74 +482,57 @@ class _Training:
                 f"{folder.checkpoint}: not a checkpoint of this run ({type(error).__name__}:"
                 f" {one_line(error)}); put back a copy, or begin the run again in another folder"
             ) from error
-        return saved
+        self.done.rows = from_first(self.ranks, tidy)
 
     def _restore(self, folder: RunFolder, saved: Mapping[str, Any]) -> None:
-        count, ranks = self.team.count, len(saved["ranks"])
+        """Take over a checkpoint."""
+        count, ranks = self.ranks.count, len(saved["ranks"])
         if ranks != count:
             raise RunError(
                 f"{folder.checkpoint}: holds the positions of {counted(ranks, 'rank')}, each in its"
                 f" own share of the recordings, and there {'is' if count == 1 else 'are'} {count}"
                 " now: start as many as before by torchrun"
             )
-        for name, kind in self._parts().items():
-            if (before := saved["parts"][name]) != kind:
+        before = saved["parts"]
+        for name in before.keys() & self.parts.keys():  # another torch may have other settings
+            if before[name] != self.parts[name]:
                 raise RunError(
-                    f"the folder holds a training whose {name} is {before}, and it is {kind} now:"
-                    " give the same one, or another out="
+                    f"the folder holds a training whose {name} is {before[name]}, and it is"
+                    f" {self.parts[name]} now: give the same one, or another out="
                 )
-        position = saved["ranks"][self.team.rank]
-        expected = self.net.module.state_dict()
-        check_layout(saved["net"], expected)
+        position, expected = saved["ranks"][self.ranks.rank], self.net.module.state_dict()
+        for weights in (saved["net"], saved["best"] or expected):
+            check_layout(weights, expected)
         self.net.module.load_state_dict(saved["net"])
-        if saved["best"]:
-            check_layout(saved["best"], expected)
         self.best = saved["best"] if self.keep_best else {}
-        self._restore_optimizer(saved)
-        self.done = Fit.of_checkpoint(saved, *self.end, again=folder.patient)
-        if saved["valid"] != self.validation and self.valid is not None and not self.done.finished:
-            self.best, self.done.best, self.done.score, self.done.stale = {}, 0, -math.inf, 0
-        self.loss, self.waited = saved["loss"].to(self.team.device), self.done.waited
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(saved["schedule"])
+        end, self.done = self.done.end, Fit(**saved["done"])
+        if end != self.done.end or folder.patient:
+            self.done.end, self.done.stale = end, 0
+            self.done.finished = self.done.is_over(position["stream"]["epoch"])
+        self.loss, self.waited = saved["loss"].to(self.ranks.device), self.done.waited
         self.stream.load_state_dict(position["stream"])
         if position["updates"] is not None:
             self.position = self._new_updates()
             self.position.load_state_dict(position["updates"])
-            if self.position.state is not None:
+            if self.position.state is not None:  # without this call the next sums round otherwise
                 initial = self.net.initial_state(self.stream.lanes)
                 check_layout(dict(leaves(self.position.state)), dict(leaves(initial)))
-        set_generators(position["random"], self.team.device)
-
-    def _restore_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Its state, and its rules, such as the rate that a schedule has set.
-
-        A rule that the user has changed since the training began stays as the user has it.
-        """
-        parameters = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        for i, values in saved["optimizer"]["state"].items():
-            for name in (name for name, value in values.items() if value.ndim):
-                check_layout({name: values[name]}, {name: parameters[i]})
-        groups = saved["optimizer"]["param_groups"]
-        for rules, before, group in zip(self.rules, saved["rules"], groups, strict=True):
-            group |= {name: rule for name, rule in rules.items() if before.get(name) != rule}
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if self.schedule is not None:
-            own = {k: v for k, v in saved["schedule"].items() if k != "base_lrs"}
-            self.schedule.load_state_dict(self.schedule.state_dict() | own)
+        set_generators(position["random"], self.ranks.device)
 
     def _parts(self) -> dict[str, str]:
-        """The kinds of the objects that a training must go on with."""
-        parts = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss_fn}
-        return {k: getattr(v, "__qualname__", type(v).__name__) for k, v in parts.items()}
-
-    @cached_property
-    def validation(self) -> str:
-        """What the scores are of: a checksum of the recordings to validate on."""
-        if self.valid is None or callable(self.valid):
-            return ""
-        valid = self.valid
-        stream = valid if isinstance(valid, Stream) else Stream(valid, 1, 1, rank=0, ranks=1)
-        state = stream.state_dict() | {"rank": 0, "epoch": 0, "position": 0}
-        return f"{zlib.crc32(repr(state).encode()):08x}"
+        """What a training must go on with, by name."""
+        objects = {"optimizer": self.optimizer, "schedule": self.schedule, "loss": self.loss_fn}
+        parts = {k: getattr(v, "__qualname__", type(v).__name__) for k, v in objects.items()}
+        for i, group in enumerate(self.optimizer.param_groups):
+            parts |= {f"{k} of group {i}": repr(v) for k, v in group.items() if k != "params"}
+        if (valid := self.valid) is not None and not callable(valid):
+            stream = valid if isinstance(valid, Stream) else Stream(valid, 1, 1, rank=0, ranks=1)
+            state = stream.state_dict() | {"rank": 0, "epoch": 0, "position": 0}
+            parts["valid"] = f"recordings with the checksum {zlib.crc32(repr(state).encode()):08x}"
+        return parts
 
     @contextmanager
     def _stopped_by_signals(self) -> Generator[None]:
@@ -619,11 +556,6 @@ class _Training:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _rule(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a group of weights."""
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def peak_memory() -> int | None:

@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin
 import click
 
 from throughtime.app.config import PANELS, Config
-from throughtime.app.values import ARGUMENTS, alternatives, fields_of, flag
+from throughtime.app.values import ARGUMENTS, alternatives, flag, help_of
 from throughtime.errors import ThroughtimeError
 
 _SYNONYMS = {
@@ -33,7 +33,13 @@ _SYNONYMS = {
 }
 """Names of other libraries, each with ours."""
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
-_PRINTED = 10.0  # seconds after which an error has surely been printed
+_ALIKE, _PRINTED = 3.0, 10.0  # seconds after which another rank has surely printed an error
+_ADVICE = {
+    ENOSPC: "; make room, or write to another disk",
+    EACCES: "; change its permissions, or name another path",
+    EROFS: "; name a path that can be written",
+    ENOENT: "; it cannot be made there; name another path",
+}
 
 
 class Command(click.Command):
@@ -49,7 +55,7 @@ class Command(click.Command):
     def __init__(
         self, name: str, action: Callable[[dict[str, Any]], int | None], *kinds: Any, **more: Any
     ) -> None:
-        fields = {name: about for kind in kinds for name, about in fields_of(kind).items()}
+        fields = {name: about for kind in kinds for name, about in kind.model_fields.items()}
 
         def run(**values: Any) -> int | None:
             return action({k: v for k, v in values.items() if v is not None})
@@ -57,7 +63,7 @@ class Command(click.Command):
         parameters = [_parameter(*item) for item in fields.items()]
         super().__init__(name, callback=run, params=parameters, help=action.__doc__, **more)
         self._fields, self.panels, panel = fields, dict[str | None, str](), "Options"
-        for setting in fields_of(Config) if Config in kinds else ():
+        for setting in Config.model_fields if Config in kinds else ():
             panel = self.panels[setting] = PANELS.get(setting, panel)
 
     def format_arguments(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -70,7 +76,7 @@ class Command(click.Command):
             name = str(parameter.name)
             record = parameter.get_help_record(ctx)
             if name in ARGUMENTS:
-                record = ARGUMENTS[name], self._fields[name].description
+                record = ARGUMENTS[name], help_of(self._fields[name])
             if record:
                 groups.setdefault(self.panels.get(name, "Options"), []).append(record)
         return groups
@@ -93,7 +99,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
     kinds = {kind, get_origin(kind), *map(get_origin, get_args(kind))}
     default = about.default
     hidden = default in {None, ""} or default is False or not isinstance(default, (int, float, str))
-    if kind is bool and name in fields_of(Config):
+    if kind is bool and name in Config.model_fields:
         option += f"/--no-{option[2:]}"
 
     def to_setting(context: click.Context, _: object, value: Any) -> Any:
@@ -108,7 +114,7 @@ def _parameter(name: str, about: Any) -> click.Parameter:
 
     return click.Option(
         [option, name],
-        help=about.description + f" [default: {default}]" * (not hidden),
+        help=help_of(about) + f" [default: {default}]" * (not hidden),
         is_flag=kind is bool,
         default=None,
         multiple=dict in kinds or (tuple in kinds and bool(known)),  # of columns the last ones
@@ -116,6 +122,18 @@ def _parameter(name: str, about: Any) -> click.Parameter:
         callback=to_setting,
         shell_complete=lambda _, __, start: [word for word in known if word.startswith(start)],
     )
+
+
+def _wait_for_others(error: BaseException) -> None:
+    """Under torchrun let the rank print first that knows why it failed.
+
+    torchrun ends all as soon as one has ended: the others print nothing where they fail alike.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from throughtime.distributed import RankError
+
+        seconds = _PRINTED if isinstance(error, RankError) else 0.0
+        time.sleep(seconds + _ALIKE * (os.environ["RANK"] != "0"))
 
 
 @contextmanager
@@ -129,6 +147,7 @@ def failures_printed() -> Generator[None]:
         message = usage_fault(error)
     except (ThroughtimeError, OSError) as error:
         message = in_words(error)
+        _wait_for_others(error)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not _NO_MEMORY.search(str(error)):
             raise
@@ -136,13 +155,7 @@ def failures_printed() -> Generator[None]:
         message = f"out of memory ({reason}); take fewer --lanes, or smaller --hidden"
     else:
         return
-    # Of several processes that torchrun has started, the first of each node prints it. The others,
-    # which fail alike, wait for torchrun to end them: it ends all as soon as one has ended, and
-    # must not cut the message off.
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print_error(message)
-    elif "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(_PRINTED)
+    print_error(message)
     sys.exit(2)
 
 
@@ -178,12 +191,7 @@ def in_words(error: BaseException) -> str:
     """The message of an error; of one of the system with what to do."""
     if not isinstance(error, OSError) or isinstance(error, ThroughtimeError) or not error.strerror:
         return str(error)
-    advice = {
-        ENOSPC: "; make room, or write to another disk",
-        EACCES: "; change its permissions, or name another path",
-        EROFS: "; name a path that can be written",
-        ENOENT: "; it cannot be made there; name another path",
-    }.get(error.errno or 0, "")
+    advice = _ADVICE.get(error.errno or 0, "")
     return f"{error.filename or 'standard output'}: {error.strerror}{advice}"
 
 

@@ -4,12 +4,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.data_statistics import read_blocks
 from throughtime.app.dataset import (
     as_played,
     entries_of,
@@ -19,17 +18,18 @@ from throughtime.app.dataset import (
     split_recordings,
 )
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.recordings import OnPhase, layout_of, open_recordings
+from throughtime.app.recordings import layout_of, open_recordings, read_blocks
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.layout import Layout
-from throughtime.stream.manifest import find_recordings
+from throughtime.stream.manifest import ManifestEntry, find_recordings
 from throughtime.stream.recording import Recording
 from throughtime.stream.tables import as_table, names_of
 from throughtime.stream.targets import At, class_names, horizons
 
+Task: TypeAlias = Literal["classify", "multilabel", "regress"]
 _MOST_CLASSES = 20  # that are whole numbers; text may have more
 _RECORDINGS, _BLOCKS, _BLOCK = 8, 16, 65_536  # read at most
 
@@ -63,7 +63,7 @@ def recordings(
     exclude: str | Sequence[str] = (),
     static: str | Sequence[str] = (),
     series: Mapping[str, str | Sequence[str]] | None = None,
-    task: Literal["classify", "multilabel", "regress"] | None = None,
+    task: Task | None = None,
     frame_size: int = 1,
     delimiter: str | None = None,
     decimal: Literal[".", ","] | None = None,
@@ -146,14 +146,9 @@ def recordings(
         "ahead": horizons(ahead),
         "allow_target_as_input": allow_target_as_input,
     }
-    layout = Layout(task or "classify", **options)
+    layout = Layout(**options)
+    layout = replace(layout, task=task or _find_task(entries, layout))
     sources = open_recordings(entries, layout)
-    if task is None:
-        rows = [one.recording.targets for one in sources if one.split in {"", "train"}]
-        task = task_of(targets for targets in rows if targets is not None)
-        if task != "classify":
-            layout = Layout(task, **options)
-            sources = open_recordings(entries, layout)
     splits, _ = split_recordings(in_splits(sources, "split"), holdout)
     classes = _class_names(splits.get("train", [])) if layout.classify else ()
     played = {split: as_played(several, layout, classes) for split, several in splits.items()}
@@ -166,7 +161,7 @@ def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
     return class_names(targets for targets in blocks if targets is not None)
 
 
-def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
+def resolve_task(config: Config) -> Config:
     """The settings with a task: that of the settings, or else the one that fits the targets.
 
     Text is classes, and so are at most 20 different whole numbers, in a single column. Several
@@ -179,14 +174,19 @@ def resolve_task(config: Config, on_phase: OnPhase | None = None) -> Config:
     """
     if config.task is not None:
         return config
-    entries = entries_of(find_recordings(Path(config.data), config.static), ("train",))
-    layout = replace(layout_of(config), task="classify")
-    opened = open_recordings(entries[:_RECORDINGS], layout, on_phase)
+    entries = find_recordings(Path(config.data), config.static)
+    return config.changed(task=_find_task(entries, layout_of(config)))
+
+
+def _find_task(entries: Sequence[ManifestEntry], layout: Layout) -> Task:
+    opened = open_recordings(
+        entries_of(entries, ("train",))[:_RECORDINGS], replace(layout, task="classify")
+    )
     targets = [one.recording.targets for one in opened]
-    return replace(config, task=task_of(rows for rows in targets if rows is not None))
+    return task_of(rows for rows in targets if rows is not None)
 
 
-def task_of(sources: Iterable[RowSource]) -> Literal["classify", "multilabel", "regress"]:
+def task_of(sources: Iterable[RowSource]) -> Task:
     """Whether the targets of recordings are classes, several labels of 0 and 1, or numbers."""
     names = set[str]()
     task: Literal["classify", "multilabel"] = "classify"
@@ -209,12 +209,7 @@ def task_of(sources: Iterable[RowSource]) -> Literal["classify", "multilabel", "
 
 def task_remark(config: Config) -> str:
     """Why a run has its task, where no setting names it."""
-    reasons = {
-        "classify": "targets are text or few whole numbers, each a class",
-        "multilabel": "targets are several columns of 0 and 1, each a label by itself",
-        "regress": "targets are numbers",
-    }
-    return f"{reasons[config.task or 'regress']}: --task {config.task}"
+    return f"--task {config.task}, by the values of the targets"
 
 
 @dataclass(frozen=True)
@@ -238,6 +233,16 @@ class Run:
     def files(self) -> RunFolder:
         """The files of the run."""
         return RunFolder(self.folder)
+
+    def changed(self, **settings: Any) -> "Run":
+        """The run with other settings."""
+        return replace(self, config=self.config.changed(**settings))
+
+    def with_own_code(self, setting: str, *, trust_code: bool) -> "Run":
+        """The run whose setting names the user's class in the copy of its file that is kept."""
+        saved = self.files.read_checkpoint()
+        own = self.files.with_own_code(self.config, saved, [setting], trust_code=trust_code)
+        return replace(self, config=own)
 
     @property
     def layout(self) -> Layout:

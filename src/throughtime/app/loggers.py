@@ -9,10 +9,10 @@ a new run there, of the same name.
 import importlib
 import os
 import re
-import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ def _tensorboard(folder: Path, settings: Mapping[str, Any], step: int) -> Genera
     from torch.utils.tensorboard.writer import SummaryWriter
 
     # readers drop what an interrupted process wrote from this step on
-    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
     rows = "\n".join(f"| {key} | {value} |" for key, value in settings.items())
     writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", step)
 
@@ -97,46 +97,51 @@ def loggers(
         names: of the loggers.
         folder: of the run.
         settings: plain values by name.
-        step: updates so far; lines of later ones are replaced.
+        step: update of the first line; lines of it and later ones are replaced.
 
     Raises:
         RunError: a logger cannot begin.
     """
-    active = dict[str, tuple[AbstractContextManager[Log], Log]]()
-    for name in dict.fromkeys(names):
-        context = _LOGGERS[name](folder, settings, step)
-        try:
-            active[name] = context, context.__enter__()
-        except Exception as error:
-            for opened, _ in active.values():
-                opened.__exit__(None, None, None)
-            raise RunError(
-                f"--logger {name} cannot start ({type(error).__name__}: {one_line(error)}); mend"
-                " it, or leave the logger out"
-            ) from error
-
-    def each(act: Callable[[AbstractContextManager[Log], Log], object]) -> None:
-        for name, parts in [*active.items()]:
+    with ExitStack() as stack:
+        active = dict[str, Log]()
+        for name in dict.fromkeys(names):
+            context = _LOGGERS[name](folder, settings, step)
             try:
-                act(*parts)
-            except Exception as error:  # noqa: BLE001 (a server that is gone, a full disk, ...)
-                del active[name]
-                warnings.warn(
-                    f"--logger {name} failed ({type(error).__name__}: {error}); the run goes on"
-                    " without it, and metrics.jsonl has all lines",
-                    stacklevel=3,
-                )
+                active[name] = context.__enter__()
+            except Exception as error:
+                raise RunError(
+                    f"--logger {name} cannot start ({type(error).__name__}: {one_line(error)});"
+                    " mend it, or leave the logger out"
+                ) from error
+            stack.push(partial(_close, name, context))
 
-    def log(row: Mapping[str, Any]) -> None:
-        numbers = {name: value for name, value in row.items() if isinstance(value, (int, float))}
-        values = {_tag(row["kind"], name): float(value) for name, value in numbers.items()}
-        each(lambda _, write: write(row["update"], values))
+        def log(row: Mapping[str, Any]) -> None:
+            numbers = {k: v for k, v in row.items() if isinstance(v, (int, float))}
+            values = {_tag(row["kind"], name): float(value) for name, value in numbers.items()}
+            for name in [*active]:
+                write = active.pop(name)
+                with _failure_as_warning(name):
+                    write(row["update"], values)
+                    active[name] = write
 
-    try:
         yield log
-    finally:
-        failure = sys.exc_info()
-        each(lambda context, _: context.__exit__(*failure))
+
+
+def _close(name: str, context: AbstractContextManager[Log], *failure: Any) -> None:
+    with _failure_as_warning(name):
+        context.__exit__(*failure)
+
+
+@contextmanager
+def _failure_as_warning(name: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 (a server that is gone, a full disk, ...)
+        warnings.warn(
+            f"--logger {name} failed ({type(error).__name__}: {error}); the run goes on without"
+            " it, and metrics.jsonl has all lines",
+            stacklevel=3,
+        )
 
 
 def _tag(kind: str, name: str) -> str:

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from throughtime.app.config import Config
-from throughtime.app.contradictions import LOSSES
-from throughtime.app.data_statistics import Statistics
-from throughtime.app.recordings import SourceRecording, layout_of
+from throughtime.app.recordings import SourceRecording, Statistics, layout_of
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
 from throughtime.app.scores import MultiLabel
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
-from throughtime.app.values import flag, named_numbers
+from throughtime.app.values import class_numbers, flag
 from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import (
     ConfigError,
@@ -239,12 +237,10 @@ def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried
 
 def _affine(net: Carried) -> dict[str, Affine]:
     """The modules that hold statistics, by their names in the net's weights."""
-    difference = isinstance(net.module, Difference)
-    chain = net.module.module if isinstance(net.module, Difference) else net.module
     return {
-        "module." * difference + name: part
-        for name, part in chain.named_children()
-        if isinstance(part, Affine)
+        name: part
+        for name, part in net.module.named_modules()
+        if isinstance(part, Affine) and "recurrent" not in name
     }
 
 
@@ -312,6 +308,13 @@ def in_units(net: Carried, x: Tensor) -> Tensor:
     return x
 
 
+def example_inputs(net: Carried, spec: ModelSpec) -> Tensor:
+    """Random inputs of 1,000 steps, the same ones each time."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, spec.features, dtype=torch.float64, device="cpu", generator=random)
+    return in_units(net, x)
+
+
 _ERRORS = {
     "mse": functional.mse_loss,
     "mae": functional.l1_loss,
@@ -352,9 +355,6 @@ def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callabl
         offered = {"outputs": spec.outputs, "weight": weight, "scale": scale}
         loss: Any = own.make(object, offered, {"weight": "--class-weights"} if spec.weights else {})
         return loss.to(device) if isinstance(loss, nn.Module) else loss
-    task = spec.layout.task
-    if name is not None and task not in LOSSES[name]:
-        raise ConfigError(f"--loss {name} does not fit --task {task}: leave it out")
     if scale is not None:
         return StandardisedError(scale, name or "mse")
     if spec.is_multilabel:
@@ -376,9 +376,7 @@ def _loss_weights(
     if setting == "none" or layout.task == "regress":
         return ()
     if setting != "balanced":
-        weights = {
-            class_name(name): weight for name, weight in named_numbers(setting, above=0.0).items()
-        }
+        weights = {class_name(name): weight for name, weight in class_numbers(setting).items()}
         if unknown := [name for name in weights if name not in names]:
             raise ConfigError(
                 f"--class-weights {setting}: there is no class '{unknown[0]}'; the training split"
@@ -405,10 +403,8 @@ def check_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        usable = "cpu" if accelerator is None else f"cpu or {accelerator.type}"
         raise ConfigError(
-            f"--device {device}: cannot be used on this machine; take --device {usable}"
+            f"--device {device}: cannot be used on this machine; take --device cpu"
         ) from error
 
 
@@ -465,9 +461,6 @@ def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelS
         if is_reference(spec.model):
             named = ClassReference.parse("model", spec.model)
             own = kept_class(path.parent, named, spec.sha256, trust_code=trust_code)
-        else:
-            with torch.device("meta"):  # sizes are compared before memory is taken for them
-                check_layout(tensors, build_model(spec).module.state_dict())
         net = build_model(spec, own)
         check_layout(tensors, net.module.state_dict())
     except (TypeError, ValueError, LookupError, RuntimeError) as error:

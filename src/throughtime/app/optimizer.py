@@ -1,4 +1,4 @@
-"""The optimizer of a run and its schedule of learning rates.
+"""The gradient policy of a run, its optimizer, and its schedule of learning rates.
 
     u <= w:    lr * u / w                                  u: number of the update, from 1
     constant:  lr                                          w: updates of warm-up
@@ -10,6 +10,7 @@ References: I. Loshchilov and F. Hutter, SGDR: stochastic gradient descent with 
 (2017), for the cosine; no restarts here. Decoupled weight decay regularization, ICLR (2019).
 """
 
+import inspect
 import math
 from typing import Any
 
@@ -18,12 +19,74 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from throughtime.app.config import Config
-from throughtime.app.user_class import ClassReference
+from throughtime.app.config import DEFAULT_STRIDE, Config
+from throughtime.app.user_class import ClassReference, is_reference
 from throughtime.app.values import flag
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, ThroughtimeError
+from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, UpdatePolicy
 from throughtime.optim import SGD, Adam, AdamW
 from throughtime.stream import Stream
+
+_POLICIES = {
+    "truncated": Truncated,
+    "exact": Exact,
+    "adaptive": Adaptive,
+    "randomized": Randomized,
+}
+
+
+def make_policy(config: Config) -> Policy:
+    """The policy that the settings describe.
+
+    Raises:
+        ConfigError: no such class, or arguments that it does not take; its own are listed.
+    """
+    name, arguments = config.gradient, config.policy_arguments()
+    kind: Any = _POLICIES.get(name) or ClassReference.parse("gradient", name).load()
+    if not hasattr(kind, "plan") and not hasattr(kind, "update"):
+        raise ConfigError(
+            f"--gradient {name}: its class {kind.__name__} has neither a method plan nor"
+            " update; docs/how-to/extending.md shows a policy"
+        )
+    parameters = inspect.signature(kind).parameters.values()
+    if any(p.name == "stride" and p.default is p.empty for p in parameters):
+        arguments = {"stride": DEFAULT_STRIDE, **arguments}
+    try:
+        for p in parameters:
+            if isinstance(p.default, bool) and not isinstance(arguments.get(p.name, True), bool):
+                raise TypeError(f"{p.name}={arguments[p.name]!r}: expected true or false")
+        return kind(**arguments)
+    except ThroughtimeError:
+        raise
+    except (TypeError, ValueError) as error:
+        shown = (p.name + f"={p.default!r}" * (p.default is not p.empty) for p in parameters)
+        raise ConfigError(
+            f"--gradient {name} with {arguments}: {error}. Its arguments are {', '.join(shown)};"
+            " write --gradient-arg NAME=VALUE, or the table [gradient_args] of a TOML file"
+        ) from error
+
+
+def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int) -> int:
+    """The number of updates in an epoch; an estimate if the data or the policy decide."""
+    if isinstance(policy, Exact) and policy.cut_every is None:
+        if stream.lanes * ranks == 1:
+            return len(stream.recordings)
+        return max(1, round(stream.steps / stream.steps_to_common_reset()))
+    names = ("cut_every", "stride", "mean_horizon", "min")
+    steps = (getattr(policy, name, None) for name in names)
+    stride = next((n for n in steps if isinstance(n, int) and n > 0), DEFAULT_STRIDE)
+    return math.ceil(stream.steps / stride)
+
+
+def describe_policy(config: Config) -> str:
+    """The policy in words; of a user's the class and arguments, since its file is not executed."""
+    if not is_reference(config.gradient):
+        policy = make_policy(config)
+        describe = getattr(policy, "describe", None)
+        return str(describe()) if callable(describe) else repr(policy)
+    arguments = (f"{name}={value!r}" for name, value in config.policy_arguments().items())
+    return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"
+
 
 _RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
 _PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
@@ -108,26 +171,3 @@ def make_schedule(
         return learning_rate(config, done, progress, config.lr_warmup / updates) / config.lr
 
     return LambdaLR(optimizer, factor)
-
-
-def in_words(config: Config) -> str:
-    """Optimizer, learning rate, schedule and clipping, as a clause.
-
-    Example:
-        >>> print(in_words(Config(data="data", lr=0.01, weight_decay=0.1)))
-        AdamW with weight decay 0.1 and learning rate 0.01, gradients clipped to norm 1
-    """
-    own = config.optimizer.rpartition(":")[2]
-    adam = "AdamW" if config.weight_decay else "Adam"
-    name = {"adam": adam, "adamw": adam, "sgd": "SGD"}.get(config.optimizer, own)
-    decay = f"weight decay {config.weight_decay:g} and " if config.weight_decay else ""
-    momentum = f"momentum {config.momentum:g} and " if config.momentum else ""
-    warmup = f", rising over the first {config.lr_warmup} updates" if config.lr_warmup else ""
-    later = {
-        "cosine": f", {'then ' if warmup else ''}falling to 0 along a cosine",
-        "plateau": f", halved after {_PATIENCE} validations without a better one",
-    }
-    return (
-        f"{name} with {decay}{momentum}learning rate {config.lr:g}{warmup}"
-        f"{later.get(config.schedule, '')}, gradients clipped to norm {config.max_norm:g}"
-    )

@@ -18,14 +18,13 @@ import numpy as np
 import torch
 
 from throughtime import state as trees
-from throughtime._files import named_errors, write_atomically
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread
-from throughtime.app.recordings import OnPhase
-from throughtime.carry.carried import Carried
+from throughtime.app.recordings import progress
 from throughtime.errors import ConfigError, DataError, RunError, listed
-from throughtime.predict import OnNaN, predict
+from throughtime.files import named_errors, write_atomically
+from throughtime.predict import predict
 from throughtime.state import State
 from throughtime.stream import Recording
 from throughtime.stream.formats import SUFFIXES
@@ -35,7 +34,6 @@ from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import step_times
 from throughtime.stream.targets import later_times
 
-Missing: TypeAlias = Literal["error", "mask"]
 Format: TypeAlias = Literal["npy", "csv", "parquet"]
 LISTING = "predictions.json"
 _SUFFIXES = (".npy", ".csv", ".parquet")
@@ -57,21 +55,13 @@ class PredictionWriter:
         suffix: of its format.
         recording: that is predicted.
         spec: of the model.
-        on_phase: called after each chunk.
 
     Attributes:
         skipped: the number of steps that were left out.
     """
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        suffix: str,
-        recording: Recording,
-        spec: ModelSpec,
-        on_phase: OnPhase | None,
-    ) -> None:
-        self._file, self._suffix, self._on_phase = file, suffix, on_phase
+    def __init__(self, file: BinaryIO, suffix: str, recording: Recording, spec: ModelSpec) -> None:
+        self._file, self._suffix = file, suffix
         self._recording, self._spec, self.skipped = recording, spec, 0
         self._parquet: Any = None
         if suffix == ".npy":  # appended to: mapping it would keep its pages in memory
@@ -93,8 +83,7 @@ class PredictionWriter:
             self._write_csv(self._columns(start, stop, values), heading=start == 0)
         else:
             self._write_parquet(self._columns(start, stop, values))
-        if self._on_phase is not None:
-            self._on_phase("predicting", stop, len(self._recording))
+        progress("predicting", stop, len(self._recording))
 
     def _write_csv(self, columns: dict[str, Array], *, heading: bool) -> None:
         text = io.StringIO(newline="")
@@ -156,52 +145,6 @@ def plain_text(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA) and not is_number(text) else text
 
 
-def predict_to_file(
-    net: Carried,
-    spec: ModelSpec,
-    recording: Recording,
-    out: Path,
-    *,
-    state: State = None,
-    missing: Missing = "error",
-    on_nan: OnNaN = "raise",
-    on_phase: OnPhase | None = None,
-) -> tuple[State, int]:
-    """Run the net over the recording and write its outputs.
-
-    Returns:
-        The state after the last step, and the number of steps that were left out.
-
-    Raises:
-        ConfigError: a file name that ends in no format of predictions.
-        DataError: inputs that are not finite.
-        RunError: outputs that are NaN though the inputs are finite.
-    """
-    suffix = out.suffix.lower()
-    if suffix not in _SUFFIXES:
-        raise ConfigError(f"{out}: predictions are written as {listed(_SUFFIXES)}; got '{suffix}'")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.stem}.part{out.suffix}")
-    try:
-        with named_errors(out), temporary.open("wb") as file:
-            outputs = PredictionWriter(file, suffix, recording, spec, on_phase)
-            _, after = predict(
-                net,
-                recording,
-                chunk=_CHUNK,
-                state=state,
-                out=outputs,
-                dtype=spec.torch_dtype,
-                missing=missing,
-                on_nan=on_nan,
-            )
-            outputs.close()
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return after, outputs.skipped
-
-
 class WrittenFile(NamedTuple):
     """The predictions of a recording: the file from the folder on, its rows, steps left out."""
 
@@ -211,91 +154,105 @@ class WrittenFile(NamedTuple):
     skipped: int
 
 
-def predict_to_folder(
+def predict_run(
     run: Run,
-    data: Path | None,
-    split: str | None,
-    folder: Path,
-    form: Format,
+    data: Path | None = None,
+    split: str | None = None,
+    out: Path | None = None,
+    form: Format | None = None,
     *,
-    on_phase: OnPhase | None = None,
+    state_in: Path | None = None,
+    state_out: Path | None = None,
     **how: Any,
-) -> list[WrittenFile]:
-    """Write the predictions of each recording to a file named after it, and a list of them.
+) -> tuple[Path, list[WrittenFile]]:
+    """Write the predictions of each recording to a file; return where, and the files.
 
-    `predictions.json` lists the files of this call; at an error those that are whole.
+    Those of a single file to one file, of others to a folder with files named after them, which
+    `predictions.json` lists; at an error those that are whole.
 
     Args:
         run: its model and settings.
         data: recordings; default: those of the run.
         split: which of them; default: see `recordings_for`.
-        folder: where the files go.
-        form: their format.
-        on_phase: called as recordings are opened and predicted.
+        out: the file or the folder; default: predictions.csv, or the folder predictions.
+        form: the format; default: that of the suffix, or csv.
+        state_in: a file with the state to start from, of a single recording.
+        state_out: the file for the state after its last step.
         how: `missing` and `on_nan`, see `tt.predict`.
 
     Raises:
-        RunError: a recording failed; the message says which files are written.
-        ConfigError: a file would replace one of the recordings.
+        RunError, DataError: a recording failed; the message says which files are written.
+        ConfigError: a file would replace one of the recordings, or stands for several.
     """
-    spec = run.spec
-    _, recordings = recordings_for(spec, run.config, data, split, targets=False, on_phase=on_phase)
-    files = file_names([recording.name for recording in recordings], form)
-    entries = find_recordings(data or Path(run.config.data), spec.layout.static)
+    spec, path, done = run.spec, data or Path(run.config.data), list[WrittenFile]()
+    many = split is not None or data is None or is_folder(data) or is_manifest(data)
+    file = _single_file(out, form, many=many)
+    _, recordings = recordings_for(spec, run.config, data, split, targets=False)
+    if many and (state_in or state_out):
+        raise ConfigError("leave out --state-in and --state-out: for a single recording alone")
+    folder = (out or Path("predictions")) if file is None else file.parent
+    names = [recording.name for recording in recordings]
+    files = file_names(names, form or "csv") if file is None else [file.name]
+    entries = find_recordings(path, spec.layout.static)
     kept = {source.resolve() for entry in entries for source in entry.inputs}
-    if lost := [file for file in files if (folder / file).resolve() in kept]:
+    if lost := [name for name in files if (folder / name).resolve() in kept]:
         raise ConfigError(f"{folder}: {listed(lost)} is a recording itself; choose another --out")
-    done, total = list[WrittenFile](), sum(map(len, recordings))
-
-    def advance(_: str, steps: int, __: int) -> None:
-        if on_phase is not None:
-            on_phase("predicting", sum(file.steps for file in done) + steps, total)
-
-    how["on_phase"] = advance
+    initial = trees.detach(run.net.initial_state(1))
+    state = after = trees.load(state_in, initial) if state_in else None
     try:
-        for recording, file in zip(recordings, files, strict=True):
+        for recording, name in zip(recordings, files, strict=True):
             with one_thread(when=spec.is_small(lanes=1)):
-                _, skipped = predict_to_file(run.net, spec, recording, folder / file, **how)
-            done.append(WrittenFile(recording.name, file, len(recording), skipped))
+                after, skipped = _write(run, recording, folder / name, state=state, **how)
+            done.append(WrittenFile(recording.name, name, len(recording), skipped))
     except (DataError, RunError) as error:
+        if file is not None:
+            raise
         raise type(error)(
             f"{error}; recording '{recordings[len(done)].name}' is not written, {len(done)} of"
             f" {len(recordings)} are, in {folder}"
         ) from error
     finally:
-        facts = {"update": spec.update, "recordings": len(recordings)}
-        content = facts | {"files": [file._asdict() for file in done]}
-        write_atomically(folder / LISTING, json.dumps(content, indent=1).encode())
-    return done
+        if file is None:
+            facts = {"update": spec.update, "recordings": len(recordings)}
+            content = facts | {"files": [each._asdict() for each in done]}
+            write_atomically(folder / LISTING, json.dumps(content, indent=1).encode())
+    if state_out:
+        trees.save(after, state_out)
+    return file or folder, done
 
 
-def output_file(
-    paths: Sequence[Path], split: str | None, out: Path | None, form: Format | None
-) -> Path | None:
-    """The file for the predictions of a single recording; `None` where a folder is needed.
-
-    Args:
-        paths: the recording, side by side, or the data set.
-        split: of a data set.
-        out: the file or folder to write, if it is named.
-        form: the format, if it is named.
+def _single_file(out: Path | None, form: Format | None, *, many: bool) -> Path | None:
+    """The file for the predictions of a single recording; `None` where a folder is meant.
 
     Raises:
-        ConfigError: a file for many recordings, another format than the suffix says, or the
-            recording itself.
+        ConfigError: a file for many recordings, or another format than the suffix says.
     """
-    many = split is not None or is_folder(paths[0]) or is_manifest(paths[0])
     suffix = "" if out is None or out.is_dir() else out.suffix.lower()
+    if form and suffix not in {"", f".{form}"}:
+        raise ConfigError(f"--out {out} and --format {form} are both given: leave one of them out")
+    if suffix and suffix not in _SUFFIXES:
+        raise ConfigError(f"{out}: predictions are written as {listed(_SUFFIXES)}; got '{suffix}'")
     if many and suffix:
         raise ConfigError(f"--out {out}: many recordings need a folder; got the suffix '{suffix}'")
     if many or (out is not None and not suffix):
         return None
-    out = out or Path(f"predictions.{form or 'csv'}")
-    if form is not None and suffix not in {"", f".{form}"}:
-        raise ConfigError(f"--out {out} and --format {form} are both given: leave one of them out")
-    if out.exists() and any(path.exists() and out.samefile(path) for path in paths):
-        raise ConfigError(f"{out}: is the recording itself; choose another --out")
-    return out
+    return out or Path(f"predictions.{form or 'csv'}")
+
+
+def _write(run: Run, recording: Recording, out: Path, **how: Any) -> tuple[State, int]:
+    """The state after the last step of a recording, and the number of steps left out."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.stem}.part{out.suffix}")
+    try:
+        with named_errors(out), temporary.open("wb") as file:
+            outputs = PredictionWriter(file, out.suffix.lower(), recording, run.spec)
+            dtype = run.spec.torch_dtype
+            _, after = predict(run.net, recording, chunk=_CHUNK, out=outputs, dtype=dtype, **how)
+            outputs.close()
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return after, outputs.skipped
 
 
 def file_names(names: Sequence[str], form: str) -> list[str]:
@@ -322,8 +279,3 @@ def file_names(names: Sequence[str], form: str) -> list[str]:
 def _safe(part: str) -> str:
     """A part of a path of plain characters that names no other folder."""
     return _UNSAFE.sub("-", part).rstrip(" .-")[:_LONGEST].lstrip(" .") or "-"
-
-
-def initial_state(net: Carried) -> State:
-    """The state of one lane at the start of a recording, without a graph."""
-    return trees.detach(net.initial_state(1))

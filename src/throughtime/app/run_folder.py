@@ -15,21 +15,21 @@ import re
 import socket
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
-from throughtime import _safetensors
-from throughtime._files import exclusive, named_errors, sync, write_atomically, write_together
-from throughtime.app.config import Config, make_config
+from throughtime import tensor_files
+from throughtime.app.config import CODE, Config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
-from throughtime.errors import RunError, ThroughtimeError
+from throughtime.errors import ConfigError, RunError, ThroughtimeError
+from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
 
@@ -40,6 +40,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
+_FREE = {"data", "out", "updates", "epochs", "device", "workers", "checkpoint_every", "logger"}
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
 _SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 
@@ -172,13 +173,19 @@ class RunFolder:
             raise
 
     def with_own_code(
-        self, config: Config, saved: Mapping[str, Any] | None, *, trust_code: bool
+        self,
+        config: Config,
+        saved: Mapping[str, Any] | None,
+        names: Collection[str] = CODE,
+        *,
+        trust_code: bool,
     ) -> Config:
         """The settings with a user's classes in the copies of their files that the run keeps.
 
         Args:
             config: of the run.
             saved: its checkpoint.
+            names: of the settings.
             trust_code: whether this process may execute the copies.
 
         Raises:
@@ -186,19 +193,29 @@ class RunFolder:
         """
         hashes = {} if saved is None else saved["code"]
         for named in config.code():
-            own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
-            config = replace(config, **{own.setting: str(own)})
+            if named.setting in names:
+                own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
+                config = config.changed(**{own.setting: str(own)})
         return config
 
-    def changes(self, config: Config, saved: Mapping[str, Any] | None) -> list[str]:
-        """A remark on the settings that differ from those of the checkpoint."""
+    def check_settings(self, config: Config, saved: Mapping[str, Any] | None) -> None:
+        """Refuse settings that are not those of the checkpoint, besides its paths and its end.
+
+        Raises:
+            RunError: names the settings, with both values.
+        """
         now = plain_settings(config)
         before = now if saved is None else saved["settings"]
-        changed = ", ".join(
+        changed = [
             f"{name} {before.get(name)} to {now.get(name)}"
             for name in sorted(dict(before.items() ^ now.items()))
-        )
-        return [f"{self.config.name} has changed since: {changed}"] if changed else []
+            if name not in _FREE
+        ]
+        if changed:
+            raise RunError(
+                f"{self.config}: has changed since the checkpoint: {', '.join(changed)}; put the"
+                " values back, or begin a new run with --config and another --out"
+            )
 
     def scores(self, split: str) -> Path:
         """The scores that `eval` wrote for a split."""
@@ -215,7 +232,10 @@ class RunFolder:
                 f"{self.path}: no run there (no {self.config.name}); give the folder that"
                 " `throughtime train --out` wrote"
             )
-        return make_config(read_toml(self.config), source=f"{self.config}: ")
+        try:
+            return Config(**read_toml(self.config))
+        except ConfigError as error:
+            raise RunError(f"{self.config}: {error}") from error
 
     def read_checkpoint(self) -> dict[str, Any] | None:
         """The content of the checkpoint, with tensors on the CPU; `None` before the first one.
@@ -258,7 +278,7 @@ class RunFolder:
             planned: updates of the whole run while it is not finished; else 0.
         """
         values = {**self.description, "update": update, "planned": planned}
-        return _safetensors.to_bytes(MODEL, values, to_cpu(dict(weights)))
+        return tensor_files.to_bytes(MODEL, values, to_cpu(dict(weights)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of the log; a last line that a kill has cut is dropped.
@@ -354,7 +374,7 @@ def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tenso
         RunError: no such file, a damaged one, or one of another kind; `hint` says what to do.
     """
     try:
-        return _safetensors.read_tensors(path, kind)
+        return tensor_files.read_tensors(path, kind)
     except OSError as error:
         raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
     except ValueError as error:
@@ -371,11 +391,19 @@ def check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -
         raise ValueError(join_faults(faults))
 
 
-def checkpoint_bytes(content: Mapping[str, Any]) -> bytes | bytearray:
-    """The content of a checkpoint file."""
-    tensors: dict[str, Tensor] = {}
-    description = _flatten(content, tensors)
-    return _safetensors.to_bytes(_CHECKPOINT, description, tensors)
+def checkpoint_bytes(content: Mapping[str, Any]) -> bytearray:
+    """The content of a checkpoint file: the tensors, the other leaves, and their structure.
+
+    Raises:
+        RunError: a leaf that is neither a tensor nor a plain value.
+    """
+    leaves, structure = tree_flatten(to_cpu(content))
+    tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    plain = [[] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    try:
+        return tensor_files.to_bytes(_CHECKPOINT, [treespec_dumps(structure), plain], tensors)
+    except TypeError as error:
+        raise RunError(f"a checkpoint holds tensors and plain values: {error}") from error
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -384,13 +412,17 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         RunError: no such file, or one that is no checkpoint.
     """
-    plan, tensors = load_tensors(path, _CHECKPOINT, _NO_CHECKPOINT)
-    unused = set(tensors)
+    description, tensors = load_tensors(path, _CHECKPOINT, _NO_CHECKPOINT)
     try:
-        content = _unflatten(plan, tensors, unused)
-        if unused or not isinstance(content, dict):
-            raise ValueError(f"tensors {sorted(unused)} belong to no value")
-    except (TypeError, ValueError, KeyError) as error:
+        structure, plain = description
+        # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and a
+        # resumed run must round as before.
+        copies = {int(i): tensor.clone() for i, tensor in tensors.items()}
+        leaves = [copies.pop(i) if leaf == [] else leaf for i, leaf in enumerate(plain)]
+        content = tree_unflatten(leaves, treespec_loads(structure))
+        if copies or not isinstance(content, dict):
+            raise ValueError(f"tensors {sorted(copies)} belong to no value")
+    except (TypeError, ValueError, KeyError, NotImplementedError) as error:
         raise RunError(
             f"{path}: not what `throughtime train` wrote ({error!r}); {_NO_CHECKPOINT}"
         ) from error
@@ -398,45 +430,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def to_cpu(content: T) -> T:
-    """The content with its tensors copied to the CPU, to be sent to another process."""
-    return map_tensors(_copy, content)
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """A copy on the CPU in memory of its own: safetensors refuses tensors that share memory."""
-    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-
-
-def _flatten(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """The value as JSON, each tensor replaced by its number.
-
-    JSON has no tuples, and only text as keys.
-    """
-    if isinstance(value, Tensor):
-        name = str(len(tensors))
-        tensors[name] = _copy(value)
-        return {"tensor": name}
-    if isinstance(value, Mapping):
-        return {"dict": [[_flatten(k, tensors), _flatten(v, tensors)] for k, v in value.items()]}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_flatten(v, tensors) for v in value]}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise RunError(
-        f"a checkpoint cannot hold a {type(value).__name__}; expected tensors and plain values"
+    """The content with its tensors copied to the CPU, each into memory of its own."""
+    return map_tensors(
+        lambda tensor: tensor.detach().cpu().clone(memory_format=torch.contiguous_format), content
     )
-
-
-def _unflatten(plan: Any, tensors: dict[str, Tensor], unused: set[str]) -> Any:
-    if not isinstance(plan, dict):
-        return plan
-    ((kind, content),) = plan.items()
-    if kind == "tensor":
-        unused.discard(content)
-        # A copy in torch's own memory: the alignment of a tensor decides how a kernel rounds, and
-        # a resumed run must round as before.
-        return tensors[content].clone()
-    if kind == "dict":
-        return {_unflatten(k, tensors, unused): _unflatten(v, tensors, unused) for k, v in content}
-    items = [_unflatten(v, tensors, unused) for v in content]
-    return tuple(items) if kind == "tuple" else items

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from throughtime.app.config import Config
 from throughtime.errors import DataError, listed
 from throughtime.metrics import Classification, Metrics
 
@@ -212,27 +211,3 @@ def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
     caption = f"{METRIC_NAMES.get(kind, 'Accuracy')} of {steps}. A skill above 0: the model has"
     columns = ["forecast", "target", METRIC_NAMES.get(kind, kind), "skill of the model"]
     return DataTable(columns, rows, f"{caption} the smaller error")
-
-
-def skill_advice(metrics: Mapping[str, float], config: Config) -> str:
-    """What to try where a baseline is the better forecast; empty where none is.
-
-    Example:
-        >>> config = Config(data="a.csv", targets=("y",), ahead=24)
-        >>> metrics = {"model/rmse[y]": 2.0, "persistence/skill[y]": -0.5}
-        >>> skill_advice(metrics, config)[:67]
-        'y: the value now is the better forecast. Try --difference, by which'
-    """
-    worse = dict[str, list[str]]()
-    for key, value in metrics.items():
-        name, _, score = key.partition("/")
-        if score.startswith("skill") and value < 0:
-            worse.setdefault(name, []).append(score[5:].strip("[]") or "classes")
-    if not worse:
-        return ""
-    better = [f"{listed(t)}: the {_FORECASTS[n]} is the better forecast" for n, t in worse.items()]
-    advice = ["more --updates, a smaller --lr, or inputs that lead the target"]
-    numbers = any(k.startswith("persistence/skill[") and v < 0 for k, v in metrics.items())
-    if numbers and not config.difference:
-        advice.insert(0, "--difference, by which the net learns the change from now")
-    return "; ".join(better) + ". Try " + "; or ".join(advice)

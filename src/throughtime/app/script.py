@@ -13,7 +13,6 @@ from typing import Any
 
 from throughtime.doctor import Doctor
 from throughtime.doctor import doctor as open_doctor
-from throughtime.doctor._frames import error_chain
 from throughtime.doctor.doctor import NOTE
 from throughtime.errors import ConfigError, DiagnosisError
 
@@ -124,12 +123,10 @@ def _report_failure(error: BaseException) -> int:
             return error.code
         print(error.code, file=sys.stderr)
         return 1
-    for each in error_chain(error):
-        notes = getattr(each, "__notes__", [])  # the findings have been printed
-        notes[:] = [note for note in notes if not note.startswith(NOTE)]
-        trace = each.__traceback__
-        while trace and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
-            trace = trace.tb_next
-        each.__traceback__ = trace
-    traceback.print_exception(error)
+    notes = getattr(error, "__notes__", [])  # the findings have been printed
+    notes[:] = [note for note in notes if not note.startswith(NOTE)]
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename.startswith((__file__, "<frozen ")):
+        trace = trace.tb_next
+    traceback.print_exception(error.with_traceback(trace))
     return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1

@@ -13,17 +13,16 @@ import hashlib
 import inspect
 import os
 import sys
-import traceback
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from throughtime._files import user_folder
-from throughtime.errors import ConfigError, RunError, ThroughtimeError, one_line
+from throughtime.errors import ConfigError, RunError
+from throughtime.files import user_folder
 
 T = TypeVar("T")
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
@@ -116,26 +115,17 @@ class ClassReference:
             raise ConfigError(
                 f"{self.written}: {self.name} is no torch.{name}; write class {self.name}({name})"
             )
-        parameters = inspect.signature(kind).parameters.values()
-        names = {p.name for p in parameters if p.kind is not p.POSITIONAL_ONLY}
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            names |= offered.keys() if kind.__init__ is not Module.__init__ else set()
-        several = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        required = (p.name for p in parameters if p.default is p.empty and p.kind not in several)
-        if missing := [name for name in required if name not in offered]:
-            raise ConfigError(
-                f"{self.written}: its constructor needs {', '.join(map(repr, missing))}, and train"
-                f" passes by name those of {', '.join(offered)} that it takes: give the rest a"
-                f" default, as in def __init__(self, {', '.join(offered)}, {missing[0]}=...)"
-            )
+        parameters = inspect.signature(kind).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if not takes_all or kind.__init__ is Module.__init__:
+            offered = {name: value for name, value in offered.items() if name in parameters}
         for name, flag in (needed or {}).items():
-            if name not in names:
+            if name not in offered:
                 raise ConfigError(f"{self.written}: takes no {name}; leave {flag} out")
-        arguments = {name: value for name, value in offered.items() if name in names}
         try:
-            return kind(**arguments)
+            return kind(**offered)
         except Exception as error:
-            texts = (f"{name}={value!s:.40}" for name, value in arguments.items())
+            texts = (f"{name}={value!s:.40}" for name, value in offered.items())
             raise ConfigError(
                 f"{self.written}: {self.name}({', '.join(texts)}) fails with"
                 f" {type(error).__name__}: {error}"
@@ -211,28 +201,6 @@ def remember(code: Sequence[ClassReference]) -> None:
             " execute the code of this run only with --trust-code",
             stacklevel=2,
         )
-
-
-@contextmanager
-def failures_named(code: Sequence[ClassReference]) -> Generator[None]:
-    """An error that the user's code raises inside it becomes one line: file, class and error.
-
-    Raises:
-        ConfigError: the error, from which it comes.
-    """
-    try:
-        yield
-    except ThroughtimeError:
-        raise
-    except Exception as error:
-        lines = {str(f.f_code.co_filename): n for f, n in traceback.walk_tb(error.__traceback__)}
-        for own in code:
-            if str(own.path) in lines:
-                raise ConfigError(
-                    f"{own.written}: line {lines[str(own.path)]} fails with"
-                    f" {type(error).__name__}: {one_line(error)}"
-                ) from error
-        raise
 
 
 def is_reference(text: str) -> bool:

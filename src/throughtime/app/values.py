@@ -1,81 +1,117 @@
 """Settings: the types that they are declared with, how they are checked, and what a fault says.
 
-A fault names a setting as its user wrote it: `--lanes 0` of a flag, `lanes = 0` of a TOML file.
-`written` alone knows how. This module imports no torch and no numpy, as `throughtime.app.config`.
+A fault names a setting by its flag, `--lanes 0`, in a TOML file, too. This module imports no torch
+and no numpy, as `throughtime.app.config`.
 """
 
-import difflib
 import json
 import math
 import shlex
 import tomllib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    dataclass_transform,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     StringConstraints,
     ValidationError,
 )
-from pydantic.dataclasses import dataclass
 
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, did_you_mean
 
-T = TypeVar("T")
-_DECLARED = ConfigDict(
-    extra="forbid",
-    defer_build=True,  # --help needs no schema
-    use_attribute_docstrings=True,
-)
-_FIELDS = dict[type, Mapping[str, Any]]()  # pydantic drops the help when it builds its schema
 ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 """The settings that are arguments of a command, not flags."""
-_FLAGS = {"gradient_args": "--gradient-arg", "module": "-m"}
+_FLAGS = {"gradient_args": "--gradient-arg", "module": "-m", "as_json": "--json"}
 
 
-class _SettingsType(type):
-    """Makes the faults of a class of settings a ConfigError; that of pydantic is the cause."""
+_Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
 
-    def __call__(cls, *values: Any, **settings: Any) -> Any:
+
+class Settings(_Model):
+    """Checked settings by name; `None` means the default.
+
+    Raises:
+        ConfigError: unknown names (with the nearest known one), missing ones, and values of the
+            wrong type or out of range, all at once; or what does not go together.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        defer_build=True,  # --help needs no schema
+        use_attribute_docstrings=True,
+    )
+
+    def __init__(self, **settings: Any) -> None:
+        present = {name: value for name, value in settings.items() if value is not None}
         try:
-            return super().__call__(*values, **settings)
+            super().__init__(**present)
         except ValidationError as error:
-            raise ConfigError(faults_in_words(cls, error, settings, None)) from error
+            faults = (_fault(type(self).model_fields, fault, present) for fault in error.errors())
+            raise ConfigError("; ".join(dict.fromkeys(faults))) from error
+
+    def changed(self, **settings: Any) -> Self:
+        """Checked settings of which some are others."""
+        return type(self)(**{**dict(self), **settings})
 
 
-class Settings(metaclass=_SettingsType):
-    """The base of classes of settings, each of which is `declared`."""
+def _fault(fields: Mapping[str, Any], fault: Any, settings: Mapping[str, Any]) -> str:
+    """One fault that pydantic reports, in words."""
+    if not fault["loc"]:  # of several settings together
+        return str(fault["ctx"]["error"])
+    name = fault["loc"][0]
+    if name not in fields:
+        if isinstance(settings[name], Mapping):
+            return f"no table [{name}]; write its keys without the heading"
+        known = did_you_mean(name, fields) or f"; known are {', '.join(fields)}"
+        return f"unknown key '{name}'{known}"
+    if fault["type"] == "missing":
+        return f"{flag(name)} is missing: {help_of(fields[name]).removesuffix('.')}"
+    *others, last = accepted = alternatives(fields[name])
+    expected = f"{', '.join(others)} or {last}" if others else last
+    hint = did_you_mean(str(settings[name]), accepted)
+    return f"{written(name, settings[name])}: expected {expected}{hint}"
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(Field,))
-def declared(kind: type[T]) -> type[T]:
-    """Make a class of annotated fields a frozen pydantic dataclass, a field's help below it."""
-    decorate: Any = dataclass(frozen=True, kw_only=True, config=_DECLARED)
-    kind = decorate(kind)
-    fields = {**fields_of(kind), **_FIELDS.get(kind.__mro__[1], {})}
-    for field in fields.values():
-        field.description = " ".join(str(field.description).split())
-    _FIELDS[kind] = fields
-    return kind
+def help_of(field: Any) -> str:
+    """The text below a field, in one line."""
+    return " ".join(str(field.description).split())
 
 
-def fields_of(kind: Any) -> Mapping[str, Any]:
-    """The fields of a class of settings: each with its type, default and help."""
-    return _FIELDS.get(kind) or kind.__pydantic_fields__
+def flag(name: str) -> str:
+    """The flag, or the argument, of a setting."""
+    return ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def written(name: str, value: Any) -> str:
+    """A setting and its value as flags.
+
+    Example:
+        >>> written("max_norm", 0.0), written("hand_off", True), written("inputs", ("u", "a b"))
+        ('--max-norm 0.0', '--hand-off', "--inputs 'u,a b'")
+    """
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    items = value if isinstance(value, (list, tuple)) else [value]
+    texts = [str(item) for item in items if not isinstance(item, Mapping)]
+    return f"{flag(name)} {shlex.quote(','.join(texts))}"
+
+
+def alternatives(declared: Any) -> list[str]:
+    """The words that a type or a field of settings accepts, and what its other values are."""
+    kind = getattr(declared, "annotation", declared)
+    about = getattr(declared, "metadata", getattr(kind, "__metadata__", ()))
+    if text := [part for part in about if isinstance(part, str)][-1:]:
+        return text
+    if get_origin(kind) is Literal:
+        return [*get_args(kind)]
+    parts = [text for part in get_args(kind) for text in alternatives(part)]
+    return parts or [word for of, word in _WORDS.items() if of is kind]
 
 
 def _no_bool(value: Any) -> Any:
@@ -87,22 +123,12 @@ def _no_bool(value: Any) -> Any:
 
 def checked_by(parse: Callable[[Any], object]) -> AfterValidator:
     """A check that a value can be parsed, which leaves it as it is."""
-
-    def check(value: Any) -> Any:
-        parse(value)
-        return value
-
-    return AfterValidator(check)
+    return AfterValidator(lambda value: (parse(value), value)[1])
 
 
 def _items(value: Any) -> Any:
     """The items of a text with commas; a list of a TOML file as it is."""
-    if not isinstance(value, str):
-        return value
-    items = [item.strip() for item in value.split(",")]
-    if not all(items):
-        raise ValueError
-    return items
+    return [item.strip() for item in value.split(",")] if isinstance(value, str) else value
 
 
 NUMBER, LIST = BeforeValidator(_no_bool), BeforeValidator(_items)
@@ -120,134 +146,7 @@ Device: TypeAlias = Literal["cpu", "cuda", "mps"] | Annotated[str, "a device"]
 ClassFile: TypeAlias = Annotated[
     str, StringConstraints(pattern=r".\.py:[A-Za-z_]\w*$"), "FILE.py:Class"
 ]
-_WORDS: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "a text",
-    Path: "a path",
-}
-
-
-def build(
-    kind: type[T],
-    settings: Mapping[str, Any],
-    source: str = "",
-    flags: Collection[str] | None = None,
-) -> T:
-    """A checked object of declared settings; `None` means the default.
-
-    Args:
-        kind: a class of settings.
-        settings: by name.
-        source: the beginning of the message.
-        flags: the names of those that flags set, the others are of a file; `None`: all of them.
-
-    Raises:
-        ConfigError: unknown names (with the nearest known one), missing ones, and values of the
-            wrong type or out of range, all at once; or what does not go together.
-    """
-    present = {name: value for name, value in settings.items() if value is not None}
-    try:
-        return kind(**present)
-    except ConfigError as error:
-        raise ConfigError(
-            source + faults_in_words(kind, error.__cause__, present, flags)
-        ) from error
-
-
-def faults_in_words(
-    kind: Any, error: Any, settings: Mapping[str, Any], flags: Collection[str] | None
-) -> str:
-    """All faults that pydantic reports of settings, in words; see `build`."""
-    faults = (text for fault in error.errors() for text in _faults(kind, fault, settings, flags))
-    return "; ".join(dict.fromkeys(faults))
-
-
-class Contradictions(ValueError):  # noqa: N818 (pydantic wraps it)
-    """Faults of settings that are each in range.
-
-    Args:
-        faults: what is wrong, with {name} where a setting and its value belong.
-        values: of all settings.
-    """
-
-    def __init__(self, faults: Sequence[str], values: Mapping[str, Any]) -> None:
-        super().__init__(*faults)
-        self.faults, self.values = faults, values
-
-
-def _faults(
-    kind: Any, fault: Any, settings: Mapping[str, Any], flags: Collection[str] | None
-) -> Iterator[str]:
-    """One fault that pydantic reports, in words."""
-    fields, reason = fields_of(kind), fault.get("ctx", {}).get("error")
-    if isinstance(reason, Contradictions):
-        names = {name: written(name, value, flags) for name, value in reason.values.items()}
-        yield from (text.format_map(names) for text in reason.faults)
-        return
-    name = fault["loc"][0]
-    if name not in fields:
-        known = nearest(name, fields) or f"; known are {', '.join(fields)}"
-        yield f"unknown key '{name}'{known}"
-    elif fault["type"] == "missing":
-        yield f"{flag(name)} is missing: {fields[name].description.removesuffix('.')}"
-    else:
-        value, accepted = settings[name], alternatives(fields[name])
-        *others, last = accepted
-        expected = f"{', '.join(others)} or {last}" if others else last
-        hint = nearest(str(value), accepted)
-        yield f"{written(name, value, flags)}: expected {expected}{hint}"
-
-
-def flag(name: str) -> str:
-    """The flag, or the argument, of a setting."""
-    return ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
-
-
-def written(name: str, value: Any, flags: Collection[str] | None = None) -> str:
-    """A setting and its value as a user writes them.
-
-    Args:
-        name: of the setting.
-        value: of it.
-        flags: names that are written as flags, the others as keys of TOML; `None`: all.
-
-    Example:
-        >>> written("max_norm", 0.0), written("hand_off", True), written("lr", 0, flags=())
-        ('--max-norm 0.0', '--hand-off', 'lr = 0')
-    """
-    if flags is not None and name not in flags:
-        return f"{name} = {toml_value(value)}"
-    if isinstance(value, bool):
-        return flag(name) if value else f"--no-{flag(name)[2:]}"
-    items = value if isinstance(value, (list, tuple)) else [value]
-    text = ",".join(str(item) for item in items if not isinstance(item, Mapping))
-    return f"{flag(name)} {shlex.quote(text)}"
-
-
-def alternatives(declared: Any) -> list[str]:
-    """The words that a type or a field of settings accepts, and what its other values are."""
-    kind = getattr(declared, "annotation", declared)
-    about = getattr(declared, "metadata", getattr(kind, "__metadata__", ()))
-    if text := [part for part in about if isinstance(part, str)][-1:]:
-        return text
-    if get_origin(kind) is Literal:
-        return [*get_args(kind)]
-    parts = [text for part in get_args(kind) for text in alternatives(part)]
-    name = _WORDS.get(kind) or getattr(kind, "__name__", "")
-    return parts or ([name] if name and kind is not NoneType else [])
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The question whether a known name is meant that is very similar; empty without one.
-
-    Example:
-        >>> nearest("hiden", ["hidden", "lanes"]), nearest("optimizer", ["delimiter"])
-        ("; did you mean 'hidden'?", '')
-    """
-    near = difflib.get_close_matches(name, [*known], n=1, cutoff=0.75)
-    return f"; did you mean '{near[0]}'?" if near else ""
+_WORDS: dict[Any, str] = {bool: "true or false", str: "a text", Path: "a path"}
 
 
 def rows_ahead(ahead: int | str) -> tuple[int, ...]:
@@ -272,106 +171,90 @@ def rows_ahead(ahead: int | str) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def named_series(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """The columns of each series of `NAME=COLUMN`; a name may have several.
+def pairs(entries: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """The name and the text of each `NAME=TEXT`.
 
     Raises:
         ValueError: an entry of another form.
+    """
+    for entry in entries:
+        name, _, text = (part.strip() for part in entry.partition("="))
+        if not name or not text:
+            raise ValueError(entry)
+        yield name, text
+
+
+def named_series(entries: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The columns of each series of `NAME=COLUMN`; a name may have several.
 
     Example:
         >>> named_series(["weight=w", "force=x", "force=y"])
         {'weight': ('w',), 'force': ('x', 'y')}
     """
     series = dict[str, tuple[str, ...]]()
-    for entry in entries:
-        name, _, column = (part.strip() for part in entry.partition("="))
-        if not name.isidentifier() or not column:
-            raise ValueError(entry)
+    for name, column in pairs(entries):
         series[name] = (*series.get(name, ()), column)
     return series
 
 
-def named_numbers(text: str, above: float = -math.inf) -> dict[str, float]:
-    """The finite number of each name in `a=5,b=2`.
+def class_numbers(text: str) -> dict[str, float]:
+    """The finite number above 0 of each name in `a=5,b=2`.
 
     Raises:
-        ValueError: something else, a number that is not greater than `above`, or a name twice.
+        ValueError: something else, or a name twice.
 
     Example:
-        >>> named_numbers("age=63,weight=71.5")
-        {'age': 63.0, 'weight': 71.5}
+        >>> class_numbers("pvc=5,beat=2.5")
+        {'pvc': 5.0, 'beat': 2.5}
     """
-    numbers: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, value = (piece.strip() for piece in part.rpartition("="))
-        if not name or name in numbers or "_" in value or not above < float(value) < math.inf:
-            raise ValueError(part)
-        numbers[name] = float(value)
+    entries = text.split(",")
+    numbers = {name: float(value) for name, value in pairs(entries)}
+    if len(numbers) < len(entries) or not all(0 < n < math.inf for n in numbers.values()):
+        raise ValueError(text)
     return numbers
 
 
 def named_arguments(value: Any) -> Any:
     """The arguments in texts NAME=VALUE, each value as TOML or else text, and in dicts.
 
-    Raises:
-        ValueError: a text of another form.
-
     Example:
         >>> named_arguments(["min=20", "tolerance=0.1", "name=auto"])
         {'min': 20, 'tolerance': 0.1, 'name': 'auto'}
     """
+    if isinstance(value, Mapping):
+        return value
     arguments = dict[str, Any]()
-    for text in [value] if isinstance(value, Mapping) else value:
-        if not isinstance(text, str):
-            arguments |= dict(text)
+    for part in value:
+        if isinstance(part, Mapping):
+            arguments |= part
             continue
-        name, _, argument = (part.strip() for part in text.partition("="))
-        if not name.isidentifier() or not argument:
-            raise ValueError(text)
+        ((name, text),) = pairs([part])
         try:
-            arguments[name] = tomllib.loads(f"value = {argument}")["value"]
+            arguments |= tomllib.loads(f"{name} = {text}")
         except tomllib.TOMLDecodeError:
-            arguments[name] = argument
+            arguments[name] = text
     return arguments
 
 
-def toml_value(value: Any) -> str:
-    """A value as TOML."""
-    return json.dumps(value, ensure_ascii=False, default=str)
-
-
 def toml_lines(settings: Mapping[str, Any]) -> str:
-    """Settings as lines of TOML."""
-    return "".join(f"{key} = {toml_value(value)}\n" for key, value in settings.items())
+    """Settings as lines of TOML, whose texts, numbers and lists are written as those of JSON."""
+    lines = (
+        f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in settings.items()
+    )
+    return "".join(lines)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, unchecked.
 
-    A table `[gradient]` becomes `gradient`, its key `policy`, and `gradient_args`, its other keys.
-
     Raises:
         ConfigError: the file is missing or is not TOML.
     """
     try:
-        settings = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(
             f"{path}: is not TOML ({error}); write lr = 0.1, and text in quotes"
         ) from error
-    tables = {name: value for name, value in settings.items() if isinstance(value, dict)}
-    for title, table in tables.items():
-        if title == "gradient_args":
-            continue
-        if title != "gradient":
-            raise ConfigError(f"{path}: no table [{title}]; write its keys without the heading")
-        name = table.pop("policy", None)
-        settings |= {"gradient": name, "gradient_args": table}
-        if name is None:
-            raise ConfigError(
-                f'{path}: the table [gradient] has no policy; write policy = "adaptive", or'
-                ' policy = "FILE.py:Class"'
-            )
-    return settings

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime._files import write_together
 from throughtime.carry._search import CALL_ERRORS
 from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import session
@@ -32,6 +31,7 @@ from throughtime.deploy.verify import (
 )
 from throughtime.diagnose import SettlingTime, settling_time
 from throughtime.errors import ConfigError, DataError, ModelError, listed, one_line
+from throughtime.files import write_together
 from throughtime.gradient.window import check_whole
 from throughtime.nn.affine import refuse_whole_recordings
 from throughtime.predict import inputs_hint

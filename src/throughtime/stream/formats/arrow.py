@@ -24,8 +24,8 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from throughtime._files import exclusive, sync, user_folder
 from throughtime.errors import DataError, listed
+from throughtime.files import exclusive, sync, user_folder
 from throughtime.stream.formats.table import Array, DamagedError, FileStamp, Table, unreadable
 
 VERSION = 8  # of what is stored: older files are converted again

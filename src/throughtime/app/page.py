@@ -14,22 +14,21 @@ from typing import Any, TypeAlias
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from throughtime._files import write_atomically
-from throughtime.app import optimizer
 from throughtime.app.audit import AuditReport
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
-from throughtime.app.load import Run
-from throughtime.app.model import one_thread
-from throughtime.app.policy import describe_policy
-from throughtime.app.report.figures import (
+from throughtime.app.figures import (
     PlayedRecording,
     line_chart,
     printable,
     recording_figure,
 )
+from throughtime.app.load import Run
+from throughtime.app.model import one_thread
+from throughtime.app.optimizer import describe_policy
 from throughtime.app.scores import METRIC_NAMES, baseline_table, scores_table
 from throughtime.errors import DataError, RunError, counted, listed
+from throughtime.files import write_atomically
 from throughtime.predict import predict
 from throughtime.stream import Recording
 from throughtime.stream.recording import Part
@@ -72,7 +71,6 @@ def write_report(run: Run) -> Path:
         last=rows[-1],
         weights=sum(weight.numel() for weight in run.net.parameters()),
         gradient=describe_policy(run.config),
-        optimizer=optimizer.in_words(run.config),
         recording=_longest(run),
         scores=_scores(run, rows, names),
         learning=_learning(rows, names, run.spec.update),
