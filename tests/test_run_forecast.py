@@ -231,7 +231,7 @@ def test_a_difference_wins_where_the_plain_target_loses_to_the_value_now(tmp_pat
     data, ot = walk(tmp_path)
     said = train(data, tmp_path / "plain", "--ahead", "1-3")
     plain = scores_of(tmp_path / "plain")
-    assert "skill" in said
+    assert "below 0, try --difference" in " ".join(said.split())
     said = train(data, tmp_path / "change", "--ahead", "1-3", "--difference")
     change = scores_of(tmp_path / "change")
     assert "targets OT+1, OT+2, OT+3" in said

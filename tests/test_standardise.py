@@ -101,7 +101,8 @@ def f1(outputs: Any, targets: Any) -> float:
 def trained(offsets: Path, how: str, out: Path) -> Any:
     options = ("--targets", "anomaly", "--task", "classify", "--hidden", 16, "--lanes", 6)
     options += ("--stride", 50, "--epochs", 12, "--lr", 0.01, "--standardise", how)
-    run("train", offsets, *map(str, options), "--out", out)
+    said = run("train", offsets, *map(str, options), "--out", out)
+    assert ("differs more between recordings" in said) == (how == "split")
     return tt.load_run(out)
 
 

@@ -45,6 +45,7 @@ from throughtime.stream.targets import ClassRecording, shift_targets, sorted_cla
 
 _OWNER = "the training split has"  # the classes
 _MAX_CLASSES = 1000
+_COMPARED = 4  # recordings: fewer may differ by chance
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def open_dataset(config: Config) -> Dataset:
         remark = f"splits as in the data ({listed(f'{name} {n}' for name, n in counts)})"
     _check_present(train[0], spec)
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
-    remarks = remark, *_remarks(config, sources, train, statistics, held_out, spec)
+    copied = _target_columns(entries, spec)
+    remarks = remark, *_remarks(config, sources, train, statistics, held_out, spec, copied)
     if spec.difference or len(layout.steps_ahead) > 1:
         statistics = replace(statistics, targets=target_moments(train, spec.difference))
     return Dataset(train, valid, statistics, spec, remarks)
@@ -361,6 +363,7 @@ def _remarks(
     statistics: Statistics,
     held_out: Statistics,
     spec: ModelSpec,
+    copied: list[str],
 ) -> Iterator[str]:
     """What a user may not expect of the data: files, rows and values left out, copies and leaks."""
     data, trained = Path(config.data), {v: k for k, v in statistics.checksums.items()}
@@ -384,11 +387,30 @@ def _remarks(
                 f"held-out recording '{name}' has the values of '{trained[checksum]}', which is"
                 " trained on"
             )
+    apart = np.std(statistics.means, axis=0)
+    within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
+    differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
+    if differ and len(statistics.means) >= _COMPARED and spec.standardise == "split":
+        yield (
+            f"input {listed(differ)} differs more between recordings than within them; if its level"
+            " is of no meaning, --standardise first:400 takes that of the first steps of each"
+        )
     _, steps = next(read_blocks(max(train, key=len)))
-    pairs = zip(spec.target_names, leaks(steps, spec.layout.inputs), strict=False)
-    for target, names in () if config.allow_target_as_input else pairs:
+    columns = zip(spec.target_names, leaks(steps, spec.layout.inputs), strict=False)
+    named = {f"determines {target}": names for target, names in columns}
+    named["is a column of the targets files"] = copied
+    for what, names in () if config.allow_target_as_input else named.items():
         if names:
             yield (
-                f"input {listed(names)} determines {target}; if it is not known when the net runs,"
-                " leave it out of --inputs"
+                f"input {listed(names)} {what}; if it is not known when the net runs, leave it out"
+                " of --inputs"
             )
+
+
+def _target_columns(entries: Sequence[ManifestEntry], spec: ModelSpec) -> list[str]:
+    """The inputs that are columns of a targets file as well."""
+    layout, files = spec.layout, [entry.targets for entry in entries if entry.targets is not None]
+    if not files or layout.ahead:
+        return []
+    own = layout.open(files[0]).columns  # those called 0, 1, ... are without a name
+    return [name for name in layout.inputs if name in own and not name.isdecimal()]

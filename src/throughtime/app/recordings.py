@@ -270,6 +270,7 @@ class Statistics:
         missing: steps with inputs that are NaN or infinite.
         missing_targets: steps without a target.
         steps: the number of steps.
+        means: of the inputs of each recording.
         faults: one message for each recording with such inputs.
         bad_targets: one message for each block with infinite targets, or other labels than 0 and 1.
         checksums: of the values of each recording, by its name.
@@ -281,13 +282,14 @@ class Statistics:
     missing: int = 0
     missing_targets: int = 0
     steps: int = 0
+    means: list[Array] = field(default_factory=list[Array])
     faults: list[str] = field(default_factory=list[str])
     bad_targets: list[str] = field(default_factory=list[str])
     checksums: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, recording: Recording, task: str) -> None:
         """Add all steps of a recording."""
-        wrong, first, crc = 0, "", 0
+        wrong, first, crc, own = 0, "", 0, Moments()
         for start, steps in read_blocks(recording):
             inputs = features(steps)
             bad = ~np.isfinite(inputs)
@@ -297,6 +299,7 @@ class Statistics:
             wrong += int(bad.any(axis=1).sum())
             crc = checksum(steps, crc)
             self.inputs.add(inputs)
+            own.add(inputs)
             if steps.targets is not None and task == "classify":
                 for value, n in zip(*np.unique(steps.targets, return_counts=True), strict=True):
                     self.classes[class_name(value)] += int(n)
@@ -305,6 +308,7 @@ class Statistics:
                 self._add_numbers(recording, start, steps.targets, labels=task == "multilabel")
             progress("reading recordings", start + len(inputs), len(recording))
         self.checksums[recording.name] = f"{crc:08x}"
+        self.means.append(own.mean)
         self.steps += len(recording)
         self.missing += wrong
         if wrong:

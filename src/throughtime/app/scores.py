@@ -210,4 +210,10 @@ def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
     steps = f"forecasts on the same {metrics['compared/steps']:,.0f} steps"
     caption = f"{METRIC_NAMES.get(kind, 'Accuracy')} of {steps}. A skill above 0: the model has"
     columns = ["forecast", "target", METRIC_NAMES.get(kind, kind), "skill of the model"]
-    return DataTable(columns, rows, f"{caption} the smaller error")
+    caption += " the smaller error"
+    if any(isinstance(row[3], float) and row[3] < 0 for row in rows):
+        caption += (
+            "; below 0, try --difference, by which the net learns the change from now, more"
+            " --updates, a smaller --lr, or inputs that lead the target"
+        )
+    return DataTable(columns, rows, caption)
