@@ -14,6 +14,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -46,6 +47,7 @@ _WIDE = 1000  # columns at most that are compared with the targets
 _CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
+_warn_once = cache(warn_caller)  # a run opens its recordings several times
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _check_times(name: str, times: RowSource, layout: Layout) -> None:
             f" the column if their order is right: exclude='{column}' (--exclude {column})"
         )
     if layout.ahead and summary.gaps:
-        warn_caller(
+        _warn_once(
             f"recording '{name}': '{column}' has {counted(summary.gaps, 'gap')}, the longest of"
             f" {time_span(summary.longest[0])}, and 'ahead' counts rows: across a gap a target is"
             " later than that. Split the recording there, or fill the rows that are missing"
