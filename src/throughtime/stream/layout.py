@@ -354,18 +354,18 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
 
 def _values(rows: object, start: int) -> dict[str, Array]:
     """The numbers of the next rows as float64 by the name of the column; none of what is lazy."""
-    blocks, stop = list[tuple[str, Array]](), start + _COMPARED
-    if isinstance(rows, ColumnRows) and len(rows.columns) <= _WIDE:
-        blocks = [(name, rows.table.read(start, stop, (name,))) for name in rows.columns]
-    elif isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
-        blocks = [(rows.source, rows.read(start, stop))]
-    result = dict[str, Array]()
-    for name, block in blocks:
-        columns = block.reshape(len(block), -1).T
-        if block.dtype.kind in "biuf" and len(columns) <= _WIDE:
-            for i, column in enumerate(columns.astype(np.float64)):
-                result[f"{name}[:, {i}]" if len(columns) > 1 else name] = column
-    return result
+    is_memory = isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray)
+    if not (is_memory or isinstance(rows, ColumnRows)):
+        return {}
+    first = rows.read(0, 1)
+    if first.dtype.kind not in "biuf" or first.size > _WIDE:
+        return {}
+    names = _columns(rows) or (rows.source,)
+    if len(names) != first.size:
+        whole = names[0] if len(names) == 1 else rows.source
+        names = [f"{whole}[:, {i}]" for i in range(first.size)]
+    columns = rows.read(start, start + _COMPARED).reshape(-1, first.size).T
+    return dict(zip(names, columns.astype(np.float64), strict=True))
 
 
 def _source(rows: object) -> object:
