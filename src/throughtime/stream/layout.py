@@ -352,7 +352,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     )
 
 
-def _values(rows: object, start: int) -> dict[str, Array]:
+def _values(rows: Any, start: int) -> dict[str, Array]:
     """The numbers of the next rows as float64 by the name of the column; none of what is lazy."""
     is_memory = isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray)
     if not (is_memory or isinstance(rows, ColumnRows)):
