@@ -108,7 +108,7 @@ class ArrowFile(Table):
             raise DataError(f"{path}: has the columns {names}, expected distinct names")
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        for name in self.content.faults.keys() & {*columns}:
+        for name in filter(self.content.faults.__contains__, columns):  # the first, of several
             raise DataError(f"{self.path}: {self.content.faults[name]}")
         starts, parts = self.content.starts, list[Array]()
         index = bisect_right(starts, start) - 1
