@@ -232,7 +232,8 @@ def test_a_forecast_across_a_gap_in_time_is_a_remark() -> None:
     tt.recording(frame, targets="y", ahead=24)
     tt.recording(gap, targets="y", allow_target_as_input=True)
     with pytest.warns(UserWarning, match="'when' has 1 gap, the longest of 11 h, and 'ahead' cou"):
-        tt.recording(gap, targets="y", ahead=24)
+        tt.recording(gap, name="one", targets="y", ahead=24)
+    tt.recording(gap, name="one", targets="y", ahead=24)  # once in a process
     with pytest.warns(UserWarning, match="'when' has 1 gap"):
         tt.from_frame(gap, time="when", targets="y", ahead=24)
 

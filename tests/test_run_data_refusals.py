@@ -44,7 +44,7 @@ IDT, IDT_AGE, IDL = (
         (
             IDT_AGE + "a,train,0_x.npy,0_y.npy,3",
             {},
-            "a manifest has the columns .*; got .*age; .*--static age",
+            "a manifest has the columns .*; got .*age and static=; .*--static age",
         ),
         (
             IDT_AGE + "a,train,0_x.npy,0_y.npy,",
@@ -56,12 +56,12 @@ IDT, IDT_AGE, IDL = (
         (
             IDT + "a,train,0_x.npy,0_y.npy",
             {"static": ["age"]},
-            "static=age, but there is no column 'age'; its columns are id",
+            "a manifest has the columns .*; got id.* and static=age",
         ),
         (
             IDL + "a,train,0_x.npy,x",
             {"static": ["label"]},
-            "'label' has another meaning in a manifest",
+            "under other names; got id, .* and static=label",
         ),
         (
             "id,split,inputs,targets,label\na,train,0_x.npy,0_y.npy,x",

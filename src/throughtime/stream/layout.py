@@ -14,6 +14,7 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -46,6 +47,7 @@ _WIDE = 1000  # columns at most that are compared with the targets
 _CLASSES = 20  # different values at most, which two columns may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
+_warn_once = cache(warn_caller)  # a run opens its recordings several times
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _check_times(name: str, times: RowSource, layout: Layout) -> None:
             f" the column if their order is right: exclude='{column}' (--exclude {column})"
         )
     if layout.ahead and summary.gaps:
-        warn_caller(
+        _warn_once(
             f"recording '{name}': '{column}' has {counted(summary.gaps, 'gap')}, the longest of"
             f" {time_span(summary.longest[0])}, and 'ahead' counts rows: across a gap a target is"
             " later than that. Split the recording there, or fill the rows that are missing"
@@ -350,20 +352,20 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     )
 
 
-def _values(rows: object, start: int) -> dict[str, Array]:
+def _values(rows: Any, start: int) -> dict[str, Array]:
     """The numbers of the next rows as float64 by the name of the column; none of what is lazy."""
-    blocks, stop = list[tuple[str, Array]](), start + _COMPARED
-    if isinstance(rows, ColumnRows) and len(rows.columns) <= _WIDE:
-        blocks = [(name, rows.table.read(start, stop, (name,))) for name in rows.columns]
-    elif isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray):
-        blocks = [(rows.source, rows.read(start, stop))]
-    result = dict[str, Array]()
-    for name, block in blocks:
-        columns = block.reshape(len(block), -1).T
-        if block.dtype.kind in "biuf" and len(columns) <= _WIDE:
-            for i, column in enumerate(columns.astype(np.float64)):
-                result[f"{name}[:, {i}]" if len(columns) > 1 else name] = column
-    return result
+    is_memory = isinstance(rows, ArrayRows) and isinstance(rows.array, np.ndarray)
+    if not (is_memory or isinstance(rows, ColumnRows)):
+        return {}
+    first = rows.read(0, 1)
+    if first.dtype.kind not in "biuf" or first.size > _WIDE:
+        return {}
+    names = _columns(rows) or (rows.source,)
+    if len(names) != first.size:
+        whole = names[0] if len(names) == 1 else rows.source
+        names = [f"{whole}[:, {i}]" for i in range(first.size)]
+    columns = rows.read(start, start + _COMPARED).reshape(-1, first.size).T
+    return dict(zip(names, columns.astype(np.float64), strict=True))
 
 
 def _source(rows: object) -> object:

@@ -131,19 +131,15 @@ def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[Manif
     """
     from throughtime.stream.formats.csv import CsvFile
 
-    file, setting = CsvFile(path), f"{path}: static={','.join(static)}"
-    names, columns = {*file.names}, f"its columns are {listed(file.names)}"
-    if reserved := {*static} & {*COLUMNS}:
-        raise DataError(f"{setting}, but '{min(reserved)}' has another meaning in a manifest")
-    if absent := {*static} - names:
-        raise DataError(f"{setting}, but there is no column '{min(absent)}'; {columns}")
-    unknown = [name for name in file.names if name not in {*COLUMNS, *static}]
-    if unknown or not {"id", "inputs"} <= names:
+    file, known = CsvFile(path), {*COLUMNS, *static}
+    names = {*file.names}
+    if not {"id", "inputs", *static} <= names <= known or len(known) < len(COLUMNS) + len(static):
+        others = [name for name in file.names if name not in COLUMNS]
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
-            f" optional), and those of static features that are named; got {listed(file.names)};"
-            f" to feed a number of each recording to the net, write --static"
-            f" {','.join((*static, *unknown)) or 'NAME'}"
+            " optional), and those of static features under other names; got"
+            f" {listed(file.names)} and static={','.join(static)}; to feed a number of each"
+            f" recording to the net, write --static {','.join(others) or 'NAME'}"
         )
     rows = [row for batch in file.texts() for row in batch.to_pylist()]
     if not rows:

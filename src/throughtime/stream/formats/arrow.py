@@ -108,7 +108,7 @@ class ArrowFile(Table):
             raise DataError(f"{path}: has the columns {names}, expected distinct names")
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        for name in self.content.faults.keys() & {*columns}:
+        for name in filter(self.content.faults.__contains__, columns):  # the first, of several
             raise DataError(f"{self.path}: {self.content.faults[name]}")
         starts, parts = self.content.starts, list[Array]()
         index = bisect_right(starts, start) - 1
@@ -117,8 +117,8 @@ class ArrowFile(Table):
             if count:  # an empty batch has no rows
                 if self._latest[0] != index:
                     self._latest = index, self._batch(index)
-                batch = self._latest[1].slice(start - starts[index], count)
-                values = [self._values(name, batch.column(name)) for name in columns]
+                batch, first = self._latest[1], start - starts[index]
+                values = [self._values(n, batch.column(n).slice(first, count)) for n in columns]
                 parts.append(values[0][:, None] if len(values) == 1 else np.stack(values, axis=1))
             start, index = start + count, index + 1
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
