@@ -375,7 +375,6 @@ lengths_of_recordings = st.lists(
 )
 few_short_recordings = st.lists(st.integers(1, 31), min_size=1, max_size=4)
 chunk_lengths = st.sampled_from([1, 2, 3, 7, 13, 31, 64, 250])
-piece_lengths = st.lists(st.integers(1, 17), min_size=1, max_size=12)
 seeds = st.integers(0, 2**16)
 
 

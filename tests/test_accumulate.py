@@ -18,11 +18,6 @@ from throughtime.errors import ConfigError
 from throughtime.gradient import Policy
 
 STRIDE = 7
-POLICIES = pytest.mark.parametrize(
-    "policy",
-    [tt.Truncated(STRIDE), tt.Truncated(STRIDE, 16), tt.Exact(cut_every=STRIDE)],
-    ids=["stride", "horizon", "exact"],
-)
 
 
 def data(length: int = 75) -> dict[str, Any]:
@@ -72,43 +67,6 @@ def _counted() -> list[int]:
     return [at for at in range(0, 75, STRIDE) if valid[at : at + STRIDE].any()]
 
 
-def means(told: list[tuple[Tensor, float, int]], count: int) -> list[tuple[Tensor, float, int]]:
-    groups = [told[i : i + count] for i in range(0, len(told), count)]
-    out = []
-    for group in groups:
-        steps = sum(n for _, _, n in group)
-        if steps:
-            gradient = torch.stack([g * n for g, _, n in group]).sum(0) / steps
-            out.append((gradient, sum(loss * n for _, loss, n in group) / steps, steps))
-    return out
-
-
-@POLICIES
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 100])
-def test_accumulated_update_is_the_mean_of_its_strides_by_their_valid_steps(
-    policy: Policy, count: int
-) -> None:
-    expected, mine = means(strides(policy), count), found(policy, count)
-    assert [n for _, _, n in mine] == [n for _, _, n in expected]
-    for (g, loss, _), (h, other, _) in zip(mine, expected, strict=True):
-        assert torch.allclose(g, h, rtol=1e-12, atol=1e-14)
-        assert loss == pytest.approx(other, rel=1e-12)
-
-
-def test_unweighted_mean_is_another_gradient() -> None:
-    """The mutant: without weights a stride of one target would count as much as a full one."""
-    even = [(g, loss, min(n, 1)) for g, loss, n in strides(tt.Truncated(STRIDE))]
-    apart = [
-        (g - h).abs().max()
-        for (g, *_), (h, *_) in zip(means(even, 3), found(tt.Truncated(STRIDE), 3), strict=True)
-    ]
-    assert max(apart) > 1e-4
-
-
-def test_strides_without_a_target_are_there_so_that_counting_them_matters() -> None:
-    assert 0 in [n for _, _, n in strides(tt.Truncated(STRIDE))]
-
-
 def test_what_grad_held_before_is_added_to() -> None:
     net = net_of()
     for weight in net.parameters():
@@ -143,34 +101,6 @@ def test_failure_in_the_middle_leaves_grad_as_it_was() -> None:
             )
         )
     assert torch.equal(flat(net), torch.ones_like(flat(net)))
-
-
-def classes() -> dict[str, Any]:
-    one = recordings([75])[0]
-    one["targets"] = (one["inputs"][:, 0] > 0) + (one["inputs"][:, 1] > 0.5) * np.arange(75) // 30
-    return one
-
-
-def test_weights_of_classes_weigh_in_the_mean() -> None:
-    loss_fn = nn.CrossEntropyLoss(torch.tensor([0.1, 1.0, 6.0])).double()
-    whole, parts = net_of(4), net_of(4)
-    loss_fn.weight = torch.tensor([0.1, 1.0, 6.0, 2.0]).double()
-    update = next(
-        tt.updates(
-            whole, tt.Stream(classes(), 1, 10), loss_fn, gradient=tt.Truncated(1), accumulate=75
-        )
-    )
-    chunk = next(iter(tt.Stream(classes(), 1, 75)))
-    state, total, mass = parts.initial_state(1), torch.zeros(()).double(), 0.0
-    for t in range(75):
-        out, state = parts(chunk.inputs[t : t + 1], tt.state.detach(state), chunk.resets[t : t + 1])
-        target = chunk.targets[t]  # pyright: ignore[reportOptionalSubscript]
-        weight = loss_fn.weight[target[0]]
-        total = total + weight * nn.functional.cross_entropy(out[0], target)
-        mass += weight.item()
-    (total / mass).backward()
-    assert update.loss.item() == pytest.approx((total / mass).item(), rel=1e-12)
-    assert torch.allclose(flat(whole), flat(parts), atol=1e-12)
 
 
 def test_resume_between_accumulated_updates_gives_the_same_bits() -> None:

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
@@ -27,8 +25,6 @@ from strategies import (
     in_chunks,
     inputs,
     named,
-    piece_lengths,
-    seeds,
     some_nets,
     start,
     states_apart,
@@ -74,35 +70,6 @@ def test_chunks_with_the_state_carried_equal_the_whole(row: Row) -> None:
     assert all(g.abs().max() > 0 for g in full.values())
 
 
-@every_net
-def test_chunks_without_the_state_carried_do_not_equal_the_whole(row: Row) -> None:
-    """The mutant: a state that every chunk forgets or detaches must fail the law above."""
-    net, x = row.net(), inputs(sum(UNEVEN), 3)
-    whole, _, full = run_net(net, x, (len(x),))
-    forgotten = torch.cat([net(part, start(net, part))[0] for part in x.split(7)])
-    assert (forgotten - whole).abs().max() > 1e-3
-    net.zero_grad()
-    state, losses = start(net, x), list[Tensor]()
-    for part in x.split(7):
-        y, state = net(part, tt.state.detach(state))
-        losses.append(y.sum())
-    torch.stack(losses).sum().backward()
-    assert apart(gradients(net), full) > 1e-3
-
-
-@given(
-    lengths=piece_lengths, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 11, 47])
-)
-@some_nets("sequential", "hides-cell", "namedtuple-state")
-def test_any_cuts_give_the_whole(row: Row, lengths: list[int], lanes: int, steps: int) -> None:
-    net, x = row.net(), inputs(steps, lanes)
-    with torch.no_grad():
-        y, state = in_chunks(net, x, lengths)
-        whole, end = net(x, start(net, x))
-    assert (y - whole).abs().max() < EXACT
-    assert states_apart(state, end) < EXACT
-
-
 def torch_outputs(module: nn.Module, x: Tensor) -> Tensor:
     """The outputs of torch.nn, called as its documentation says."""
     if isinstance(module, nn.RNNBase):
@@ -119,29 +86,6 @@ def torch_outputs(module: nn.Module, x: Tensor) -> Tensor:
 def test_carried_layer_equals_torch_outputs(row: Row) -> None:
     x, net = inputs(20, 3), row.net()
     assert torch.equal(net(x, start(net, x))[0], torch_outputs(row.module(), x))
-
-
-@some_nets(
-    "hides-layer",
-    "hides-layer-batch-first",
-    "hides-two-layers",
-    "hides-cell",
-    "hides-cell-batch-first",
-)
-def test_carried_user_module_equals_the_module_itself(row: Row) -> None:
-    x, net, module = inputs(20, 3), row.net(), row.module()
-    turned = row.name.endswith("batch-first")
-    y = module(x.transpose(0, 1).contiguous() if turned else x)
-    assert torch.equal(net(x, start(net, x))[0], y.transpose(0, 1) if turned else y)
-
-
-@some_nets("hides-layer", "hides-cell")
-def test_user_module_stays_usable_by_itself(row: Row) -> None:
-    module, x = row.module(), inputs(20, 3)
-    before = module(x)
-    net = tt.carry(module)
-    net(x, start(net, x))
-    assert torch.equal(module(x), before)
 
 
 def run_separately(net: Carried, x: Tensor, resets: Tensor) -> Tensor:
@@ -171,23 +115,6 @@ def test_reset_within_a_chunk_equals_two_recordings(row: Row) -> None:
     assert (unreset - oracle).abs().max() > 1e-3
 
 
-@given(
-    seed=seeds,
-    lanes=st.sampled_from([1, 2, 5]),
-    steps=st.sampled_from([1, 2, 13]),
-    lengths=piece_lengths,
-)
-@some_nets("lstm", "hides-cell", "dict-state", "learnt-start")
-def test_any_resets_equal_separate_recordings(
-    row: Row, seed: int, lanes: int, steps: int, lengths: list[int]
-) -> None:
-    net, x = row.net(), inputs(steps, lanes)
-    resets = torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.3
-    with torch.no_grad():
-        y, _ = in_chunks(net, x, lengths, resets=resets)
-        assert (y - run_separately(net, x, resets)).abs().max() < EXACT
-
-
 @every_net
 def test_gradient_does_not_cross_a_reset(row: Row) -> None:
     net, x = row.net(), inputs(30, 2).requires_grad_()
@@ -198,19 +125,6 @@ def test_gradient_does_not_cross_a_reset(row: Row) -> None:
     assert grads[:12, 0].abs().max() == 0
     assert grads[:12, 1].norm(dim=1).min() > 1e-4
     assert grads[12:, 0].norm(dim=1).min() > 1e-4
-
-
-def test_learnt_start_gets_gradient_from_every_reset() -> None:
-    net, x = named("learnt-start").net(), inputs(10, 2)
-    resets = torch.zeros(10, 2, dtype=torch.bool)
-    resets[0], resets[6, 1] = True, True
-    y, _ = net(x, tt.state.detach(start(net, x)), resets)
-    y.sum().backward()
-    by_hand = torch.autograd.grad(
-        run_separately(net, x, resets).sum(), net.get_parameter("module.start")
-    )[0]
-    assert torch.allclose(gradients(net)["module.start"], by_hand, atol=EXACT)
-    assert by_hand.abs().max() > 0.1
 
 
 @every_net
@@ -246,15 +160,6 @@ def test_state_has_its_lanes_first_and_is_never_changed(row: Row) -> None:
     resets[3, 1] = True
     net(x, state, resets)
     assert states_apart(state, before) == 0
-
-
-@every_net
-def test_selected_lanes_play_on_alone(row: Row) -> None:
-    net, x = row.net(), inputs(20, 4)
-    whole, _ = net(x, start(net, x))
-    _, state = net(x[:9], start(net, x))
-    y, _ = net(x[9:, [3, 1]], tt.state.select(state, [3, 1]))
-    assert (y - whole[9:, [3, 1]]).abs().max() < EXACT
 
 
 @every_net

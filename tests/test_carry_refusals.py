@@ -22,7 +22,6 @@ from strategies import (
     remembering,
     start,
 )
-from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError, StateError
 
 EXACT = 1e-12
@@ -51,16 +50,6 @@ class KeepsHidden(nn.Module):
         return y
 
 
-class LearntHidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.h0 = nn.Parameter(torch.zeros(1, 1, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x, self.h0.expand(1, x.shape[1], HIDDEN).contiguous())[0]
-
-
 class Packs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,26 +58,6 @@ class Packs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[1],), len(x)))
         return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0])[0]
-
-
-class Returns(nn.Module):
-    """Returns `pick` of the outputs and state of a layer."""
-
-    def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.gru, self.pick = nn.GRU(FEATURES, HIDDEN), pick
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pick(*self.gru(x))
-
-
-class NoPair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
-        return self.gru(x)[0] * (scale or 1.0)
 
 
 class SharedState(Rotation):
@@ -285,43 +254,6 @@ def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
     net, x = tt.carry(Hidden(batch_first=True), batch_first=False), torch.randn(5, 2, 3)
     with pytest.raises(ModelError, match=r"takes the other order.*batch_first=True"):
         net.initial_state(2, like=x)
-
-
-class LearntLevel(nn.Module):
-    """A sum with a learned start and gain; only windows that begin at step 0 reach the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.ones(1))
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.start.expand(lanes, 1)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y = state + self.gain * x.cumsum(0)
-        return y, y[-1]
-
-
-@pytest.mark.parametrize(("horizon", "reached"), [(4, 1), (8, 2), (12, 3), (16, 4)])
-def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(
-    horizon: int, reached: int
-) -> None:
-    net = tt.carry(LearntLevel())
-    x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
-    grads: list[float] = []
-    for _ in tt.updates(
-        net, [Chunk.from_tensors(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)
-    ):
-        start = net.module.get_parameter("start")
-        grads.append(0.0 if start.grad is None else start.grad.item())
-        net.zero_grad()
-    y = net(x, net.initial_state(2))[0]
-    expected = [
-        2 * (y - t)[at : at + 4].mean().item() if at // 4 < reached else 0.0
-        for at in range(0, 16, 4)
-    ]
-    assert grads == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_module_that_is_in_a_chain_twice_runs_twice() -> None:

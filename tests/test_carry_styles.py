@@ -157,28 +157,6 @@ def test_time_may_be_the_third_of_four_dimensions() -> None:
     assert_author(tt.carry(module, inputs=lambda x: x.permute(1, 2, 0, 3)), x, expected)
 
 
-class Nested(nn.Module):
-    """The outputs of every layer, in a list in a tuple."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.GRU(FEATURES, HIDDEN), nn.GRU(HIDDEN, HIDDEN)
-
-    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
-        first, _ = self.first(x)
-        second, h = self.second(first)
-        return [first, second], h
-
-
-def test_the_line_that_names_one_of_nested_outputs_works() -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
-    with pytest.raises(ModelError, match=r"output=\(0, 0\)"):
-        tt.carry(Nested(), x)
-    module = Nested()
-    assert_author(tt.carry(module, output=(0, 1)), x, module(x)[0][1])
-    assert_author(tt.carry(module, output=(0, 0)), x, module(x)[0][0])
-
-
 class Conditioned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -397,32 +375,6 @@ def test_any_error_of_a_call_is_one_way_of_calling_less() -> None:
     module = UndefinedWithoutState()
     x = torch.randn(STEPS, LANES, FEATURES)
     assert_author(tt.carry(module), x, module.gru(x)[0])
-
-
-class ResetFails(nn.Module):
-    """Keeps its state in an attribute; its own method for a new recording raises an error."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru, self.hidden = nn.GRUCell(FEATURES, HIDDEN), None
-
-    def reset_hidden(self) -> None:
-        raise NotImplementedError
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.hidden = self.gru(x, self.hidden)
-        return self.hidden * 2
-
-
-def test_a_method_that_fails_is_one_start_less() -> None:
-    module, h, expected = ResetFails(), None, list[Tensor]()
-    x = torch.randn(STEPS, LANES, FEATURES)
-    for step in x:
-        h = module.gru(step, h)
-        expected.append(h * 2)
-    net = tt.carry(module, x)
-    assert "attribute hidden" in net.explain()
-    assert_author(net, x, torch.stack(expected))
 
 
 class StartsInFloat32(nn.Module):

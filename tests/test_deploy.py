@@ -1,6 +1,5 @@
 """Exported files compute what the net computes, with a state of the caller's."""
 
-import hashlib
 import itertools
 import json
 import re
@@ -16,7 +15,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from benchmarks.wasm import WASM_FLAGS, wasm_compiler, wasm_steps
+from benchmarks.wasm import WASM_FLAGS, wasm_compiler
 from torch import Tensor, nn
 
 import throughtime as tt
@@ -257,15 +256,6 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     assert written.verification.steps == STEPS
     assert written.verification.error < 1e-6
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", CHAINS)
-def test_a_file_agrees_for_100_000_steps(name: str, kind: str, tmp_path: Path) -> None:
-    _, written = exported(tmp_path, CHAINS[name], f"net.{kind}", steps=100_000)
-    assert written.verification is not None
-    assert written.verification.error < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -528,13 +518,6 @@ def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> 
         tt.deploy.Session(path, 3)(x.numpy())
 
 
-def test_one_step_at_a_time_equals_chunks(gru: tuple[Carried, Path]) -> None:
-    x = np.random.default_rng(0).standard_normal((50, 2, 3)).astype(np.float32)
-    chunks, steps = tt.deploy.Session(gru[1], 2), tt.deploy.Session(gru[1], 2)
-    got = np.stack([steps.step(row) for row in x])
-    np.testing.assert_allclose(got, chunks(x), atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("x", "message"),
     [
@@ -779,25 +762,6 @@ def every_chain(*quick: str) -> Any:
     return pytest.mark.parametrize("name", [*quick, *rest])
 
 
-@needs_compiler
-@every_chain("lstm two", "between", "words", "projected")
-def test_c_gives_the_same_bits_at_every_optimisation(name: str, tmp_path: Path) -> None:
-    _, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
-    source = written.paths[0]
-    indexed = name == "words"
-    random = np.random.default_rng(0)
-    x = random.integers(0, 11, 2_000) if indexed else random.standard_normal((2_000, 3))
-    description = described(written.paths[1])
-    hashes: set[str] = set()
-    for level in ("-O0", "-O1", "-O2", "-O3", "-Os"):
-        library = tmp_path / f"net{level}.so"
-        command = ["gcc", *verify.C_FLAGS, level, "-shared", "-fPIC", str(source)]
-        subprocess.run([*command, "-o", str(library)], check=True)
-        (y,) = verify.play_c(library, "net", description, [x])
-        hashes.add(hashlib.sha256(y.tobytes()).hexdigest())
-    assert len(hashes) == 1
-
-
 def described(header: Path) -> Any:
     """The description in a header."""
     return json.loads(re.findall(r"\{.*\}", header.read_text())[0])
@@ -968,26 +932,6 @@ def test_the_javascript_of_the_page_runs(tmp_path: Path) -> None:
     (tmp_path / "main.js").write_text(page_blocks("javascript")[0])
     done = subprocess.run(["node", "main.js"], cwd=tmp_path, check=True, capture_output=True)
     assert b"'none', 'beat'" in done.stdout
-
-
-@needs_compiler
-@needs_node
-@needs_wasm
-@pytest.mark.parametrize("name", ["lstm two", "gru", "between", "words"])
-def test_webassembly_gives_the_bits_of_c(name: str, tmp_path: Path) -> None:
-    _, written = exported(tmp_path, CHAINS[name], "net.c", steps=10)
-    random = np.random.default_rng(0)
-    x = random.integers(0, 11, 100_000).astype(np.int32)
-    if name != "words":
-        x = random.standard_normal((100_000, 3)).astype(np.float32)
-    library = tmp_path / "net.so"
-    command = ["gcc", *verify.C_FLAGS, "-O3", "-shared", "-fPIC", str(written.paths[0])]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    (y,) = verify.play_c(library, "net", described(written.paths[1]), [x])
-    measure = wasm_steps(tmp_path, x)
-    assert measure is not None
-    measure()
-    assert (tmp_path / "y.bin").read_bytes() == y.tobytes()
 
 
 @needs_node

@@ -2,16 +2,12 @@
 
 import contextlib
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
@@ -277,22 +273,6 @@ def test_the_chunks_and_red_edges_are_those_that_were_made(name: str) -> None:
     assert len(graph.crossings) == len(red) + more
 
 
-def test_the_same_loop_cut_as_it_should_be_has_no_red_edge() -> None:
-    """The mutant of the laws above: what makes an edge red is the fault and nothing else."""
-    assert two_chunks(lambda state: state, both=False).overdue
-    assert not two_chunks(detached, both=True).overdue
-    assert not two_chunks(detached, both=False).overdue
-
-
-@given(st.lists(st.integers(3, 7), min_size=1, max_size=6))
-def test_retained_chunks_of_any_lengths_are_told_apart(lengths: list[int]) -> None:
-    graph = retained(lengths)
-    assert [chunk.steps for chunk in graph.chunks] == lengths
-    assert [(link.source, link.target) for link in graph.overdue] == [
-        (i, i + 1) for i in range(len(lengths) - 1)
-    ]
-
-
 def all_nodes(*losses: Tensor) -> int:
     """The oracle: every node that can be reached."""
     seen, todo = set[Any](), [loss.grad_fn for loss in losses]
@@ -514,40 +494,6 @@ def test_what_is_deep_is_held_level_by_level() -> None:
         node, depth = node.next_functions[0][0], depth + 1
     assert list(held) == [0, 500, 1000]
     assert all(len(nodes) == 1 for nodes in held.values())
-
-
-DEEP = """
-import sys, threading, torch
-from throughtime.diagnose.draw import draw
-
-def deep(steps):
-    weight, h = torch.nn.Parameter(torch.ones(2)), torch.zeros(2)
-    for _ in range(steps):
-        h = h * weight + weight
-    drawing = draw(h.sum())
-    assert drawing.chunks[0].steps >= steps and drawing.nodes >= 2 * steps
-    del h
-    print("freed")
-
-threading.stack_size(512 * 1024)
-thread = threading.Thread(target=deep, args=(int(sys.argv[1]),))
-thread.start()
-thread.join()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("steps", [6_000, 50_000])
-def test_a_deep_graph_is_drawn_and_freed_without_recursion(steps: int) -> None:
-    """In its own process with a small stack, which torch 2.13 overflows when it frees the graph."""
-    ended = subprocess.run(
-        [sys.executable, "-c", DEEP, str(steps)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "freed\n"), ended.stderr
 
 
 def test_a_drawing_prints_its_findings_and_not_its_picture() -> None:

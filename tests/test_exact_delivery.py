@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -35,45 +34,10 @@ from strategies import (
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
-from throughtime.gradient import Policy, executor
+from throughtime.gradient import Policy
 from throughtime.gradient.objective import trainable_weights
-from throughtime.gradient.segment import Replay
 
 EXACT = 1e-10
-
-
-def test_hooks_after_accumulation_are_called_once_with_the_whole_gradient() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
-    ((_, _, expected),) = plain(net, data)
-    seen = list[tuple[int, Tensor]]()
-
-    def hook(p: Tensor) -> None:
-        assert p.grad is not None
-        seen.append((id(p), p.grad.clone()))
-
-    for p in net.parameters():
-        p.register_post_accumulate_grad_hook(hook)
-    exact_updates(net, data)
-    assert len(seen) == len({key for key, _ in seen}) == len(expected)
-    names = {id(p): name for name, p in net.named_parameters()}
-    assert apart({names[key]: gradient for key, gradient in seen}, expected) < EXACT
-
-
-def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
-    """A hook that halves the gradient halves it once."""
-    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
-    ((_, _, expected),) = plain(net, data)
-    calls = list[Tensor]()
-
-    def hook(gradient: Tensor) -> Tensor:
-        calls.append(gradient)
-        return gradient / 2
-
-    for p in net.parameters():
-        p.register_hook(hook)
-    exact_updates(net, data)
-    assert len(calls) == len(expected)
-    assert apart(gradients(net), {name: g / 2 for name, g in expected.items()}) < EXACT
 
 
 def each_update(
@@ -111,26 +75,6 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
 
 
 in_segments = pytest.mark.parametrize("name", ["exact", "segments", "randomized"])
-
-
-@in_segments
-def test_hooks_that_are_not_suspended_are_called_for_every_segment(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mutant."""
-
-    def gradients(
-        _: Replay, roots: Sequence[tuple[Tensor, Tensor]], sources: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        tensors, cotangents = zip(*roots, strict=True)
-        return torch.autograd.grad(tensors, sources, cotangents, allow_unused=True)
-
-    monkeypatch.setattr(Replay, "gradients", gradients)
-    net, loss_fn, calls = named("hides-layer").net(), Tempered(), list[Tensor]()
-    for p in (*net.parameters(), *loss_fn.parameters()):
-        p.register_hook(calls.append)
-    updates = each_update(net, loss_fn, PolicyData.draw(30, 2, 0), POLICIES[name])
-    assert len(calls) > len(updates) * len(updates[0][1])
 
 
 def test_optimizer_that_steps_inside_the_hook_makes_the_same_step() -> None:
@@ -210,15 +154,6 @@ def loss_weight_error(policy: Policy) -> float:
 @every_policy
 def test_weights_of_the_loss_get_the_gradient_of_plain_autograd(policy: Policy) -> None:
     assert loss_weight_error(policy) < EXACT
-
-
-@in_segments
-def test_weights_of_the_loss_that_no_segment_returns_a_gradient_for_lose_it(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mutant."""
-    monkeypatch.setattr(executor, "trainable_weights", lambda net, _: trainable_weights(net))
-    assert loss_weight_error(POLICIES[name]) > 1e-3
 
 
 @in_segments

@@ -42,7 +42,6 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
 from throughtime.gradient import Update, executor, segment
-from throughtime.gradient.segment import Replay
 from throughtime.stream.recording import StepArrays
 
 EXACT = 1e-10
@@ -204,50 +203,6 @@ def together(data: PolicyData) -> PolicyData:
 @contextmanager
 def unprotected(*_: Any) -> Generator[None]:
     yield
-
-
-class Forgetful(Replay):
-    """Knows of no buffer."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._buffers = []
-
-
-DRAWS, CHANGES = ("set_generators", lambda *_: None), ("preserve_rng_and_buffers", unprotected)
-
-
-@pytest.mark.parametrize(
-    ("name", "broken", "wrong"),
-    [
-        ("dropout between layers", DRAWS, {"gradient"}),
-        ("dropout on outputs", DRAWS, {"gradient"}),
-        ("noise on the state", DRAWS, {"gradient"}),
-        ("noise on the state", CHANGES, {"generator"}),
-        ("batch norm", CHANGES, {"buffers"}),
-        ("batch norm", Forgetful, {"buffers"}),
-        ("spectral norm", CHANGES, {"buffers"}),
-        ("spectral norm", Forgetful, {"gradient", "buffers"}),
-        ("counter in a buffer", CHANGES, {"buffers"}),
-        ("counter in a buffer", Forgetful, {"gradient", "buffers"}),
-    ],
-)
-def test_replay_that_restores_nothing_is_noticed(
-    name: str, broken: Any, wrong: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, policy = PolicyData.draw(29, 2, 0), tt.Exact(chunk=7)
-    expected = held(changing(name), data, 7)
-    assert updated(changing(name), data, policy).equals(expected) == ALL
-    if broken is Forgetful:
-        monkeypatch.setattr(executor, "Replay", Forgetful)
-    else:
-        monkeypatch.setattr(segment, *broken)
-    if "gradient" in wrong:
-        with pytest.raises(ModelError, match="the forward pass does not repeat"):
-            updated(changing(name), data, policy)
-    monkeypatch.setattr(Replay, "compare", lambda *_: None)
-    results = updated(changing(name), data, policy).equals(expected)
-    assert {part for part, same in results.items() if not same} == wrong
 
 
 @pytest.mark.parametrize("name", list(CHANGING))

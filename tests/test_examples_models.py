@@ -29,9 +29,8 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
 )
 
 import throughtime as tt
-from strategies import HidesLayer, lawless, recordings, weights
+from strategies import HidesLayer, recordings, weights
 from throughtime.carry import Carried
-from throughtime.errors import LawError
 
 FOLDER = Path(__file__).parent.parent / "examples" / "models"
 transformers.logging.set_verbosity_error()  # that the fast kernels are for GPUs
@@ -190,24 +189,6 @@ def test_a_spiking_layer_keeps_nothing_of_a_call() -> None:
     torch.testing.assert_close(net(x, net.initial_state(2))[0], y, rtol=0, atol=0)
 
 
-class HiddenPotential(nn.Module):
-    """snntorch's other way: the potential stays in the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaky = snn.Leaky(beta=0.9, init_hidden=True, output=True)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        potentials = torch.stack([self.leaky(step)[1] for step in x.unbind(0)])
-        self.leaky.mem = self.leaky.mem.detach()
-        return potentials, x.new_zeros(x.shape[1], 1) if state is None else state
-
-
-def test_a_hidden_potential_is_told() -> None:
-    with pytest.raises(LawError, match="HiddenPotential cannot be carried"):
-        tt.testing.check_carry(tt.carry(HiddenPotential()), torch.randn(28, 2, 3))
-
-
 def test_the_single_step_of_mamba_needs_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     example = EXAMPLES[4]
     names = example.names()
@@ -342,31 +323,6 @@ def carried(name: str, lengths: Sequence[int], *, copies: bool) -> str:
     return "gradient" if (found - right).abs().max() < 1e-3 * right.abs().max() else "wrong"
 
 
-# chunks, chunks with what is saved copied, single steps, single steps with copies: the table of
-# docs/how-to/models.md
-CARRIED = {
-    "Mamba2": ("gradient", "gradient", "forward", "gradient"),
-    "Qwen3NextGatedDeltaNet": ("forward", "gradient", "forward", "gradient"),
-    "xLSTM": ("forward", "gradient", "gradient", "gradient"),
-    "Rwkv": ("forward", "gradient", "wrong", "wrong"),
-    "MiniMax": ("gradient", "gradient", "gradient", "gradient"),
-    "Lfm2ShortConv": ("gradient", "gradient", "gradient", "gradient"),
-    "Mamba": ("wrong", "wrong", "forward", "gradient"),
-    "FalconMamba": ("wrong", "wrong", "forward", "gradient"),
-    "JambaMambaMixer": ("wrong", "wrong", "forward", "gradient"),
-    "RecurrentGemmaRecurrentBlock": ("wrong", "wrong", "gradient", "gradient"),
-}
-
-
-@pytest.mark.skipif(
-    not transformers.__version__.startswith("5.23."), reason="what transformers 5.23 does"
-)
-@pytest.mark.parametrize("name", CARRIED)
-def test_what_a_model_of_transformers_carries(name: str) -> None:
-    ways = [(lengths, copies) for lengths in ((8, 4), (1,) * 6) for copies in (False, True)]
-    assert tuple(carried(name, lengths, copies=copies) for lengths, copies in ways) == CARRIED[name]
-
-
 # Trials of a sweep in one process.
 
 
@@ -443,28 +399,3 @@ def test_trials_in_threads_give_the_bits_of_each_alone(pair: tuple[Trial, Trial]
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(run, pair * 2))
     assert all(same(a, b) for a, b in zip(found, expected * 2, strict=True))
-
-
-class Shared(nn.Module):
-    """The mutant: what a trial does changes all that come after it."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Shared.calls += 1
-        return x * (1 + 1e-3 * Shared.calls)
-
-
-def test_a_trial_that_sees_another_is_told() -> None:
-    def run() -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        shared = tt.carry(nn.Sequential(Shared(), nn.GRU(3, 2)).double())
-        net = lawless(shared, torch.randn(3, 2, 3, dtype=torch.float64))
-        stream = tt.Stream(recordings((40,)), lanes=1, chunk=10)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=10)):
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights(net)
-
-    assert not same(run(), run())

@@ -193,21 +193,6 @@ def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(
     assert calls
 
 
-def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a mean over one row more."""
-    true = kernel.fused_step
-
-    def wrong(what: kernel.FusedStep) -> int:
-        what.valid += 1
-        return true(what)
-
-    monkeypatch.setattr(kernel, "fused_step", wrong)
-    found = epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12))
-    by_graph(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_same(found, epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-4)
-
-
 def hooked(net: Carried) -> None:
     net.module.register_forward_hook(lambda *_: None)
 
@@ -388,20 +373,6 @@ def test_what_is_not_finite_is_named(kind: str, calls: list[int]) -> None:
     assert len(calls) == 2
 
 
-def test_an_upper_layer_that_overflows_alone_is_named(calls: list[int]) -> None:
-    below, above = tt.nn.RNN(1, 1, nonlinearity="relu", bias=False), tt.nn.RNN(1, 1, bias=False)
-    net = tt.carry(nn.Sequential(below, above, nn.Linear(1, 1, bias=False)))
-    with torch.no_grad():
-        for weight, value in zip(net.parameters(), (1e30, 0.0, 1e-31, 0.0, 1.0), strict=True):
-            weight.fill_(value)
-    stream = tt.Stream(
-        {"inputs": torch.ones(4, 1), "targets": torch.full((4, 1), 1e12)}, lanes=1, chunk=4
-    )
-    with pytest.raises(RunError, match=r"gradient of '1\.weight_ih_l0' is not finite"):
-        next(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(4)))
-    assert calls
-
-
 def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another type, other parameters in their places, a copy."""
 
@@ -498,22 +469,6 @@ def test_a_bias_that_comes_later_is_trained(calls: list[int]) -> None:
     list(net.module.children())[-1].bias = late
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert late.any()
-
-
-def test_a_default_device_moves_no_buffer() -> None:
-    net = make("lstm")
-    stream = list(
-        tt.Stream(
-            recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
-        )
-    )
-    with torch.device("meta"):
-        updates = list(
-            tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(16), state=None)
-        )
-        y, _ = next(net.module.children())(stream[0].inputs)
-    assert all(update.loss.isfinite() and update.outputs.is_cpu for update in updates)
-    assert y.is_cpu
 
 
 @pytest.mark.parametrize("classes", [4, 3000])

@@ -3,12 +3,8 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-import importlib
-import linecache
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +17,12 @@ from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import assert_same, by_graph, calls, epoch, recordings
 from throughtime.carry import Carried
-from throughtime.carry.structure import structure_of
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
 
 HIDDEN, CLASSES = 9, 4
-NAME = functional  # another name for a module of torch
 
 
 class Net(nn.Module):
@@ -165,12 +159,6 @@ class Loops(Outer):
             if i + 1 < len(self.rnn.layers):
                 x = self.drop(x)
         return self.head(x), after
-
-
-class LogProbabilities(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.rnn(x)
-        return functional.log_softmax(self.head(y), dim=-1)
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -476,13 +464,6 @@ def test_a_forward_that_may_do_something_else_is_run_with_a_graph(
     assert (first.uses, len(first.history)) == (second.uses, len(second.history))
 
 
-@pytest.mark.parametrize("net", REFUSED)
-def test_the_structure_is_refused_before_any_trial(net: type[Net]) -> None:
-    carried, x = make(net), torch.randn(5, 3, 5, dtype=torch.float64)
-    carried.prepare(x)
-    assert structure_of(carried, x) is None
-
-
 class Chooses(Net):
     """Has branches on plain attributes."""
 
@@ -583,36 +564,6 @@ def test_a_change_between_two_updates_is_noticed(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-class Extends(Net):
-    """Runs modules that are added later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.ModuleList()
-        self.put_head_last()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.more:
-            x = module(x)
-        y, _ = self.rnn(x)
-        return self.head(y)
-
-
-def test_an_empty_container_that_is_filled_is_noticed(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = make(Extends)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert calls
-    more = net.module.get_submodule("more")
-    assert isinstance(more, nn.ModuleList)
-    more.append(nn.Tanh())
-    twin = deepcopy(net)
-    seen = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    by_graph(monkeypatch)
-    assert_same(seen, epoch(twin, nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
-
-
 def test_a_forward_that_is_replaced_in_its_class_is_noticed(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -623,18 +574,6 @@ def test_a_forward_that_is_replaced_in_its_class_is_noticed(
     monkeypatch.setattr(Plain, "forward", Doubles.forward)
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert len(calls) == before
-
-
-def test_code_that_is_replaced_in_a_forward_is_noticed(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As tools do that reload a module."""
-    net = make(Plain)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    before = len(calls)
-    monkeypatch.setattr(Plain.forward, "__code__", Doubles.forward.__code__)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert len(calls) == before > 0
 
 
 def shadow_method(net: Net, _: pytest.MonkeyPatch) -> None:
@@ -669,53 +608,6 @@ def test_another_method_of_a_class_is_noticed(
     change(net.module, monkeypatch)
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert len(calls) == before > 0
-
-
-class UsesGlobal(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.rnn(NAME.relu(x))
-        return self.head(y)
-
-
-def test_a_global_name_that_is_another_object_is_noticed(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = make(UsesGlobal)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    before = len(calls)
-    assert before
-    monkeypatch.setitem(globals(), "NAME", nn.Module())
-    NAME.relu = torch.sin
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert len(calls) == before
-
-
-SOURCE = """
-from test_fused_update_classes import Net
-
-
-class Written(Net):
-    def forward(self, x):
-        y, _ = self.rnn(x)
-        return {}self.head(y)
-"""
-
-
-@pytest.mark.parametrize("imported", ["", "2 * "])
-def test_source_that_is_not_the_code_does_not_count(
-    imported: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file may have changed since it was imported."""
-    file = tmp_path / "written_net.py"
-    file.write_text(SOURCE.format(imported))
-    monkeypatch.syspath_prepend(tmp_path)
-    written = importlib.import_module("written_net")
-    del sys.modules["written_net"]
-    net = make(written.Written)
-    file.write_text(SOURCE.format("" if imported else "2 * "))
-    linecache.checkcache()
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert bool(calls) == (not imported)
 
 
 def test_a_learned_start_is_not_taken_for_zeros(
@@ -849,22 +741,6 @@ def test_a_tail_in_windows_longer_than_a_stride(
     assert_same(result, epoch(make(TAILS[net]), nn.CrossEntropyLoss(), policy), 1e-12)
 
 
-def test_a_gradient_that_does_not_come_back_from_the_tail_fails_the_law(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    true = Workspace._run_around
-    monkeypatch.setattr(
-        Workspace,
-        "_run_around",
-        lambda workspace, tail: true(workspace, lambda y: tail(y) * 0.99),
-    )
-    result = epoch(make(Nonlinear), nn.CrossEntropyLoss(), tt.Truncated(12))
-    by_graph(monkeypatch)
-    other = epoch(make(Nonlinear), nn.CrossEntropyLoss(), tt.Truncated(12))
-    with pytest.raises(AssertionError):
-        assert_same(result, other, 1e-4)
-
-
 class Stepped(Net):
     """Its tail has buffers, which a graph would update as often as it calls the net."""
 
@@ -903,17 +779,6 @@ def test_outputs_of_a_net_that_ends_with_its_layers_are_not_overwritten(tails: l
     updates = list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(12)))
     assert len(tails) == len(updates)
     assert not torch.equal(updates[0].outputs, updates[1].outputs)
-
-
-@pytest.mark.parametrize("loss_fn", [nn.NLLLoss(), nn.MSELoss()], ids=["nll", "mse"])
-def test_log_probabilities_are_a_tail(
-    loss_fn: nn.Module, tails: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = tt.Truncated(7, horizon=20)
-    result = epoch(make(LogProbabilities), loss_fn, policy)
-    assert len(tails) == len(result.losses)
-    by_graph(monkeypatch)
-    assert_same(result, epoch(make(LogProbabilities), loss_fn, policy), 1e-12)
 
 
 class Tied(Net):

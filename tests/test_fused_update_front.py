@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ from recurrences import needs_kernels
 from strategies import lawless
 from test_fused_update import Seen, assert_same, by_graph, calls
 from throughtime.carry import Carried
-from throughtime.errors import ModelError, RunError
-from throughtime.kernels import recurrent as kernel
+from throughtime.errors import ModelError
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
@@ -34,10 +32,6 @@ def half_frozen() -> list[nn.Module]:
     linear = nn.Linear(WIDTH, WIDTH)
     linear.weight.requires_grad_(False)
     return [nn.Embedding(WORDS, WIDTH), linear]
-
-
-def embedding_and_two_maps() -> list[nn.Module]:
-    return [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
 
 
 def frozen() -> list[nn.Module]:
@@ -137,23 +131,6 @@ def test_a_front_may_share_its_weights_with_the_readout(
     assert_same(found, epoch(make(embedding(), tied=True), tt.Truncated(12), zero=zero), 1e-12)
 
 
-def test_a_gradient_that_does_not_reach_the_front_in_full_fails_the_law(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    true = kernel.fused_step
-
-    def short(what: kernel.FusedStep) -> int:
-        code = true(what)
-        ctypes.memset(what.layers[0].dx, 0, 8 * WIDTH)
-        return code
-
-    monkeypatch.setattr(kernel, "fused_step", short)
-    found = epoch(make(embedding()), tt.Truncated(12))
-    by_graph(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_same(found, epoch(make(embedding()), tt.Truncated(12)), 1e-4)
-
-
 class Own(nn.Module):
     """A module that is none of torch's."""
 
@@ -164,53 +141,6 @@ class Own(nn.Module):
 def test_a_front_of_the_user_s_own_is_run_with_a_graph(calls: list[int]) -> None:
     epoch(make(lambda: [nn.Embedding(WORDS, WIDTH), Own()]), tt.Truncated(12))
     assert not calls
-
-
-def test_inputs_of_another_type_are_explained_as_with_a_graph(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def notes() -> list[str]:
-        net = tt.carry(nn.Sequential(nn.Linear(5, 6), tt.nn.GRU(6, 7), nn.Linear(7, 4)))
-        stream = tt.Stream(
-            {"inputs": torch.randint(9, (50, 5)), "targets": torch.randint(4, (50,))},
-            lanes=1,
-            chunk=10,
-        )
-        with pytest.raises(RuntimeError) as raised:
-            next(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5)))
-        return raised.value.__notes__
-
-    found = notes()
-    by_graph(monkeypatch)
-    assert found == notes() != []
-    assert not calls
-
-
-def test_what_is_left_in_the_gradient_of_a_frozen_front_says_nothing(calls: list[int]) -> None:
-    net = make(embedding_and_two_maps)
-    first = net.get_submodule("module.1")
-    assert isinstance(first, nn.Linear)
-    first.requires_grad_(False).weight.grad = torch.full((WIDTH, WIDTH), torch.nan).double()
-    stream = tt.Stream(
-        {"inputs": torch.randint(WORDS, (60,)), "targets": torch.randint(CLASSES, (60,))},
-        lanes=3,
-        chunk=10,
-    )
-    assert (
-        len(list(tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(5))))
-        == len(calls)
-        > 1
-    )
-
-
-def test_a_front_that_alone_overflows_is_named(calls: list[int]) -> None:
-    net = make(lambda: [nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)])
-    linear = net.get_submodule("module.1")
-    assert isinstance(linear, nn.Linear)
-    linear.weight.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(RunError, match=r"the gradient of '1\.weight' is not finite"):
-        epoch(net, tt.Truncated(12))
-    assert len(calls) == 1
 
 
 def test_words_that_are_not_there_are_refused_by_torch_and_nothing_is_written(

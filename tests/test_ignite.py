@@ -146,13 +146,6 @@ def test_a_script_runs_with_only_the_import_changed(
     assert same(mine_came_to, came_to)
 
 
-def test_the_comparison_of_scripts_sees_another_chunk_length() -> None:
-    log, came_to = ran("ignite.contrib.engines", Leaky, 0)
-    mine, mine_came_to = ran("throughtime.integrations.ignite", Leaky, 0, step=5)
-    assert mine != log
-    assert not same(mine_came_to, came_to)
-
-
 @pytest.mark.parametrize(("make", "dim"), MODELS)
 def test_fifty_updates_are_those_of_a_plain_loop(make: Callable[[], nn.Module], dim: int) -> None:
     data, model, plain = batches(10, steps=17, dim=dim), build(make), build(make)
@@ -193,37 +186,6 @@ def chunks_trained(
     trainer.add_event_handler(event, lambda: records.append(1))
     trainer.run(data)
     return len(records)
-
-
-def test_the_mean_of_an_iteration_can_be_over_steps() -> None:
-    ((x, y),) = batches(1, steps=9)
-    model = build(lambda: Recurrent(nn.GRU))
-    with torch.no_grad():
-        true = nn.functional.mse_loss(model(x)[0], y).item()
-    theirs = trainer_of(original, lr=0.0)[0].run([(x, y)]).output
-    assert abs(theirs - true) > 1e-3
-    assert trainer_of(create_supervised_tbptt_trainer, lr=0.0)[0].run([(x, y)]).output == theirs
-    assert (
-        abs(
-            trainer_of(create_supervised_tbptt_trainer, lr=0.0, weighted=True)[0]
-            .run([(x, y)])
-            .output
-            - true
-        )
-        < 1e-12
-    )
-
-
-@pytest.mark.parametrize(("inputs", "targets"), [(12, 4), (4, 12)])
-def test_unequal_lengths_are_refused_where_the_original_trains_on_a_part(
-    inputs: int, targets: int
-) -> None:
-    data = [(torch.randn(inputs, 3, 3).double(), torch.randn(targets, 3, 2).double())]
-    assert (
-        chunks_trained(trainer_of(original)[0], data, OriginalEvents.TIME_ITERATION_COMPLETED) == 1
-    )
-    with pytest.raises(DataError, match=r"along dim=0 they have \[12, 4\] steps"):
-        trainer_of(create_supervised_tbptt_trainer)[0].run(data)
 
 
 def unbroken(
@@ -361,22 +323,6 @@ def test_any_nested_state_is_carried(wrap: Any, unwrap: Any, fails: bool, carry:
     assert same(weights(model), unbroken(data, build(Leaky), carry=carry))
 
 
-def test_a_state_that_is_none_stays_none() -> None:
-    class Stateless(nn.Linear):
-        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-            self,
-            input: Tensor,  # noqa: A002  # torch's name
-        ) -> tuple[Tensor, None]:
-            return super().forward(input), None
-
-    ends: list[list[Tensor]] = []
-    for create, options in ((original, {}), (create_supervised_tbptt_trainer, {"carry": True})):
-        trainer, model = trainer_of(create, build(lambda: Stateless(3, 2)), **options)
-        trainer.run(batches(2))
-        ends.append(weights(model))
-    assert same(*ends)
-
-
 def test_detach_hidden_cuts_the_graph_and_nothing_else() -> None:
     h = torch.ones(2, requires_grad=True) * 3
     result = _detach_hidden({"a": (h, None), "b": Memory(h)})
@@ -427,25 +373,6 @@ def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
     for records in model.records:
         assert torch.equal(records["meta"]["speaker"], whole["speaker"])
         assert (records["meta"]["name"], records["meta"]["id"]) == ("ann", 7)
-
-
-def test_a_static_part_is_static_because_it_is_named_not_because_of_its_size() -> None:
-    as_long_as_time = speaking(steps=3)  # a speaker for each of 3 lanes, and 3 steps
-    trainer, model = trainer_of(
-        create_supervised_tbptt_trainer,
-        build(Speaking),
-        0.1,
-        2,
-        prepare_batch=parts,
-        static=["x.meta.speaker"],
-    )
-    trainer.run([as_long_as_time])
-    assert [len(records["meta"]["speaker"]) for records in model.records] == [3, 3]
-    trainer, model = trainer_of(
-        create_supervised_tbptt_trainer, build(Speaking), prepare_batch=parts
-    )
-    with pytest.raises(DataError, match=r"'x.meta.speaker' \(3, 2\)"):
-        trainer.run([speaking()])
 
 
 def test_a_mapping_of_inputs_and_targets_is_a_pair() -> None:

@@ -10,7 +10,7 @@ from ignite.handlers import Checkpoint, DiskSaver
 from torch import Tensor, nn
 
 import throughtime as tt
-from test_ignite import Leaky, Recurrent, batches, build, same, trainer_of, unbroken, weights
+from test_ignite import Leaky, Recurrent, batches, build, same, trainer_of, weights
 from throughtime.errors import ConfigError, DataError
 from throughtime.integrations.ignite import create_supervised_tbptt_trainer
 
@@ -162,34 +162,3 @@ def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(
 
     assert same(resumed(cold=False), whole)
     assert not same(resumed(cold=True), whole)
-
-
-def test_a_checkpoint_of_the_end_of_an_epoch_begins_the_next_one_anew() -> None:
-    data = batches(3)
-    trainer, model = trainer_of(create_supervised_tbptt_trainer, carry=True)
-    saved: list[Any] = []
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=3),
-        lambda engine: saved.append((engine.state_dict(), weights(model))),
-    )
-    trainer.run(data, max_epochs=2)
-    again, other = trainer_of(create_supervised_tbptt_trainer, carry=True)
-    state, at_that_time = saved[0]
-    assert state["hidden"] is not None
-    again.load_state_dict(state)
-    for weight, value in zip(other.parameters(), at_that_time, strict=True):
-        weight.data.copy_(value)
-    again.run(data)
-    assert same(weights(other), weights(model))
-
-
-def test_a_terminated_run_starts_the_next_epoch_without_the_state() -> None:
-    data = batches(4)
-    trainer, model = trainer_of(create_supervised_tbptt_trainer, carry=True)
-    stop = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
-    trainer.run(data, max_epochs=2)
-    stop.remove()
-    trainer.run(data)
-    plain = gru()
-    unbroken(data[:2], plain)
-    assert same(weights(model), unbroken(data, plain))

@@ -17,7 +17,7 @@ import throughtime as tt
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ModelError
-from throughtime.gradient import Objective, _mean
+from throughtime.gradient import Objective
 from throughtime.gradient._mean import is_mean, pairs_rows
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -341,16 +341,6 @@ def test_what_is_no_mean_is_caught_or_undecided_and_caught_within_five_updates(n
             assert False in verdicts
 
 
-@pytest.mark.slow  # 20 draws of every loss, size and type: minutes
-@pytest.mark.parametrize("name", [*MEANS, *OTHERS])
-def test_the_law_in_twenty_draws(name: str) -> None:
-    for kind in TYPES:
-        for n in SIZES:
-            verdicts = [verdict(name, n, kind, seed) for seed in range(20)]
-            assert (name in OTHERS) not in verdicts
-            assert name in MEANS or all(False in verdicts[k : k + 5] for k in range(0, 20, 5))
-
-
 def test_buffers_weights_and_modes_stay_as_they_are() -> None:
     counter, dropout = CountsCalls(), DropsOut()
     for loss_fn in (counter, dropout):
@@ -359,51 +349,6 @@ def test_buffers_weights_and_modes_stay_as_they_are() -> None:
     assert counter.calls == 0
     assert counter.scale.grad is None
     assert counter.scale.dtype == torch.float32
-
-
-def unseen(device: torch.device) -> dict[str, Tensor]:
-    """The mutant that does not see random numbers."""
-    del device
-    return {}
-
-
-def trained(loss_fn: Loss, dtype: torch.dtype | None) -> Loss:
-    """The mutant without evaluation mode."""
-    return loss_fn.to(dtype) if isinstance(loss_fn, nn.Module) else loss_fn
-
-
-MUTANTS: dict[str, tuple[str, Any, str, int, torch.dtype]] = {
-    "outputs not scaled": ("SCALES", (1.0,) * 8, "CE of one value", 100, torch.float64),
-    "one draw": ("generators", unseen, "noise", 100, torch.float64),
-    "no error of draws": ("DEVIATIONS", 0, "noise", 100, torch.float64),
-    "rounding": ("TOLERANCE", dict.fromkeys(TYPES, 0.0), "L1", 100, torch.float64),
-    "any difference": ("TOLERANCE", dict.fromkeys(TYPES, 1.0), "root", 100, torch.float64),
-}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_of_the_law(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a clause of the law a mean is accused, or what is no mean is not caught."""
-    name, value, loss, size, kind = MUTANTS[mutant]
-    if loss == "CE of one value":
-        equal = torch.ones(size, 1, dtype=kind), torch.zeros(size, 1, dtype=kind)
-        count: Callable[[Tensor], float] = lambda t: float(len(t))  # noqa: E731
-        assert is_mean(root, *equal, count) is False
-        monkeypatch.setattr(_mean, name, value)
-        assert is_mean(root, *equal, count) is None
-        return
-    right = loss in MEANS
-    before = verdict(loss, size, kind, 0)
-    assert before is right
-    monkeypatch.setattr(_mean, name, value)
-    assert verdict(loss, size, kind, 0) is not right
-
-
-def test_a_mutant_without_class_weights_accuses_cross_entropy() -> None:
-    loss_fn = nn.CrossEntropyLoss(torch.tensor(WEIGHT))
-    data = classes(100, torch.float32)
-    assert is_mean(loss_fn, *data, Objective(loss_fn)._weigh)
-    assert is_mean(loss_fn, *data, lambda labels: float(len(labels))) is False
 
 
 def test_weights_of_classes_are_not_trusted_where_one_class_occurs() -> None:
@@ -416,16 +361,6 @@ def test_weights_of_classes_are_not_trusted_where_one_class_occurs() -> None:
     assert is_mean(loss_fn, outputs, rare, count) is False
 
 
-def test_a_mutant_that_keeps_the_labels_misses_weights_of_a_rare_class(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    loss_fn, (outputs, labels) = OTHERS["CE weight of a function"][0], one_class(100, torch.float64)
-    labels[37] = 3
-    count: Callable[[Tensor], float] = lambda t: float(len(t))  # noqa: E731
-    monkeypatch.setattr(_mean, "_pick", halves_of_classes)
-    assert is_mean(loss_fn, outputs, labels, count) is not False
-
-
 def test_labels_that_do_not_occur_are_not_tried() -> None:
     """Of four outputs three are classes: a fourth label would be no index."""
 
@@ -436,20 +371,6 @@ def test_labels_that_do_not_occur_are_not_tried() -> None:
     torch.manual_seed(0)
     outputs, labels = torch.randn(50, 4), torch.randint(3, (50,))
     assert is_mean(loss_fn, outputs, labels, lambda t: float(len(t))) is False
-
-
-def halves_of_classes(
-    outputs: Tensor, targets: Tensor, dtype: torch.dtype, _: int
-) -> tuple[Tensor, Tensor]:
-    return outputs[:8].to(dtype) * torch.tensor(_mean.SCALES, dtype=dtype)[:, None], targets[:8]
-
-
-def test_a_mutant_in_training_mode_takes_dropout_for_what_it_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(_mean, "_apart", trained)
-    monkeypatch.setattr(_mean, "generators", unseen)
-    assert verdict("dropout", 100, torch.float64, 0) is False
 
 
 def test_a_loss_that_takes_one_number_of_rows_is_undecided() -> None:

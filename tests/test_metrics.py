@@ -104,22 +104,6 @@ def test_regression_on_uneven_pieces_equals_numpy(
         assert math.isnan(found["r2"])
 
 
-def test_mean_of_the_pieces_r2_is_not_the_r2_of_the_whole() -> None:
-    """The mutant of the law above."""
-    truth, guess = (
-        torch.tensor([[0.0], [1.0], [5.0], [6.0]]),
-        torch.tensor([[0.5], [0.5], [5.5], [5.5]]),
-    )
-    parts = [tt.metrics.Regression() for _ in range(2)]
-    whole = tt.metrics.Regression()
-    for i, part in enumerate(parts):
-        rows = slice(2 * i, 2 * i + 2)
-        part.update(guess[rows], truth[rows])
-        whole.update(guess[rows], truth[rows])
-    assert [part.compute()["r2"] for part in parts] == [0, 0]
-    assert whole.compute()["r2"] == pytest.approx(1 - 1 / 26)
-
-
 def test_nothing_added_gives_nan() -> None:
     scores: list[tt.metrics.Metric] = [
         tt.metrics.Classification(("a", "b")),
@@ -128,18 +112,6 @@ def test_nothing_added_gives_nan() -> None:
     for score in scores:
         assert all(math.isnan(value) for value in score.compute().values())
         assert score.compute()
-
-
-def test_fresh_is_empty_and_of_the_same_kind() -> None:
-    score = tt.metrics.Classification(("a", "b"))
-    score.update(torch.eye(2), torch.tensor([0, 1]))
-    other = score.new()
-    assert math.isnan(other.compute()["accuracy"])
-    assert other.classes == score.classes
-    assert score.compute()["accuracy"] == 1
-    regression = tt.metrics.Regression()
-    regression.update(torch.ones(2, 1), torch.zeros(2))
-    assert regression.new().count == 0
 
 
 def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:

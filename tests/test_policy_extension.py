@@ -151,18 +151,6 @@ def test_own_policy_resumes_to_the_bit(policy: Policy | UpdatePolicy, done: int)
     assert apart(weights(again.net), weights(first.net)) == 0
 
 
-@dataclass(frozen=True)
-class Forgetful(Growing):
-    """A mutant: its memory is not what it returned."""
-
-    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
-        return super().plan(source, at._replace(memory=None), probe)
-
-
-def test_own_policy_that_forgets_its_memory_makes_other_updates() -> None:
-    assert Training.begin(Forgetful(3)).run() != Training.begin(Growing(3)).run()
-
-
 @pytest.mark.parametrize("policy", [EveryStride(5), ByHand(5)], ids=["plan", "update"])
 def test_own_policy_equals_the_truncation_that_it_repeats(policy: Policy | UpdatePolicy) -> None:
     own, ours = Training.begin(policy), Training.begin(tt.Truncated(5))

@@ -17,13 +17,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from processes import elsewhere
 from strategies import (
     FEATURES,
     HidesLayer,
     Row,
     TensorState,
-    every_net,
     gradients,
     inputs,
     named,
@@ -34,7 +32,7 @@ from strategies import (
     weights,
 )
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
+from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.evaluation import Evaluator, warn_of_cuts
 
 LONG = 5000
@@ -78,16 +76,6 @@ def test_long_recording_in_parts_equals_one_forward(
     assert (forgetful - whole).abs().max() > 1e-3
 
 
-@every_net
-def test_one_step_at_a_time_equals_many(row: Row) -> None:
-    net, x = row.net(), inputs(40, 2)
-    predictor = tt.Predictor(net, lanes=2)
-    steps = torch.stack([predictor.step(step) for step in x])
-    assert (steps - one_forward(net, x)).abs().max() < 1e-12
-    _, end = net(x, start(net, x))
-    assert states_apart(predictor.state, end) < 1e-12
-
-
 @given(chunk=st.sampled_from([1, 2, 7, 31, 100]), cut=st.integers(1, 30), missing=st.booleans())
 def test_predict_goes_on_from_the_state_that_it_returned(
     chunk: int, cut: int, missing: bool
@@ -125,57 +113,6 @@ def test_resets_within_a_call_start_lanes_anew() -> None:
     y = tt.Predictor(net, lanes=2)(x, resets)
     assert (y[11:, 1:] - one_forward(net, x[11:, 1:])).abs().max() < 1e-12
     assert (y[:, :1] - one_forward(net, x[:, :1])).abs().max() < 1e-12
-
-
-RESUMES = """
-import sys, numpy as np, torch, throughtime as tt
-from torch import nn
-torch.set_num_threads(1)
-torch.manual_seed(3)
-net = tt.carry(nn.Sequential(nn.LSTM(3, 8, 2), nn.GRUCell(8, 4), nn.Linear(4, 2)))
-predictor = tt.Predictor(net, lanes=2)
-predictor.state = tt.state.load(sys.argv[1], net.initial_state(2))
-outputs = predictor(torch.from_numpy(np.load(sys.argv[2])))
-np.save(sys.argv[3], outputs.numpy())
-"""
-
-
-def test_saved_state_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 8, 2), nn.GRUCell(8, 4), nn.Linear(4, 2)))
-    x = inputs(60, 2).float()
-    predictor = tt.Predictor(net, lanes=2)
-    predictor(x[:41])
-    tt.state.save(predictor.state, tmp_path / "state")
-    np.save(tmp_path / "rest.npy", x[41:].numpy())
-    expected = predictor(x[41:])
-    done = elsewhere(RESUMES, *(tmp_path / name for name in ("state", "rest.npy", "out.npy")))
-    assert done == (0, "", "")
-    result = torch.from_numpy(np.load(tmp_path / "out.npy"))
-    assert torch.equal(result, expected)
-    assert not torch.equal(
-        result, tt.Predictor(net, lanes=2)(x[41:])
-    )  # the mutant: from the initial state
-
-
-def test_a_state_is_loaded_only_where_it_fits(tmp_path: Path) -> None:
-    net = named("lstm").net()
-    predictor = tt.Predictor(net, lanes=2)
-    predictor(inputs(3, 2))
-    tt.state.save(predictor.state, tmp_path / "s")
-    with pytest.raises(StateError, match=r"leaf '0' is \(2, 1, 4\) .*expected \(3, 1, 4\)"):
-        tt.state.load(tmp_path / "s", net.initial_state(3))
-    asking = tt.Predictor(named("dict-state").net(), lanes=2)
-    asking(inputs(3, 2))
-    tt.state.save(asking.state, tmp_path / "d")
-    start = named("dict-state").net().initial_state(2, like=inputs(1, 2))
-    assert states_apart(tt.state.load(tmp_path / "d", start), asking.state) == 0
-
-
-def test_raw_module_is_refused() -> None:
-    raw: Any = nn.GRU(3, 4)
-    with pytest.raises(ModelError, match=r"the net is a GRU; .*tt\.carry\(module\)"):
-        tt.Predictor(raw)
 
 
 class PartlyEvaluating(nn.Module):
@@ -230,26 +167,6 @@ def test_evaluation_that_fails_puts_the_modes_back() -> None:
     assert torch.is_grad_enabled()
 
 
-def trained(*, evaluating: bool) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    net = tt.carry(PartlyEvaluating().double())
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    stream = tt.Stream(recordings([31, 7, 20]), lanes=2, chunk=8)
-    for _ in range(2):
-        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5, 9)):
-            if evaluating:  # also between a gradient and its step
-                for evaluation in evaluations(net):
-                    evaluation()
-            optimizer.step()
-            optimizer.zero_grad()
-    return weights(net)
-
-
-def test_training_with_evaluations_in_between_gives_the_same_weights_to_the_bit() -> None:
-    plain, interleaved = trained(evaluating=False), trained(evaluating=True)
-    assert all(torch.equal(plain[name], interleaved[name]) for name in plain)
-
-
 def test_outputs_have_no_graph() -> None:
     net = tt.carry(TensorState().double())
     assert not tt.Predictor(net)(inputs(4, 1)).requires_grad
@@ -301,19 +218,6 @@ def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk
         assert result.recordings[name]["r2"] == pytest.approx(
             (1 - error.sum() / spread).item(), rel=1e-9
         )
-
-
-def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
-    """The mutant of the law above, on the same recordings."""
-    net, sources = named("hides-layer").net(), with_gaps([31, 7, 20, 13])
-    means, player = list[float](), tt.Predictor(net, lanes=3)
-    for chunk in tt.Stream(sources, 3, 5):
-        y = player(chunk.inputs, chunk.resets)
-        assert chunk.targets is not None
-        if chunk.valid_steps:
-            means.append((y - chunk.targets)[chunk.mask].square().mean().item())
-    weighted = tt.evaluate(net, tt.Stream(sources, 3, 5), nn.MSELoss()).loss
-    assert np.mean(means) != pytest.approx(weighted, rel=1e-3)
 
 
 def test_a_loss_that_computes_gradients_is_evaluated() -> None:
@@ -394,13 +298,6 @@ def test_recordings_that_a_stream_cuts_are_named_once(
     run(net, tt.Stream(sources, lanes=2, chunk=6))  # a warning would be an error
 
 
-def test_more_lanes_than_recordings_that_are_not_cut_give_no_warning() -> None:
-    net, sources = named("hides-layer").net(), recordings([5, 5, 5])
-    handing = tt.Stream(sources, lanes=4, chunk=6, hand_off=True)  # one lane has nothing to play
-    whole = tt.evaluate(net, tt.Stream(sources, lanes=3, chunk=6), nn.MSELoss()).loss
-    assert tt.evaluate(net, handing, nn.MSELoss()).loss == pytest.approx(whole, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("count", "lanes"), [(7, "lanes=2"), (2, "lanes=2, rank=0, ranks=1")], ids=["many", "few"]
 )
@@ -429,16 +326,6 @@ def test_recordings_without_a_stream_are_evaluated_whole(lengths: tuple[int, ...
 def test_an_evaluation_of_no_recordings_is_refused() -> None:
     with pytest.raises(DataError, match="no recordings: expected at least one"):
         tt.evaluate(named("hides-layer").net(), [])
-
-
-def test_a_loss_exists_only_where_a_loss_function_is_given() -> None:
-    net, source = named("hides-layer").net(), recordings([9])[0]
-    assert tt.evaluate(net, source).loss is None
-    assert tt.evaluate(net, source, metrics=tt.metrics.Regression()).loss is None
-    evaluator, stream = Evaluator(net), tt.Stream(source, 1, 4)
-    for chunk in stream:
-        evaluator.add(chunk)
-    assert evaluator.result(stream).loss is None
 
 
 def test_nothing_valid_gives_nan() -> None:
@@ -530,29 +417,6 @@ def test_an_input_that_is_not_finite_is_refused_and_the_state_is_as_it_was(bad: 
     assert torch.equal(predictor(x[5:9]), twin(x[5:9]))
 
 
-@pytest.mark.parametrize("bad", NOT_A_NUMBER)
-@pytest.mark.parametrize("by_step", [False, True])
-def test_hold_leaves_the_step_out_and_the_other_lanes_go_on(bad: float, by_step: bool) -> None:
-    net, x = streamed()
-    clean = tt.Predictor(net, lanes=3)
-    holding = tt.Predictor(net, lanes=3, on_nan="hold")
-    alone = tt.Predictor(net, on_nan="hold")
-    wrong, gaps = x.clone(), (3, 4, 11)
-    for step in gaps:
-        wrong[step, 1, step % 4] = bad
-    parts = [slice(i, i + 1) for i in range(12)] if by_step else [slice(0, 7), slice(7, 12)]
-    y = torch.cat([holding(wrong[part]) for part in parts])
-    expected = torch.cat([clean(x[part]) for part in parts])
-    # a call that is divided rounds in another way
-    tolerance = 0 if by_step else 1e-6
-    torch.testing.assert_close(y[:, [0, 2]], expected[:, [0, 2]], rtol=0, atol=tolerance)
-    kept = [step for step in range(12) if step not in gaps]
-    assert y[list(gaps), 1].isnan().all()
-    torch.testing.assert_close(y[kept, 1], alone(x[kept, 1]), rtol=0, atol=1e-6)
-    assert holding.skipped == 3
-    assert all(leaf.isfinite().all() for _, leaf in tt.state.leaves(holding.state))
-
-
 def test_reset_starts_the_lane_anew_after_the_step() -> None:
     net, x = streamed()
     wrong = x.clone()
@@ -565,27 +429,6 @@ def test_reset_starts_the_lane_anew_after_the_step() -> None:
     torch.testing.assert_close(y[5:, 1], again, rtol=0, atol=1e-6)
     later = predictor(x[:3])  # lane 2 starts anew
     torch.testing.assert_close(later[:, 2], tt.Predictor(net)(x[:3, 2]), rtol=0, atol=1e-6)
-
-
-class Level(nn.Module):
-    """A net whose outputs have no dimension of features: `(T, B)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent, self.readout = nn.GRU(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, state = self.recurrent(x, h)
-        return self.readout(y).squeeze(-1), state
-
-
-def test_steps_are_left_out_of_outputs_without_features() -> None:
-    net, x = tt.carry(Level()), torch.randn(12, 2, 3)
-    expected = tt.Predictor(net, 2)(x)
-    x[4, 1, 0] = math.nan
-    outputs = tt.Predictor(net, 2, on_nan="hold")(x)
-    assert torch.equal(outputs.isnan().nonzero(), torch.tensor([[4, 1]]))
-    torch.testing.assert_close(outputs[:, 0], expected[:, 0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("on_nan", ["hold", "reset"])
@@ -658,13 +501,6 @@ def test_arrays_of_numpy_are_taken_in_the_type_of_the_weights() -> None:
     torch.testing.assert_close(outputs, tt.predict(net, x[:, 0])[0], rtol=0, atol=0)
 
 
-def test_a_single_lane_may_come_without_its_dimension() -> None:
-    net, x = streamed(1)
-    y = tt.Predictor(net)(x)
-    assert torch.equal(tt.Predictor(net)(x[:, 0]), y[:, 0])
-    torch.testing.assert_close(tt.Predictor(net).step(x[0, 0]), y[0, 0], rtol=0, atol=1e-6)
-
-
 def test_another_number_of_lanes_names_the_argument() -> None:
     net, x = streamed()
     with pytest.raises(DataError, match=r"have 3 lanes, the predictor has 1: .*lanes=3\)"):
@@ -722,11 +558,3 @@ def test_a_missing_input_names_the_column_of_its_file(tmp_path: Path) -> None:
         list(tt.Stream(tt.windows({"inputs": path}, 100), lanes=1, chunk=50))
     outputs, _ = tt.predict(net, path, dtype=torch.float32, on_nan="hold", chunk=100)
     assert outputs.isnan().any(1).nonzero().flatten().tolist() == [1204]
-
-
-def test_a_recording_in_double_precision_is_computed_in_that_of_the_weights() -> None:
-    net = tt.carry(nn.GRU(2, 3))
-    inputs = np.random.default_rng(0).normal(size=(50, 2))
-    outputs, _ = tt.predict(net, inputs, chunk=20)
-    single, _ = tt.predict(net, inputs.astype(np.float32), chunk=20)
-    assert torch.equal(outputs, single)

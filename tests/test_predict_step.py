@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import DataError, RunError, StateError
+from throughtime.errors import DataError
 
 
 class Explicit(nn.Module):
@@ -83,18 +83,6 @@ def test_steps_give_the_bits_of_calls(name: str, lanes: int, training: bool) -> 
     assert all(module.training is training for module in pair.step.net.modules())
 
 
-@pytest.mark.parametrize("name", ["lstm", "internal", "torch.nn"])
-def test_steps_and_calls_take_turns(name: str) -> None:
-    net, rows, outputs = make(name), torch.randn(30, 2, 3), list[Tensor]()
-    expected = tt.Predictor(net, 2)(rows)
-    predictor, begin = tt.Predictor(net, 2), 0
-    for steps in (1, 1, 4, 1, 1, 1, 7, 3, 1, 1, 1, 8):
-        part = rows[begin : begin + steps]
-        outputs.append(predictor.step(part[0])[None] if steps == 1 else predictor(part))
-        begin += steps
-    assert torch.allclose(torch.cat(outputs), expected, atol=1e-6)
-
-
 def test_rows_of_a_memory_map_and_lists_are_steps_as_well(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(6, 2, 3))
     np.save(tmp_path / "rows.npy", rows)
@@ -102,48 +90,6 @@ def test_rows_of_a_memory_map_and_lists_are_steps_as_well(tmp_path: Path) -> Non
     pair = Pair(make("lstm"))
     for row in (*mapped, *rows.tolist()):
         assert torch.equal(pair.step.step(row), pair.call(np.array(row)[None])[0])
-
-
-def test_copies_that_share_a_net_run_in_threads_of_their_own() -> None:
-    predictor, row = tt.Predictor(make("lstm"), 2), torch.randn(2, 3)
-    predictor.step(row)
-    other, outputs = copy.copy(predictor), list[Tensor]()
-
-    def run_other(*_: Any) -> None:  # while the first one runs
-        handle.remove()
-        outputs.append(other.step(row))
-
-    handle = predictor.net.register_forward_hook(run_other)
-    expected = predictor.step(row)
-    assert torch.equal(outputs[0], expected)
-
-
-def test_a_state_may_be_changed_in_place_replaced_and_reset(tmp_path: Any) -> None:
-    pair, rows = Pair(make("explicit"), 3), torch.randn(40, 3, 3)
-    assert pair.agrees(rows[:5])
-    for predictor in (pair.step, pair.call):
-        tt.state.tensors(predictor.state)[0][1] = 0.5
-    assert pair.agrees(rows[5:10])
-    for predictor in (pair.step, pair.call):
-        predictor.reset([2])
-    assert pair.agrees(rows[10:15])
-    tt.state.save(pair.step.state, tmp_path / "state")
-    pair.call.state = tt.state.load(tmp_path / "state", like=pair.step.state)
-    assert pair.agrees(rows[15:20])
-    pair.call.state = pair.step.state = tt.state.map_leaves(torch.randn_like, pair.call.state)
-    assert pair.agrees(rows[20:25])
-    state = pair.step.state
-    for row in rows[25:27]:
-        pair.step.step(row)
-    pair.step.state = state
-    assert torch.equal(pair.step(rows[25:30]), pair.call(rows[25:30]))
-    assert pair.agrees(rows[30:35])
-    for predictor in (pair.step, pair.call):
-        predictor.reset()
-    assert pair.agrees(rows[35:])
-    pair.step.state = tt.state.map_leaves(lambda leaf: leaf[:2], pair.step.state)
-    with pytest.raises(StateError, match="has 3 lanes"):
-        pair.step.step(rows[0])
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
@@ -166,34 +112,6 @@ def test_missing_steps_are_left_out_as_in_calls(name: str, on_nan: Any) -> None:
     )
     assert pair.agrees(rows)
     assert pair.step.skipped == pair.call.skipped == 5
-
-
-def test_numbers_that_are_not_finite_are_refused_and_the_state_is_as_it_was() -> None:
-    net = make("lstm")
-    pair, rows = Pair(net), torch.randn(9, 2, 3)
-    assert pair.agrees(rows[:3])
-    with pytest.raises(DataError, match="step 0 of the call, lane 1, column 2"):
-        pair.step.step(torch.tensor([[0, 0, 0], [0, 0, torch.nan]]))
-    assert pair.agrees(rows[3:6])
-    weight = net.get_parameter("module.1.weight")
-    kept = weight.detach().clone()
-    with torch.no_grad():
-        weight[0, 0] = torch.nan
-    with pytest.raises(RunError, match=r"the weight '1.weight' is not finite"):
-        pair.step.step(rows[6])
-    with torch.no_grad():
-        weight.copy_(kept)
-    assert pair.agrees(rows[6:])
-
-
-def test_rows_of_numpy_are_taken_in_any_precision() -> None:
-    pair, rows = Pair(make("lstm")), np.random.default_rng(0).standard_normal((9, 2, 3))
-    assert pair.agrees(rows[:3])
-    assert pair.agrees(rows[3:6].astype(np.float16))
-    assert pair.agrees(torch.from_numpy(rows[6:]))
-    assert pair.agrees(rows[:, ::-1, ::-1])
-    listed: Any = rows[0].tolist()
-    assert torch.equal(pair.step.step(listed), pair.call(rows[:1])[0])
 
 
 @pytest.mark.parametrize("row", [torch.zeros(3, 3), torch.zeros(2, 4), torch.zeros(2, 3).int()])

@@ -47,12 +47,10 @@ from strategies import (
     named,
     remembering,
     seeds,
-    some_nets,
     start,
 )
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.gradient import segment
-from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
 
@@ -83,61 +81,6 @@ def test_rollout_is_the_net(
     where = random_resets(steps, lanes, seed) if resets else None
     found = played(net, rolled(net, chunk=chunk), x, state, where, loss)
     assert deviation(found, played(net, whole(net), x, state, where, loss)) < EXACT
-
-
-def drops_credit(patch: pytest.MonkeyPatch) -> None:
-    """Segment 1 gets no credit from the state after it."""
-    backward = Segment.backward
-
-    def changed(ctx: Any, outputs: Tensor | None, *credit: Tensor | None) -> Any:
-        return backward(ctx, outputs, *([None] * len(credit) if ctx.index == 1 else credit))
-
-    patch.setattr(Segment, "backward", staticmethod(changed))
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("loss", LOSSES)
-@some_nets("lstm", "namedtuple-state", "learnt-start")
-def test_rollout_that_loses_something_is_not_the_net(
-    row: Row, loss: Loss, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mutants: no resets, no state, credit lost at a boundary."""
-    net, x = row.net(), inputs(23, 2) * 0.3
-    state, resets = random_state(net, x), torch.zeros(23, 2, dtype=torch.bool)
-    resets[20, 1] = True
-    expected = played(net, whole(net), x, state, resets, loss)
-    play = rolled(net, chunk=7)
-    assert deviation(played(net, play, x, state, resets, loss), expected) < EXACT
-    assert (
-        deviation(
-            played(net, lambda x, state, _: play(x, state, None), x, state, resets, loss), expected
-        )
-        > 1e-6
-    )
-    assert (
-        deviation(
-            played(
-                net,
-                lambda x, state, resets: play(
-                    x, tt.state.map_leaves(lambda s: s * 0, state), resets
-                ),
-                x,
-                state,
-                resets,
-                loss,
-            ),
-            expected,
-        )
-        > 1e-6
-    )
-    drops_credit(monkeypatch)
-    broken = played(net, play, x, state, resets, loss).gradients
-    for part in (
-        "x",
-        next(name for name in broken if name.startswith("module")),
-        next(name for name in broken if name.startswith("state")),
-    ):
-        assert apart({part: broken[part]}, {part: expected.gradients[part]}) > 1e-7
 
 
 def test_module_whose_state_is_not_explicit_is_refused() -> None:

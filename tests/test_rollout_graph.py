@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from rollouts import EXACT, deviation, of_all, of_both, of_end, played, random_state, rolled, whole
+from rollouts import EXACT, deviation, of_all, of_both, played, random_state, rolled, whole
 from strategies import (
     FEATURES,
     HIDDEN,
@@ -23,7 +23,6 @@ from strategies import (
     weights,
 )
 from throughtime.errors import ModelError
-from throughtime.state import State
 
 
 def test_rollout_is_part_of_a_larger_graph() -> None:
@@ -63,37 +62,6 @@ def test_rollout_is_part_of_a_larger_graph() -> None:
         second.zero_grad()
     assert apart(found[1], found[0]) < EXACT
     assert all(g.abs().max() > 1e-9 for g in found[0].values())
-
-
-def test_rollouts_one_after_another_are_one() -> None:
-    net, x = named("namedtuple-state").net(), inputs(30, 2)
-
-    def in_two(x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        del resets
-        y, state = tt.rollout(net, x[:13], state, chunk=4)
-        more, state = tt.rollout(net, x[13:], state, chunk=5)
-        return torch.cat([y, more]), state
-
-    state = random_state(net, x)
-    assert (
-        deviation(
-            played(net, in_two, x, state, None, of_both),
-            played(net, whole(net), x, state, None, of_both),
-        )
-        < EXACT
-    )
-
-
-def test_several_losses_may_go_back_one_after_another() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
-    both = played(net, whole(net), x, None, None, lambda y, s: of_all(y, s) + of_end(y, s))
-    y, state = tt.rollout(net, x, chunk=4)
-    of_all(y, state).backward(retain_graph=True)
-    of_end(y, state).backward()
-    assert x.grad is not None
-    assert apart(gradients(net) | {"x": x.grad}, both.gradients) < EXACT
-    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-        of_all(y, state).backward()
 
 
 def test_gradients_may_be_asked_for_without_touching_any() -> None:

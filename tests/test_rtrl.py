@@ -5,9 +5,6 @@ Shapes: `T` steps, `B` lanes, `n` numbers of the state, `P` weights.
 
 import copy
 import doctest
-import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,7 +20,6 @@ from policy_data import (
     Complex,
     PolicyData,
     data_for,
-    deviation,
     plain,
     policy_gradients,
     summed,
@@ -36,20 +32,15 @@ from strategies import (
     Weights,
     apart,
     gradients,
-    inputs,
     named,
     recordings,
     seeds,
     some_nets,
     start,
-    states_apart,
     weights,
-    without_resets,
 )
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk, Source
-from throughtime.errors import ConfigError, RunError, StateError
-from throughtime.gradient import Objective, Policy, Progress, Update, UpdatePolicy
+from throughtime.errors import ConfigError, StateError
 
 EXACT = 1e-12
 NETS = (
@@ -88,52 +79,6 @@ def test_updates_sum_to_the_exact_gradient(
     assume(bool(data.mask.any()))
     results = policy_gradients(net, [data.chunk], RTRL(stride))
     assert apart(summed(results), exact(net, data)) < EXACT
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """RTRL whose influence is changed between two updates."""
-
-    change: Callable[[Tensor], Tensor]
-
-    def update(
-        self, net: Carried, source: Source, objective: Objective, at: Progress
-    ) -> tuple[Update | None, Progress]:
-        if at.memory is not None:
-            at = at._replace(memory=self.change(at.memory))
-        return RTRL(5).update(net, source, objective, at)
-
-
-def forgets_one_number(influence: Tensor) -> Tensor:
-    return torch.cat([torch.zeros_like(influence[:1]), influence[1:]])
-
-
-MUTANTS: dict[str, Policy | UpdatePolicy] = {
-    "forgets the influence": Mutant(torch.zeros_like),
-    "forgets the influence on one number": Mutant(forgets_one_number),
-    "mixes the lanes": Mutant(lambda influence: influence.flip(0)),
-    "truncates": tt.Truncated(5, 15),
-}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
-@some_nets("tensor-state", "lstm", "hides-cell")
-def test_mutant_does_not_sum_to_the_exact_gradient(row: Row, mutant: Policy | UpdatePolicy) -> None:
-    net = row.net()
-    data = data_for(net, 29, 2, 3, resets=0.03)
-    assert data.resets[1:].any()
-    expected = exact(net, data)
-    assert apart(summed(policy_gradients(net, [data.chunk], RTRL(5))), expected) < EXACT
-    assert apart(summed(policy_gradients(net, [data.chunk], mutant)), expected) > 1e-6
-    whole = without_resets(data.chunk)
-    assert apart(summed(policy_gradients(net, [whole], RTRL(5))), expected) > 1e-6
-
-
-def test_influence_forgotten_at_every_stride_is_a_truncation() -> None:
-    net, data = named("gru").net(), PolicyData.draw(29, 2, 3, resets=0.1, outputs=4)
-    mutant = policy_gradients(net, [data.chunk], Mutant(torch.zeros_like))
-    assert deviation(mutant, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
 
 
 def test_complex_states_are_refused() -> None:
@@ -206,46 +151,8 @@ def test_every_update_equals_the_recursion_written_out_while_the_weights_move(
     assert (apart(weights(net), before) > 1e-3) == (rate > 0)
 
 
-def test_carried_state_is_that_of_one_long_forward() -> None:
-    net, data = named("hides-cell").net(), PolicyData.draw(23, 2, 0, resets=0.1)
-    for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=RTRL(5)):
-        last = int(update.chunk.position[-1, 0]) + 1
-        _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
-        assert states_apart(update.state, expected) < EXACT
-        assert not any(leaf.requires_grad for leaf in tt.state.tensors(update.state))
-        assert not update.outputs.requires_grad
-
-
-def test_stride_without_valid_step_yields_nothing_but_carries_state_and_influence() -> None:
-    net, data = named("hides-cell").net(), PolicyData.draw(24, 2, 0)
-    mask = torch.zeros(24, 2, dtype=torch.bool)
-    mask[9, 1] = mask[22] = True
-    data = PolicyData(data.x, data.targets, data.resets, mask)
-    results = policy_gradients(net, [data.chunk], RTRL(3))
-    assert [steps for steps, *_ in results] == [1, 2]
-    assert apart(summed(results), exact(net, data)) < EXACT
-
-
 def stream(chunk: int = 8) -> tt.Stream:
     return tt.Stream(recordings([31, 17, 20]), lanes=2, chunk=chunk, warm_up=1)
-
-
-@examples(10)
-@given(
-    lengths=st.lists(st.integers(1, 15), min_size=1, max_size=4),
-    chunks=st.lists(st.sampled_from([1, 3, 7, 500]), min_size=2, max_size=2, unique=True),
-    stride=st.sampled_from([1, 4, 9]),
-)
-@some_nets("tensor-state", "hides-layer")
-def test_chunk_length_of_the_stream_changes_no_gradient(
-    row: Row, lengths: list[int], chunks: list[int], stride: int
-) -> None:
-    lanes = min(2, sum(lengths))
-    first, second = (
-        policy_gradients(row.net(), tt.Stream(recordings(lengths), lanes, c), RTRL(stride))
-        for c in chunks
-    )
-    assert deviation(first, second) == 0
 
 
 @pytest.mark.parametrize("done", [1, 4])
@@ -279,18 +186,6 @@ def test_resume_keeps_the_influence_to_the_bit(row: Row, done: int) -> None:
 def test_a_stride_out_of_range_is_refused(stride: int) -> None:
     with pytest.raises(ConfigError, match=f"stride={stride}: expected at least 1 step"):
         RTRL(stride)
-
-
-def test_gradient_that_is_not_finite_is_refused_and_nothing_touched() -> None:
-    net, data = named("hides-cell").net(), PolicyData.draw(20, 2, 0)
-    data.targets[13] = torch.nan
-    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=RTRL(5))
-    kept = [gradients(net) for _ in itertools.islice(run, 2)]
-    before = weights(net)
-    with pytest.raises(RunError, match="the gradient of steps 10 to 14 of the epoch is not finite"):
-        next(run)
-    assert apart(gradients(net), kept[-1]) == 0
-    assert apart(weights(net), before) == 0
 
 
 def test_frozen_parameters_take_no_part() -> None:
@@ -329,21 +224,6 @@ def test_whole_numbers_in_the_state_are_carried() -> None:
     assert run.state[1].dtype == torch.long
     net.zero_grad()
     assert apart(summed(policy_gradients(net, [data.chunk], RTRL(4))), exact(net, data)) < EXACT
-
-
-def test_gradients_add_up_until_they_are_zeroed() -> None:
-    net, data = named("tensor-state").net(), PolicyData.draw(20, 2, 0)
-    single = policy_gradients(net, [data.chunk], RTRL(5))
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=RTRL(5)):
-        pass
-    added = {name: torch.stack([g[name] for *_, g in single]).sum(0) for name in gradients(net)}
-    assert apart(gradients(net), added) < EXACT
-
-
-def test_no_valid_step_means_no_update() -> None:
-    mask = torch.zeros(9, 1, dtype=torch.bool)
-    chunk = Chunk.from_tensors(inputs(9, 1), torch.zeros(9, 1, 2).double(), mask=mask)
-    assert policy_gradients(named("lstm").net(), [chunk], RTRL(3)) == []
 
 
 def test_the_example_of_the_docstring_runs() -> None:

@@ -5,8 +5,6 @@ Shapes: `T` steps, `B` lanes, `N` units, `m` numbers in the state of a unit, `P`
 
 import copy
 import doctest
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,9 +21,7 @@ from policy_data import data_for, plain, policy_gradients, summed, train
 from quick import examples
 from strategies import FEATURES, Weights, apart, gradients, recordings, seeds, weights
 from throughtime.carry import Carried
-from throughtime.chunk import Source
-from throughtime.errors import ConfigError, RunError
-from throughtime.gradient import Objective, Progress, Update
+from throughtime.errors import ConfigError
 
 EXACT = 1e-12
 UNITS, OUTPUTS = 5, 4
@@ -107,41 +103,6 @@ def test_every_update_is_that_of_dense_rtrl_while_the_weights_move(kind: str, ra
     assert max(apart(a, b) for a, b in zip(*results, strict=True)) < EXACT
 
 
-@dataclass(frozen=True)
-class Changed:
-    """The policy with an influence that is changed between two updates."""
-
-    change: Callable[[Tensor], Tensor]
-
-    def update(
-        self, net: Carried, source: Source, objective: Objective, at: Progress
-    ) -> tuple[Update | None, Progress]:
-        if at.memory is not None:
-            at = at._replace(memory=self.change(at.memory))
-        return ElementwiseRTRL(5).update(net, source, objective, at)
-
-
-MUTANTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "forgets the influence": torch.zeros_like,
-    "mixes the lanes": lambda influence: influence.flip(0),
-    "gives a unit the weights of the next": lambda influence: influence.roll(FEATURES, 2),
-}
-
-
-@pytest.mark.parametrize("mutant", list(MUTANTS))
-@pytest.mark.parametrize("kind", ["minGRU", "trace units"])
-def test_mutant_does_not_sum_to_the_exact_gradient(kind: str, mutant: str) -> None:
-    net = net_of(kind)
-    data = data_for(net, 29, 2, 3, resets=0.03)
-    assert data.resets[1:].any()
-    ((_, _, expected),) = plain(net, data)
-    assert (
-        apart(summed(policy_gradients(net, [data.chunk], Changed(lambda s: s))), expected) < EXACT
-    )
-    results = policy_gradients(net, [data.chunk], Changed(MUTANTS[mutant]))
-    assert apart(summed(results), expected) > 1e-6
-
-
 class Mixing(MinGRU):
     """Units that read their neighbour's state."""
 
@@ -189,17 +150,6 @@ def test_resume_keeps_the_influence_to_the_bit(kind: str) -> None:
     rest.load_state_dict(saved[2])
     assert train(other_optimizer, rest) == losses
     assert apart(weights(other), weights(net)) == 0
-
-
-def test_gradient_that_is_not_finite_is_refused() -> None:
-    net = net_of("minGRU")
-    data = data_for(net, 20, 2, 0)
-    data.targets[13] = torch.nan
-    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=ElementwiseRTRL(5))
-    next(run)
-    next(run)
-    with pytest.raises(RunError, match="the gradient of steps 10 to 14 of the epoch is not finite"):
-        next(run)
 
 
 def test_a_stride_out_of_range_is_refused() -> None:

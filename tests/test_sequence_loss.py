@@ -5,7 +5,6 @@ calls the loss once for all of a window, or once for each run of a recording.
 """
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import pytest
@@ -256,15 +255,6 @@ def test_updates_are_those_of_autograd(name: str, outputs: int, policy: Any) -> 
     same(ours, by_hand(net, stream_of(), loss, policy))
 
 
-@POLICIES
-@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
-def test_a_learned_start_gets_its_gradient(name: str, policy: Any) -> None:
-    net, loss = net_of(learned=True), LOSSES[name]
-    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
-    ours = answers_of(net, stream_of(0), loss_fn, policy)
-    same(ours, by_hand(net, stream_of(0), loss, policy))
-
-
 @pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Truncated(4, 11), tt.Exact(cut_every=7)])
 @pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
 def test_accumulated_updates_are_weighted_by_what_the_loss_returns(name: str, policy: Any) -> None:
@@ -334,40 +324,6 @@ def test_dropout_in_a_loss_has_the_gradient_of_the_mask_of_its_value(policy: Any
 def test_an_additive_loss_may_drop_out(policy: Any) -> None:
     answers = answers_of(net_of(), stream_of(), tt.SequenceLoss(Dropped(), additive=True), policy)
     assert all(torch.isfinite(a.grads).all() and a.grads.any() for a in answers)
-
-
-@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
-@pytest.mark.parametrize(
-    "policy", [tt.Truncated(5), tt.Truncated(4, 11)], ids=["stride", "horizon"]
-)
-def test_a_run_resumes_to_the_bit(name: str, policy: Any) -> None:
-    loss = LOSSES[name]
-    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
-
-    def train(updates: Any, optimizer: Any, count: int) -> None:
-        for _ in range(count):
-            next(updates)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def made(net: Carried) -> Any:
-        stream = stream_of()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-        return stream, optimizer, tt.updates(net, stream, loss_fn, gradient=policy)
-
-    net = net_of(2)
-    _, optimizer, updates = made(net)
-    train(updates, optimizer, 2)
-    saved = deepcopy((net.state_dict(), optimizer.state_dict(), updates.state_dict()))
-    train(updates, optimizer, 2)
-    resumed = net_of(2)
-    _, optimizer, updates = made(resumed)
-    resumed.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    updates.load_state_dict(saved[2])
-    train(updates, optimizer, 2)
-    for ours, theirs in zip(resumed.parameters(), net.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("over", ["window", "recording"])

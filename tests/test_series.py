@@ -7,7 +7,7 @@ Shapes: `T` steps, `B` lanes.
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -22,15 +22,12 @@ from torch import Tensor, nn
 import throughtime as tt
 from quick import examples
 from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds, without_resets
-from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError
 from throughtime.stream import StepArrays
-from throughtime.stream._collate import Collator
 from throughtime.stream._queue import ChunkQueue
 from throughtime.stream.recording import sample_checksum
 from throughtime.stream.sources import as_recording
-from throughtime.stream.targets import ForecastRecording
 
 LONGEST = 1000
 FIELDS = ("inputs", "targets", "mask", "recording", "position", "starts", "ends")
@@ -402,15 +399,6 @@ def test_updates_have_the_series_in_the_type_of_the_weights() -> None:
 # --- without targets ----------------------------------------------------------------------------
 
 
-def test_without_targets_every_step_counts_and_a_plain_loss_is_refused() -> None:
-    stream = tt.Stream(numbered([9, 6], targets=False), 2, 4, warm_up=2)
-    chunks = list(stream)
-    assert all(chunk.targets is None for chunk in chunks)
-    assert sum(chunk.valid_steps for chunk in chunks) == 15 - 2 - 2
-    with pytest.raises(DataError, match="the recordings of this stream have no targets"):
-        list(tt.updates(tt.carry(nn.LSTM(1, 1)), stream, nn.MSELoss(), gradient=tt.Truncated(4)))
-
-
 # --- other recordings ---------------------------------------------------------------------------
 
 
@@ -515,91 +503,4 @@ def test_chunks_of_which_one_lacks_a_series_are_not_joined() -> None:
                 join(several)
 
 
-def test_series_by_hand_have_the_steps_and_lanes_of_the_inputs() -> None:
-    with pytest.raises(DataError, match=r"w: shape \(4, 2\), expected the first two sizes \(5, 2"):
-        Chunk.from_tensors(torch.zeros(5, 2, 3), series={"w": torch.zeros(4, 2)})
-    chunk = Chunk.from_tensors(torch.zeros(5, 2, 3), series={"w": torch.ones(5, 2, 4)})
-    assert chunk[1:3]["w"].shape == (2, 2, 4)
-    assert chunk.valid_steps == 10
-
-
 # --- mutants ------------------------------------------------------------------------------------
-
-assemble, metadata_of, read_forecast = (
-    Collator._assemble,
-    ChunkMetadata.of,
-    ForecastRecording.read,
-)
-
-
-def late_series(self: Collator, role: str, sample: Any, reads: Any, steps: int) -> Any:
-    """Series one step later than their steps."""
-    rows = assemble(self, role, sample, reads, steps)
-    return np.ascontiguousarray(np.roll(rows, 1, 0)) if "series" in role else rows
-
-
-def other_lanes(self: Collator, role: str, sample: Any, reads: Any, steps: int) -> Any:
-    """Series that stay where they are when the lanes are shuffled."""
-    rows = assemble(self, role, sample, reads, steps)
-    return np.ascontiguousarray(rows[:, ::-1]) if "series" in role else rows
-
-
-def unpadded_series(self: Collator, role: str, sample: Any, reads: Any, steps: int) -> Any:
-    """Padding that has the last value of the lane."""
-    rows = assemble(self, role, sample, reads, steps)
-    for lane in range(self.lanes if "series" in role else 0):
-        stop = max((part.stop for part, _ in reads if part.lane == lane), default=0)
-        if 0 < stop < steps:
-            rows[stop:, lane] = rows[stop - 1, lane]
-    return rows
-
-
-def ends_at_padding(*tensors: Tensor) -> ChunkMetadata:
-    """Ends at the first step after the end of the data, too."""
-    resets, mask, recording, position, ends = tensors
-    return metadata_of(resets, mask, recording, position, ends | (recording < 0))
-
-
-def ends_at_cuts(*tensors: Tensor) -> ChunkMetadata:
-    """Ends at the last step of every chunk."""
-    resets, mask, recording, position, ends = tensors
-    ends = ends.clone()
-    ends[-1:] |= recording[-1:] >= 0
-    return metadata_of(resets, mask, recording, position, ends)
-
-
-def padding_in_runs(*tensors: Tensor) -> ChunkMetadata:
-    """Padding that belongs to the recording before it."""
-    resets, mask, recording, position, ends = tensors
-    return metadata_of(resets, mask, recording.clamp(min=0), position, ends)
-
-
-def shifted_series(self: ForecastRecording, start: int, stop: int) -> StepArrays:
-    """Series of later steps, as targets are."""
-    steps = read_forecast(self, start, stop)
-    last = {k: np.roll(rows, -1, axis=0) for k, rows in steps.series.items()}
-    return steps._replace(series=last)
-
-
-MUTANTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "late": (Collator, "_assemble", late_series),
-    "other lanes": (Collator, "_assemble", other_lanes),
-    "unpadded": (Collator, "_assemble", unpadded_series),
-    "ends at padding": (ChunkMetadata, "of", ends_at_padding),
-    "ends at cuts": (ChunkMetadata, "of", ends_at_cuts),
-    "padding in runs": (ChunkMetadata, "of", padding_in_runs),
-    "shifted": (ForecastRecording, "read", shifted_series),
-}
-
-
-def shifted_chunks() -> list[Chunk]:
-    lengths = [9, 5, 6]
-    recordings = [{**recording, "ahead": 2} for recording in numbered(lengths)]
-    return list(tt.Stream(recordings, 2, 4))
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert all_faults(shifted_chunks(), [9, 5, 6]) == []
-    monkeypatch.setattr(*MUTANTS[mutant])
-    assert all_faults(shifted_chunks(), [9, 5, 6]) != []

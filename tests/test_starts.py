@@ -4,18 +4,16 @@ Shapes: `T` steps, `B` lanes.
 """
 
 import copy
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from examples.policies.starts import AVERAGED, CarriedStart, NoiseStart, preceding
+from examples.policies.starts import CarriedStart, NoiseStart, preceding
 from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError
 from throughtime.gradient import Policy, Update
 
 WIDE = torch.float64
@@ -158,40 +156,6 @@ def test_windows_start_from_the_states_of_the_definition(
         assert torch.allclose(outputs[mask], rows[mask], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(("policy", "oracle"), list(ORACLES.values()), ids=list(ORACLES))
-def test_starts_of_the_other_definition_are_refused(policy: Policy, oracle: type[Oracle]) -> None:
-    """The mutant: zero states, and those of the other oracle."""
-    for other in ({Oracle, NoiseOracle} - {oracle}).pop(), ZeroOracle:
-        torch.manual_seed(0)
-        own = [loss for loss, _ in train(make_net(), make_stream(2), policy)]
-        torch.manual_seed(0)
-        expected = [loss for loss, _ in other(make_net(), make_stream(2)).run()]
-        assert own != pytest.approx(expected, rel=1e-3)
-
-
-class ZeroOracle(Oracle):
-    def initial(self, recording: int) -> Any:
-        del recording
-        return self.net.initial_state(1)
-
-
-def test_the_first_windows_start_from_the_initial_state() -> None:
-    policies: list[Policy] = [tt.Truncated(5), CarriedStart(5), NoiseStart(5)]
-    losses = [[loss for loss, _ in train(make_net(), make_stream(2), p)] for p in policies]
-    assert losses[0][0] == losses[1][0] == losses[2][0]
-    assert len({run[-1] for run in losses}) == 3
-
-
-def test_windows_in_order_from_carried_states_are_the_stream() -> None:
-    data = recordings((40,))
-    ordered = tt.Stream(tt.windows(data, 5), lanes=1, chunk=5, seed=None)
-    whole = tt.Stream(data, lanes=1, chunk=5, seed=None)
-    own = train(make_net(), ordered, CarriedStart(5), 1)
-    for got, expected in zip(own, train(make_net(), whole, tt.Truncated(5), 1), strict=True):
-        assert got[0] == expected[0]
-        assert torch.equal(got[1], expected[1])
-
-
 @pytest.mark.parametrize("policy", [CarriedStart(5), NoiseStart(5)], ids=["carried", "noise"])
 @pytest.mark.parametrize("at", [1, 4, 7, 9])
 def test_a_saved_training_resumes_to_the_bit(policy: Policy, at: int) -> None:
@@ -252,78 +216,6 @@ def test_an_update_that_is_made_again_starts_from_the_same_states(accumulate: in
         state = epoch.policy_state
 
 
-def test_what_was_saved_stays_as_it_is_while_training_goes_on() -> None:
-    policy = CarriedStart(5)
-
-    def losses(epoch: Any) -> list[float]:
-        return [float(update.loss) for update in epoch]
-
-    first = tt.updates(make_net(), make_stream(3), Loss(), gradient=policy)
-    losses(first)
-    known = first.policy_state
-    net, runs = make_net(), list[list[float]]()
-    with torch.no_grad():
-        for weight in net.parameters():
-            weight.mul_(2)  # whose windows end in other states
-    for _ in range(2):
-        epoch = tt.updates(net, make_stream(2), Loss(), gradient=policy, policy_state=known)
-        runs.append(losses(epoch))
-    assert runs[1] == runs[0]
-
-    epoch = tt.updates(net, make_stream(2), Loss(), gradient=policy, policy_state=known)
-    next(epoch)
-    saved = epoch.state_dict()
-    rest = losses(epoch)
-    for _ in range(2):
-        epoch.load_state_dict(saved)
-        assert losses(epoch) == rest
-
-
-def test_windows_of_an_epoch_that_was_left_have_not_ended() -> None:
-    policy, net, stream = CarriedStart(3), make_net(), make_stream(2)
-    epoch = tt.updates(net, stream, Loss(), gradient=policy)
-    next(epoch)
-    again = tt.updates(net, stream, Loss(), gradient=policy, policy_state=epoch.policy_state)
-    next(again)
-    ends, playing = again.policy_state
-    assert not ends
-    assert sorted(playing) == [0, 1]
-
-
-class Last(nn.Module):
-    """Its state is the last input, and the number of steps since the start, a whole number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, dtype=WIDE))
-
-    def initial_state(self, lanes: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(lanes, 2, dtype=WIDE), torch.zeros(lanes, dtype=torch.long)
-
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        before = torch.cat([state[0].unsqueeze(0), x[:-1]])
-        y = ((x + before) * self.weight).sum(2, keepdim=True)
-        return y, (x[-1], state[1] + len(x))
-
-
-def test_the_moments_follow_states_that_change_and_leave_counters() -> None:
-    """As a running mean: the latest thousand count."""
-    values = torch.arange(AVERAGED + 100, dtype=WIDE)
-    data = {"inputs": torch.stack([values, values.sin()], 1), "targets": torch.zeros(len(values))}
-    stream = tt.Stream(tt.windows(data, 1), lanes=1, chunk=1, seed=None, dtype=WIDE)
-    epoch = tt.updates(tt.carry(Last()), stream, Loss(), gradient=NoiseStart(1))
-    assert all(update.state[1].tolist() == [1] for update in epoch)
-    known, _ = epoch.policy_state
-    assert known["count"] == len(values)
-    mean = square = torch.zeros(2, dtype=WIDE)
-    for count, row in enumerate(data["inputs"], 1):
-        share = 1 / min(count, AVERAGED)
-        mean, square = mean + share * (row - mean), square + share * (row.square() - square)
-    torch.testing.assert_close(known["moments"][0], torch.stack([mean, square]))
-
-
 def test_noise_starts_all_windows_of_an_epoch_but_the_first_ones() -> None:
     net, stream = make_net(), make_stream(2, lengths=(20, 10, 30))
     torch.manual_seed(0)
@@ -332,48 +224,3 @@ def test_noise_starts_all_windows_of_an_epoch_but_the_first_ones() -> None:
         same = torch.allclose(update.outputs, zero)
         assert same == (i == 0)
         assert bool(update.chunk.resets[0].all())  # the chunk is that of the stream
-
-
-def test_a_learned_initial_state_gets_its_gradient_from_the_windows_that_start_there() -> None:
-    net = tt.carry(Learned())
-    next(tt.updates(net, make_stream(2), Loss(), gradient=CarriedStart(5)))
-    expected = tt.carry(Learned())
-    next(tt.updates(expected, make_stream(2), Loss(), gradient=tt.Truncated(5)))
-    start, other = (part.get_parameter("module.start").grad for part in (net, expected))
-    assert start is not None
-    assert other is not None
-    assert torch.allclose(start, other, rtol=1e-12)
-    assert bool(start.abs().min() > 0)
-
-
-class Learned(nn.Module):
-    """A GRU from a learned state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.start = nn.Parameter(torch.randn(4, dtype=WIDE))
-        self.rnn = nn.GRU(2, 4).double()
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.start.expand(lanes, 4)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y, state = self.rnn(x, state.unsqueeze(0).contiguous())
-        return y[..., :1], state[0]
-
-
-def test_accumulated_updates_carry_the_starts() -> None:
-    epoch = tt.updates(make_net(), make_stream(2), Loss(), gradient=CarriedStart(5), accumulate=2)
-    assert len(list(epoch)) == math.ceil(len(make_stream(2)) / 2)
-    ends, _ = epoch.policy_state
-    assert set(ends) <= set(range(len(make_stream(2).recordings)))
-    assert len(ends) > 5
-
-
-def test_whole_recordings_continue_nothing() -> None:
-    stream = tt.Stream(recordings(), lanes=2, chunk=5)
-    with pytest.raises(ConfigError, match=r"tt\.windows\(recordings, 100\)"):
-        next(tt.updates(make_net(), stream, Loss(), gradient=CarriedStart(5)))
-    noise = tt.updates(make_net(), stream, Loss(), gradient=NoiseStart(5))
-    assert len(list(noise)) == len(stream)

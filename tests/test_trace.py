@@ -15,8 +15,6 @@ import throughtime as tt
 from strategies import FEATURES, HIDDEN, Rotation, inputs, remembering, start
 from throughtime.diagnose.trace import Trace, trace
 from throughtime.errors import ModelError
-from throughtime.kernels import reference
-from throughtime.kernels.cells import Cell
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3
@@ -206,32 +204,6 @@ def check_layer(kind: str, net: nn.RNNBase) -> None:
     assert apart(found, whole.seen, mixed(whole.y, whole.after)) < EXACT
 
 
-def test_a_gate_off_by_a_factor_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: the forget gate's gradient without the derivative of what it multiplies."""
-    exact = reference.step
-
-    def wrong(cell: Cell, *args: Any) -> reference.Step:
-        result = exact(cell, *args)
-        return result._replace(gates={**result.gates, "f": result.states[1]})
-
-    monkeypatch.setattr(reference, "step", wrong)
-    with pytest.raises(AssertionError):
-        check_layer("lstm", layer("lstm"))
-
-
-def test_the_direct_part_alone_fails_the_law() -> None:
-    """The mutant: the gradient by `retain_grad` on the outputs alone is not dL/dh."""
-    net, x = layer("lstm"), inputs(STEPS, LANES)
-    with trace(net) as found:
-        y, _ = net(x)
-        y.retain_grad()
-        mixed(y, ()).backward()
-    direct = torch.as_tensor(y.grad)
-    apart_by_step = (found.last.gradients["layer0.h"] - direct).abs().amax((1, 2))
-    assert apart_by_step[-1] < EXACT
-    assert apart_by_step[:-1].min() > 1e-2
-
-
 CELLS = {
     "lstm": lambda: nn.LSTMCell(FEATURES, HIDDEN),
     "gru": lambda: nn.GRUCell(FEATURES, HIDDEN),
@@ -306,38 +278,6 @@ def test_an_unbatched_sequence_is_one_lane() -> None:
     whole = unrolled("lstm", net, x, (torch.zeros(1, 1, HIDDEN, dtype=torch.float64),) * 2)
     expected = torch.autograd.grad(mixed(whole.y, ()), whole.seen["layer0.c"])
     assert (found["layer0.c"][:, 0] - torch.stack(expected).norm(dim=(1, 2))).abs().max() < EXACT
-
-
-@pytest.mark.covering
-@every_kind
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_layers": 2, "batch_first": True},
-        {"num_layers": 2, "bidirectional": True},
-    ],
-    ids=["plain", "batch-first", "both-ways"],
-)
-@pytest.mark.parametrize("sizes", [(5, 1, 3, 4), (20, 20, 16, 32)], ids=["small", "large"])
-def test_outputs_are_the_untraced_ones_in_single_precision(
-    kind: str, options: dict[str, Any], sizes: tuple[int, ...]
-) -> None:
-    steps, lanes, features, hidden = sizes
-    net, x = KINDS[kind](features, hidden, **options), torch.randn(steps, lanes, features)
-
-    def run() -> tuple[Tensor, list[Tensor]]:
-        torch.manual_seed(1)
-        net.zero_grad()
-        y, _ = net(x)
-        y.square().mean().backward()
-        return y, [torch.as_tensor(p.grad).clone() for p in net.parameters()]
-
-    y, gradients = run()
-    with trace(net):
-        y_traced, traced = run()
-    assert torch.equal(y, y_traced)
-    torch.testing.assert_close(traced, gradients, rtol=1e-4, atol=1e-7)
 
 
 @every_kind
@@ -446,36 +386,6 @@ def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
         assert list(edges) == ["layer0.h", "layer0.c"]
         for edge, norms in zip(edges.values(), expected, strict=True):
             torch.testing.assert_close(edge, norms, rtol=EXACT, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
-def test_the_edge_of_a_cell_is_the_gradient_of_the_state_that_enters(kind: str) -> None:
-    cell, x = remembering(CELLS[kind]()), inputs(STEPS, LANES)
-    entering = tuple(
-        torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_()
-        for _ in range(2 if kind == "lstm" else 1)
-    )
-    with trace(cell) as found:
-        state: Any = entering if kind == "lstm" else entering[0]
-        for step in x.unbind(0):
-            state = cell(step, state)
-        (state[0] if kind == "lstm" else state).square().sum().backward()
-    for leaf, letter in zip(entering, "hc", strict=False):
-        norms = torch.as_tensor(leaf.grad).norm(dim=1)
-        torch.testing.assert_close(found.last.edges[f"cell.{letter}"], norms, rtol=EXACT, atol=0)
-
-
-def test_the_edge_of_a_pass_is_that_of_its_first_call() -> None:
-    net, x = layer("gru"), inputs(STEPS, LANES)
-    entering = torch.randn(1, LANES, HIDDEN, dtype=torch.float64, requires_grad=True)
-    with trace(net) as found:
-        state, outputs = entering, list[Tensor]()
-        for part in x.split(4):
-            y, state = net(part, state)
-            outputs.append(y)
-        mixed(torch.cat(outputs), ()).backward()
-    norms = torch.as_tensor(entering.grad)[0].norm(dim=1)
-    torch.testing.assert_close(found.last.edges["layer0.h"], norms, rtol=EXACT, atol=0)
 
 
 def test_a_reset_stops_the_gradient_of_its_lane_only() -> None:

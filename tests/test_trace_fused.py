@@ -5,9 +5,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
 
 import copy
-import gc
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -17,35 +15,25 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import throughtime as tt
-from policy_data import PolicyData
 from recurrences import needs_kernels
-from strategies import FEATURES, HIDDEN, apart, inputs, recordings, remembering
+from strategies import HIDDEN, inputs
 from test_trace import (
     EXACT,
-    KINDS,
     LANES,
     OPTIONS,
     STEPS,
-    called,
-    check_layer,
     every_kind,
     layer,
     mixed,
     states_for,
     unrolled,
 )
-from throughtime.carry import Carried
 from throughtime.diagnose.trace import Trace, trace
-from throughtime.gradient import Policy
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.cells import Cell
 from throughtime.kernels.dispatch import Backend
 from throughtime.nn import layers
 
 pytestmark = needs_kernels
-PROJECTED = pytest.mark.filterwarnings(
-    "ignore:LSTM with projections is not supported with oneDNN"
-)  # said by torch
 MANY: dict[str, dict[str, Any]] = {
     **OPTIONS,
     "no-bias-both-ways": {"bias": False, "bidirectional": True},
@@ -122,64 +110,6 @@ def test_every_norm_of_a_fused_layer_is_that_of_the_unrolled_loop(
     kind: str, options: dict[str, Any]
 ) -> None:
     check_norms(kind, layer(kind, **options), inputs(STEPS, LANES))
-
-
-@PROJECTED
-@pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"]
-)
-def test_every_norm_of_a_projected_lstm_is_that_of_the_unrolled_loop(
-    options: dict[str, Any],
-) -> None:
-    check_norms("lstm", layer("lstm", proj_size=2, **options), inputs(STEPS, LANES))
-
-
-@every_kind
-@pytest.mark.parametrize(
-    "sizes",
-    [(1, 1, 1), (2, 9, 33), (67, 2, 50), (13, 33, 17)],
-    ids=lambda s: "T{}-B{}-H{}".format(*s),
-)
-def test_norms_hold_at_odd_sizes(kind: str, sizes: tuple[int, int, int]) -> None:
-    steps, lanes, hidden = sizes
-    net = KINDS[kind](FEATURES, hidden).double()
-    x = inputs(steps, lanes)
-    plain = traced(net, lambda: net(x)[0].square().sum())
-    net = fused(net)
-    assert differs(traced(net, lambda: net(x)[0].square().sum()), plain) < EXACT
-
-
-@pytest.mark.covering
-@every_kind
-@every_option
-def test_a_fused_layer_is_traced_as_the_layer_of_torch_nn(
-    kind: str, options: dict[str, Any]
-) -> None:
-    net = layer(kind, **options)
-    x, states = inputs(STEPS, LANES), states_for(net)
-    plain = traced(net, lambda: loss_of(net, x, states))
-    other = fused(net)
-    assert differs(traced(other, lambda: loss_of(other, x, states)), plain) < EXACT
-
-
-@every_kind
-@every_option
-def test_every_gradient_of_a_fused_layer_is_that_of_the_unrolled_loop(
-    kind: str, options: dict[str, Any]
-) -> None:
-    check_layer(kind, fused(layer(kind, **options)))
-
-
-def test_single_precision_is_double_precision_to_rounding() -> None:
-    """Also far below and above where squares of single precision end."""
-    for kind, size in ((kind, size) for kind in KINDS for size in (1.0, 1e-25, 1e25)):
-        net, x = fused(layer(kind)), inputs(STEPS, LANES)
-        whole = traced(net, lambda net=net, x=x: net(x)[0].sum())
-        net.float()
-        single = traced(net, lambda net=net, x=x, size=size: net(x.float())[0].sum() * size)
-        for name in whole.names:
-            torch.testing.assert_close(single[name] / size, whole[name], rtol=1e-3, atol=1e-5)
-            assert single[name].dtype == torch.float64
 
 
 @pytest.mark.covering
@@ -283,13 +213,6 @@ def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str
     return results
 
 
-def test_a_gradient_that_crosses_a_reset_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: resets that the layer does not apply."""
-    monkeypatch.setattr(reference, "reset", lambda states, _: states)
-    with pytest.raises(AssertionError):
-        test_no_gradient_crosses_a_reset("lstm", "fused", False, monkeypatch)
-
-
 def test_autocast_is_traced_as_by_torch_nn() -> None:
     """To the rounding of bfloat16, which the two apply in other places.
 
@@ -348,82 +271,6 @@ def test_rows_of_a_jacobian_are_no_gradient_of_a_loss() -> None:
     assert results.count == 0
 
 
-def test_gates_under_each_other_s_names_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: f and g of an LSTM exchanged."""
-    exact = reference.step
-
-    def wrong(cell: Cell, *args: Any) -> reference.Step:
-        result = exact(cell, *args)
-        gates = {**result.gates, "f": result.gates["g"], "g": result.gates["f"]}
-        return result._replace(gates=gates)
-
-    monkeypatch.setattr(reference, "step", wrong)
-    with pytest.raises(AssertionError):
-        check_norms("lstm", layer("lstm"), inputs(STEPS, LANES))
-
-
-POLICIES: dict[str, Policy] = {
-    "truncated": tt.Truncated(10),
-    "horizon": tt.Truncated(10, horizon=25),
-    "exact": tt.Exact(chunk=7),
-}
-
-
-def carried(kind: str, fused: bool) -> Carried:
-    torch.manual_seed(0)
-    return tt.carry(
-        nn.Sequential(remembering(KINDS[kind](FEATURES, HIDDEN)), nn.Linear(HIDDEN, 2)).double(),
-        fused=fused,
-    )
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_pass_of_training_is_that_of_torch_nn(kind: str, policy: str) -> None:
-    seen = list[list[Mapping[str, Tensor]]]()
-    weights = list[dict[str, Tensor]]()
-    for fuse in (False, True):
-        net, passes = carried(kind, fuse), list[Mapping[str, Tensor]]()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        stream = tt.Stream(recordings([63, 41]), lanes=2, chunk=10, dtype=torch.float64)
-        with trace(net) as results:
-            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=POLICIES[policy]):
-                passes.append({name: results[name] for name in results.names})
-                optimizer.step()
-                optimizer.zero_grad()
-        seen.append(passes)
-        weights.append({name: weight.detach() for name, weight in net.named_parameters()})
-    assert apart(weights[0], weights[1]) < 1e-10
-    assert len(seen[0]) == len(seen[1]) > 0
-    for plain, other in zip(*seen, strict=True):
-        assert apart(dict(plain), dict(other)) < 1e-10
-
-
-def test_the_pieces_of_a_sweep_are_one_pass() -> None:
-    net, data = carried("lstm", True), PolicyData.draw(45, 2, 0, resets=0.03)
-    with trace(net, keep=9) as results:
-        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
-            net.zero_grad()
-    assert len(results.passes) == results.count == 1
-    with trace(net) as whole:
-        y, _ = net(data.x, net.initial_state(lanes=2), data.resets)
-        nn.MSELoss()(y.flatten(0, 1), data.targets.flatten(0, 1)).backward()
-    assert differs(results, whole) < EXACT
-
-
-def test_nothing_of_the_trace_is_left_and_the_graph_is_freed() -> None:
-    net, x = fused(layer("lstm")), inputs(STEPS, LANES)
-    with trace(net) as results:
-        y = net(x)[0]
-        gone = weakref.ref(torch.as_tensor(y).grad_fn)
-        y.sum().backward()
-    del y
-    gc.collect()
-    assert gone() is None
-    assert results["layer0.c"].shape == (STEPS, LANES)
-
-
 def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -439,12 +286,3 @@ def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
     net, x = fused(layer("gru", num_layers=2, bidirectional=True)), inputs(STEPS, LANES)
     traced(net, lambda: net(x)[0].square().sum())
     assert calls == ["kernel"] * 4 + ["reference"] * STEPS * 4
-
-
-def test_without_a_gradient_no_step_is_counted() -> None:
-    net, x = fused(layer("gru")).requires_grad_(False), inputs(STEPS, LANES)
-    with trace(net) as results:
-        net(x)
-        net.requires_grad_(True)
-        called(net, x, states_for(net))[0].sum().backward()
-    assert len(results["layer0.h"]) == STEPS

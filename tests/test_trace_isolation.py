@@ -153,33 +153,6 @@ def test_copies_of_a_traced_net_compute_with_their_own_weights() -> None:
         assert found.count == 0
 
 
-def test_outputs_may_be_written_into_as_before() -> None:
-    net, x = lstm(), inputs(STEPS, LANES)
-
-    def run() -> Tensor:
-        net.zero_grad()
-        y, _ = net(x)
-        y.mul_(2).square().sum().backward()
-        return torch.as_tensor(net.weight_hh_l0.grad).clone()
-
-    plain = run()
-    with trace(net):
-        assert (run() - plain).abs().max() < EXACT
-
-
-def test_weights_that_are_frozen_stay_without_gradient() -> None:
-    net = lstm()
-    net.weight_ih_l0.requires_grad_(False)
-    with trace(net) as found:
-        net(inputs(STEPS, LANES))[0].square().sum().backward()
-    assert net.weight_ih_l0.grad is None
-    assert net.weight_hh_l0.grad is not None
-    net.requires_grad_(False)
-    with trace(net) as nothing:
-        assert not net(inputs(STEPS, LANES))[0].requires_grad
-    assert (found.count, nothing.count) == (1, 0)
-
-
 @CELLS
 @pytest.mark.parametrize("loss", [lambda y: (y**3).sum(), torch.sum], ids=["graph", "no-graph"])
 def test_second_derivatives_are_those_of_the_untraced_net(kind: Any, loss: Any) -> None:
@@ -294,40 +267,3 @@ def test_half_types_are_summed_wider_than_they_are(kind: Any) -> None:
         for weight in net.parameters()
     )
     assert all(found[name].dtype == torch.float64 for name in found.names)
-
-
-class Split(nn.Module):
-    """One node of the graph gives both parts of the state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into = nn.Linear(7, 8).double()
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        after, other = self.into(torch.cat([x, h], 1)).split(4, 1)
-        return after, other
-
-
-def test_a_gradient_that_does_not_come_is_no_fault() -> None:
-    cell, h = Split(), torch.zeros(2, 4).double()
-    with trace(cell, names={"": ("h", "c")}) as found:
-        for x in torch.randn(5, 2, 3).double():
-            h, _ = cell(x, h)
-        h.sum().backward()
-    assert found["cell.h"].shape == (5, 2)
-
-
-def test_passes_of_a_loop_are_not_joined_though_its_state_comes_back() -> None:
-    """A sine with a period of two chunks: a chunk's last state equals one that entered earlier."""
-    cell, head = nn.GRUCell(1, 4), nn.Linear(4, 1)
-    wave = torch.sin(torch.arange(8 * 60) * 2 * torch.pi / 16).view(-1, 1, 1)
-    state, passes = torch.zeros(1, 4), list[int]()
-    with trace(cell) as found:
-        for chunk in wave.split(8):
-            state, total = state.detach(), torch.zeros(())
-            for x in chunk:
-                state = cell(x, state)
-                total = total + head(state).square().sum()
-            total.backward()
-            passes.append(len(found["cell.h"]))
-    assert set(passes) == {8}

@@ -5,11 +5,10 @@ A traced update is made with a graph; the others, as `every` skips them, in one 
 Shapes: `T` steps, `B` lanes.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import chain, count
+from itertools import count
 from typing import Any
 
 import pytest
@@ -17,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from processes import PATIENCE
 from recurrences import needs_kernels
-from test_fused_update import LAYERS, by_graph, calls, make, recordings
+from test_fused_update import LAYERS, calls, make, recordings
 from throughtime.carry import Carried
 from throughtime.diagnose._trace_summary import BackwardRecord
 from throughtime.diagnose.trace import Trace, trace
@@ -139,21 +137,6 @@ def copied(record: BackwardRecord) -> dict[str, Tensor]:
     return {name: norms.clone() for name, norms in record.norms.items()}
 
 
-def test_a_record_does_not_change_after_it_is_read() -> None:
-    net, read, copies = make("gru"), list[BackwardRecord](), list[dict[str, Tensor]]()
-    with trace(net, keep=2) as result:
-        for at, _ in enumerate(updates(net)):
-            if at % 2:
-                read.append(result.last)
-                copies.append(copied(result.last))
-    assert len(read) > 3
-    assert all(
-        torch.equal(record.norms[name], norms)
-        for record, then in zip(read, copies, strict=True)
-        for name, norms in then.items()
-    )
-
-
 def test_an_error_leaves_the_passes_that_were_made() -> None:
     """A class that does not exist; then a gradient that is not finite."""
     net = make("lstm")
@@ -181,19 +164,6 @@ def test_an_error_leaves_the_passes_that_were_made() -> None:
             train(net)
         assert result.count == count + 1  # the trace says where it exploded
         assert not result["0.layer0.h"].isfinite().all()
-
-
-def test_updates_and_passes_of_one_s_own_are_counted_alike() -> None:
-    net = make("gru")
-    x = torch.randn(7, 2, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    at = 0
-    with trace(net, keep=9) as result:
-        for at, _ in enumerate(updates(net)):
-            if at in {2, 3}:
-                y, _ = net(x, net.initial_state(lanes=2))
-                torch.autograd.grad(y.square().sum(), list(net.parameters()))
-                assert len(result["0.layer0.h"]) == 7
-    assert result.count == at + 3
 
 
 def test_each_layer_may_have_a_trace_of_its_own(calls: list[int]) -> None:
@@ -270,38 +240,6 @@ def test_a_closed_trace_records_nothing_and_updates_are_single_calls_again(
     assert all(torch.equal(result[name], before) for name, before in norms.items())
 
 
-def test_another_thread_reads_whole_passes() -> None:
-    """A record that is read while updates are made is one of their passes."""
-    net = make("lstm")
-    with trace(net, keep=1000) as result:
-        train(net)
-        train(net)
-    expected, net, read = [copied(one) for one in result.passes], make("lstm"), list[Any]()
-    over, reading = threading.Event(), threading.Event()
-    with trace(net) as result:
-
-        def read_passes() -> None:
-            while not over.is_set():
-                read.extend(result.passes)
-                if len(read) > 1:
-                    reading.set()
-
-        reader = threading.Thread(target=read_passes)
-        reader.start()
-        try:
-            for update, _ in enumerate(chain(updates(net), updates(net))):
-                assert update < 3 or reading.wait(PATIENCE)  # a busy machine may start it late
-        finally:
-            over.set()
-            reader.join()
-    assert all(
-        any(
-            all(torch.equal(record.norms[n], norms) for n, norms in one.items()) for one in expected
-        )
-        for record in set(read)
-    )
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("every", [2, 3, 100])
 @pytest.mark.parametrize("kind", ["lstm", "stacked"])
@@ -325,29 +263,6 @@ def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
     assert max(differs(one, other) for one, other in pairs) < EXACT
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_recomputation_belongs_to_its_backward_pass(reentrant: bool) -> None:
-    """Of a checkpointed net, and so in every pass."""
-    from torch.utils.checkpoint import checkpoint
-
-    net = nn.LSTM(3, 4).double()
-
-    def called(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y, after = net(x, (h, c))
-        return y, *after
-
-    with trace(net, keep=9) as result:
-        for seed in range(4):
-            generator = torch.Generator().manual_seed(seed)
-            x = torch.randn(12, 2, 3, dtype=torch.float64, generator=generator).requires_grad_()
-            state, outputs = [torch.zeros(1, 2, 4, dtype=torch.float64)] * 2, list[Tensor]()
-            for part in x.split(4):
-                y, *state = checkpoint(called, part, *state, use_reentrant=reentrant)
-                outputs.append(y)
-            torch.cat(outputs).square().mean().backward()
-    assert [len(one.norms["layer0.h"]) for one in result.passes] == [12] * 4
-
-
 def test_updates_of_another_net_are_not_counted() -> None:
     net, other = make("lstm"), make("gru")
     with trace(net, keep=9) as result:
@@ -355,13 +270,3 @@ def test_updates_of_another_net_are_not_counted() -> None:
         count = result.count
         train(other)
     assert result.count == count > 1
-
-
-def test_the_graph_gives_what_single_calls_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the first test compares two implementations."""
-    net, other = make("lstm"), make("lstm")
-    train(net)
-    by_graph(monkeypatch)
-    train(other)
-    assert not torch.equal(weights(net), weights(other))
-    assert (weights(net) - weights(other)).abs().max() < EXACT

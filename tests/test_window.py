@@ -60,12 +60,6 @@ def test_the_next_window_leads_in_where_a_state_was_kept(
     assert all(w.lead <= w.keep <= w.stop for w in results)
 
 
-def test_a_plan_that_counts_a_step_twice_breaks_the_law() -> None:
-    """The mutant: windows that count all they run."""
-    mutant = [w._replace(counted=w.start) for w in plans(10, 4, 2, 0, jitter=False, seed=0)]
-    assert [step for w in mutant for step in range(w.counted, w.stop)] != list(range(10))
-
-
 def test_numbers_that_are_not_whole_are_refused() -> None:
     half: float = 10.5
     with pytest.raises(ConfigError, match=r"stride=10\.5: expected a whole number of at least 1"):

@@ -36,26 +36,6 @@ class MaskGRU(nn.Module):
         return mask * spec, h
 
 
-class MaskLSTM(nn.Module):
-    """Enhancement style without a state: (B, F, T) in, the mask out, zeros inside."""
-
-    def __init__(self, bins: int = BINS, hidden: int = 6) -> None:
-        super().__init__()
-        self.inp = nn.Sequential(nn.Linear(bins, 7), nn.Tanh())
-        self.lstm = nn.LSTM(7, hidden, batch_first=True)
-        self.out = nn.Sequential(nn.Linear(hidden, bins), nn.Sigmoid())
-
-    def forward(self, magnitude: Tensor) -> Tensor:
-        x = self.inp(magnitude.permute(0, 2, 1))
-        x, _ = self.lstm(x)
-        return self.out(x).permute(0, 2, 1)
-
-
-def _mask_lstm_step(m: MaskLSTM, x: Tensor, state):
-    out, state = m.lstm(m.inp(swap(x)), state)
-    return swap(m.out(out)), state
-
-
 class NoiseGains(nn.Module):
     """RNNoise style: three GRUs wired across, a list of states, gains and voice activity."""
 
@@ -99,25 +79,6 @@ class DetachedGRU(nn.Module):
         return torch.sigmoid(self.fc(y)), h
 
 
-class DetachedList(nn.Module):
-    """Speech net style: a list of hidden states, each layer's entry detached before its use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.LSTM(BINS, 6), nn.LSTM(6, 4)])
-        self.out = nn.Linear(4, BINS)
-
-    def forward(self, x: Tensor, hidden):
-        new = []
-        for layer, (h, c) in zip(self.layers, hidden, strict=True):
-            x, state = layer(x, (h.detach(), c.detach()))
-            new.append(state)
-        return self.out(x), new
-
-    def init_hidden(self, batch_size: int):
-        return [(torch.zeros(1, batch_size, n), torch.zeros(1, batch_size, n)) for n in (6, 4)]
-
-
 class DualPath(nn.Module):
     """Dual-path style: a bidirectional GRU over frequency, a causal one over time."""
 
@@ -150,22 +111,6 @@ class DualPathPlain(DualPath):
         return super().forward(spec)[0]
 
 
-class RowsOverFrequency(nn.Module):
-    """Multi-band style: a bidirectional LSTM over the bands, an LSTM over time on what it saw."""
-
-    def __init__(self, bands: int = BINS) -> None:
-        super().__init__()
-        self.band_rnn = nn.LSTM(1, 2, batch_first=True, bidirectional=True)
-        self.time_rnn = nn.LSTM(4 * bands, 6, batch_first=True)
-        self.out = nn.Linear(6, bands)
-
-    def forward(self, x: Tensor, hidden=None):
-        B, T, K = x.shape
-        bands, _ = self.band_rnn(x.reshape(B * T, K, 1))
-        y, hidden = self.time_rnn(bands.reshape(B, T, -1), hidden)
-        return self.out(y), hidden
-
-
 class LookaheadGRU(nn.Module):
     """Low-latency style: one future frame joins every frame (zeros after the last)."""
 
@@ -178,27 +123,6 @@ class LookaheadGRU(nn.Module):
         future = F.pad(x, (0, 0, -1, 1))
         y, h = self.gru(torch.cat([x, future], dim=-1), h)
         return self.fc(y), h
-
-
-class OnRequest(nn.Module):
-    """Streaming style: the state comes back only with return_state=True."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(BINS, 6, batch_first=True)
-        self.fc = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor, state: Tensor | None = None, return_state: bool = False):
-        y, state = self.gru(x, state)
-        y = self.fc(y)
-        if return_state:
-            return y, state
-        return y
-
-
-def _on_request_step(m: OnRequest, x: Tensor, state):
-    y, state = m(swap(x), state, return_state=True)
-    return swap(y), state
 
 
 class RunningNorm(nn.Module):
@@ -264,23 +188,6 @@ class SpectrumOfTime(nn.Module):
         return self.fc(out)
 
 
-class SqueezedSpectrum(nn.Module):
-    """(B, 1, F, T) convolution people's style: frequency convolutions, GRU over time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, kernel_size=(3, 1), padding=(1, 0))
-        self.gru = nn.GRU(2 * BINS, 6, batch_first=True)
-        self.fc = nn.Linear(6, BINS)
-
-    def forward(self, spec: Tensor, hidden: Tensor | None = None):
-        batch, bins, steps = spec.shape
-        x = F.elu(self.conv(spec.unsqueeze(1)))
-        x = x.reshape(batch, 2 * bins, steps).transpose(1, 2)
-        out, hidden = self.gru(x, hidden)
-        return self.fc(out).transpose(1, 2), hidden
-
-
 def _first(m: nn.Module, x: Tensor, state):
     y, state = m(swap(x), state)
     return swap(y), state
@@ -298,14 +205,6 @@ def _dual_path_step(m: DualPath, x: Tensor, state):
 
 CASES = [
     Case("mask_gru_spectrum", MaskGRU, floats(BINS), "carry", oracle=chunked(_spectrum)),
-    Case(
-        "mask_lstm_spectrum",
-        MaskLSTM,
-        floats(BINS),
-        "carry",
-        oracle=chunked(_mask_lstm_step),
-        plain=lambda m, x: from_spectrum(m(to_spectrum(x))),
-    ),
     Case(
         "noise_gains",
         NoiseGains,
@@ -332,8 +231,6 @@ CASES = [
         plain=lambda m, x: swap(m(swap(x))),
         note="the layer's state has B * F rows",
     ),
-    Case("bands_then_time", RowsOverFrequency, floats(BINS), "carry", oracle=chunked(_first)),
-    Case("state_on_request", OnRequest, floats(BINS), "carry", oracle=chunked(_on_request_step)),
     Case(
         "running_norm_dict",
         RunningNorm,
@@ -350,7 +247,6 @@ CASES = [
         oracle=stepped(_voice_step, _two_zeros),
         note="h and c without defaults; output (B,)",
     ),
-    Case("frequency_conv_gru", SqueezedSpectrum, floats(BINS), "carry", oracle=chunked(_spectrum)),
     Case(
         "detached_state",
         DetachedGRU,
@@ -358,15 +254,6 @@ CASES = [
         "refuse",
         reason="detach",
         oracle=chunked(_first),
-        shows=("detach",),
-    ),
-    Case(
-        "detached_list",
-        DetachedList,
-        floats(BINS),
-        "refuse",
-        reason="detach",
-        oracle=chunked(lambda m, x, s: m(x, s), lambda m, x: m.init_hidden(x.size(1))),
         shows=("detach",),
     ),
     Case(

@@ -6,25 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .case import Case, chunked, floats, stepped, swap
+from .case import Case, chunked, floats, swap
 
 D = 3
-
-
-class FrameConvLSTM(nn.Module):
-    """Time-distributed style: a convolution within every frame, frames folded into the batch."""
-
-    def __init__(self, samples: int = 9, hidden: int = 6, classes: int = 4) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(nn.Conv1d(1, 2, 3, stride=2), nn.ReLU(inplace=True), nn.Flatten())
-        self.lstm = nn.LSTM(8, hidden, batch_first=True)
-        self.classifier = nn.Linear(hidden, classes)
-
-    def forward(self, beats: Tensor) -> Tensor:
-        batch, steps, samples = beats.shape
-        features = self.conv(beats.view(batch * steps, 1, samples))
-        out, _ = self.lstm(features.view(batch, steps, -1))
-        return self.classifier(out)
 
 
 class PaddedConvLSTM(nn.Module):
@@ -113,23 +97,6 @@ class BatchNormLSTM(nn.Module):
         return self.fc(out)
 
 
-class EEGNorm(nn.Module):
-    """EEG decoder style: LayerNorm within the step, GRU, a residual added in place."""
-
-    def __init__(self, channels: int = 5) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(channels)
-        self.inp = nn.Linear(channels, 6)
-        self.gru = nn.GRU(6, 6, num_layers=2, batch_first=True, dropout=0.2)
-        self.head = nn.Linear(6, 4)
-
-    def forward(self, eeg: Tensor) -> Tensor:
-        x = self.inp(self.norm(eeg))
-        y, _ = self.gru(x)
-        y += x
-        return self.head(y)
-
-
 class InstanceNormGRU(nn.Module):
     """ECG style on (B, D, T): every channel normalised over the whole recording."""
 
@@ -184,21 +151,6 @@ class BiECG(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out, _ = self.lstm(x)
         return self.fc(out)
-
-
-class FlippedGRU(nn.Module):
-    """Imputation style: a second GRU reads the flipped sequence, both are joined."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forward_gru = nn.GRU(D, 4, batch_first=True)
-        self.backward_gru = nn.GRU(D, 4, batch_first=True)
-        self.fc = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        ahead, _ = self.forward_gru(x)
-        back, _ = self.backward_gru(torch.flip(x, [1]))
-        return self.fc(torch.cat([ahead, torch.flip(back, [1])], dim=-1))
 
 
 class MissingData(nn.Module):
@@ -259,43 +211,12 @@ class AttentiveHead(nn.Module):
         return self.fc(out)
 
 
-class Windows(nn.Module):
-    """Sensor-hub style: 3-channel streams, packed by optional lengths, zeros as start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(D, 6, batch_first=True)
-        self.fc = nn.Linear(6, 2)
-
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
-        if lengths is not None:
-            packed = nn.utils.rnn.pack_padded_sequence(
-                x, lengths, batch_first=True, enforce_sorted=False
-            )
-            out, _ = self.rnn(packed)
-            out, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
-        else:
-            out, _ = self.rnn(x)
-        return self.fc(out)
-
-
 def _again(m: nn.Module, x: Tensor, _: None):
     return swap(m(swap(x))), None
 
 
 def _channels_first(m: nn.Module, x: Tensor, _: None):
     return swap(m(x.permute(1, 2, 0).contiguous())), None
-
-
-def _frame_conv_step(m: FrameConvLSTM, x: Tensor, state):
-    out, state = m.lstm(m.conv(x[:, None])[:, None], state)
-    return m.classifier(out[:, 0]), state
-
-
-def _eeg_step(m: EEGNorm, x: Tensor, state):
-    front = m.inp(m.norm(swap(x)))
-    y, state = m.gru(front, state)
-    return swap(m.head(y + front)), state
 
 
 def _channels_step(m: ChannelsFirstLSTM, x: Tensor, state):
@@ -309,30 +230,7 @@ def _batch_norm_step(m: BatchNormLSTM, x: Tensor, state):
     return swap(m.fc(out)), state
 
 
-def _windows_step(m: Windows, x: Tensor, state):
-    out, state = m.rnn(swap(x), state)
-    return swap(m.fc(out)), state
-
-
 CASES = [
-    Case(
-        "beats_frame_conv",
-        FrameConvLSTM,
-        floats(9),
-        "carry",
-        oracle=stepped(_frame_conv_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="uses .view on its input",
-    ),
-    Case(
-        "eeg_norm_residual",
-        EEGNorm,
-        floats(5),
-        "carry",
-        oracle=chunked(_eeg_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="y += x after a GRU: its output is written in place",
-    ),
     Case(
         "channels_first_lstm",
         ChannelsFirstLSTM,
@@ -354,15 +252,6 @@ CASES = [
         floats(2 * D),
         "carry",
         oracle=chunked(lambda m, x, s: (lambda y, s: (swap(y), s))(*m(swap(x), s))),
-    ),
-    Case(
-        "optional_lengths",
-        Windows,
-        floats(D),
-        "carry",
-        oracle=chunked(_windows_step),
-        plain=lambda m, x: swap(m(swap(x))),
-        note="second parameter lengths=None is no state",
     ),
     Case(
         "valid_conv_context",
@@ -430,16 +319,6 @@ CASES = [
         floats(D),
         "refuse",
         reason="bidirectional",
-        oracle=chunked(_again),
-        shows=("lookahead",),
-    ),
-    Case(
-        "flipped_gru",
-        FlippedGRU,
-        floats(D),
-        "refuse",
-        reason="lookahead",
-        also=("bidirectional",),
         oracle=chunked(_again),
         shows=("lookahead",),
     ),
