@@ -44,8 +44,8 @@ test-all: $(INSTALLED)
 
 # The laws on a device that PyTorch computes on but that has no memory of the host: needs a C++ compiler, no GPU.
 # tests/device has its own and parts of other files; LAWS are files of the CPU, run there as well.
-LAWS := adaptive audit exact exact_delivery exact_finite exact_training ignite_stream lightning_stream \
-	randomized reach rtrl settling trace
+LAWS := adaptive audit exact delivery exact_training ignite_stream lightning_stream \
+	randomized reach example_policies settling trace
 ON_DEVICE = $(PYTEST) --device tests/device $(LAWS:%=tests/test_%.py)
 test-device: $(INSTALLED)
 	$(ON_DEVICE)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_truncated import windowed
 from torch import Tensor, nn
 
 import throughtime as tt
@@ -30,6 +29,7 @@ from strategies import (
     some_nets,
     start,
 )
+from test_truncated import windowed
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError

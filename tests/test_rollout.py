@@ -48,10 +48,13 @@ from strategies import (
     remembering,
     seeds,
     start,
+    states_apart,
+    weights,
 )
-from throughtime.errors import ConfigError, DataError, ModelError
+from throughtime.errors import ConfigError, DataError, LawError, ModelError
 from throughtime.gradient import segment
 from throughtime.state import State
+from throughtime.testing.rollout import CAUSES, Play
 
 
 @examples(12)
@@ -283,3 +286,290 @@ def test_what_cannot_be_rolled_out_is_refused(
 ) -> None:
     with pytest.raises(error, match=reason):
         tt.rollout(named("hides-layer").net(), x, **options)
+
+
+def test_rollout_is_part_of_a_larger_graph() -> None:
+    """An encoder before, another net after, a state computed before and used by another rollout."""
+    first, second = named("hides-layer").net(), named("tensor-state").net()
+    found = list[Weights]()
+    for play_first, play_second in (
+        (whole(first), whole(second)),
+        (rolled(first, chunk=3), rolled(second, chunk=4)),
+    ):
+        torch.manual_seed(1)
+        encoder, starter, link = (
+            nn.Linear(FEATURES, FEATURES).double(),
+            nn.Linear(2, HIDDEN).double(),
+            nn.Linear(2, FEATURES).double(),
+        )
+        x, z = encoder(inputs(30, 2)), starter(torch.ones(2, 2, dtype=torch.float64))
+        y, state = play_first(x, None, None)
+        more, end = play_second(link(y).tanh(), z, None)
+        again, _ = play_first(x.flip(0), state, None)  # the same net once more, from where it was
+        (more.square().mean() + again.square().mean() + y[3:5].sum() * end.sum()).backward()
+        parts = {
+            "first": first,
+            "second": second,
+            "encoder": encoder,
+            "starter": starter,
+            "link": link,
+        }
+        found.append(
+            {
+                f"{name}.{key}": g
+                for name, part in parts.items()
+                for key, g in gradients(part).items()
+            }
+        )
+        first.zero_grad()
+        second.zero_grad()
+    assert apart(found[1], found[0]) < EXACT
+    assert all(g.abs().max() > 1e-9 for g in found[0].values())
+
+
+def test_gradients_may_be_asked_for_without_touching_any() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
+    expected = played(net, whole(net), x, None, None, of_all)
+    y, state = tt.rollout(net, x, chunk=4)
+    (found,) = torch.autograd.grad(of_all(y, state), [x])
+    assert (found - expected.gradients["x"]).abs().max() < EXACT
+    assert x.grad is None
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_only_what_wants_a_gradient_gets_one() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
+    expected = played(net, whole(net), x, None, None, of_all).gradients
+    y, state = tt.rollout(net, x, chunk=4)
+    of_all(y, state).backward()
+    assert apart(gradients(net), {name: g for name, g in expected.items() if name != "x"}) < EXACT
+    assert x.grad is None
+    net.requires_grad_(requires_grad=False)
+    y, _ = tt.rollout(net, x, chunk=4)
+    assert not y.requires_grad
+    found = played(net, rolled(net, chunk=4), x, random_state(net, x), None, of_both)
+    net.requires_grad_(requires_grad=False)
+    assert deviation(found, played(net, whole(net), x, random_state(net, x), None, of_both)) < EXACT
+    assert found.gradients["x"].abs().max() > 1e-6
+
+
+def test_without_gradients_there_is_no_graph() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    expected, end = net(x, start(net, x))
+    for mode in (torch.no_grad, torch.inference_mode):
+        for chunk in (4, None):
+            with mode():
+                y, state = tt.rollout(net, x, chunk=chunk)
+            assert not y.requires_grad
+            assert (y - expected).abs().max() < EXACT
+            assert states_apart(state, end) < EXACT
+
+
+def test_second_derivatives_are_refused() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
+    y, state = tt.rollout(net, x, chunk=4)
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"a second derivative \(create_graph=True\).*call the net itself, net\(x, state,"
+            r" resets\)"
+        ),
+    ):
+        torch.autograd.grad(of_all(y, state), [x], create_graph=True)
+
+
+def test_weights_changed_before_the_backward_pass_are_refused() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    first, second = tt.rollout(net, x, chunk=4), tt.rollout(net, x, chunk=4)
+    of_all(*first).backward()
+    kept = gradients(net)
+    optimizer.step()
+    with pytest.raises(
+        ModelError,
+        match=r"weights were changed in place \(optimizer\.step\(\)\?\).*call backward first",
+    ):
+        of_all(*second).backward()
+    assert apart(gradients(net), kept) == 0
+    of_all(*tt.rollout(net, x, chunk=4)).backward()
+
+
+def test_inputs_changed_before_the_backward_pass_are_refused() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    y, state = tt.rollout(net, x, chunk=4)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        of_all(y, state).backward()
+
+
+def test_state_changed_before_the_backward_pass_changes_nothing() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    state = random_state(net, x)
+    expected = played(net, whole(net), x, state, None, of_all)
+    y, after = tt.rollout(net, x, state, chunk=4)
+    for leaf in (*tt.state.tensors(state), *tt.state.tensors(tt.state.detach(after))):
+        leaf.zero_()
+    of_all(y, after).backward()
+    assert (
+        apart(
+            gradients(net),
+            {name: g for name, g in expected.gradients.items() if name.startswith("module")},
+        )
+        < EXACT
+    )
+
+
+def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    expected = played(net, whole(net), x, None, None, of_all).gradients
+    calls = list[tuple[str, Tensor]]()
+    for name, p in net.named_parameters():
+        p.register_hook(lambda gradient, name=name: calls.append((name, gradient)))
+    of_all(*tt.rollout(net, x, chunk=4)).backward()
+    assert len(calls) == len(weights(net))
+    assert apart(dict(calls), {name: g for name, g in expected.items() if name != "x"}) < EXACT
+
+
+STEPS, LANES = 12, 3
+
+
+def rollout() -> tuple[Tensor, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    inputs = torch.randn(STEPS, LANES, 3, generator=draws, dtype=torch.float64)
+    starts = torch.zeros(STEPS, LANES, dtype=torch.bool)
+    starts[0] = starts[5, 1] = starts[8, 0] = starts[9, 1] = True
+    return inputs, starts, torch.zeros(1, LANES, 4, dtype=torch.float64)
+
+
+def gru() -> nn.GRU:
+    torch.manual_seed(1)
+    return tt.nn.GRU(3, 4).double()
+
+
+def by_steps(layer: nn.GRU, reset: Callable[[Tensor, Tensor, int], Tensor]) -> Play:
+    """An agent's own loop over `done`."""
+
+    def play(x: Tensor, h: Any, starts: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for t in range(len(x)):
+            h = reset(h, starts, t)
+            y, h = layer(x[t : t + 1], h)
+            outputs.append(y)
+        return torch.cat(outputs), h
+
+    return play
+
+
+def sound(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return h * ~starts[t, :, None]
+
+
+def late(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return h if t == 0 else h * ~starts[t - 1, :, None]
+
+
+def never(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    del starts, t
+    return h
+
+
+def wrong_lane(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return h * ~starts[t].roll(1)[:, None]
+
+
+def shuffled(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return (h * ~starts[t, :, None]).roll(1, dims=1)
+
+
+def leaky(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    """The value is reset, and its gradient goes on."""
+    return h - (h * starts[t, :, None]).detach()
+
+
+def check(play: Play, **options: Any) -> set[str]:
+    """The names of the laws that are broken."""
+    try:
+        laws = tt.testing.check_rollout(play, *rollout(), tolerance=1e-9, **options)
+    except LawError as error:
+        return {name for name in CAUSES if f"{name}: " in str(error)}
+    assert [law.name for law in laws] == list(CAUSES)
+    return set()
+
+
+def test_a_layer_with_resets_and_a_sound_loop_obey_the_laws() -> None:
+    layer = gru()
+    loop = by_steps(layer, sound)
+    assert check(layer) == set()
+    assert check(loop) == set()
+    assert check(layer, act=loop) == set()
+
+
+@pytest.mark.parametrize(
+    ("reset", "broken"),
+    [
+        (late, {"starts"}),
+        (never, {"starts"}),
+        (wrong_lane, {"starts"}),
+        (shuffled, {"environments"}),
+        (leaky, {"gradients"}),
+    ],
+)
+def test_each_fault_of_training_breaks_its_law(
+    reset: Callable[[Tensor, Tensor, int], Tensor], broken: set[str]
+) -> None:
+    assert broken <= check(by_steps(gru(), reset))
+
+
+@pytest.mark.parametrize("reset", [late, never, wrong_lane, shuffled])
+def test_each_fault_of_acting_alone_is_a_difference_from_training(
+    reset: Callable[[Tensor, Tensor, int], Tensor],
+) -> None:
+    layer = gru()
+    assert "acting" in check(layer, act=one_step(layer, reset))
+
+
+def one_step(layer: nn.GRU, reset: Callable[[Tensor, Tensor, int], Tensor]) -> Play:
+    """Steps that remember the starts of the step before, for a reset that is late."""
+    before: list[Tensor] = []
+
+    def play(x: Tensor, h: Any, starts: Tensor) -> tuple[Tensor, Tensor]:
+        known = torch.cat([*before[-1:], starts])
+        before.append(starts)
+        return layer(x, reset(h, known, len(known) - 1))
+
+    return play
+
+
+def test_the_state_of_the_end_of_an_episode_is_not_stored_for_its_start() -> None:
+    """Training that begins each minibatch from the state after its first step, as loops have it."""
+    layer = gru()
+
+    def play(x: Tensor, h: Any, starts: Tensor) -> tuple[Tensor, Tensor]:
+        stale = layer(x[:1], h, starts[:1])[1] if len(x) > 1 else h
+        return layer(x, stale, starts & (torch.arange(len(x)) > 0)[:, None])
+
+    assert "acting" in check(play)
+
+
+def test_outputs_may_be_several_and_acting_may_have_no_graph() -> None:
+    layer, head = gru(), nn.Linear(4, 2).double()
+
+    def actor_critic(x: Tensor, h: Any, starts: Tensor) -> tuple[Any, Any]:
+        y, h = layer(x, h, starts)
+        return (head(y), y.sum(dim=2)), h
+
+    assert check(actor_critic) == set()
+    assert check(actor_critic, act=torch.no_grad()(actor_critic)) == set()
+
+
+def test_a_rollout_that_shows_nothing_is_refused() -> None:
+    inputs, starts, state = rollout()
+    for refused in (
+        (inputs, torch.zeros_like(starts), state),
+        (inputs[:, :1], starts[:, :1], state[:, :1]),
+    ):
+        with pytest.raises(DataError, match="give a rollout of two"):
+            tt.testing.check_rollout(gru(), *refused)
+    with pytest.raises(DataError, match="nothing is checked"):
+        tt.testing.check_rollout(lambda x, h, _: (x, h), inputs, starts, state)

@@ -6,28 +6,40 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 import contextlib
 import gc
 import io
+import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 import throughtime as tt
+from quick import examples
 from strategies import (
     HidesLayer,
     LearntStart,
     Row,
     TensorState,
+    apart,
+    draw_lanes,
+    gradients,
     inputs,
     named,
     recordings,
     some_nets,
+    start,
     states_apart,
     weights,
 )
+from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, RunError
@@ -643,3 +655,424 @@ def test_a_loss_that_fails_says_what_it_got(loss_fn: nn.Module) -> None:
     (note,) = caught.value.__notes__
     kind = "of torch.float32 on cpu"
     assert f"outputs (25, 3) {kind} and targets (25,) {kind}" in note
+
+
+COUNTED: dict[str, Policy] = {
+    "horizon is stride": tt.Truncated(6),
+    "horizon beyond stride": tt.Truncated(5, 12),
+    "burn-in": tt.Truncated(7, 9, burn_in=3),
+    "one step": tt.Truncated(1),
+    "longer than the epoch": tt.Truncated(1000),
+    "exact": tt.Exact(),
+    "exact in segments": tt.Exact(chunk=4),
+    "exact with cuts": tt.Exact(cut_every=8),
+}
+DATA: dict[str, tuple[list[int], int, dict[str, Any]]] = {
+    "one": ([31], 1, {}),
+    "parts of one": ([41], 3, {}),
+    "handed on": ([41], 3, {"hand_off": True}),
+    "ragged ends": ([31, 7, 20, 3, 11], 3, {}),
+    "in order": ([6, 6, 12, 5], 1, {"seed": None}),
+    "common ends": ([8, 8, 8, 8], 2, {}),
+    "offset": ([31, 17], 2, {"offset": 9}),
+}
+UNKNOWN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "jitter": (tt.Truncated(6, jitter=True), {}),
+    "warm-up of the stream": (tt.Truncated(6), {"warm_up": 2}),
+    "random": (tt.Randomized(6), {}),
+    "measured": (tt.Adaptive(0.5, 4, 16), {}),
+}
+
+
+def updates_of(stream: Any, policy: Any, accumulate: int = 1) -> Updates:
+    torch.manual_seed(0)
+    net = tt.carry(nn.GRU(3, 2).double())
+    return tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("data", list(DATA.values()), ids=list(DATA))
+@pytest.mark.parametrize("policy", list(COUNTED.values()), ids=list(COUNTED))
+def test_length_is_the_number_of_updates_to_come(
+    policy: Policy, data: tuple[list[int], int, dict[str, Any]]
+) -> None:
+    lengths, lanes, options = data
+    stream = tt.Stream(recordings(lengths), lanes, 8, **options)
+    for accumulate, _ in product((1, 2, 3), range(2)):
+        updates = updates_of(stream, policy, accumulate)
+        total, yielded = len(updates), 0
+        for _update in updates:
+            yielded += 1
+            assert len(updates) == total - yielded
+        assert yielded == total > 0
+        assert (len(updates), bool(updates)) == (0, True)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize("policy", [tt.Truncated(5, 12), tt.Exact()], ids=["truncated", "exact"])
+def test_length_after_a_resume_is_that_of_the_rest(policy: Policy, taken: int) -> None:
+    def stream() -> tt.Stream:
+        return tt.Stream(recordings([8, 8, 13, 5]), 1, 8)
+
+    updates = updates_of(stream(), policy)
+    total = len(updates)
+    for _ in range(taken):
+        next(updates)
+    resumed = updates_of(stream(), policy)
+    resumed.load_state_dict(updates.state_dict())
+    assert len(resumed) == total - taken == len(list(resumed))
+
+
+@pytest.mark.parametrize(("policy", "options"), list(UNKNOWN.values()), ids=list(UNKNOWN))
+def test_a_number_that_is_not_known_is_an_error_and_the_loop_goes_on(
+    policy: Any, options: dict[str, Any]
+) -> None:
+    updates = updates_of(tt.Stream(recordings([31, 20]), 2, 8, **options), policy)
+    with pytest.raises(TypeError, match=re.escape("not known beforehand: a policy other than")):
+        len(updates)
+    assert updates
+    assert list(updates)  # which asks for the length, and does without
+
+
+def test_chunks_of_an_iterable_have_no_number() -> None:
+    updates = updates_of(iter(tt.Stream(recordings([31]), 1, 8)), tt.Truncated(6))
+    with pytest.raises(TypeError, match="an iterable of chunks"):
+        len(updates)
+    assert len(list(updates)) == 6
+
+
+def test_strides_without_a_target_are_counted_and_yield_nothing() -> None:
+    data = recordings([24])
+    data[0]["targets"][6:12] = float("nan")
+    updates = updates_of(tt.Stream(data, 1, 8), tt.Truncated(6))
+    assert (len(updates), len(list(updates))) == (4, 3)
+
+
+REMEMBERING = some_nets("tensor-state", "hides-layer", "learnt-start", "hides-cell", "dict-state")
+Played = dict[tuple[int, int], Tensor]  # outputs by recording and first step of a part
+
+
+def play(net: Carried, stream: tt.Stream, stride: int = 7) -> Played:
+    """The outputs of an epoch at fixed weights, part by part."""
+    rows: dict[tuple[int, int], list[Tensor]] = {}
+    at: dict[int, tuple[int, int]] = {}
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride)):
+        for lane in range(stream.lanes):
+            real = update.chunk.recording[:, lane] >= 0
+            if real.any():
+                first = (int(update.chunk.recording[0, lane]), int(update.chunk.position[0, lane]))
+                rows.setdefault(at.setdefault(lane, first), []).append(update.outputs[real, lane])
+    net.zero_grad()
+    return {part: torch.cat(outputs) for part, outputs in rows.items()}
+
+
+def unbroken(net: Carried, source: dict[str, Any]) -> Tensor:
+    """The outputs of the whole recording, run at once."""
+    x = torch.from_numpy(source["inputs"]).unsqueeze(1)
+    with torch.no_grad():
+        return net(x, start(net, x))[0][:, 0]
+
+
+def by_hand(net: Carried, source: dict[str, Any], length: int, epochs: int) -> list[list[Tensor]]:
+    """Outputs by epoch and part: each part starts where the one before ended an epoch ago."""
+    parts = torch.from_numpy(source["inputs"]).unsqueeze(1).split(length)
+    ends: list[Any] = [start(net, parts[0])] * len(parts)
+    epoch_outputs: list[list[Tensor]] = []
+    with torch.no_grad():
+        for epoch in range(epochs):
+            entering = [
+                start(net, part) if i == 0 or epoch == 0 else ends[i - 1]
+                for i, part in enumerate(parts)
+            ]
+            results = [net(part, state) for part, state in zip(parts, entering, strict=True)]
+            ends = [state for _, state in results]
+            epoch_outputs.append([outputs[:, 0] for outputs, _ in results])
+    return epoch_outputs
+
+
+def check_hand_off(net: Carried, lengths: list[int], lanes: int, epochs: int) -> None:
+    """Every epoch as by hand.
+
+    And as many epochs as a recording has parts give the outputs of one unbroken run.
+    """
+    sources = recordings(lengths)
+    stream = tt.Stream(sources, lanes, 50, hand_off=True)
+    length = stream.steps
+    oracle = [by_hand(net, source, length, epochs) for source in sources]
+    for epoch in range(epochs):
+        results = play(net, stream)
+        for i, source in enumerate(sources):
+            parts = [results[i, at] for at in range(0, lengths[i], length)]
+            assert (
+                max(
+                    float((p - q).abs().max()) for p, q in zip(parts, oracle[i][epoch], strict=True)
+                )
+                < 1e-12
+            )
+            if epoch >= len(parts) - 1:
+                assert float((torch.cat(parts) - unbroken(net, source)).abs().max()) < 1e-12
+
+
+@REMEMBERING
+def test_as_many_epochs_as_lanes_play_the_recording_unbroken(row: Any) -> None:
+    check_hand_off(row.net(), [103], 4, 5)
+    net = row.net()
+    stream = tt.Stream(recordings([103]), 4, 50, hand_off=True)
+    cold = torch.cat([results for _, results in sorted(play(net, stream).items())])
+    assert (
+        float((cold - unbroken(net, recordings([103])[0])).abs().max()) > 1e-3
+    )  # the mutant: a single, cold epoch
+
+
+@examples(15)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), wish=st.integers(2, 7))
+def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
+    lengths: list[int], wish: int
+) -> None:
+    lanes = max(draw_lanes(lengths, wish), len(lengths) + 1) if sum(lengths) > len(lengths) else 1
+    if lanes > 1:
+        check_hand_off(named("hides-layer").net(), lengths, lanes, lanes + 1)
+
+
+HANDING_ON: dict[str, Policy] = {
+    "horizon": tt.Truncated(6, 15),
+    "exact": tt.Exact(chunk=10),
+    "segment": tt.Exact(cut_every=9, chunk=4),
+    "randomized": tt.Randomized(8),
+}
+
+
+@pytest.mark.parametrize("policy", list(HANDING_ON.values()), ids=list(HANDING_ON))
+def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -> None:
+    net, sources = named("tensor-state").net(), recordings([59])
+    stream = tt.Stream(sources, 4, 50, hand_off=True)
+    x = torch.from_numpy(sources[0]["inputs"]).unsqueeze(1)
+    for _ in range(4):
+        run = tt.updates(net, stream, nn.MSELoss(), gradient=policy)
+        for _ in run:
+            net.zero_grad()
+    with torch.no_grad():
+        ends = [net(x[: 15 * lanes], start(net, x))[1] for lanes in (1, 2, 3)]
+    for lane, end in enumerate(ends, 1):
+        got = trees.select(stream._entering_state(net), [lane])
+        assert apart(dict(trees.leaves(got)), dict(trees.leaves(end))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(15), tt.Exact(chunk=4), tt.Exact(cut_every=15)],
+    ids=["truncated", "exact", "segment"],
+)
+def test_first_lane_starts_from_the_learnt_state_and_gives_it_its_gradient(policy: Policy) -> None:
+    net, sources = named("learnt-start").net(), recordings([60])
+    stream = tt.Stream(sources, 4, 50, hand_off=True)
+    list(tt.updates(net, stream, nn.MSELoss(), gradient=policy))
+    net.zero_grad()
+    entering, chunk = stream._entering_state(net), stream.read(0, 15)
+    next(tt.updates(net, stream, nn.MSELoss(), gradient=policy))
+    got = gradients(net)
+    net.zero_grad()
+    first = chunk.resets.clone()
+    first[:, 1:] = False  # the others go on
+    y, _ = net(chunk.inputs, entering, first)
+    assert chunk.targets is not None
+    nn.functional.mse_loss(y.flatten(0, 1), chunk.targets.flatten(0, 1)).backward()
+    expected = gradients(net)
+    assert apart(got, expected) < 1e-12
+    assert float(got["module.start"].norm()) > 1e-3
+    net.zero_grad()
+    y, _ = net(
+        chunk.inputs, entering, torch.zeros_like(first)
+    )  # the mutant: it goes on from the last lane of all
+    nn.functional.mse_loss(y.flatten(0, 1), chunk.targets.flatten(0, 1)).backward()
+    assert apart(gradients(net), expected) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({"warm_up": 3}, tt.Truncated(6)),
+        ({"warm_up": 3}, tt.Truncated(6, 9)),
+    ],
+)
+def test_warm_up_counts_where_a_state_is_cold_only(options: dict[str, Any], policy: Policy) -> None:
+    net = named("tensor-state").net()
+    stream = tt.Stream(recordings([50]), 4, 50, hand_off=True, **options)
+    counted = [
+        sum(update.steps for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy))
+        for _ in range(3)
+    ]
+    assert counted == [50 - 4 * 3, 50 - 3, 50 - 3]
+
+
+def test_without_hand_off_every_epoch_is_as_cold_as_the_first() -> None:
+    net = named("tensor-state").net()
+    stream = tt.Stream(recordings([103]), 4, 50)
+    first, second = play(net, stream), play(net, stream)
+    assert all(torch.equal(first[part], second[part]) for part in first)
+
+
+@pytest.mark.filterwarnings("ignore:lanes=4 for 1 recording")  # its parts are what is tested
+def test_evaluation_with_a_handing_stream_starts_cold() -> None:
+    net, source = named("tensor-state").net(), recordings([59])
+    stream = tt.Stream(source, 4, 50, hand_off=True)
+    cold = tt.evaluate(net, tt.Stream(source, 4, 50, hand_off=True), nn.MSELoss()).loss
+    list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(6)))
+    assert tt.evaluate(net, stream, nn.MSELoss()).loss == cold
+    assert math.isfinite(cold)
+
+
+STRIDE = 7
+
+
+def data(length: int = 75) -> dict[str, Any]:
+    """Targets with gaps: some strides have few, some none."""
+    one = recordings([length], outputs=1)[0]
+    one["targets"][np.arange(length) % 23 > 9] = np.nan
+    one["targets"][STRIDE : 2 * STRIDE] = np.nan
+    return one
+
+
+def net_of(outputs: int = 1) -> Carried:
+    torch.manual_seed(1)
+    return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, outputs))).double()
+
+
+def found(
+    policy: Policy, accumulate: int, source: dict[str, Any] | None = None
+) -> list[tuple[Tensor, float, int]]:
+    """Gradient, loss and steps of every update, at fixed weights."""
+    net = net_of()
+    told: list[tuple[Tensor, float, int]] = []
+    stream = tt.Stream(data() if source is None else source, 1, 10)
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate):
+        told.append((flat(net), update.loss.item(), update.steps))
+        net.zero_grad()
+    return told
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat(
+        [
+            torch.zeros(p.numel()).double() if p.grad is None else p.grad.flatten()
+            for p in net.parameters()
+        ]
+    )
+
+
+def strides(policy: Policy) -> list[tuple[Tensor, float, int]]:
+    """Sum the losses stride by stride; a stride without targets gets one more, subtracted again."""
+    told = dict(zip(_counted(), found(policy, 1), strict=True))
+    nothing = (torch.zeros_like(flat(net_of())), 0.0, 0)
+    return [told.get(at, nothing) for at in range(0, 75, STRIDE)]
+
+
+def _counted() -> list[int]:
+    valid = ~np.isnan(data()["targets"]).reshape(75)
+    return [at for at in range(0, 75, STRIDE) if valid[at : at + STRIDE].any()]
+
+
+def test_what_grad_held_before_is_added_to() -> None:
+    net = net_of()
+    for weight in net.parameters():
+        weight.grad = torch.ones_like(weight)
+    next(
+        tt.updates(
+            net, tt.Stream(data(), 1, 10), nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3
+        )
+    )
+    assert torch.allclose(flat(net) - 1, found(tt.Truncated(STRIDE), 3)[0][0], atol=1e-14)
+
+
+def test_failure_in_the_middle_leaves_grad_as_it_was() -> None:
+    net, calls = net_of(), [0]
+
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] > 4:
+            raise RuntimeError("enough")
+        return nn.functional.mse_loss(rows, targets)
+
+    for weight in net.parameters():
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="enough"):
+        next(
+            tt.updates(
+                net,
+                tt.Stream(data(), 1, 10),
+                loss_fn,
+                gradient=tt.Truncated(STRIDE),
+                accumulate=100,
+            )
+        )
+    assert torch.equal(flat(net), torch.ones_like(flat(net)))
+
+
+def test_resume_between_accumulated_updates_gives_the_same_bits() -> None:
+    def train(stop: int | None) -> Tensor:
+        net, stream = net_of(), tt.Stream(data(), 1, 10)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        going = tt.updates(
+            net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2
+        )
+        for i, _ in enumerate(going):
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == stop:
+                place, stream = going.state_dict(), tt.Stream(data(), 1, 10)
+                going = tt.updates(
+                    net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2
+                )
+                going.load_state_dict(place)
+                for _ in going:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                break
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    whole = train(None)
+    assert all(torch.equal(train(stop), whole) for stop in (0, 1, 3))
+
+
+def test_epoch_after_an_accumulated_one_begins_at_its_start() -> None:
+    net, stream = net_of(), tt.Stream(data(), 1, 10)
+    for epoch in range(3):
+        assert stream.epoch == epoch
+        assert (
+            sum(
+                u.steps
+                for u in tt.updates(
+                    net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=4
+                )
+            )
+            == 33
+        )
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0])
+def test_a_number_of_updates_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"accumulate=.*expected a whole number of at least 1"):
+        tt.updates(
+            net_of(),
+            tt.Stream(data(), 1, 10),
+            nn.MSELoss(),
+            gradient=tt.Truncated(STRIDE),
+            accumulate=wrong,
+        )
+
+
+def test_randomized_truncation_is_refused_with_the_way_out() -> None:
+    source, policy = tt.Stream(data(), 1, 10), tt.Randomized(10)
+    run = tt.updates(net_of(), source, nn.MSELoss(), gradient=policy, accumulate=2)
+    with pytest.raises(ConfigError, match=r"Randomized\(.*unbiased as they are.*zero_grad"):
+        next(run)
+
+
+def test_chunks_of_an_iterator_are_accumulated_too() -> None:
+    make: Callable[[], Carried] = net_of
+    a, b = make(), make()
+    chunks = list(tt.Stream(data(), 1, STRIDE))
+    for net, source in ((a, iter(chunks)), (b, tt.Stream(data(), 1, 10))):
+        for _ in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3):
+            pass
+    assert torch.equal(flat(a), flat(b))
