@@ -57,6 +57,7 @@ def main(words: list[str]) -> int:
         library = Path(sysconfig.get_path("purelib")) / LIBRARY
         os.environ.setdefault("THROUGHTIME_LIBRARY", str(library))
         os.environ["PYTHONPATH"] = os.pathsep.join([name, os.environ.get("PYTHONPATH", "")])
+        os.environ["MUTANT"] = "1"
         os.chdir(ROOT)
         for mutant in mutants:
             title = f"{mutant['file']}: {mutant['name']}"

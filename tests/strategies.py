@@ -393,25 +393,6 @@ Weights = dict[str, Tensor]
 Step = Callable[[Weights, Tensor, Any], tuple[Tensor, Any]]
 
 
-def rotation_step(p: Weights, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    h = state[0] @ p["module.turn"] + x @ p["module.into"]
-    return h @ p["module.read.weight"].T + p["module.read.bias"], (h,)
-
-
-def lstm_step(p: Weights, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    h, c = state
-    z = (
-        x @ p["module.lstm.weight_ih_l0"].T
-        + p["module.lstm.bias_ih_l0"]
-        + h @ p["module.lstm.weight_hh_l0"].T
-        + p["module.lstm.bias_hh_l0"]
-    )
-    i, f, g, o = z.chunk(4, dim=1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
-    return h @ p["module.head.weight"].T + p["module.head.bias"], (h, c)
-
-
 def without_resets(chunk: Chunk) -> Chunk:
     """The steps of a chunk as those of recordings that go on."""
     resets, *others = (getattr(chunk.metadata, name)[chunk.span] for name in PER_STEP)

@@ -17,9 +17,7 @@ import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, deviation, gradients_of, policy_gradients
 from quick import examples
 from strategies import (
-    HIDDEN,
     Noisy,
-    Rotation,
     Row,
     gradients,
     inputs,
@@ -29,7 +27,6 @@ from strategies import (
     some_nets,
     start,
 )
-from test_truncated import windowed
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError
@@ -44,16 +41,6 @@ BIASES = st.dictionaries(
 
 def stream(*lengths: int, lanes: int = 2, chunk: int = 16) -> tt.Stream:
     return tt.Stream(recordings(lengths or [400, 400]), lanes=lanes, chunk=chunk)
-
-
-def forgetful() -> Carried:
-    """A net that retains under 1 % of its state per step: one step of credit is nearly all."""
-    net = named("hides-layer").net()
-    net.module.get_parameter("lstm.weight_hh_l0").data.mul_(1e-3)
-    net.module.get_parameter("lstm.bias_ih_l0").data[
-        HIDDEN : 2 * HIDDEN
-    ] = -7.0  # what the forget gate lets through
-    return net
 
 
 class Scripted:
@@ -143,16 +130,6 @@ def test_horizons_double_from_the_shortest_to_the_longest(
     assert tt.Adaptive(0.1, least, most).horizons == expected
 
 
-def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum() -> None:
-    net, policy = forgetful(), tt.Adaptive(0.1, 4, 32, every=2, patience=3)
-    long = {"horizon": 32, "biases": [], "shorter": 0, "since": 2}
-    run = tt.updates(net, stream(500, 500), nn.MSELoss(), gradient=policy, policy_state=long)
-    seen = [run.policy_state["horizon"] for _ in itertools.islice(run, 26)]
-    assert seen[:5] == [32, 32, 32, 32, 16]  # measured before updates 1, 3 and 5
-    assert [h for h, _ in itertools.groupby(seen)] == [32, 16, 8, 4]
-    assert all(bias < 0.1 for bias in dict(run.policy_state["biases"]).values())
-
-
 def measured(net: Carried, data: PolicyData, state: Any, policy: tt.Truncated) -> float:
     """The relative bias of a truncation over all of the data, by autograd over the whole of it."""
     y, _ = net(data.x, start(net, data.x) if state is None else state, data.resets)
@@ -218,36 +195,6 @@ def test_updates_equal_those_of_a_truncation_at_that_horizon(
     assert deviation(results, expected) == 0
 
 
-LONG: dict[int, float] = dict.fromkeys((2, 4, 8), 0.9)
-SHORT: dict[int, float] = dict.fromkeys((2, 4, 8), 0.0)
-
-
-def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From 2 to 8 at the fourth update: earlier steps are freed, so windows grow by one stride."""
-    net, data = named("hides-layer").net(), PolicyData.draw(40, 2, 0, resets=0.05)
-    Scripted(monkeypatch, [SHORT, SHORT, SHORT, LONG])
-    results = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
-    windows = [
-        (max(0, stop - (2 if stop <= 6 else 8), 6 if stop > 6 else 0), stop - 2, stop)
-        for stop in range(2, 41, 2)
-    ]
-    assert windows[:6] == [(0, 0, 2), (2, 2, 4), (4, 4, 6), (6, 6, 8), (6, 8, 10), (6, 10, 12)]
-    assert deviation(results, windowed(net, data, windows)) < 1e-11
-
-
-def test_horizon_persists_from_epoch_to_epoch() -> None:
-    net, policy, source = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32, every=1000), stream()
-    learnt: Any = None
-    for _ in range(2):
-        run = tt.updates(net, source, nn.MSELoss(), gradient=policy, policy_state=learnt)
-        assert [u.chunk.steps for u in run] == [32] * 12 + [16]
-        net.zero_grad()
-        learnt = run.policy_state
-    assert learnt["since"] == 26  # measured before the first update alone
-
-
 def train(
     optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000
 ) -> list[tuple[int, float]]:
@@ -303,18 +250,6 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
     )
 
 
-def test_near_the_end_of_an_epoch_it_measures_on_what_is_left_or_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A horizon is compared on twice its length at least."""
-    scripted = Scripted(monkeypatch, [SHORT])
-    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 8, every=1)
-    policy_gradients(net, stream(35, 35), policy)
-    left = list(range(35, 0, -2))
-    assert scripted.steps == [min(32, n) for n in left if n >= 4]
-    assert scripted.asked == [[h for h in (2, 4, 8) if 2 * h <= n] for n in left if n >= 4]
-
-
 def test_steps_that_do_not_count_are_not_measured() -> None:
     net, data = named("tensor-state").net(), PolicyData.draw(40, 1, 0)
     mask = torch.zeros(40, 1, dtype=torch.bool)
@@ -352,19 +287,3 @@ def test_setting_out_of_range_is_refused(setting: dict[str, Any], message: str) 
     settings_: dict[str, Any] = {"tolerance": 0.1, "min": 5, "max": 40, **setting}
     with pytest.raises(ConfigError, match=message):
         tt.Adaptive(**settings_)
-
-
-class Silent(Rotation):
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, h = self.play(x, self.zeros(x) if state is None else state)
-        return y * 0, h
-
-
-def test_gradient_of_zero_has_no_bias() -> None:
-    policy = tt.Adaptive(0.1, 2, 8)
-    net = lawless(tt.carry(Silent().double()), inputs(3, 2))
-    chunk = Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))
-    run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
-    gradients_of(net, run)
-    assert run.policy_state["horizon"] == 2
-    assert set(dict(run.policy_state["biases"]).values()) == {0.0}

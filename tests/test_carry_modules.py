@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from modules import BY_NAME, CASES
 from modules.case import Case
-from modules.check import build, error, errors, gradients, lengths_of, restarted
+from modules.check import build, error, errors, faults, gradients, lengths_of, restarted
 from throughtime.carry import Carried, _search
 from throughtime.carry._laws import Laboratory, Law
 from throughtime.carry._search import Search
@@ -190,14 +190,6 @@ def test_the_module_of_a_carried_net_is_unchanged(case: Case) -> None:
     weights = net.module.state_dict()
     assert weights.keys() == before.weights.keys()
     assert all(torch.equal(value, before.weights[name]) for name, value in weights.items())
-
-
-@rows(CARRIED)
-def test_the_module_of_a_carried_net_works_by_itself(case: Case) -> None:
-    net, alone, x, *_ = carried(case)
-    play(net, x, lengths_of(len(x))[1])
-    expected = Expected(alone, case.oracle(alone, x, [len(x)]))
-    assert expected.deviation(net, case.oracle(net.module, x, [len(x)])) <= EXACT
 
 
 # ------------------------------------------------------------ refusals
@@ -637,3 +629,30 @@ def test_without_the_law_of_memory_a_net_without_one_is_accepted(
     assert "do not depend on the state" in (refusal(BY_NAME["step_mlp"]) or "")
     remove(monkeypatch, "memory")
     assert refusal(BY_NAME["step_mlp"]) is None
+
+
+every_case = pytest.mark.parametrize("case", [pytest.param(c, id=c.name) for c in CASES])
+
+
+def test_no_name_is_used_twice() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@every_case
+def test_a_case_is_what_it_claims(case: Case) -> None:
+    assert faults(case) == []
+
+
+@pytest.mark.slow  # 400 more modules and streams: 8 s
+@pytest.mark.parametrize("seed", [10, 20])
+@every_case
+def test_a_case_is_what_it_claims_with_other_weights(case: Case, seed: int) -> None:
+    assert faults(case, seed) == []
+
+
+@every_case
+def test_an_oracle_runs_in_float32(case: Case) -> None:
+    torch.set_default_dtype(torch.float32)
+    module, x = build(case)
+    assert x.dtype == torch.float32 or not x.is_floating_point()
+    assert case.oracle(module, x, [len(x)]).isfinite().all()

@@ -264,30 +264,6 @@ def test_the_potential_of_silent_neurons_is_carried_and_leaks_into_no_recording(
     assert torch.equal(in_chunks(net, x, (3, 4))[0], in_chunks(net, x, ())[0])
 
 
-class Membranes(nn.Module):
-    """A neuron whose state grows from one number for each unit to one for each lane."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(HIDDEN))
-
-    def init_state(self) -> Tensor:
-        return torch.zeros(HIDDEN)
-
-    def forward(self, x: Tensor, mem: Tensor) -> tuple[Tensor, Tensor]:
-        mem = 0.9 * mem + x * self.gain
-        return torch.tanh(mem), mem
-
-
-def test_a_start_of_units_becomes_one_of_lanes() -> None:
-    net, x = tt.carry(nn.Sequential(nn.Linear(FEATURES, HIDDEN), Membranes())), inputs()
-    resets = torch.zeros(STEPS, LANES, dtype=torch.bool)
-    resets[3, 1] = True
-    y, state = net(x, net.initial_state(LANES, like=x), resets)
-    assert [tuple(leaf.shape) for leaf in tt.state.tensors(state)] == [(LANES, HIDDEN)]
-    assert (y[3:, 1] - in_chunks(net, x[3:], ())[0][:, 1]).abs().max() < EXACT
-
-
 class Grows(Recurrent):
     """Keeps all that it has computed."""
 
@@ -326,7 +302,7 @@ def test_a_method_by_its_name_is_refused_with_the_line_to_write() -> None:
         tt.carry(RequiresState(), call="GRU")
 
 
-STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
+INPUTS, UNITS = 4, 5
 
 
 class Cell(nn.Module):
@@ -334,7 +310,7 @@ class Cell(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.head = nn.GRUCell(FEATURES, HIDDEN), nn.Linear(HIDDEN, 2)
+        self.cell, self.head = nn.GRUCell(INPUTS, UNITS), nn.Linear(UNITS, 2)
 
     def play(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         outputs: list[Tensor] = []
@@ -352,7 +328,7 @@ class EmptyDefault(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(FEATURES, 2, 3)
+        self.conv = nn.Conv1d(INPUTS, 2, 3)
 
     def forward(self, x: Tensor, cache: Tensor = EMPTY) -> tuple[Tensor, Tensor]:
         x = x.permute(1, 2, 0)
@@ -365,7 +341,7 @@ class TupleDefault(Cell):
 
     def _init_hidden(self, hx: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         h, memory = (None, None) if hx is None else hx
-        h = torch.zeros(batch_size, HIDDEN) if h is None else h
+        h = torch.zeros(batch_size, UNITS) if h is None else h
         return h, torch.full((batch_size, 1), 1e-3) if memory is None else memory
 
     def forward(self, x: Tensor, hx: Any = (None, None)) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -379,7 +355,7 @@ class KeywordOnly(Cell):
     def forward(
         self, x: Tensor, *, state: Tensor | None = None, temperature: float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        y, h = self.play(x, x.new_zeros(x.shape[1], HIDDEN) if state is None else state)
+        y, h = self.play(x, x.new_zeros(x.shape[1], UNITS) if state is None else state)
         return y / temperature, h
 
 
@@ -389,7 +365,7 @@ class UnnamedStates(Cell):
     def forward(
         self, x: Tensor, r1: Tensor | None = None, r2: Tensor | None = None
     ) -> list[Tensor]:
-        y, r1 = self.play(x, x.new_zeros(x.shape[1], HIDDEN) if r1 is None else r1)
+        y, r1 = self.play(x, x.new_zeros(x.shape[1], UNITS) if r1 is None else r1)
         r2 = x.new_zeros(x.shape[1], 2) if r2 is None else r2
         sums = torch.cumsum(torch.cat([r2.unsqueeze(0), y]), 0)[1:]
         return [sums.sum(2), r1, sums[-1]]
@@ -402,7 +378,7 @@ class OnRequest(Cell):
         self, x: Tensor, state: Tensor | None = None, use_cache: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
         use_cache = not self.training if use_cache is None else use_cache
-        y, h = self.play(x, x.new_zeros(x.shape[1], HIDDEN) if state is None else state)
+        y, h = self.play(x, x.new_zeros(x.shape[1], UNITS) if state is None else state)
         return y, h if use_cache else None
 
 
@@ -411,12 +387,12 @@ class MaskPerRow(Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("masks", torch.rand(8, FEATURES).round() * 2)
+        self.register_buffer("masks", torch.rand(8, INPUTS).round() * 2)
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         masks = self.get_buffer("masks")
         x = x * masks[: x.shape[1]] if self.training else x
-        return self.play(x, x.new_zeros(x.shape[1], HIDDEN) if h is None else h)
+        return self.play(x, x.new_zeros(x.shape[1], UNITS) if h is None else h)
 
 
 def in_one_call(module: Any, x: Tensor) -> Tensor:
@@ -438,7 +414,7 @@ SIGNATURES: list[tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]
 def test_a_module_is_carried_as_its_author_calls_it(
     make: Callable[[], nn.Module], author: Callable[[Any, Tensor], Tensor]
 ) -> None:
-    module, x = make(), torch.randn(STEPS, LANES, FEATURES)
+    module, x = make(), torch.randn(STEPS, LANES, INPUTS)
     net = tt.carry(module, x)
     module.eval()
     ys = []
@@ -460,7 +436,7 @@ def test_a_module_is_carried_as_its_author_calls_it(
 
 
 def test_a_state_that_is_returned_on_request_is_asked_for_in_a_written_call() -> None:
-    module, x = OnRequest(), torch.randn(STEPS, LANES, FEATURES)
+    module, x = OnRequest(), torch.randn(STEPS, LANES, INPUTS)
     with pytest.raises(ModelError, match="in training mode"):
         tt.carry(module, x)
     net = tt.carry(module, x, call=lambda m, x, h: m(x, h, use_cache=True))
@@ -476,7 +452,7 @@ class WritesWithoutGradient(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.head, self.into = nn.Linear(FEATURES + 3, 2), nn.Linear(FEATURES + 3, 3)
+        self.head, self.into = nn.Linear(INPUTS + 3, 2), nn.Linear(INPUTS + 3, 3)
         self.memory: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -504,14 +480,11 @@ def test_what_seems_to_carry_a_state_is_refused(
     law: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     with pytest.raises(ModelError, match=text):
         tt.carry(make(), x)
     monkeypatch.setattr(owner, law, lambda *_: None)
     tt.carry(make(), x)  # accepted, and wrong: the law is needed
-
-
-STEPS, LANES, FEATURES, HIDDEN = 7, 3, 4, 5
 
 
 def assert_author(net: Carried, x: Tensor, expected: Tensor) -> None:
@@ -532,16 +505,16 @@ class KeepsLastHidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.lstm = nn.LSTM(FEATURES, HIDDEN)
+        self.lstm = nn.LSTM(INPUTS, UNITS)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Any]:
-        y, self.hidden = self.lstm(x.view(*x.shape[:2], FEATURES))
+        y, self.hidden = self.lstm(x.view(*x.shape[:2], INPUTS))
         return y, self.hidden
 
 
 def test_an_attribute_that_the_first_call_makes_is_not_missed() -> None:
     net = tt.carry(KeepsLastHidden())
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     assert_author(net, x, cast(nn.LSTM, net.module.lstm)(x)[0])
     assert not hasattr(KeepsLastHidden(), "hidden")
 
@@ -551,7 +524,7 @@ class LanesFirstLayers(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN, layers)
+        self.gru = nn.GRU(INPUTS, UNITS, layers)
 
     def forward(self, x: Tensor, hxs: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
         kept = (hxs * masks.unsqueeze(-1)).transpose(0, 1).contiguous()
@@ -561,13 +534,13 @@ class LanesFirstLayers(nn.Module):
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_an_argument_that_marks_restarts_is_a_constant_of_a_written_call(layers: int) -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     with pytest.raises(ModelError, match=r"masks=x\.new_ones\(\*x\.shape\[:-1\], 1\)"):
         tt.carry(LanesFirstLayers(layers), x)
     net = tt.carry(
         LanesFirstLayers(layers),
         call=lambda m, x, state: m(x, hxs=state, masks=x.new_ones(*x.shape[:-1], 1)),
-        start=lambda lanes: torch.zeros(lanes, layers, HIDDEN),
+        start=lambda lanes: torch.zeros(lanes, layers, UNITS),
     )
     assert_author(net, x, cast(nn.GRU, net.module.gru)(x)[0])
 
@@ -577,24 +550,24 @@ class OneLanePolicy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.lstm = nn.Linear(FEATURES, HIDDEN), nn.LSTM(HIDDEN, HIDDEN)
-        self.last = nn.Linear(HIDDEN, 2)
+        self.first, self.lstm = nn.Linear(INPUTS, UNITS), nn.LSTM(UNITS, UNITS)
+        self.last = nn.Linear(UNITS, 2)
 
     def pi(self, x: Tensor, hidden: Any) -> tuple[Tensor, Any]:
-        y, hidden = self.lstm(torch.relu(self.first(x)).view(-1, 1, HIDDEN), hidden)
+        y, hidden = self.lstm(torch.relu(self.first(x)).view(-1, 1, UNITS), hidden)
         return self.last(y).softmax(2), hidden
 
 
 def test_a_method_that_reshapes_to_one_lane_is_carried_on_one_lane() -> None:
     module = OneLanePolicy()
-    x = torch.randn(STEPS, 1, FEATURES)
+    x = torch.randn(STEPS, 1, INPUTS)
     expected, _ = module.pi(x[:, 0], None)
     assert_author(tt.carry(module, call=lambda m, x, h: m.pi(x, h)), x, expected)
 
 
 def test_a_module_without_forward_is_told_to_name_a_method() -> None:
     with pytest.raises(ModelError, match=r"has no forward[^$]*tt\.carry\(module, call=lambda m, x"):
-        tt.carry(OneLanePolicy(), torch.randn(STEPS, 1, FEATURES))
+        tt.carry(OneLanePolicy(), torch.randn(STEPS, 1, INPUTS))
 
 
 class Modulates(nn.Module):
@@ -602,7 +575,7 @@ class Modulates(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Linear(FEATURES, HIDDEN)
+        self.gate = nn.Linear(INPUTS, UNITS)
 
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
         return torch.tanh(h) * self.gate(x)
@@ -613,7 +586,7 @@ class Modulated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.part = nn.GRU(FEATURES, HIDDEN), Modulates()
+        self.gru, self.part = nn.GRU(INPUTS, UNITS), Modulates()
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.gru(x)
@@ -621,7 +594,7 @@ class Modulated(nn.Module):
 
 
 def test_a_part_that_is_called_as_a_cell_is_none_if_the_layers_alone_are_right() -> None:
-    module, x = Modulated(), torch.randn(STEPS, LANES, FEATURES)
+    module, x = Modulated(), torch.randn(STEPS, LANES, INPUTS)
     net = tt.carry(module, x)
     assert "'part'" not in net.explain()
     assert_author(net, x, module(x))
@@ -653,21 +626,21 @@ def test_time_may_be_the_third_of_four_dimensions() -> None:
 class Conditioned(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(FEATURES, HIDDEN)
+        self.cell = nn.GRUCell(INPUTS, UNITS)
 
     def forward(self, category: Tensor, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden = self.cell(torch.cat([category, x], 1), hidden)
         return hidden * 2, hidden
 
     def init_hidden(self, lanes: int) -> Tensor:
-        return torch.zeros(lanes, HIDDEN)
+        return torch.zeros(lanes, UNITS)
 
 
 def test_a_second_input_is_named_with_the_line_that_splits_the_inputs() -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     with pytest.raises(ModelError, match=r"requires 'x' beside.*inputs=lambda x: \(x\[\.\.\., :2"):
         tt.carry(Conditioned(), x)
-    module, h, expected = Conditioned(), torch.zeros(LANES, HIDDEN), list[Tensor]()
+    module, h, expected = Conditioned(), torch.zeros(LANES, UNITS), list[Tensor]()
     for step in x:
         y, h = module(step[:, :2], step[:, 2:], h)
         expected.append(y)
@@ -680,10 +653,10 @@ class Overflows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(FEATURES, HIDDEN)
+        self.linear = nn.Linear(INPUTS, UNITS)
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        h = x.new_zeros(x.shape[0], HIDDEN) if state is None else state
+        h = x.new_zeros(x.shape[0], UNITS) if state is None else state
         outputs: list[Tensor] = []
         for step in x.unbind(1):
             h = h**3 + self.linear(step)
@@ -696,7 +669,7 @@ def test_a_net_that_overflows_within_the_trials_is_refused() -> None:
     with torch.no_grad():
         module.linear.weight.mul_(6)
     with pytest.raises(ModelError, match="the outputs are not finite"):
-        tt.carry(module, torch.randn(STEPS, LANES, FEATURES))
+        tt.carry(module, torch.randn(STEPS, LANES, INPUTS))
 
 
 class Spikes(nn.Module):
@@ -704,7 +677,7 @@ class Spikes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.scale = nn.Parameter(torch.ones(INPUTS))
         self.register_buffer("syn", torch.zeros(0), persistent=False)
         self.register_buffer("mem", torch.zeros(0), persistent=False)
 
@@ -730,9 +703,9 @@ def test_spikes_are_not_taken_for_the_state_that_is_kept_in_buffers(seed: int) -
     torch.manual_seed(seed)
     module = Spikes()
     # nearly all spike in the trials, not afterwards
-    net = tt.carry(module, torch.rand(STEPS, LANES, FEATURES) * 8, output=0)
-    x = torch.rand(STEPS, LANES, FEATURES) * 0.5
-    syn = mem = torch.zeros(LANES, FEATURES)
+    net = tt.carry(module, torch.rand(STEPS, LANES, INPUTS) * 8, output=0)
+    x = torch.rand(STEPS, LANES, INPUTS) * 0.5
+    syn = mem = torch.zeros(LANES, INPUTS)
     expected: list[Tensor] = []
     for step in x:
         spikes, syn, mem = module(step, syn, mem)
@@ -750,8 +723,8 @@ class HalfSpikes(Spikes):
 
 def test_what_a_module_keeps_beside_its_argument_is_part_of_the_state() -> None:
     module = HalfSpikes()
-    net = tt.carry(module, torch.rand(STEPS, LANES, FEATURES) * 8, output=0)
-    x, mem, expected = torch.rand(STEPS, LANES, FEATURES) * 0.5, None, list[Tensor]()
+    net = tt.carry(module, torch.rand(STEPS, LANES, INPUTS) * 8, output=0)
+    x, mem, expected = torch.rand(STEPS, LANES, INPUTS) * 0.5, None, list[Tensor]()
     module.syn = torch.zeros(0)
     for step in x:
         spikes, mem = module(step, mem)
@@ -765,8 +738,8 @@ class MadeForLanes(nn.Module):
 
     def __init__(self, lanes: int) -> None:
         super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.register_buffer("rows", torch.zeros(lanes, HIDDEN))
+        self.gru = nn.GRU(INPUTS, UNITS)
+        self.register_buffer("rows", torch.zeros(lanes, UNITS))
 
     def forward(self, x: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y, h = self.gru(x, hidden)
@@ -776,44 +749,14 @@ class MadeForLanes(nn.Module):
 @pytest.mark.parametrize("lanes", [3, 5])
 def test_a_module_made_for_a_number_of_lanes_is_tried_with_that_number(lanes: int) -> None:
     module = MadeForLanes(lanes)
-    x = torch.randn(STEPS, lanes, FEATURES)
+    x = torch.randn(STEPS, lanes, INPUTS)
     assert_author(tt.carry(module), x, module(x)[0])
-
-
-class DropsWeights(nn.Module):
-    """Sets a weight of its layer at every call; in evaluation that registers a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.Linear(FEATURES + HIDDEN, HIDDEN)
-        self.raw = nn.Parameter(self.cell.weight.detach().clone())
-        del self.cell._parameters["weight"]
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        self.cell.weight = nn.functional.dropout(self.raw, 0.5, self.training)
-        h = x.new_zeros(x.shape[0], HIDDEN) if h is None else h
-        h = torch.tanh(self.cell(torch.cat([x, h], 1)))
-        return h * 2, h
-
-
-def test_a_parameter_that_evaluation_registers_does_not_stay_between_trials() -> None:
-    module = DropsWeights()
-    net = tt.carry(module, torch.randn(STEPS, LANES, FEATURES))
-    assert module.training
-    assert "weight" not in module.cell._parameters
-    module.eval()
-    x = torch.randn(STEPS, LANES, FEATURES)
-    h, expected = None, list[Tensor]()
-    for step in x:
-        y, h = module(step, h)
-        expected.append(y)
-    assert_author(net, x, torch.stack(expected))
 
 
 class BreaksInTraining(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.gru = nn.GRU(INPUTS, UNITS)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -822,7 +765,7 @@ class BreaksInTraining(nn.Module):
 
 
 def test_an_error_in_training_mode_only_is_said_to_be_one() -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     with pytest.raises(ModelError, match="in training mode, its forward raised ZeroDivisionError"):
         tt.carry(BreaksInTraining(), x)
     module = BreaksInTraining().eval()
@@ -832,8 +775,8 @@ def test_an_error_in_training_mode_only_is_said_to_be_one() -> None:
 class FillsItsBuffer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRUCell(FEATURES, HIDDEN)
-        self.register_buffer("filled", torch.zeros(1, FEATURES))
+        self.gru = nn.GRUCell(INPUTS, UNITS)
+        self.register_buffer("filled", torch.zeros(1, INPUTS))
 
     def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         if self.filled.shape != x.shape:
@@ -843,8 +786,8 @@ class FillsItsBuffer(nn.Module):
 
 
 def test_a_buffer_that_every_call_fills_again_is_filled_in_a_copy() -> None:
-    module, h, expected = FillsItsBuffer(), torch.zeros(LANES, HIDDEN), list[Tensor]()
-    x = torch.randn(STEPS, LANES, FEATURES)
+    module, h, expected = FillsItsBuffer(), torch.zeros(LANES, UNITS), list[Tensor]()
+    x = torch.randn(STEPS, LANES, INPUTS)
     for step in x:
         h = module.gru(step, h)
         expected.append(h * 2)
@@ -856,44 +799,22 @@ class UndefinedWithoutState(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.gru = nn.GRU(INPUTS, UNITS)
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if h is None:
-            h = weight.new_zeros(1, x.shape[1], HIDDEN)  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
+            h = weight.new_zeros(1, x.shape[1], UNITS)  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
         return self.gru(x, h)
 
 
 def test_any_error_of_a_call_is_one_way_of_calling_less() -> None:
     module = UndefinedWithoutState()
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     assert_author(tt.carry(module), x, module.gru(x)[0])
 
 
-class StartsInFloat32(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.cell(x, h)
-        return h * 2, h
-
-    def init_hidden(self, lanes: int) -> Tensor:
-        return torch.zeros(lanes, HIDDEN, dtype=torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_start_in_the_dtype_of_the_weights_follows_them(dtype: torch.dtype) -> None:
-    module = StartsInFloat32().float()
-    x = torch.randn(STEPS, LANES, FEATURES, dtype=torch.float32)
-    net = tt.carry(module, x)
-    y, _ = in_chunks(net.to(dtype), x.to(dtype), (3, 4))
-    assert y.dtype == dtype
-
-
 UNMEASURABLE: list[tuple[str, Callable[[], nn.Module], str]] = [
-    ("scripted", lambda: torch.jit.script(nn.Linear(FEATURES, 2)), "TorchScript.*was scripted"),
+    ("scripted", lambda: torch.jit.script(nn.Linear(INPUTS, 2)), "TorchScript.*was scripted"),
     ("meta", lambda: nn.Sequential(KeepsLastHidden().to("meta")), r"meta device.*to_empty"),
 ]
 
@@ -905,78 +826,21 @@ def test_what_cannot_be_measured_is_refused_with_what_to_do(
 ) -> None:
     del name
     with pytest.raises(ModelError, match=reason):
-        tt.carry(make(), torch.randn(STEPS, LANES, FEATURES))
+        tt.carry(make(), torch.randn(STEPS, LANES, INPUTS))
 
 
 def test_a_chunk_without_steps_is_refused() -> None:
-    net = tt.carry(nn.GRU(FEATURES, HIDDEN))
-    x = torch.randn(STEPS, LANES, FEATURES)
+    net = tt.carry(nn.GRU(INPUTS, UNITS))
+    x = torch.randn(STEPS, LANES, INPUTS)
     with pytest.raises(DataError, match=r"the chunk \(0, 3, 4\) has no steps"):
         net(x[:0], net.initial_state(LANES, like=x))
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e7])
 def test_examples_that_are_not_finite_or_large_do_not_decide(value: float) -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     net = tt.carry(KeepsLastHidden(), torch.full_like(x, value))
     assert_author(net, x, cast(nn.LSTM, net.module.lstm)(x)[0])
-
-
-class WritesIntoItsList(nn.Module):
-    """Layers of cells whose states it keeps in the list that it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.ModuleList([nn.GRUCell(FEATURES, FEATURES) for _ in range(2)])
-
-    def forward(self, x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        for i, cell in enumerate(self.cells):
-            x = states[i] = cell(x, states[i])
-        return x * 2, states
-
-    def init_states(self, lanes: int) -> list[Tensor]:
-        return [torch.zeros(lanes, FEATURES) for _ in self.cells]
-
-
-def test_a_module_may_write_into_the_list_of_its_states() -> None:
-    module = WritesIntoItsList()
-    x, states, expected = torch.randn(STEPS, LANES, FEATURES), module.init_states(LANES), []
-    for step in x:
-        y, states = module(step, states)
-        expected.append(y)
-    net = tt.carry(module)
-    assert_author(net, x, torch.stack(expected))
-    state = net.initial_state(LANES)
-    net(x, state)
-    assert all(not leaf.any() for leaf in tt.state.tensors(state))
-
-
-class AdaptiveThreshold(nn.Module):
-    """Its threshold starts at one, for all lanes, and is a part of the state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(FEATURES))
-
-    def initial_state(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(inputs), torch.ones(())
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        v, threshold = self.initial_state(x) if state is None else state
-        v = 0.9 * v + x * self.scale
-        soft = torch.sigmoid(v - threshold)
-        spikes = (v > threshold).to(x) + (soft - soft.detach())
-        return spikes, (v - spikes * threshold, 0.9 * threshold + 0.1 * spikes)
-
-
-def test_a_start_that_saturated_spikes_do_not_show_is_not_missed() -> None:
-    module = AdaptiveThreshold()
-    net = tt.carry(module, torch.rand(STEPS, LANES, FEATURES) * 8)
-    x, state, expected = torch.rand(STEPS, LANES, FEATURES), None, list[Tensor]()
-    for step in x:
-        y, state = module(step, state)
-        expected.append(y)
-    assert_author(net, x, torch.stack(expected))
 
 
 class StartsUnseen(nn.Module):
@@ -984,7 +848,7 @@ class StartsUnseen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(FEATURES))
+        self.scale = nn.Parameter(torch.ones(INPUTS))
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         v, w = (x * 0, x * 0 + 1) if state is None else state
@@ -992,13 +856,13 @@ class StartsUnseen(nn.Module):
 
 
 def test_a_start_that_is_not_zeros_is_asked_for() -> None:
-    x = torch.randn(STEPS, LANES, FEATURES)
+    x = torch.randn(STEPS, LANES, INPUTS)
     module = StartsUnseen()
     with pytest.raises(ModelError, match=r"no state than.*start=lambda m, lanes"):
         tt.carry(module, x)
 
     def start(lanes: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(lanes, FEATURES), torch.ones(lanes, FEATURES)
+        return torch.zeros(lanes, INPUTS), torch.ones(lanes, INPUTS)
 
     state, expected = None, list[Tensor]()
     for step in x:

@@ -3,8 +3,7 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,7 +38,6 @@ from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.errors import ModelError, RunError
 from throughtime.gradient import Policy
-from throughtime.gradient.objective import trainable_weights
 from throughtime.updates import Updates
 
 EXACT = 1e-10
@@ -118,15 +116,6 @@ def test_frozen_weights_have_no_gradient_and_the_others_theirs() -> None:
     }
 
 
-def test_layers_below_a_frozen_one_are_blamed_through_it() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
-    net.get_submodule("module.head").requires_grad_(requires_grad=False)
-    ((_, _, expected),) = plain(net, data)
-    exact_updates(net, data)
-    assert apart(gradients(net), expected) < EXACT
-    assert gradients(net)["module.lstm.weight_hh_l0"].abs().max() > 1e-6
-
-
 def blamed_on_the_loss(
     net: Carried, loss_fn: nn.Module, data: PolicyData, ends: list[int]
 ) -> list[Tensor]:
@@ -194,25 +183,6 @@ def test_weight_of_both_net_and_loss_gets_both_gradients_once(policy: Policy) ->
     expected = plain(net, data, loss_fn=loss_fn)
     assert deviation(policy_gradients(net, [data.chunk], policy, loss_fn), expected) < EXACT
     assert apart(plain(net, data)[0][2], expected[0][2]) > 0.1
-
-
-def test_weights_gathered_are_named_as_the_user_knows_them() -> None:
-    net, loss_fn = named("hides-layer").net(), Tempered()
-    results = trainable_weights(net, loss_fn)
-    assert list(results) == [
-        *(name for name, _ in net.module.named_parameters()),
-        "loss_fn.temperature",
-    ]
-    assert [id(p) for p in results.values()] == [
-        id(p) for p in (*net.parameters(), loss_fn.temperature)
-    ]
-    net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
-    loss_fn.requires_grad_(requires_grad=False)
-    assert list(trainable_weights(net, loss_fn)) == ["head.weight", "head.bias"]
-    assert list(trainable_weights(net, Decayed(net.get_parameter("module.head.weight")))) == [
-        "head.weight",
-        "head.bias",
-    ]
 
 
 class Reads(nn.Module):
@@ -390,30 +360,6 @@ def test_every_weight_is_checked_and_gradients_are_as_before(policy: Policy) -> 
         assert (grad == 1).all()
 
 
-class Rooted(Tempered):
-    """The root of a weight that is zero: the loss is finite, its gradient is not."""
-
-    def forward(self, y: Tensor, t: Tensor) -> Tensor:
-        return (y - t).square().mean() + (self.temperature - 1).sqrt()
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [("exact", "24 to 27"), ("segments", "4 to 7"), ("truncated", "0 to 9")],
-)
-def test_weight_of_the_loss_is_named_as_such(name: str, steps: str) -> None:
-    net, data, loss_fn = named("hides-layer").net(), PolicyData.draw(30, 2, 0), Rooted()
-    with pytest.raises(
-        RunError,
-        match=(
-            r"the gradient of 'loss_fn\.temperature' is not finite .* in the chunk of steps"
-            rf" {steps} of"
-        ),
-    ):
-        list(tt.updates(net, [data.chunk], loss_fn, gradient=POLICIES[name]))
-    assert all(p.grad is None for p in (*net.parameters(), *loss_fn.parameters()))
-
-
 def test_finite_segments_whose_sum_is_not_are_refused() -> None:
     net, x = (
         tt.carry(nn.Sequential(nn.RNN(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1))),
@@ -511,59 +457,3 @@ def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
         apart({name: g / 2.0**7 for name, g in gradients(scaled).items()}, gradients(usual)) < EXACT
     )
     assert apart(gradients(scaled), gradients(usual)) > 1e-3
-
-
-NONFINITE_LOSS: dict[str, Callable[[], Policy]] = {
-    **{name: lambda policy=policy: policy for name, policy in POLICIES.items()},
-    "whole": tt.Exact,
-    "adaptive": lambda: tt.Adaptive(0.5, min=5, max=10, probe=20),
-}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("layer", [nn.GRU, tt.nn.GRU], ids=["graph", "fused"])
-@pytest.mark.parametrize(
-    ("name", "accumulate"),
-    # the updates of Randomized are not means, and are not accumulated
-    [(name, n) for name in NONFINITE_LOSS for n in (1, 2) if (name, n) != ("randomized", 2)],
-)
-def test_loss_that_is_not_finite_is_refused_before_the_step(
-    name: str, layer: Any, dtype: torch.dtype, accumulate: int
-) -> None:
-    """The square of a huge target is infinite, its gradient is not."""
-    data = recordings([40, 40], outputs=1)
-    for recording in data:
-        recording["inputs"], recording["targets"] = (
-            torch.tensor(recording[key], dtype=dtype) for key in ("inputs", "targets")
-        )
-    data[1]["targets"][23] = torch.finfo(dtype).max ** 0.5 * 100
-    net = tt.carry(nn.Sequential(layer(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1)).to(dtype))
-    optimizer, before = torch.optim.SGD(net.parameters(), 0.01), weights(net)
-    updates = tt.updates(
-        net,
-        tt.Stream(data, 2, 8, seed=None),
-        nn.MSELoss(),
-        gradient=NONFINITE_LOSS[name](),
-        accumulate=accumulate,
-    )
-
-    def train() -> None:
-        for _ in updates:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    with pytest.raises(RunError) as refusal:
-        train()
-    assert apart(weights(net), before) < 1  # no step of the huge gradient
-    message = str(refusal.value)
-    ((first, last, recording),) = re.findall(
-        r"steps (\d+) to (\d+) .*\(recording ([\d, ]+)\)", message
-    )
-    assert message.startswith("the loss is not finite")
-    assert "whose part of the loss is inf" in message
-    assert int(first) <= 23 <= int(last)
-    if next(net.parameters()).is_cpu:
-        assert recording == "1"
-    else:  # where the outputs of a segment are gone, all recordings of its steps are named
-        assert "1" in recording.split(", ")

@@ -364,26 +364,6 @@ def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
-def amplifying() -> nn.Module:
-    """Its recurrent weights are so large that it amplifies rounding."""
-    layer = nn.RNN(3, 32)
-    nn.init.normal_(layer.get_parameter("weight_hh_l0"), std=0.28)
-    return nn.Sequential(layer, nn.Linear(32, 2))
-
-
-def test_a_net_that_amplifies_rounding_is_held_to_its_own_drift(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, written = exported(tmp_path, amplifying, "net.onnx", steps=20_000)
-    assert written.verification is not None
-    drift = written.verification.drift
-    assert drift is not None
-    assert 1e-5 < written.verification.error < 8 * drift
-    monkeypatch.setattr(verify, "MARGIN", 0)
-    with pytest.raises(ModelError, match=r"in the median\. Torch itself differs .*steps="):
-        exported(tmp_path, amplifying, "other.onnx", steps=20_000)
-
-
 def chaotic() -> nn.Module:
     """A difference in the last digit is one of all digits after some ten steps."""
     layer = nn.RNN(3, 32)
@@ -488,19 +468,6 @@ def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[Carried, Path], tmp_p
         ValueError, match=r"with 3 lanes has \{'0\.h\.0': \(\(1, 3, 8\), 'float32'\)"
     ):
         tt.deploy.Session(gru[1], 3).state = np.load(tmp_path / "state.npz")
-
-
-def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Path]) -> None:
-    x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
-    first = tt.deploy.Session(gru[1])
-    expected = first(x)
-    second = tt.deploy.Session(first)
-    assert np.array_equal(second(x), expected)
-    assert not np.array_equal(first(x), expected)
-    kept = first.state
-    first(x)
-    assert all(np.array_equal(kept[k], v) for k, v in second.state.items()) is False
-    assert any(not np.array_equal(kept[k], v) for k, v in first.state.items())
 
 
 @pytest.mark.parametrize("on_nan", ["hold", "reset"])
@@ -658,41 +625,12 @@ def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
-def test_an_example_that_is_not_finite_is_refused_by_step_and_column(
-    value: float, tmp_path: Path
-) -> None:
-    net = tt.carry(CHAINS["lstm"]())
-    x = torch.randn(10, 3, dtype=torch.float64)
-    x[4, 2] = value
-    for name in ("net.onnx", "net.c", "net.js"):
-        with pytest.raises(DataError, match=r"step 4, lane 0, column 2.*inputs="):
-            tt.export(net, tmp_path / name, inputs=x)
-    with pytest.raises(DataError, match="step 4, lane 1, column 2"):
-        tt.export(net, tmp_path / "net.c", inputs=torch.stack([torch.zeros_like(x), x], dim=1))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_steps_are_checked_and_none_is_said_to_verify_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="steps=-3: expected"):
         exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=-3)
     _, written = exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=0)
     (remark,) = written.remarks
     assert remark.startswith("not verified")
-
-
-def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
-    """Large inputs saturate a net, which then amplifies nothing."""
-    torch.manual_seed(0)
-    net, quiet = tt.carry(amplifying()), torch.full((700, 3), 30.0)
-    options: Any = {"inputs": torch.randn(50, 3), "steps": 20_000, "classes": ("a", "b")}
-    written = tt.export(net, tmp_path / "net.onnx", stream=quiet, **options)
-    assert written.recorded is not None
-    assert written.verification is not None
-    assert written.verification.error > 1e-5 > written.recorded.error
-    assert "amplifies rounding" in written.verification.summary
-    found = tt.deploy.Session(written.paths[0]).description["verified"]
-    assert found == {"steps": 700, "error": written.recorded.error, "drift": None}
 
 
 @pytest.mark.parametrize(
@@ -825,63 +763,6 @@ def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: P
             ["nm", "--undefined-only", "net.o"], cwd=tmp_path, check=True, capture_output=True
         ).stdout.decode()
         assert {line.split()[-1] for line in symbols.splitlines()} <= {"memcpy", "memset"}
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["lstm two", "learned start"])
-def test_a_struct_of_c_is_copied_in_mid_stream_to_the_bit(name: str, tmp_path: Path) -> None:
-    exported(tmp_path, CHAINS[name], "net.c", steps=10)
-    (tmp_path / "main.c").write_text(COPIED)
-    subprocess.run(
-        ["gcc", *verify.C_FLAGS, "net.c", "main.c", "-o", "main"], cwd=tmp_path, check=True
-    )
-    subprocess.run([tmp_path / "main"], check=True)
-
-
-COPIED = """
-#include "net.h"
-#include <stdio.h>
-#include <string.h>
-int main(void) {
-  net_state s, other;
-  float x[3], y[2], z[2];
-  FILE *file = tmpfile();
-  net_reset(&s);
-  for (int t = 0; t < 40; t++) {
-    for (int k = 0; k < 3; k++) x[k] = (float)((7 * t + 3 * k) % 11) / 5.f - 1.f;
-    if (t == 17) {
-      fwrite(&s, sizeof s, 1, file);
-      rewind(file);
-      if (fread(&other, sizeof other, 1, file) != 1) return 1;
-    }
-    net_step(&s, x, y);
-    if (t < 17) continue;
-    net_step(&other, x, z);
-    if (memcmp(y, z, sizeof y)) return 2;
-  }
-  return memcmp(&s, &other, sizeof s) ? 3 : 0;
-}
-"""
-
-
-@needs_node
-@pytest.mark.parametrize("name", ["lstm two", "learned start"])
-def test_a_state_of_javascript_is_put_back_to_the_bit(name: str, tmp_path: Path) -> None:
-    exported(tmp_path, CHAINS[name], "net.js", steps=10)
-    shutil.copyfile(tmp_path / "net.js", tmp_path / "net.mjs")
-    script = """
-import { create } from "./net.mjs";
-const net = create(), row = (t) => [Math.sin(t), Math.cos(3 * t), t / 40];
-for (let t = 0; t < 17; t++) net.step(row(t));
-const saved = structuredClone(net.state), first = [], later = [], other = create();
-for (let t = 17; t < 40; t++) first.push(...net.step(row(t)));
-for (const leaf in saved) other.state[leaf].set(saved[leaf]);
-for (let t = 17; t < 40; t++) later.push(...other.step(row(t)));
-if (first.some((value, k) => value !== later[k])) throw new Error("another state");
-if (first.length !== 46) throw new Error("outputs are missing");
-"""
-    (tmp_path / "run.mjs").write_text(script)
-    subprocess.run(["node", "run.mjs"], cwd=tmp_path, check=True)
 
 
 @needs_node
@@ -1130,43 +1011,6 @@ def test_what_is_in_the_way_of_a_chain_is_named(
         export(make(), tmp_path / "net.c")
 
 
-PROMPT = """
-class Doubled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.GRU(3, 8)
-        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-
-    def forward(self, x, h=None):
-        y, h = self.layer(x, h)
-        y = FACTOR
-        return self.head(y), h
-"""
-
-
-@pytest.mark.parametrize("suffix", ["c", "js"])
-def test_a_class_that_was_typed_in_a_prompt_is_exported_or_its_line_is_named(
-    suffix: str, tmp_path: Path
-) -> None:
-    names: dict[str, Any] = {"nn": nn}
-    exec(PROMPT.replace("FACTOR", "y"), names)
-    written = export(names["Doubled"](), tmp_path / f"net.{suffix}")
-    assert written.verification is None or written.verification.error < 1e-6
-    exec(PROMPT.replace("FACTOR", "y * 2"), names)
-    with pytest.raises(ModelError, match=r"^line 10 in Doubled\.forward stands in the way"):
-        export(names["Doubled"](), tmp_path / f"other.{suffix}")
-
-
-@pytest.mark.parametrize("suffix", ["onnx", "c", "js"])
-def test_images_are_taken_as_predict_takes_them(suffix: str, tmp_path: Path) -> None:
-    net = tt.carry(nn.Sequential(nn.Flatten(2), nn.GRU(12, 8), nn.Linear(8, 2))).eval()
-    for x in (torch.randn(20, 1, 3, 4), torch.randn(20, 3, 4), torch.randn(20, 2, 1, 3, 4)):
-        written = tt.export(net, tmp_path / f"net.{suffix}", inputs=x, steps=200)
-        assert written.verification is None or written.verification.error < 1e-6
-        if x.dim() < 5:
-            assert tt.predict(net, x)[0].shape == (20, 2)
-
-
 def test_what_torch_cannot_export_is_said_in_a_line_of_its_own(tmp_path: Path) -> None:
     orthogonal = parametrizations.orthogonal(nn.Linear(8, 8))
     with pytest.raises(ModelError, match="torch cannot export a step of Sequential") as caught:
@@ -1195,54 +1039,10 @@ def test_an_export_step_by_step_leaves_the_net_in_its_mode(
     np.testing.assert_allclose(session(X.numpy()), y[:, 0].detach(), atol=1e-6)
 
 
-def test_two_threads_cannot_call_one_session(path: Path, x: Any) -> None:
-    session = tt.deploy.Session(path, lanes=2)
-    runtime, entered, leave = session._runtime, threading.Event(), threading.Event()
-
-    class Slow:
-        def run(self, *args: Any) -> Any:
-            entered.set()
-            leave.wait(10)
-            return runtime.run(*args)
-
-    session._runtime = Slow()
-    thread = threading.Thread(target=session, args=(x,))
-    thread.start()
-    entered.wait(10)
-    try:
-        for call in (lambda: session(x), lambda: session.step(x[0])):
-            with pytest.raises(RuntimeError, match="each thread needs one of its own"):
-                call()
-    finally:
-        leave.set()
-        thread.join()
-        session._runtime = runtime
-    session.step(x[0])
-
-
 @pytest.mark.parametrize("lanes", [2, [-1], [0.5], "a", [True, False], [[0], [2]]])
 def test_lanes_to_reset_are_numbers_of_lanes(lanes: Any, path: Path) -> None:
     with pytest.raises(ValueError, match="the session has lanes 0 to 1"):
         tt.deploy.Session(path, lanes=2).reset(lanes)
-
-
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (np.zeros(3, np.float32), r"shape \(3,\) and type float32, expected \(2, 3\) float32"),
-        (np.zeros((1, 3), np.float32), r"shape \(1, 3\) .* expected \(2, 3\)"),
-        (np.zeros((1, 2, 3), np.float32), r"shape \(1, 2, 3\) .* expected \(2, 3\)"),
-    ],
-)
-def test_a_step_of_another_shape_is_refused_as_a_step(step: Any, message: str, path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        tt.deploy.Session(path, lanes=2).step(step)
-
-
-def test_numbers_too_large_for_float32_are_infinite_without_a_warning(path: Path) -> None:
-    session = tt.deploy.Session(path, on_nan="hold")
-    assert np.isnan(session(np.full((2, 3), 1e300))).all()
-    assert session.skipped == 2
 
 
 @pytest.mark.parametrize(
@@ -1321,3 +1121,127 @@ def test_a_file_with_a_planted_error_is_refused(
         monkeypatch.setattr(session, "TOLERANCE", 1e30)
         monkeypatch.setattr(source, "TOLERANCE", 1e30)
     assert list(tmp_path.iterdir()) == []
+
+
+PROMPT = """
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(3, 8)
+        self.head = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, x, h=None):
+        y, h = self.layer(x, h)
+        y = FACTOR
+        return self.head(y), h
+"""
+
+
+@pytest.mark.parametrize("suffix", ["c", "js"])
+def test_a_class_that_was_typed_in_a_prompt_is_exported_or_its_line_is_named(
+    suffix: str, tmp_path: Path
+) -> None:
+    names: dict[str, Any] = {"nn": nn}
+    exec(PROMPT.replace("FACTOR", "y"), names)
+    written = export(names["Doubled"](), tmp_path / f"net.{suffix}")
+    assert written.verification is None or written.verification.error < 1e-6
+    exec(PROMPT.replace("FACTOR", "y * 2"), names)
+    with pytest.raises(ModelError, match=r"^line 10 in Doubled\.forward stands in the way"):
+        export(names["Doubled"](), tmp_path / f"other.{suffix}")
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "c", "js"])
+def test_images_are_taken_as_predict_takes_them(suffix: str, tmp_path: Path) -> None:
+    net = tt.carry(nn.Sequential(nn.Flatten(2), nn.GRU(12, 8), nn.Linear(8, 2))).eval()
+    for x in (torch.randn(20, 1, 3, 4), torch.randn(20, 3, 4), torch.randn(20, 2, 1, 3, 4)):
+        written = tt.export(net, tmp_path / f"net.{suffix}", inputs=x, steps=200)
+        assert written.verification is None or written.verification.error < 1e-6
+        if x.dim() < 5:
+            assert tt.predict(net, x)[0].shape == (20, 2)
+
+
+def test_two_threads_cannot_call_one_session(path: Path, x: Any) -> None:
+    session = tt.deploy.Session(path, lanes=2)
+    runtime, entered, leave = session._runtime, threading.Event(), threading.Event()
+
+    class Slow:
+        def run(self, *args: Any) -> Any:
+            entered.set()
+            leave.wait(10)
+            return runtime.run(*args)
+
+    session._runtime = Slow()
+    thread = threading.Thread(target=session, args=(x,))
+    thread.start()
+    entered.wait(10)
+    try:
+        for call in (lambda: session(x), lambda: session.step(x[0])):
+            with pytest.raises(RuntimeError, match="each thread needs one of its own"):
+                call()
+    finally:
+        leave.set()
+        thread.join()
+        session._runtime = runtime
+    session.step(x[0])
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (np.zeros(3, np.float32), r"shape \(3,\) and type float32, expected \(2, 3\) float32"),
+        (np.zeros((1, 3), np.float32), r"shape \(1, 3\) .* expected \(2, 3\)"),
+        (np.zeros((1, 2, 3), np.float32), r"shape \(1, 2, 3\) .* expected \(2, 3\)"),
+    ],
+)
+def test_a_step_of_another_shape_is_refused_as_a_step(step: Any, message: str, path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        tt.deploy.Session(path, lanes=2).step(step)
+
+
+def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Path]) -> None:
+    x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
+    first = tt.deploy.Session(gru[1])
+    expected = first(x)
+    second = tt.deploy.Session(first)
+    assert np.array_equal(second(x), expected)
+    assert not np.array_equal(first(x), expected)
+    kept = first.state
+    first(x)
+    assert all(np.array_equal(kept[k], v) for k, v in second.state.items()) is False
+    assert any(not np.array_equal(kept[k], v) for k, v in first.state.items())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_an_example_that_is_not_finite_is_refused_by_step_and_column(
+    value: float, tmp_path: Path
+) -> None:
+    net = tt.carry(CHAINS["lstm"]())
+    x = torch.randn(10, 3, dtype=torch.float64)
+    x[4, 2] = value
+    for name in ("net.onnx", "net.c", "net.js"):
+        with pytest.raises(DataError, match=r"step 4, lane 0, column 2.*inputs="):
+            tt.export(net, tmp_path / name, inputs=x)
+    with pytest.raises(DataError, match="step 4, lane 1, column 2"):
+        tt.export(net, tmp_path / "net.c", inputs=torch.stack([torch.zeros_like(x), x], dim=1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
+    """Large inputs saturate a net, which then amplifies nothing."""
+    torch.manual_seed(0)
+    net, quiet = tt.carry(amplifying()), torch.full((700, 3), 30.0)
+    options: Any = {"inputs": torch.randn(50, 3), "steps": 20_000, "classes": ("a", "b")}
+    written = tt.export(net, tmp_path / "net.onnx", stream=quiet, **options)
+    assert written.recorded is not None
+    assert written.verification is not None
+    assert written.verification.error > 1e-5 > written.recorded.error
+    assert "amplifies rounding" in written.verification.summary
+    found = tt.deploy.Session(written.paths[0]).description["verified"]
+    assert found == {"steps": 700, "error": written.recorded.error, "drift": None}
+
+
+def amplifying() -> nn.Module:
+    """Its recurrent weights are so large that it amplifies rounding."""
+    layer = nn.RNN(3, 32)
+    nn.init.normal_(layer.get_parameter("weight_hh_l0"), std=0.28)
+    return nn.Sequential(layer, nn.Linear(32, 2))

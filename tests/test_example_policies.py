@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes, `n` numbers of the state, `P` weights.
 """
 
-import copy
 import doctest
 from collections.abc import Iterator
 from typing import Any
@@ -27,26 +26,21 @@ from policy_data import (
     plain,
     policy_gradients,
     summed,
-    train,
 )
 from quick import examples
 from strategies import (
     FEATURES,
-    Rotation,
     Row,
     Weights,
     apart,
-    gradients,
-    named,
     recordings,
     seeds,
     some_nets,
-    start,
-    weights,
 )
+from test_updates import RESUMED, run_and_resume, same_bits
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, StateError
-from throughtime.gradient import Policy, Update
+from throughtime.gradient import Policy
 
 EXACT = 1e-12
 NETS = (
@@ -93,143 +87,14 @@ def test_complex_states_are_refused() -> None:
         policy_gradients(net, [data.chunk], RTRL(4))
 
 
-def by_definition(net: Carried, data: PolicyData, stride: int, rate: float) -> list[Weights]:
-    """Williams and Zipser's recursion with whole Jacobians.
-
-    The weights go downhill after every stride.
-    """
-    names = list(dict(net.named_parameters()))
-    shapes = [w.shape for w in net.parameters()]
-    flat = torch.cat([w.detach().flatten() for w in net.parameters()])
-    first = start(net, data.x)
-    sizes = [leaf.numel() for leaf in tt.state.tensors(first)]
-
-    def named_weights(flat: Tensor) -> Weights:
-        parts = flat.split([shape.numel() for shape in shapes])
-        return {
-            name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)
-        }
-
-    def shaped(s: Tensor) -> Any:
-        parts = iter(s.split(sizes))
-        return tt.state.map_leaves(lambda leaf: next(parts).view(leaf.shape), first)
-
-    def play(begin: int, flat: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        rows = slice(begin, begin + stride)
-        y, after = torch.func.functional_call(
-            net, named_weights(flat), (data.x[rows], shaped(s), data.resets[rows])
-        )
-        valid = data.mask[rows]
-        return nn.functional.mse_loss(y[valid], data.targets[rows][valid]), torch.cat(
-            [leaf.flatten() for leaf in tt.state.tensors(after)]
-        )
-
-    s = torch.cat([leaf.flatten() for leaf in tt.state.tensors(first)])
-    influence = torch.zeros(len(s), len(flat), dtype=torch.float64)
-    results: list[Weights] = []
-    for begin in range(0, len(data.x), stride):
-        (dl_dw, dl_ds), (ds_dw, ds_ds) = torch.autograd.functional.jacobian(
-            lambda w, s, begin=begin: play(begin, w, s), (flat, s)
-        )
-        gradient = dl_dw + dl_ds @ influence
-        influence = ds_ds @ influence + ds_dw
-        s = play(begin, flat, s)[1].detach()
-        flat = flat - rate * gradient
-        results.append(named_weights(gradient))
-    return results
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-@some_nets("tensor-state", "dict-state", "lstm")
-def test_every_update_equals_the_recursion_written_out_while_the_weights_move(
-    row: Row, rate: float
-) -> None:
-    net = row.net()
-    data = data_for(net, 15, 2, 0, resets=0.1)
-    expected = by_definition(net, data, 4, rate)
-    before, results = weights(net), list[Weights]()
-    optimizer = torch.optim.SGD(net.parameters(), lr=rate)
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=RTRL(4)):
-        results.append(gradients(net))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert max(apart(a, b) for a, b in zip(results, expected, strict=True)) < EXACT
-    assert (apart(weights(net), before) > 1e-3) == (rate > 0)
-
-
 def stream(chunk: int = 8) -> tt.Stream:
     return tt.Stream(recordings([31, 17, 20]), lanes=2, chunk=chunk, warm_up=1)
-
-
-@pytest.mark.parametrize("done", [1, 4])
-@some_nets("hides-layer", "learnt-start")
-def test_resume_keeps_the_influence_to_the_bit(row: Row, done: int) -> None:
-    net = row.net()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    run = tt.updates(net, stream(), nn.MSELoss(), gradient=RTRL(5))
-    train(optimizer, run, done)
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), run.state_dict()))
-    losses = train(optimizer, run)
-
-    def resumed(place: dict[str, Any]) -> tuple[list[float], Carried]:
-        other = row.net()
-        other_optimizer = torch.optim.Adam(other.parameters(), lr=0.05)
-        other.load_state_dict(saved[0])
-        other_optimizer.load_state_dict(copy.deepcopy(saved[1]))
-        rest = tt.updates(other, stream(), nn.MSELoss(), gradient=RTRL(5))
-        rest.load_state_dict(copy.deepcopy(place))
-        return train(other_optimizer, rest), other
-
-    again, other = resumed(saved[2])
-    assert again == losses
-    assert apart(weights(other), weights(net)) == 0
-    policy = saved[2]["policy"]
-    mutant = policy | {"memory": torch.zeros_like(policy["memory"])}
-    assert resumed(saved[2] | {"policy": mutant})[0] != losses
 
 
 @pytest.mark.parametrize("stride", [0, -3])
 def test_a_stride_out_of_range_is_refused(stride: int) -> None:
     with pytest.raises(ConfigError, match=f"stride={stride}: expected at least 1 step"):
         RTRL(stride)
-
-
-def test_frozen_parameters_take_no_part() -> None:
-    """Neither in `.grad` nor in the memory."""
-    net, data = named("tensor-state").net(), PolicyData.draw(13, 2, 0)
-    expected = exact(net, data)
-    frozen = net.module.get_parameter("turn").requires_grad_(False)
-    run = tt.updates(net, tt.Stream(recordings([13, 13]), 2, 5), nn.MSELoss(), gradient=RTRL(4))
-    next(run)
-    count = sum(w.numel() for w in net.parameters()) - frozen.numel()
-    assert run.policy_state.shape == (2 * 4, count)
-    net.zero_grad()
-    results = summed(policy_gradients(net, [data.chunk], RTRL(4)))
-    assert frozen.grad is None
-    assert apart(results, expected | {"module.turn": torch.zeros_like(frozen)}) < EXACT
-
-
-class Counter(Rotation):
-    """Besides `h` it counts the steps of each lane, in whole numbers."""
-
-    def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        h, count = (
-            (self.zeros(x), torch.zeros(x.shape[1], dtype=torch.long)) if state is None else state
-        )
-        y, h = self.play(x, h)
-        phase = (count + torch.arange(1, len(x) + 1).unsqueeze(1)) % 3
-        return y * (1 + phase).unsqueeze(2), (h, count + len(x))
-
-
-def test_whole_numbers_in_the_state_are_carried() -> None:
-    net, data = tt.carry(Counter().double()), PolicyData.draw(13, 2, 0, resets=0.1)
-    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=RTRL(4))
-    assert [update.steps for update in run] == [8, 8, 8, 2]
-    assert run.state[1].dtype == torch.long
-    net.zero_grad()
-    assert apart(summed(policy_gradients(net, [data.chunk], RTRL(4))), exact(net, data)) < EXACT
 
 
 def test_the_example_of_the_docstring_runs() -> None:
@@ -297,24 +162,6 @@ def test_elementwise_updates_sum_to_the_exact_gradient(
     assert apart(summed(results), expected) < EXACT
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.3])
-@pytest.mark.parametrize("kind", ["minGRU", "one unit of five numbers"])
-def test_every_update_is_that_of_dense_rtrl_while_the_weights_move(kind: str, rate: float) -> None:
-    net, other = net_of(kind), net_of(kind)
-    data = data_for(net, 31, 2, 0, resets=0.1)
-    results = [list[Weights](), list[Weights]()]
-    for one, policy, found in zip(
-        (net, other), (ElementwiseRTRL(4), RTRL(4)), results, strict=True
-    ):
-        optimizer = torch.optim.SGD(one.parameters(), lr=rate)
-        for _ in tt.updates(one, [data.chunk], nn.MSELoss(), gradient=policy):
-            found.append(gradients(one))
-            optimizer.step()
-            optimizer.zero_grad()
-    assert len(results[0]) == 8
-    assert max(apart(a, b) for a, b in zip(*results, strict=True)) < EXACT
-
-
 class Mixing(MinGRU):
     """Units that read their neighbour's state."""
 
@@ -341,27 +188,6 @@ def test_units_that_see_each_other_are_refused(module: nn.Module) -> None:
     data = data_for(net, 12, 2, 0)
     with pytest.raises(ConfigError, match="depends on other units"):
         policy_gradients(net, [data.chunk], ElementwiseRTRL(5))
-
-
-@pytest.mark.parametrize("kind", ["minGRU", "trace units"])
-def test_elementwise_resume_keeps_the_influence_to_the_bit(kind: str) -> None:
-    def stream() -> tt.Stream:
-        return tt.Stream(recordings([31, 17, 20], outputs=OUTPUTS), lanes=2, chunk=8, warm_up=1)
-
-    net = net_of(kind)
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
-    run = tt.updates(net, stream(), nn.MSELoss(), gradient=ElementwiseRTRL(5))
-    train(optimizer, run, 3)
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), run.state_dict()))
-    losses = train(optimizer, run)
-    other = net_of(kind)
-    other_optimizer = torch.optim.Adam(other.parameters(), lr=0.05)
-    other.load_state_dict(saved[0])
-    other_optimizer.load_state_dict(saved[1])
-    rest = tt.updates(other, stream(), nn.MSELoss(), gradient=ElementwiseRTRL(5))
-    rest.load_state_dict(saved[2])
-    assert train(other_optimizer, rest) == losses
-    assert apart(weights(other), weights(net)) == 0
 
 
 def test_elementwise_stride_out_of_range_is_refused() -> None:
@@ -515,71 +341,21 @@ def test_windows_start_from_the_states_of_the_definition(
         assert torch.allclose(outputs[mask], rows[mask], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("policy", [CarriedStart(5), NoiseStart(5)], ids=["carried", "noise"])
-@pytest.mark.parametrize("at", [1, 4, 7, 9])
-def test_a_saved_training_resumes_to_the_bit(policy: Policy, at: int) -> None:
-    net, stream = make_net(), make_stream(3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    saved: dict[str, Any] = {}
-
-    def step(update: Update) -> float:
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(update.loss)
-
-    torch.manual_seed(5)
-    losses: list[float] = []
-    state = None
-    for _ in range(2):
-        epoch = tt.updates(net, stream, Loss(), gradient=policy, policy_state=state)
-        for update in epoch:
-            losses.append(step(update))
-            if len(losses) == at:
-                saved = copy.deepcopy(
-                    {
-                        "updates": epoch.state_dict(),
-                        "net": net.state_dict(),
-                        "random": torch.get_rng_state(),
-                    }
-                )
-        state = epoch.policy_state
-    net.load_state_dict(saved["net"])
-    torch.set_rng_state(saved["random"])
-    resumed: list[float] = []
-    other = make_stream(3)
-    epoch = tt.updates(net, other, Loss(), gradient=policy)
-    epoch.load_state_dict(saved["updates"])
-    while at + len(resumed) < len(losses):
-        resumed += [step(update) for update in epoch]
-        epoch = tt.updates(net, other, Loss(), gradient=policy, policy_state=epoch.policy_state)
-    assert resumed == losses[at:]
+def elementwise() -> Carried:
+    return tt.carry(nn.Sequential(MinGRU(FEATURES, UNITS), nn.Linear(UNITS, 2)).double())
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_an_update_that_is_made_again_starts_from_the_same_states(accumulate: int) -> None:
-    policy, net, other = CarriedStart(5), make_net(), make_net()
-    several: dict[str, Any] = {"gradient": policy, "accumulate": accumulate}
-    optimizer, state = torch.optim.SGD(net.parameters(), lr=0.1), None
-    stream = make_stream(3)
-    for _ in range(4):
-        epoch = tt.updates(net, stream, Loss(), policy_state=state, **several)
-        for update in epoch:
-            other.load_state_dict(net.state_dict())
-            again = tt.updates(other, make_stream(3), Loss(), **several)
-            again.load_state_dict(copy.deepcopy(epoch.state_dict(after_step=False)))
-            repeated = next(again)
-            assert torch.equal(repeated.outputs, update.outputs)
-            assert torch.equal(repeated.loss, update.loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        state = epoch.policy_state
-
-
-def test_noise_starts_all_windows_of_an_epoch_but_the_first_ones() -> None:
-    net, stream = make_net(), make_stream(2, lengths=(20, 10, 30))
-    torch.manual_seed(0)
-    for i, update in enumerate(tt.updates(net, stream, Loss(), gradient=NoiseStart(5))):
-        zero, _ = net(update.chunk.inputs, net.initial_state(2))
-        same = torch.allclose(update.outputs, zero)
-        assert same == (i == 0)
-        assert bool(update.chunk.resets[0].all())  # the chunk is that of the stream
+@pytest.mark.parametrize(
+    ("make", "policy"),
+    [
+        (RESUMED["hidden-cell"], RTRL(5)),
+        (elementwise, ElementwiseRTRL(5)),
+        (RESUMED["rotation"], CarriedStart(5)),
+        (RESUMED["rotation"], NoiseStart(5)),
+    ],
+    ids=["rtrl", "elementwise", "carried", "noise"],
+)
+@pytest.mark.parametrize("stop", [1, 4])
+def test_resume_gives_the_same_weights_to_the_bit(make: Any, policy: Any, stop: int) -> None:
+    through, resumed = run_and_resume(make, policy, stop)
+    assert same_bits(through, resumed)

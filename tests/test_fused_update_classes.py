@@ -808,7 +808,7 @@ def test_a_tail_may_share_a_weight_with_a_layer(
     assert_same(result, expected, 1e-12)
 
 
-WORDS, WIDTH, CLASSES = 11, 6, 4
+WORDS, WIDTH = 11, 6
 POLICIES = [tt.Truncated(12), tt.Truncated(7, horizon=20)]
 
 

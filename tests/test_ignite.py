@@ -15,7 +15,7 @@ import pytest
 import torch
 from ignite.contrib.engines.tbptt import Tbptt_Events as OriginalEvents
 from ignite.contrib.engines.tbptt import create_supervised_tbptt_trainer as original
-from ignite.engine import Engine, Events, State
+from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver
 from torch import Tensor, nn
 
@@ -225,44 +225,6 @@ def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(
     assert same(weights(mine), unbroken(data, build(make), epochs=2))
     assert not same(weights(mine), weights(theirs))
     assert not same(weights(mine), unbroken(data * 2, build(make)))  # the epochs are told apart
-
-
-def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    attributes = {
-        event: name for event, name in State.event_to_attr.items() if event not in set(Tbptt_Events)
-    }
-    monkeypatch.setattr(
-        State, "event_to_attr", attributes
-    )  # the original never registers its own, but sees ours
-    theirs = trainer_of(original)[0]
-    theirs.add_event_handler(OriginalEvents.TIME_ITERATION_COMPLETED(every=2), print)
-    with pytest.raises(RuntimeError, match="Unknown event name"):
-        theirs.run(batches(1))
-    records: dict[str, list[int]] = {"every": [], "once": [], "filter": [], "name": []}
-    trainer = trainer_of(create_supervised_tbptt_trainer)[0]
-    filters: dict[str, Any] = {
-        "every": Tbptt_Events.TIME_ITERATION_COMPLETED(every=2),
-        "once": Tbptt_Events.TIME_ITERATION_STARTED(once=3),
-        "filter": Tbptt_Events.TIME_ITERATION_STARTED(
-            event_filter=lambda _, event: event in (1, 5)
-        ),
-        "name": OriginalEvents.TIME_ITERATION_STARTED(
-            every=4
-        ),  # a script may go on importing the events from there
-    }
-    for name, event in filters.items():
-        trainer.add_event_handler(
-            event, lambda engine, name: records[name].append(engine.state.time_iteration), name
-        )
-    trainer.run(batches(2), max_epochs=2)
-    assert records == {
-        "every": [2, 4, 6, 8, 10, 12],
-        "once": [3],
-        "filter": [1, 5],
-        "name": [4, 8, 12],
-    }
-    trainer.run(batches(1))  # a new run counts from 1
-    assert records["once"] == [3, 3]
 
 
 @pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
@@ -505,15 +467,6 @@ def test_mixed_precision_is_that_of_the_loop_by_hand(clip: float | None, scaled:
     mine = trained(data, gru().float(), amp_mode="amp", scaler=scaler(), max_norm=clip)
     assert same(mine, by_hand(data, clip, True, scaler(), gru().float()))
     assert not same(mine, by_hand(data, clip, model=gru().float()))
-
-
-def test_batches_may_have_their_lanes_first() -> None:
-    data = batches(3)
-    turned = [(x.transpose(0, 1), y.transpose(0, 1)) for x, y in data]
-    batch_first = build(lambda: Recurrent(nn.GRU, batch_first=True))
-    assert batch_first.state_dict().keys() == gru().state_dict().keys()
-    a, b = trained(data), trained(turned, batch_first, dim=1)
-    assert max((p - q).abs().max().item() for p, q in zip(a, b, strict=True)) < 1e-12
 
 
 def test_a_carried_net_is_referred_to_the_stream_trainer() -> None:

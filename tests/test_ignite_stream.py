@@ -184,38 +184,6 @@ def test_the_output_of_an_iteration_is_the_mean_over_its_valid_steps() -> None:
     )  # the ragged tail does not count double
 
 
-def test_filters_count_updates() -> None:
-    trainer, _, _ = trainer_of(chunks=4)
-    order: list[tuple[str, int]] = []
-    trainer.add_event_handler(
-        StreamEvents.GRADIENT_READY(every=5), lambda e: order.append(("ready", e.state.updates))
-    )
-    trainer.add_event_handler(
-        StreamEvents.UPDATE_COMPLETED(once=10), lambda e: order.append(("done", e.state.updates))
-    )
-    trainer.run(stream())
-    assert order == [("ready", 5), ("ready", 10), ("done", 10)]
-    trainer.run(stream())  # a new run counts from 1
-    assert order == 2 * [("ready", 5), ("ready", 10), ("done", 10)]
-
-
-def test_a_gradient_that_is_ready_is_what_the_optimizer_sees() -> None:
-    trainer, net, _ = trainer_of(
-        max_norm=0.01, amp_mode="amp", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)
-    )
-    norms: list[float] = []
-
-    def note() -> None:
-        norms.append(
-            nn.utils.get_total_norm([w.grad for w in net.parameters() if w.grad is not None]).item()
-        )
-
-    trainer.add_event_handler(StreamEvents.GRADIENT_READY, note)
-    trainer.run(stream())
-    assert len(norms) > 5
-    assert max(abs(norm - 0.01) for norm in norms) < 1e-6
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 def test_mixed_precision_is_that_of_the_loop_by_hand(scaled: bool) -> None:
     data = [{key: value.float() for key, value in recording.items()} for recording in recordings()]

@@ -130,15 +130,6 @@ class Yes(Heads):
         return {"a": a, "b": b, "positive": a > 0}, h
 
 
-class Half(Heads):
-    """An output of another type."""
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return a, b.float(), h
-
-
 class Penalty(Heads):
     """A scalar beside, which is no output."""
 
@@ -404,24 +395,6 @@ def test_a_loss_of_torch_says_what_several_outputs_need(
             call()
 
 
-def test_the_loss_to_write_for_several_outputs_is_that_of_the_item() -> None:
-    first, loss_fn = tt.carry(net_of("flat").module, output=0), nn.CrossEntropyLoss()
-    written = tt.SequenceLoss(lambda y, chunk: loss_fn(*chunk.valid_pairs(y[0])), additive=True)
-    runs: list[list[float]] = []
-    for net, fn in ((net_of("flat"), written), (first, loss_fn)):
-        stream = tt.Stream(data(), lanes=2, chunk=4, seed=None, warm_up=2)
-        updates = tt.updates(net, stream, fn, gradient=tt.Truncated(5))
-        runs.append([update.loss.item() for update in updates])
-    assert runs[0] == pytest.approx(runs[1], rel=EXACT)
-
-
-def test_outputs_of_two_types_get_the_wider_one() -> None:
-    net = tt.carry(Half().double(), output="all")
-    _, b = tt.predict(net, data()[0])[0]
-    theirs, _ = tt.predict(tt.carry(Half().double(), output=1), data()[0])
-    assert (b.dtype, theirs.dtype) == (torch.float64, torch.float32)
-
-
 def test_a_rollout_gives_the_outputs_and_their_gradients() -> None:
     net = net_of("names")
     x = torch.randn(11, 2, 3, dtype=torch.float64)
@@ -467,28 +440,3 @@ def test_all_takes_no_module_that_returns_what_is_no_output(make: Any) -> None:
 def test_items_that_do_not_exist_are_named(make: Any, output: Any) -> None:
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(make(), torch.randn(5, 2, 3), output=output)
-
-
-class SameNames(Heads):
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return {"encoder": {"y": a}, "decoder": {"y": b}}, h
-
-
-class Singles(Heads):
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return (a,), (b,), h
-
-
-@pytest.mark.parametrize(
-    ("make", "output"), [(SameNames, "all"), (Singles, "all"), (Singles, [(0, 0), (1, 0)])]
-)
-def test_outputs_that_share_a_key_are_a_tuple_of_all(make: Any, output: Any) -> None:
-    net = tt.carry(make().double(), output=output)
-    x = torch.randn(6, 2, 3, dtype=torch.float64)
-    outputs, _ = net(x, net.initial_state(2, like=x))
-    theirs, _ = plain(net.module, x, torch.zeros(6, 2).bool(), start(net.module, 2))
-    close(outputs, theirs)

@@ -35,7 +35,7 @@ from strategies import (
 )
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.evaluation import Evaluator, warn_of_cuts
+from throughtime.evaluation import Evaluator
 
 LONG = 5000
 
@@ -160,15 +160,6 @@ def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(wh
     assert all(torch.equal(weight[name], w) for name, w in weights(net).items())
 
 
-def test_evaluation_that_fails_puts_the_modes_back() -> None:
-    net = tt.carry(PartlyEvaluating().double())
-    modes = [m.training for m in net.modules()]
-    with pytest.raises(DataError, match="17 features in each step, the net expects 3"):
-        tt.Predictor(net)(torch.zeros(4, 1, 17, dtype=torch.float64))
-    assert [m.training for m in net.modules()] == modes
-    assert torch.is_grad_enabled()
-
-
 def test_outputs_have_no_graph() -> None:
     net = tt.carry(TensorState().double())
     assert not tt.Predictor(net)(inputs(4, 1)).requires_grad
@@ -222,24 +213,6 @@ def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk
         )
 
 
-def test_a_loss_that_computes_gradients_is_evaluated() -> None:
-    """A penalty on the gradient, say: that of a mean square is four times as large as the loss."""
-
-    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
-        assert not outputs.requires_grad
-        leaf = outputs.detach().requires_grad_()
-        loss = (leaf - targets).square().mean()
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        return loss + gradient.square().sum() * leaf.numel()
-
-    net, sources = named("hides-layer").net(), recordings([31, 7])
-    found, plain = (
-        tt.evaluate(net, tt.Stream(sources, 2, 6), loss_fn).loss
-        for loss_fn in (penalised, nn.MSELoss())
-    )
-    assert found == pytest.approx(5 * plain, rel=1e-9)
-
-
 def test_classification_by_recording() -> None:
     net = named("hides-layer").net()
     sources = [
@@ -255,17 +228,6 @@ def test_classification_by_recording() -> None:
         y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
         expected = (y.argmax(1).numpy() == source["targets"]).mean()
         assert result.recordings[source["name"]]["accuracy"] == pytest.approx(expected)
-
-
-def test_recording_cut_into_parts_counts_as_one() -> None:
-    net, sources = named("hides-layer").net(), recordings([40])
-    with pytest.warns(UserWarning, match="cuts recordings into parts"):
-        result = tt.evaluate(
-            net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression()
-        )
-    assert list(result.recordings) == ["r0"]
-    assert result.recordings["r0"] == pytest.approx(result.metrics)
-    assert result.steps == 40
 
 
 def by_evaluator(net: Carried, stream: tt.Stream, *, checked: bool) -> None:
@@ -298,19 +260,6 @@ def test_recordings_that_a_stream_cuts_are_named_once(
     assert "3 of the parts start from the initial state" in text
     assert "write tt.Stream(..., lanes=2), or" in text
     run(net, tt.Stream(sources, lanes=2, chunk=6))  # a warning would be an error
-
-
-@pytest.mark.parametrize(
-    ("count", "lanes"), [(7, "lanes=2"), (2, "lanes=2, rank=0, ranks=1")], ids=["many", "few"]
-)
-def test_cuts_are_counted_over_the_lanes_of_all_ranks(count: int, lanes: str) -> None:
-    sources = recordings([9] * count)
-    with pytest.warns(UserWarning, match=r"^lanes=4 on each of 3 ranks for") as record:
-        warn_of_cuts(tt.Stream(sources, 4, 5, rank=1, ranks=3))
-    text = str(record[0].message)
-    assert f"{12 - count} of the parts" in text
-    assert f"tt.Stream(..., {lanes}), or" in text
-    warn_of_cuts(tt.Stream(sources * 6, 4, 5, rank=1, ranks=3))
 
 
 @pytest.mark.parametrize("lengths", [(40,), (31, 7, 20, 13), (3,) * 70])
@@ -347,18 +296,6 @@ def test_stream_without_targets_is_refused() -> None:
         DataError, match=r"the recordings of this stream have no targets; .*use tt\.predict"
     ):
         tt.evaluate(named("hides-layer").net(), tt.Stream(source, 1, 4), nn.MSELoss())
-
-
-def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
-    net, x = named("hides-layer").net(), inputs(9, 1)[:, 0].numpy().copy()
-    x[4, 1] = np.nan
-    with pytest.raises(DataError, match=r"the first at step 4, column 1"):
-        tt.predict(net, {"inputs": x})
-    outputs, _ = tt.predict(net, {"inputs": x}, missing="mask")
-    assert outputs.isfinite().all()
-    assert np.isnan(x[4, 1])
-    x[4, 1] = 0
-    assert (outputs - tt.predict(net, {"inputs": x})[0]).abs().max() < 1e-12
 
 
 def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
@@ -433,16 +370,6 @@ def test_reset_starts_the_lane_anew_after_the_step() -> None:
     torch.testing.assert_close(later[:, 2], tt.Predictor(net)(x[:3, 2]), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("on_nan", ["hold", "reset"])
-def test_a_reset_at_a_step_that_is_left_out_counts_at_the_next(on_nan: Any) -> None:
-    net, x = streamed()
-    predictor, resets = tt.Predictor(net, 3, on_nan=on_nan), torch.zeros(12, 3, dtype=torch.bool)
-    resets[6, 1] = True
-    x[6, 1] = math.nan
-    y = predictor(x, resets)
-    torch.testing.assert_close(y[7:, 1], tt.Predictor(net)(x[7:, 1]), rtol=0, atol=1e-6)
-
-
 @given(st.data())
 def test_hold_is_the_stream_without_the_step_however_it_is_cut(data: st.DataObject) -> None:
     net, x = streamed(2)
@@ -489,20 +416,6 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         predictor(x)
 
 
-def test_arrays_of_numpy_are_taken_in_the_type_of_the_weights() -> None:
-    net, x = streamed()
-    y = tt.Predictor(net, lanes=3)(x)
-    assert torch.equal(tt.Predictor(net, lanes=3)(x.numpy()), y)
-    steps = tt.Predictor(net, lanes=3)
-    each = [steps.step(row) for row in x.double().numpy()]
-    torch.testing.assert_close(torch.stack(each), y, rtol=0, atol=1e-6)
-    words = tt.carry(nn.Sequential(nn.Embedding(5, 4), nn.GRU(4, 6)))
-    tokens = np.array([[1, 2], [3, 4]], dtype=np.int32)
-    assert tt.Predictor(words, lanes=2)(tokens).shape == (2, 2, 6)
-    outputs, _ = tt.predict(net, x[:, 0].numpy())
-    torch.testing.assert_close(outputs, tt.predict(net, x[:, 0])[0], rtol=0, atol=0)
-
-
 def test_another_number_of_lanes_names_the_argument() -> None:
     net, x = streamed()
     with pytest.raises(DataError, match=r"have 3 lanes, the predictor has 1: .*lanes=3\)"):
@@ -546,20 +459,6 @@ def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
     handle.remove()
     assert torch.equal(results[0], tt.Predictor(net, lanes=3)(x))
     predictor(x)
-
-
-def test_a_missing_input_names_the_column_of_its_file(tmp_path: Path) -> None:
-    net, _ = streamed()
-    rows = [["t", "ecg", "spo2", "bp"], *([f"{i}", "1", "2", "3"] for i in range(1300))]
-    rows[1205][1] = ""
-    path = tmp_path / "r.csv"
-    path.write_text("\n".join(map(",".join, rows)), encoding="utf-8")
-    with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
-        tt.predict(net, path, dtype=torch.float32)
-    with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
-        list(tt.Stream(tt.windows({"inputs": path}, 100), lanes=1, chunk=50))
-    outputs, _ = tt.predict(net, path, dtype=torch.float32, on_nan="hold", chunk=100)
-    assert outputs.isnan().any(1).nonzero().flatten().tolist() == [1204]
 
 
 class Explicit(nn.Module):
@@ -646,20 +545,6 @@ def test_a_copy_goes_on_by_itself(duplicate: Callable[[Any], tt.Predictor]) -> N
     assert pair.agrees(rows[3:])
 
 
-@pytest.mark.parametrize("on_nan", ["hold", "reset"])
-@pytest.mark.parametrize("name", ["lstm", "internal"])
-def test_missing_steps_are_left_out_as_in_calls(name: str, on_nan: Any) -> None:
-    pair, rows = Pair(make(name), on_nan=on_nan), torch.randn(20, 2, 3)
-    rows[3, 0, 1], rows[4, 1, 2], rows[5], rows[11, 1, 0] = (
-        torch.nan,
-        torch.inf,
-        torch.nan,
-        -torch.inf,
-    )
-    assert pair.agrees(rows)
-    assert pair.step.skipped == pair.call.skipped == 5
-
-
 @pytest.mark.parametrize("row", [torch.zeros(3, 3), torch.zeros(2, 4), torch.zeros(2, 3).int()])
 def test_rows_that_do_not_fit_raise_as_in_calls(row: Tensor) -> None:
     pair = Pair(make("lstm"))
@@ -671,6 +556,15 @@ def test_rows_that_do_not_fit_raise_as_in_calls(row: Tensor) -> None:
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     assert pair.agrees(torch.randn(3, 2, 3))
+
+
+def test_one_dimension_of_features_is_refused_with_the_line_to_write() -> None:
+    net, signal = tt.carry(nn.GRU(1, 4)), torch.randn(30)
+    for wrong in (signal, signal.numpy(), torch.tensor(0.5)):
+        with pytest.raises(DataError, match=r"inputs\[:, None\] for .*predictor\.step\(inputs\)"):
+            tt.Predictor(net)(wrong)
+    assert tt.Predictor(net)(signal[:, None]).shape == (30, 4)
+    assert tt.Predictor(net).step(signal[0]).shape == (4,)
 
 
 class Between(nn.Module):
@@ -721,12 +615,3 @@ def test_a_net_of_text_takes_tokens_and_says_so() -> None:
             with pytest.raises(tt.errors.DataError, match=said):
                 predictor.step(wrong)  # pyright: ignore[reportArgumentType]
             predictor.step(torch.tensor([7]))
-
-
-def test_one_dimension_of_features_is_refused_with_the_line_to_write() -> None:
-    net, signal = tt.carry(nn.GRU(1, 4)), torch.randn(30)
-    for wrong in (signal, signal.numpy(), torch.tensor(0.5)):
-        with pytest.raises(DataError, match=r"inputs\[:, None\] for .*predictor\.step\(inputs\)"):
-            tt.Predictor(net)(wrong)
-    assert tt.Predictor(net)(signal[:, None]).shape == (30, 4)
-    assert tt.Predictor(net).step(signal[0]).shape == (4,)

@@ -4,10 +4,8 @@ Shapes: `T` steps, `B` lanes, `H` numbers in the state.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from strategies import (
     HIDDEN,
     HidesLayer,
     Row,
-    TensorState,
     inputs,
     lawless,
     named,
@@ -32,7 +29,6 @@ from strategies import (
     seeds,
     some_nets,
     start,
-    weights,
 )
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
@@ -286,27 +282,6 @@ def test_memory_is_used_where_a_delay_needs_it(delay: int) -> None:
     assert "plateau" in result.warning()
 
 
-class Ignores(TensorState):
-    """Carries a state and never looks at it."""
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.read(x @ self.into), self.zeros(x) if state is None else state * 1.0
-
-
-def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
-    result = tt.reach(
-        lawless(tt.carry(Ignores().double()), inputs(3, 2)),
-        stream_of([200]),
-        nn.MSELoss(),
-        max_lag=20,
-        anchors=30,
-    )
-    assert not result.memory_used
-    assert set(result.norms) == {0.0}
-    assert "the net has not learned to use it" in result.warning()
-    assert result.contexts == pytest.approx(dict.fromkeys(result.contexts, result.loss), rel=1e-9)
-
-
 def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -> None:
     net, source = named("hides-layer").net(), stream_of([120, 101], 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -326,72 +301,6 @@ def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -
             losses.append(nn.functional.mse_loss(y[-1, 0], whole.targets[step, lane]).item())
         assert loss == pytest.approx(sum(losses) / len(losses), rel=CLOSE)
     assert list(result.contexts) == [1, 2, 4, 8, 16]
-
-
-def test_anchors_are_spread_over_the_stretch_and_drawn_by_the_seed() -> None:
-    net, source = named("hides-layer").net(), stream_of([1000, 1000], 2)
-    chosen: dict[int, list[Anchor]] = {}
-    for seed in (0, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            chosen[seed] = record_anchors(patch)
-            tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=20, seed=seed)
-    steps = sorted({anchor.step for anchor in chosen[0]})
-    assert len(chosen[0]) == 20
-    assert steps[0] < 60
-    assert steps[-1] > 940
-    assert max(b - a for a, b in itertools.pairwise(steps)) < 200
-    assert chosen[0] != chosen[1]
-
-
-class Noisy(HidesLayer):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.get_buffer("calls").add_(1)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_moved_or_changed(training: bool) -> None:
-    net, source = (
-        lawless(tt.carry(Noisy().double()).train(training), inputs(3, 2)),
-        stream_of([60, 50], 2),
-    )
-    for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
-        if update.chunk.position[0, 0] == 10:
-            break
-    kept = [
-        (weight.grad, weight.grad.clone()) for weight in net.parameters() if weight.grad is not None
-    ]
-    before = (
-        weights(net),
-        {n: b.clone() for n, b in net.named_buffers()},
-        torch.get_rng_state(),
-        source.state_dict(),
-        source._generation,
-    )
-    first = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6)
-    assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
-    assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
-    assert torch.equal(torch.get_rng_state(), before[2])
-    assert (source.state_dict(), source._generation) == before[3:]
-    assert all(module.training == training for module in net.modules())
-    assert len(kept) == len(list(net.parameters()))
-    for weight, (held, values) in zip(net.parameters(), kept, strict=True):
-        assert weight.grad is held
-        assert torch.equal(held, values)
-    assert tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6) == first
-
-
-def test_figures_are_plain_numbers_for_any_logger() -> None:
-    result = tt.reach(linear(0.9), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
-    again = json.loads(json.dumps(asdict(result), allow_nan=False))
-    assert again["norms"] == list(result.norms)
-    assert again["lags"] == list(result.lags)
-    assert again["shares"]["0.9"] == result.shares[0.9]
-    assert again["by_leaf"].keys() == result.by_leaf.keys()
 
 
 def test_table_and_warning_say_what_was_found() -> None:

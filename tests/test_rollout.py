@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,27 +16,12 @@ from torch import Tensor, nn
 import throughtime as tt
 from policy_data import Complex
 from quick import examples
-from rollouts import (
-    EXACT,
-    LOSSES,
-    Loss,
-    deviation,
-    of_all,
-    of_both,
-    of_last,
-    played,
-    random_resets,
-    random_state,
-    rolled,
-    whole,
-)
 from strategies import (
     FEATURES,
     HIDDEN,
     HidesLayer,
     Rotation,
     Row,
-    TensorState,
     Weights,
     apart,
     every_net,
@@ -51,10 +36,96 @@ from strategies import (
     states_apart,
     weights,
 )
+from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, LawError, ModelError
 from throughtime.gradient import segment
 from throughtime.state import State
 from throughtime.testing.rollout import CAUSES, Play
+
+EXACT = 1e-10
+LaneSlice = Callable[[Tensor, State, Tensor | None], tuple[Tensor, State]]
+Loss = Callable[[Tensor, State], Tensor]
+
+
+def of_all(y: Tensor, _: State) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).square().mean()
+
+
+def of_last(y: Tensor, _: State) -> Tensor:
+    return y[-1].square().sum()
+
+
+def of_spectrum(y: Tensor, _: State) -> Tensor:
+    return (
+        torch.fft.rfft(y, dim=0).abs().square()[1 : 1 + len(y) // 3].mean()
+        + y.std(0, correction=0).square().sum()
+    )
+
+
+def of_end(_: Tensor, state: State) -> Tensor:
+    return torch.stack([leaf.square().sum() for leaf in tt.state.tensors(state)]).sum()
+
+
+def of_both(y: Tensor, state: State) -> Tensor:
+    return of_all(y, state) + of_end(y, state) + y.exp().mean() * y.max()
+
+
+LOSSES: list[Loss] = [of_all, of_last, of_spectrum, of_end, of_both]
+
+
+class Played(NamedTuple):
+    """Outputs, state, and gradients to parameters, inputs, and the state that entered."""
+
+    y: Tensor
+    state: State
+    gradients: Weights
+
+
+def played(
+    net: Carried, play: LaneSlice, x: Tensor, state: State, resets: Tensor | None, loss: Loss
+) -> Played:
+    net.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    entering = (
+        None
+        if state is None
+        else tt.state.map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(), state)
+    )
+    y, after = play(x, entering, resets)
+    loss(y, after).backward()
+    found = gradients(net) | {"x": torch.zeros_like(x) if x.grad is None else x.grad}
+    for name, leaf in () if state is None else tt.state.leaves(entering):
+        found[f"state.{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    net.zero_grad()
+    return Played(y.detach(), tt.state.detach(after), found)
+
+
+def whole(net: Carried) -> LaneSlice:
+    return lambda x, state, resets: net(x, start(net, x) if state is None else state, resets)
+
+
+def rolled(net: Carried, **options: Any) -> LaneSlice:
+    return lambda x, state, resets: tt.rollout(net, x, state, resets=resets, **options)
+
+
+def deviation(a: Played, b: Played) -> float:
+    return max(
+        (a.y - b.y).abs().max().item(),
+        states_apart(a.state, b.state),
+        apart(a.gradients, b.gradients),
+    )
+
+
+def random_state(net: Carried, x: Tensor, seed: int = 9) -> State:
+    draw = torch.Generator().manual_seed(seed)
+    return tt.state.map_leaves(
+        lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) * 0.5,
+        tt.state.detach(start(net, x)),
+    )
+
+
+def random_resets(steps: int, lanes: int, seed: int = 9) -> Tensor:
+    return torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.1
 
 
 @examples(12)
@@ -96,18 +167,6 @@ def test_module_whose_state_is_not_explicit_is_refused() -> None:
             tt.rollout(module, inputs(5, 2))  # pyright: ignore[reportArgumentType]
 
 
-def test_gradient_is_that_of_finite_differences() -> None:
-    net, x = named("hides-layer").net(), inputs(5, 2).requires_grad_()
-    state = tt.state.map_leaves(lambda leaf: leaf.requires_grad_(), random_state(net, x))
-    leaves = tt.state.tensors(state)
-
-    def play(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        y, after = tt.rollout(net, x, state, chunk=2)
-        return y, *tt.state.tensors(after)
-
-    assert torch.autograd.gradcheck(play, (x, *leaves))
-
-
 def test_automatic_chunk_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     net, x = named("hides-layer").net(), inputs(97, 2)
     expected, calls = played(net, whole(net), x, None, None, of_both), list[int]()
@@ -119,42 +178,6 @@ def test_automatic_chunk_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
         assert deviation(played(net, rolled(net), x, None, None, of_both), expected) < EXACT
         lengths.add(calls[1])  # after the trial
     assert {1, 97} < lengths
-
-
-class Reads(nn.Module):
-    """Tokens in, tokens out; the state counts them as well, in whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, FEATURES)
-        self.rotation = TensorState()
-
-    def forward(
-        self, x: Tensor, state: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        embedded = self.embedding(x)
-        if state is None:
-            state = {
-                "h": embedded.new_zeros(x.shape[1], HIDDEN),
-                "read": torch.zeros(x.shape[1], dtype=torch.long),
-            }
-        y, h = self.rotation(embedded, state["h"])
-        return y, {"h": h, "read": state["read"] + len(x)}
-
-
-def test_tokens_are_read_and_whole_numbers_carried() -> None:
-    net, tokens = tt.carry(remembering(Reads())), torch.randint(0, 11, (23, 2))
-    expected, end = net(tokens, start(net, tokens))
-    of_last(expected, None).backward()
-    wanted = gradients(net)
-    net.zero_grad()
-    y, state = tt.rollout(net, tokens, chunk=4)
-    of_last(y, None).backward()
-    assert (y - expected).abs().max() < EXACT
-    assert apart(gradients(net), wanted) < EXACT
-    assert wanted["module.embedding.weight"].abs().max() > 1e-6
-    assert state["read"].tolist() == [23, 23] == end["read"].tolist()
-    assert not state["read"].requires_grad
 
 
 def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
@@ -179,55 +202,6 @@ def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
     )
     torch.manual_seed(4)  # the mutant: other numbers
     assert deviation(played(net, rolled(net, chunk=4), x, None, None, of_all), expected) > 1e-6
-
-
-def test_buffers_change_once() -> None:
-    class Normalised(HidesLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(FEATURES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x.flatten(0, 1)).view_as(x))
-
-    found = list[Weights]()
-    for roll in (False, True):
-        torch.manual_seed(5)
-        x = inputs(24, 2)
-        net = lawless(tt.carry(remembering(Normalised())), x)
-        y, state = tt.rollout(net, x, chunk=6) if roll else in_chunks(net, x, [6] * 3)
-        of_all(y, state).backward()
-        found.append(gradients(net) | {name: b.clone().double() for name, b in net.named_buffers()})
-    assert apart(found[1], found[0]) < EXACT
-    assert found[0]["module.norm.num_batches_tracked"] == 4
-
-
-def test_autocast_is_that_of_the_net_in_chunks() -> None:
-    found = list[Weights]()
-    for roll in (False, True):
-        net, x = (
-            tt.carry(named("hides-layer").module().float()),
-            inputs(24, 2).float().requires_grad_(),
-        )
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if roll:
-                y, state = tt.rollout(net, x, chunk=6)
-            else:
-                parts, state = list[Tensor](), start(net, x)
-                for part in x.split(6):
-                    torch.clear_autocast_cache()
-                    y, state = net(part, state)
-                    parts.append(y)
-                y = torch.cat(parts)
-            loss = of_all(y.float(), state)
-        assert y.dtype == torch.bfloat16
-        assert {leaf.dtype for leaf in tt.state.tensors(state)} == {torch.float32}
-        loss.backward()  # outside autocast: the rollout goes back to its own
-        assert x.grad is not None
-        assert x.grad.dtype == torch.float32
-        found.append(gradients(net) | {"x": x.grad})
-    assert apart(found[1], found[0]) < 1e-7
-    assert found[0]["module.lstm.weight_hh_l0"].abs().max() > 1e-4
 
 
 class Restless(Rotation):
@@ -327,33 +301,6 @@ def test_rollout_is_part_of_a_larger_graph() -> None:
     assert all(g.abs().max() > 1e-9 for g in found[0].values())
 
 
-def test_gradients_may_be_asked_for_without_touching_any() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
-    expected = played(net, whole(net), x, None, None, of_all)
-    y, state = tt.rollout(net, x, chunk=4)
-    (found,) = torch.autograd.grad(of_all(y, state), [x])
-    assert (found - expected.gradients["x"]).abs().max() < EXACT
-    assert x.grad is None
-    assert all(p.grad is None for p in net.parameters())
-
-
-def test_only_what_wants_a_gradient_gets_one() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    net.get_submodule("module.lstm").requires_grad_(requires_grad=False)
-    expected = played(net, whole(net), x, None, None, of_all).gradients
-    y, state = tt.rollout(net, x, chunk=4)
-    of_all(y, state).backward()
-    assert apart(gradients(net), {name: g for name, g in expected.items() if name != "x"}) < EXACT
-    assert x.grad is None
-    net.requires_grad_(requires_grad=False)
-    y, _ = tt.rollout(net, x, chunk=4)
-    assert not y.requires_grad
-    found = played(net, rolled(net, chunk=4), x, random_state(net, x), None, of_both)
-    net.requires_grad_(requires_grad=False)
-    assert deviation(found, played(net, whole(net), x, random_state(net, x), None, of_both)) < EXACT
-    assert found.gradients["x"].abs().max() > 1e-6
-
-
 def test_without_gradients_there_is_no_graph() -> None:
     net, x = named("hides-layer").net(), inputs(23, 2)
     expected, end = net(x, start(net, x))
@@ -401,23 +348,6 @@ def test_inputs_changed_before_the_backward_pass_are_refused() -> None:
     x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         of_all(y, state).backward()
-
-
-def test_state_changed_before_the_backward_pass_changes_nothing() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    state = random_state(net, x)
-    expected = played(net, whole(net), x, state, None, of_all)
-    y, after = tt.rollout(net, x, state, chunk=4)
-    for leaf in (*tt.state.tensors(state), *tt.state.tensors(tt.state.detach(after))):
-        leaf.zero_()
-    of_all(y, after).backward()
-    assert (
-        apart(
-            gradients(net),
-            {name: g for name, g in expected.gradients.items() if name.startswith("module")},
-        )
-        < EXACT
-    )
 
 
 def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:

@@ -5,7 +5,6 @@ Shapes: `T` steps, `B` lanes.
 
 import json
 import math
-import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -122,20 +121,6 @@ def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) ->
     assert len({start.position for start in result.starts if start.compared == 1500}) > 2
 
 
-def test_some_may_not_have_settled_and_the_quantiles_say_so() -> None:
-    net, (long, short) = tt.carry(Leaky(0.9)), signals(2000, 20)
-    result = tt.settling_time(net, [long, short], starts=8, span=200, tolerance=1e-3, scale=1.0)
-    assert result.unsettled == 4  # those of the short recording
-    assert re.search(r"scale of the outputs; of 8 cold starts 4 had not settled$", str(result))
-    (one,) = [tt.settling_time(net, long, starts=1, span=1)]
-    assert "of 1 cold start " in str(one)
-    assert [start.recording for start in result.starts if start.steps is None] == ["1"] * 4
-    assert result.quantiles[0.9] is None
-    assert result.quantiles[1.0] is None
-    ordered = sorted(n for n in steps_of(result) if n is not None)
-    assert result.quantiles[0.5] == ordered[3]
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, 5000])
 def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
     net, recordings = readout(nn.LSTM(1, 8)), signals(700, 400, 300)
@@ -144,27 +129,6 @@ def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
     result = tt.settling_time(net, stream, span=100, starts=10)
     assert result == whole
     assert stream.position == 0
-
-
-def test_the_tolerance_is_relative_to_the_deviation_of_the_outputs() -> None:
-    net, (signal,) = tt.carry(Leaky(0.97)), signals(2000)
-    small = tt.settling_time(net, signal, span=500)
-    large = tt.settling_time(net, 1000 * signal, span=500)
-    assert steps_of(large) == steps_of(small)
-    assert large.scale == pytest.approx(1000 * small.scale)
-    carried, _ = tt.predict(net, signal)
-    assert small.scale == pytest.approx(float(carried.std()), rel=0.2)
-    coarse = tt.settling_time(net, signal, span=500, tolerance=0.1)
-    assert (coarse.quantiles[0.5] or 0) < (small.quantiles[0.5] or 0)
-
-
-def test_effective_remembrance_falls_as_the_leak_does() -> None:
-    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
-    result = tt.settling_time(net, signal, span=100)
-    curve = result.remembrance
-    assert list(curve) == [0, 1, 2, 4, 8, 16, 32, 64]
-    for age in (1, 8, 64):
-        assert curve[age] == pytest.approx(curve[0] * 0.9**age, rel=1e-6)
 
 
 def test_a_net_that_diverges_is_named() -> None:

@@ -5,18 +5,19 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
 
 import copy
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import throughtime as tt
 from recurrences import needs_kernels
-from strategies import HIDDEN, inputs
+from strategies import inputs
+from test_fused_update import LAYERS, calls, make, recordings
 from test_trace import (
     EXACT,
     LANES,
@@ -28,6 +29,8 @@ from test_trace import (
     states_for,
     unrolled,
 )
+from throughtime.carry import Carried
+from throughtime.diagnose._trace_summary import BackwardRecord
 from throughtime.diagnose.trace import Trace, trace
 from throughtime.kernels import recurrent, reference
 from throughtime.kernels.dispatch import Backend
@@ -43,16 +46,6 @@ every_option = pytest.mark.parametrize("options", MANY.values(), ids=MANY)
 
 def fused(net: nn.RNNBase) -> nn.RNNBase:
     return tt.fuse(copy.deepcopy(net))
-
-
-def differs(results: Trace, expected: Trace) -> float:
-    """How far two traces are apart, in every figure that they have; names must be the same."""
-    worst = 0.0
-    for part in ("norms", "edges", "retention"):
-        one, other = (getattr(each.last, part) for each in (results, expected))
-        assert one.keys() == other.keys()
-        worst = max(worst, *((one[n] - other[n]).abs().max().item() for n in other), 0.0)
-    return worst
 
 
 def traced(net: nn.Module, play: Callable[[], Tensor], **options: Any) -> Trace:
@@ -110,23 +103,6 @@ def test_every_norm_of_a_fused_layer_is_that_of_the_unrolled_loop(
     kind: str, options: dict[str, Any]
 ) -> None:
     check_norms(kind, layer(kind, **options), inputs(STEPS, LANES))
-
-
-@pytest.mark.covering
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_no_number_blows_up(kind: str, dtype: torch.dtype, value: float) -> None:
-    net, x = fused(layer(kind)).to(dtype), inputs(STEPS, LANES).to(dtype)
-    dy = torch.ones(STEPS, LANES, HIDDEN, dtype=dtype)
-    dy[6, 1, 2] = value
-    with trace(net) as results:
-        net(x)[0].backward(dy)
-    norms = results["layer0.h"]
-    assert not norms[6, 1].isfinite()
-    assert norms[7:].isfinite().all()
-    assert norms[:, 0].isfinite().all()
-    assert next(row for row in results.summary().rows if row.name == "layer0.h").exploded == 6
 
 
 def reset_at(often: float = 0.25) -> Tensor:
@@ -236,41 +212,6 @@ def test_autocast_is_traced_as_by_torch_nn() -> None:
     )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_shows_the_same(reentrant: bool) -> None:
-    net, x = fused(layer("lstm", num_layers=2)), inputs(STEPS, LANES).requires_grad_()
-    plain = traced(net, lambda: net(x)[0].square().sum())
-    again = traced(
-        net, lambda: checkpoint(lambda x: net(x)[0], x, use_reentrant=reentrant).square().sum()
-    )
-    assert differs(again, plain) < EXACT
-
-
-def test_the_second_derivative_is_that_of_the_untraced_layer() -> None:
-    net, x = fused(layer("gru")), inputs(STEPS, LANES).requires_grad_()
-
-    def second() -> tuple[Tensor, ...]:
-        (by_x,) = torch.autograd.grad((net(x)[0] ** 3).sum(), x, create_graph=True)
-        return torch.autograd.grad(by_x.square().sum(), [x, *net.parameters()])
-
-    plain = second()
-    once = traced(net, lambda: net(x)[0].pow(3).sum())
-    with trace(net, keep=2) as results:
-        during = second()
-    assert max((a - b).abs().max().item() for a, b in zip(plain, during, strict=True)) < EXACT
-    first, _ = results.passes  # the second derivative goes through y once more
-    assert max((first.norms[name] - once[name]).abs().max().item() for name in once.names) < EXACT
-
-
-def test_rows_of_a_jacobian_are_no_gradient_of_a_loss() -> None:
-    net, x = fused(layer("lstm")), inputs(4, 1).requires_grad_()
-    with trace(net) as results:
-        y, _ = net(x)
-        rows = torch.eye(HIDDEN, dtype=torch.float64).view(HIDDEN, 1, HIDDEN)
-        torch.autograd.grad(y[-1], x, rows, is_grads_batched=True)
-    assert results.count == 0
-
-
 def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -286,3 +227,143 @@ def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
     net, x = fused(layer("gru", num_layers=2, bidirectional=True)), inputs(STEPS, LANES)
     traced(net, lambda: net(x)[0].square().sum())
     assert calls == ["kernel"] * 4 + ["reference"] * STEPS * 4
+
+
+__all__ = ["calls"]  # a fixture
+
+NETS: dict[str, Callable[[], Carried]] = {name: lambda name=name: make(name) for name in LAYERS}
+
+
+def stacked() -> Carried:
+    """Modules of one and two layers, behind one that prepares the inputs."""
+    torch.manual_seed(3)
+    layers = nn.Tanh(), tt.nn.LSTM(5, 7, num_layers=2), tt.nn.GRU(7, 6), nn.Linear(6, 4)
+    return tt.carry(nn.Sequential(*layers).double())
+
+
+def fronted() -> Carried:
+    """Behind a front that learns."""
+    torch.manual_seed(3)
+    return tt.carry(
+        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double()
+    )
+
+
+NETS["stacked"], NETS["behind a front"] = stacked, fronted
+
+
+def updates(net: Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
+    """An epoch, with a step of plain descent after each update.
+
+    Recordings of several lengths give resets, masks and a ragged end.
+    """
+    stream = tt.Stream(
+        recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+    )
+    for update in tt.updates(
+        net, stream, nn.CrossEntropyLoss(), gradient=policy or tt.Truncated(6)
+    ):
+        yield update
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.sub_(0.05 * torch.as_tensor(weight.grad))
+        if zero:
+            net.zero_grad()
+
+
+def train(net: Carried, **options: Any) -> None:
+    for _ in updates(net, **options):
+        pass
+
+
+def weights(net: Carried) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in net.parameters()])
+
+
+def plain(make: Callable[[], Carried]) -> Carried:
+    """The same net with layers of torch.nn."""
+    net = make()
+    for name, part in list(net.module.named_children()):
+        if isinstance(part, nn.RNNBase):
+            base: Any = type(part).__mro__[2]
+            options: dict[str, Any] = {}
+            if base is nn.RNN:
+                options["nonlinearity"] = part.nonlinearity
+            if base is nn.LSTM:
+                options["proj_size"] = part.proj_size
+            other = base(
+                part.input_size,
+                part.hidden_size,
+                num_layers=part.num_layers,
+                bias=part.bias,
+                dtype=torch.float64,
+                **options,
+            )
+            other.load_state_dict(part.state_dict())
+            setattr(net.module, name, other)
+    return tt.carry(net.module)
+
+
+def differs(one: BackwardRecord, other: BackwardRecord, *, edges: bool = True) -> float:
+    """The largest difference between two passes in any value."""
+    worst = 0.0
+    for part in ("norms", "retention", *["edges"][:edges]):
+        values, others = getattr(one, part), getattr(other, part)
+        assert values.keys() == others.keys()
+        worst = max(worst, *((values[n] - others[n]).abs().max().item() for n in others), 0.0)
+    return worst
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("zero", [True, False], ids=["one-by-one", "added-up"])
+@pytest.mark.parametrize("kind", NETS)
+def test_a_traced_epoch_is_that_of_torch_nn_and_trains_as_single_calls_do(
+    kind: str, zero: bool, calls: list[int]
+) -> None:
+    net = NETS[kind]()
+    train(net, zero=zero)
+    untraced, count = weights(net), len(calls)
+    net = NETS[kind]()
+    with trace(net, keep=100) as result:
+        train(net, zero=zero)
+    assert (weights(net) - untraced).abs().max() < EXACT
+    assert len(calls) == count == result.count > 5
+    net = plain(NETS[kind])
+    with trace(net, keep=100) as expected:
+        train(net, zero=zero)
+    assert result.count == expected.count
+    pairs = zip(result.passes, expected.passes, strict=True)
+    # torch.nn is called anew at each reset, so it has edges of its own
+    assert max(differs(one, other, edges=False) for one, other in pairs) < EXACT
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("every", [2, 3, 100])
+@pytest.mark.parametrize("kind", ["lstm", "stacked"])
+def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
+    kind: str, every: int, calls: list[int]
+) -> None:
+    net = NETS[kind]()
+    with trace(net, keep=100) as expected:
+        train(net)
+    assert not calls
+    net = NETS[kind]()
+    result, epoch = trace(net, keep=100), updates(net)
+    for number in count():
+        with result if number % every == 0 else nullcontext():
+            if next(epoch, None) is None:
+                break
+    chosen = expected.passes[::every]
+    assert len(calls) == expected.count - len(chosen)
+    assert result.count == len(chosen) == len(result.passes)
+    pairs = zip(result.passes, chosen, strict=True)
+    assert max(differs(one, other) for one, other in pairs) < EXACT
+
+
+def test_updates_of_another_net_are_not_counted() -> None:
+    net, other = make("lstm"), make("gru")
+    with trace(net, keep=9) as result:
+        train(net)
+        count = result.count
+        train(other)
+    assert result.count == count > 1

@@ -45,7 +45,6 @@ from test_predict import (
 from test_rollout import (
     test_complex_states_hand_back_their_credit,
     test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again,
-    test_gradient_is_that_of_finite_differences,
     test_rollout_is_the_net,
 )
 from test_state import test_saved_state_is_loaded_to_the_bit
