@@ -1,4 +1,4 @@
-"""Accepted means proved: what other weights, another start or another output would show.
+"""Accepted means proved: what other weights, another start, signature or style would show.
 
 Shapes: `T` steps, `B` lanes, `D` inputs, `C` outputs.
 """

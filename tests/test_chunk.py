@@ -1,4 +1,5 @@
-"""Chunks cut, joined and counted: the same steps, whatever they were cut from."""
+"""Chunks cut, joined and counted, with their series and the ends of recordings: the same steps,
+whatever they were cut from."""
 
 import pickle
 from collections.abc import Sequence
@@ -6,7 +7,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -394,30 +394,6 @@ def test_a_lane_that_is_none_is_refused(lane: int) -> None:
 
 
 # --- types --------------------------------------------------------------------------------------
-
-TYPES: list[tuple[Any, torch.dtype | None, torch.dtype]] = [
-    (np.arange(6.0), None, torch.float64),
-    (np.arange(6.0), torch.float32, torch.float32),
-    (np.arange(6, dtype=np.float32), None, torch.float32),
-    (np.arange(6, dtype=np.float16), torch.float64, torch.float64),
-    (np.arange(6, dtype=np.int8), torch.float32, torch.int64),
-    (np.arange(6, dtype=np.uint8), None, torch.int64),
-    (np.arange(6) % 2 == 0, torch.float32, torch.bool),
-    (torch.arange(6.0), None, torch.float32),
-    (torch.arange(6).bool(), None, torch.bool),
-    (pd.Series(np.arange(6)), None, torch.int64),
-    (np.arange(12.0, dtype=">f8")[::2], None, torch.float64),
-]
-
-
-@pytest.mark.parametrize(("values", "dtype", "expected"), TYPES)
-def test_types_are_those_of_targets_and_bool_stays_bool(
-    values: Any, dtype: torch.dtype | None, expected: torch.dtype
-) -> None:
-    stream = tt.Stream({"inputs": np.zeros((6, 1)), "extra": values}, 1, 4, dtype=dtype)
-    joined = join(list(stream))["extra"]
-    assert joined.dtype == expected
-    assert joined.flatten().tolist() == np.asarray(values).tolist()
 
 
 def test_a_net_casts_floating_series_alone_and_a_device_gets_all() -> None:

@@ -1,4 +1,5 @@
-"""How a gradient reaches the weights, and those of the loss: once, whole, or not at all.
+"""How a gradient reaches the weights, and those of the loss: once, whole, or not
+at all if it is not finite.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """

@@ -1,4 +1,6 @@
-"""Exact gradients, chunk by chunk, against plain autograd over the whole sequence.
+"""What is particular to exact gradients: their segments run again, their memory and their settings.
+
+That they equal plain autograd is tested by test_random_updates.py and test_policies.py.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """

@@ -1,4 +1,5 @@
-"""The example of real-time recurrent learning: untruncated on a stream without end.
+"""The policies of the examples: real-time recurrent learning, dense and element by element, and
+windows that start from carried states or from noise.
 
 Shapes: `T` steps, `B` lanes, `n` numbers of the state, `P` weights.
 """

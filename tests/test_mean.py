@@ -104,6 +104,14 @@ class DropsOut(nn.Module):
         return mean.sqrt() if self.root else mean
 
 
+class RootInTraining(nn.Module):
+    """A mean in evaluation mode."""
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = functional.mse_loss(outputs, targets)
+        return loss.sqrt() if self.training else loss
+
+
 class CountsCalls(nn.Module):
     """A mean that counts its calls in a buffer, and has a weight."""
 
@@ -221,6 +229,7 @@ MEANS: dict[str, tuple[Loss, Data]] = {
     "penalty of the gradient": (penalty, numbers()),
     "partial": (partial(functional.smooth_l1_loss, beta=0.1), numbers()),
     "scripted": (torch.jit.script(scripted_mean), numbers()),
+    "root in training": (RootInTraining(), numbers()),
     "dropout": (DropsOut(), numbers()),
     "dropout outside of a module": (
         lambda o, t: (functional.dropout(o, 0.3) - t).square().mean(),

@@ -1,5 +1,5 @@
-"""Every policy with every kind of net: uncut, the gradient is that of plain autograd over the whole
-sequence.
+"""The laws of every policy, those that a user writes included: uncut, the gradient is that of plain
+autograd over the whole sequence.
 
 Shapes: `T` steps, `B` lanes.
 """

@@ -1,4 +1,5 @@
-"""Evaluation and streaming: the same numbers as one long forward, and nothing left behind.
+"""Evaluation and streaming, chunk by chunk and step by step: the same numbers as one long forward,
+and nothing left behind.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -30,7 +31,6 @@ from strategies import (
     recordings,
     some_nets,
     start,
-    states_apart,
     weights,
 )
 from throughtime.carry import Carried
@@ -76,19 +76,6 @@ def test_long_recording_in_parts_equals_one_forward(
         [one_forward(net, part) for part in x.split(997)]
     )  # the mutant: the state is not carried
     assert (forgetful - whole).abs().max() > 1e-3
-
-
-@given(chunk=st.sampled_from([1, 2, 7, 31, 100]), cut=st.integers(1, 30), missing=st.booleans())
-def test_predict_goes_on_from_the_state_that_it_returned(
-    chunk: int, cut: int, missing: bool
-) -> None:
-    net, x = named("sequential").net(), inputs(31, 1)[:, 0].numpy()
-    options: dict[str, Any] = {"chunk": chunk, "missing": "mask" if missing else "error"}
-    whole, end = tt.predict(net, {"inputs": x}, **options)
-    first, state = tt.predict(net, {"inputs": x[:cut]}, **options)
-    second, after = tt.predict(net, {"inputs": x[cut:]}, state=state, **options)
-    assert (torch.cat([first, second]) - whole).abs().max() < 1e-12
-    assert states_apart(after, end) < 1e-12
 
 
 def test_predict_writes_into_out(tmp_path: Path) -> None:
@@ -211,23 +198,6 @@ def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk
         assert result.recordings[name]["r2"] == pytest.approx(
             (1 - error.sum() / spread).item(), rel=1e-9
         )
-
-
-def test_classification_by_recording() -> None:
-    net = named("hides-layer").net()
-    sources = [
-        r | {"targets": (r["targets"][:, 0] > 0).astype(np.int64)} for r in recordings([31, 7, 20])
-    ]
-    result = tt.evaluate(
-        net,
-        tt.Stream(sources, 2, 6),
-        nn.CrossEntropyLoss(),
-        metrics=tt.metrics.Classification(("low", "high")),
-    )
-    for source in sources:
-        y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
-        expected = (y.argmax(1).numpy() == source["targets"]).mean()
-        assert result.recordings[source["name"]]["accuracy"] == pytest.approx(expected)
 
 
 def by_evaluator(net: Carried, stream: tt.Stream, *, checked: bool) -> None:

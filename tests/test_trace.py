@@ -1,4 +1,5 @@
-"""The trace: the gradient of every state and gate, against plain autograd over an unrolled loop.
+"""The trace: the gradient of every state and gate, against plain autograd over an unrolled loop; in
+loops, apart from everything else, and summed up.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """

@@ -1,4 +1,6 @@
-"""Truncated backpropagation through time against plain autograd over the whole sequence.
+"""What is particular to truncation: its horizon, its options, and the chunks and losses it takes.
+
+That its gradient equals plain autograd is tested by test_random_updates.py and test_policies.py.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
