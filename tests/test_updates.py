@@ -9,7 +9,7 @@ import gc
 import io
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -27,6 +27,7 @@ from quick import examples
 from strategies import (
     HidesLayer,
     LearntStart,
+    Row,
     TensorState,
     apart,
     draw_lanes,
@@ -960,3 +961,54 @@ def test_chunks_of_an_iterator_are_accumulated_too() -> None:
         for _ in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3):
             pass
     assert torch.equal(flat(a), flat(b))
+
+
+POLICIES = pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(6), tt.Truncated(6, 15)],
+    ids=["horizon-is-stride", "horizon-beyond-stride"],
+)
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(t), Tensor) for t in gc.get_objects())
+
+
+def counts(
+    net: Carried, updates: int, samples: Sequence[int], stride: int, horizon: int
+) -> list[tuple[int, int]]:
+    """New live graph nodes, and live tensors, after some of many updates."""
+    gc.collect()
+    before = live_nodes()
+    chunk = Chunk.from_tensors(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
+    found: list[tuple[int, int]] = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    for i, update in enumerate(
+        tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon))
+    ):
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(leaf.grad_fn is None for leaf in tt.state.tensors(update.state))
+        assert update.loss.grad_fn is None
+        assert update.outputs.grad_fn is None
+        if i in samples:
+            found.append((live_nodes() - before, live_tensors()))
+    return found
+
+
+@pytest.mark.covering
+@some_nets("tensor-state", "lstm", "hides-layer")
+@POLICIES
+def test_loop_of_many_updates_holds_no_growing_graph(row: Row, policy: tt.Truncated) -> None:
+    module = (
+        row.module()
+        if row.name != "lstm"
+        else nn.Sequential(row.module(), nn.Linear(4, 2).double())
+    )
+    horizon = 1 if policy.horizon is None else 3
+    samples = (10, 100, 290)
+    found = counts(tt.carry(module), 300, samples, 1, horizon)
+    assert len(found) == len(samples)
+    assert len(set(found)) == 1
+    if row.name != "hides-layer":
+        assert found[0][0] == 0
