@@ -527,3 +527,8 @@ def test_chunks_of_which_one_lacks_a_series_are_not_joined() -> None:
 
 
 # --- mutants ------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_missing_class_do_not_count() -> None:
+    targets = torch.tensor([[-100], [1], [0]])
+    assert Chunk.from_tensors(torch.zeros(3, 1, 2), targets).valid_steps == 2
