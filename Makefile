@@ -12,10 +12,10 @@ NAMED := pyproject.toml constraints.txt
 COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
 CHECKED := cmake -S . -DCHECK=ON
 
-.PHONY: demo docs translations test test-all test-device test-oldest check format lint names types imports sanitize arm bench wheel clean help
+.PHONY: demo docs translations test test-all test-device test-oldest mutants check format lint names types imports sanitize arm bench wheel clean help
 
 help:
-	@echo "make demo | docs | translations | test | test-all | test-device | test-oldest | check | format | sanitize | arm | bench | wheel | clean"
+	@echo "make demo | docs | translations | test | test-all | test-device | test-oldest | mutants | check | format | sanitize | arm | bench | wheel | clean"
 
 # If only C++ has changed, the dependencies are not installed again.
 $(INSTALLED): $(NAMED) $(COMPILED)
@@ -44,11 +44,15 @@ test-all: $(INSTALLED)
 
 # The laws on a device that PyTorch computes on but that has no memory of the host: needs a C++ compiler, no GPU.
 # tests/device has its own and parts of other files; LAWS are files of the CPU, run there as well.
-LAWS := adaptive audit exact exact_clip exact_delivery exact_finite exact_loss exact_training ignite_stream lightning_stream \
-	randomized reach rtrl settling trace
+LAWS := adaptive audit exact delivery ignite_stream lightning_stream \
+	randomized reach example_policies settling trace
 ON_DEVICE = $(PYTEST) --device tests/device $(LAWS:%=tests/test_%.py)
 test-device: $(INSTALLED)
 	$(ON_DEVICE)
+
+# Each edit of the source in tests/mutants.toml, and the test that fails; some 20 minutes.
+mutants: $(INSTALLED)
+	$(BIN)/python tests/mutants.py
 
 # Each on the oldest supported versions, in a folder before the environment. The newest libraries with adapters need
 # newer ones of the core, so the two are apart.

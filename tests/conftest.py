@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from quick import ALL_EXAMPLES, mark_products
 
@@ -29,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
         deadline=None,
         max_examples=ALL_EXAMPLES // 2 if default else ALL_EXAMPLES,
         suppress_health_check=[HealthCheck.too_slow],
+        # a mutant's smallest example is of no interest
+        phases=[p for p in Phase if p is not Phase.shrink or "MUTANT" not in os.environ],
         derandomize=bool(os.environ.get("CI")),
     )
     settings.load_profile("throughtime")

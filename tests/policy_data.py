@@ -24,15 +24,11 @@ from strategies import (
     apart,
     gradients,
     inputs,
-    lstm_step,
-    named,
-    rotation_step,
     start,
 )
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, Source
-from throughtime.gradient import Objective, Policy, Probe, Progress, Update, UpdatePolicy, Window
-from throughtime.gradient.executor import Executor
+from throughtime.gradient import Policy, Probe, Progress, Update, UpdatePolicy, Window
 from throughtime.gradient.window import Credit
 from throughtime.updates import Updates
 
@@ -120,15 +116,6 @@ def oracle(
     return results
 
 
-ORACLES = pytest.mark.parametrize(
-    ("row", "step", "leaves"),
-    [
-        pytest.param(named("tensor-state"), rotation_step, 1, id="rotation"),
-        pytest.param(named("hides-layer"), lstm_step, 2, id="lstm"),
-    ],
-)
-
-
 def plain(
     net: Carried, data: PolicyData, bounds: Sequence[int] | None = None, loss_fn: Any = None
 ) -> UpdateGrads:
@@ -150,11 +137,6 @@ def plain(
         state = tt.state.detach(state)
     net.zero_grad()
     return results
-
-
-def unbroken(data: PolicyData) -> list[int]:
-    """Where every lane starts a recording, and the end."""
-    return [0, *(step for step in range(1, len(data.x)) if data.resets[step].all()), len(data.x)]
 
 
 def data_for(
@@ -258,50 +240,6 @@ def deviation(a: UpdateGrads, b: UpdateGrads) -> float:
     )
 
 
-@dataclass(frozen=True)
-class Changed:
-    """A source whose chunks are changed on their way."""
-
-    inner: Source
-    change: Callable[[Chunk], Chunk]
-
-    @property
-    def once(self) -> bool:
-        return self.inner.once
-
-    @property
-    def position(self) -> int:
-        return self.inner.position
-
-    def take(self, steps: int) -> Chunk | None:
-        chunk = self.inner.take(steps)
-        return None if chunk is None else self.change(chunk)
-
-    def remaining(self, steps: int) -> int:
-        return self.inner.remaining(steps)
-
-    def read(self, start: int, stop: int) -> Chunk:
-        return self.change(self.inner.read(start, stop))
-
-    def steps_to_common_reset(self) -> int:
-        return self.inner.steps_to_common_reset()
-
-
-@dataclass(frozen=True)
-class Marked:
-    """A policy whose steps are changed by `change`."""
-
-    inner: Policy
-    change: Callable[[Chunk], Chunk]
-
-    def update(
-        self, net: Carried, source: Source, objective: Objective, at: Progress
-    ) -> tuple[Update | None, Progress]:
-        executor = Executor(net, Changed(source, self.change), objective, self.inner)
-        executor.move(at)
-        return executor.step(), executor.at
-
-
 def credit_norms(credit: Credit) -> Tensor:
     """The norm of each lane over all leaves, `(B,)`."""
     squares = [leaf.abs().flatten(1).square().sum(1) for leaf in credit if leaf is not None]
@@ -334,22 +272,6 @@ class CreditRecorder:
             return credit
 
         return plan._replace(gate=gate), memory
-
-
-def last_loss_only(chunk: Chunk) -> Chunk:
-    mask = torch.zeros_like(chunk.mask)
-    mask[-1] = chunk.mask[-1]
-    return Chunk.from_tensors(chunk.inputs, chunk.targets, resets=chunk.resets, mask=mask)
-
-
-def no_resets(chunk: Chunk) -> Chunk:
-    return Chunk.from_tensors(chunk.inputs, chunk.targets, mask=chunk.mask)
-
-
-def every_stride_resets(chunk: Chunk) -> Chunk:
-    resets = chunk.resets.clone()
-    resets[0] = True
-    return Chunk.from_tensors(chunk.inputs, chunk.targets, resets=resets, mask=chunk.mask)
 
 
 class Complex(nn.Module):

@@ -375,7 +375,6 @@ lengths_of_recordings = st.lists(
 )
 few_short_recordings = st.lists(st.integers(1, 31), min_size=1, max_size=4)
 chunk_lengths = st.sampled_from([1, 2, 3, 7, 13, 31, 64, 250])
-piece_lengths = st.lists(st.integers(1, 17), min_size=1, max_size=12)
 seeds = st.integers(0, 2**16)
 
 
@@ -392,25 +391,6 @@ def shuffled(values: Sequence[int], seed: int) -> list[int]:
 
 Weights = dict[str, Tensor]
 Step = Callable[[Weights, Tensor, Any], tuple[Tensor, Any]]
-
-
-def rotation_step(p: Weights, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    h = state[0] @ p["module.turn"] + x @ p["module.into"]
-    return h @ p["module.read.weight"].T + p["module.read.bias"], (h,)
-
-
-def lstm_step(p: Weights, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    h, c = state
-    z = (
-        x @ p["module.lstm.weight_ih_l0"].T
-        + p["module.lstm.bias_ih_l0"]
-        + h @ p["module.lstm.weight_hh_l0"].T
-        + p["module.lstm.bias_hh_l0"]
-    )
-    i, f, g, o = z.chunk(4, dim=1)
-    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-    h = o.sigmoid() * c.tanh()
-    return h @ p["module.head.weight"].T + p["module.head.bias"], (h, c)
 
 
 def without_resets(chunk: Chunk) -> Chunk:

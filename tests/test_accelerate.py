@@ -30,15 +30,13 @@ from horizons import ForgetfulAdaptive, RecordingAdaptive
 from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
+from throughtime.errors import ConfigError, DataError, MissingExtraError
 from throughtime.integrations.accelerate import prepare, updates
-from throughtime.updates import Updates
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_train.py"
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
 STRIDE, COUNT = 7, 50
 LOSS = nn.MSELoss()
-STEEP = 64.0
 
 
 @pytest.fixture(autouse=True)
@@ -52,11 +50,6 @@ def apart_from_other_tests() -> Iterator[None]:
 def forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-def steep(outputs: Tensor, targets: Tensor) -> Tensor:
-    """So steep that a scale of 2**127 overflows in float32."""
-    return STEEP * LOSS(outputs, targets)
 
 
 def parts(
@@ -172,66 +165,6 @@ def test_mixed_precision_is_that_of_torch_autocast() -> None:
     assert apart(result["weights"], half(autocast=False)) > 1e-5  # a mutant: no autocast
 
 
-def scaled_by_hand(scale: float, *, always: bool = False) -> dict[str, Any]:
-    """The plain loop with a scaler.
-
-    The scheduler steps where the optimizer did, or, a mutant, always.
-    """
-    net, optimizer, scheduler = parts(torch.float32, 0.5 / STEEP)
-    scaler, done, own_stream = (
-        torch.amp.GradScaler("cpu", init_scale=scale),
-        0,
-        stream(dtype=torch.float32),
-    )
-    while done < COUNT:
-        for _ in tt.updates(net, own_stream, steep, gradient=tt.Truncated(STRIDE), scaler=scaler):
-            before = scaler.get_scale()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            if always or scaler.get_scale() >= before:
-                scheduler.step()
-            done += 1
-            if done == COUNT:
-                break
-    return {"weights": weights(net), "lr": scheduler.get_last_lr()}
-
-
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**127])
-@pytest.mark.filterwarnings(
-    "ignore:Detected call of .lr_scheduler.step:UserWarning"
-)  # of the mutant, whose first steps overflow
-def test_gradients_go_through_the_scaler_and_a_step_that_overflows_moves_no_schedule(
-    scale: float,
-) -> None:
-    """Accelerate makes its scaler on GPUs only; a real one for CPUs stands in its place."""
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    net, optimizer, scheduler = prepare(accelerator, *parts(torch.float32, 0.5 / STEEP))
-    run, done, skipped = (
-        updates(
-            accelerator, net, stream(dtype=torch.float32), steep, gradient=tt.Truncated(STRIDE)
-        ),
-        0,
-        0,
-    )
-    while done < COUNT:
-        for _ in run:
-            optimizer.step()
-            skipped += accelerator.optimizer_step_was_skipped
-            optimizer.zero_grad()
-            scheduler.step()
-            done += 1
-            if done == COUNT:
-                break
-    expected = scaled_by_hand(scale)
-    assert apart(weights(net), expected["weights"]) < 1e-6
-    assert scheduler.get_last_lr() == expected["lr"]
-    if scale > 2**100:
-        assert 0 < skipped < COUNT / 2
-        assert apart(scaled_by_hand(scale, always=True)["weights"], expected["weights"]) > 1e-4
-
-
 def test_a_net_is_moved_and_registered_but_not_wrapped() -> None:
     accelerator = Accelerator(cpu=True)
     net, optimizer, _ = parts()
@@ -332,30 +265,6 @@ def test_saved_and_loaded_states_resume_to_the_bit(several: int, tmp_path: Path)
         "throughtime.integrations.accelerate.Epochs.load_state_dict"
     ):  # a mutant: no place
         assert apart(stopped(accelerator, tmp_path / "mutant", 4), whole) > 1e-6
-
-
-def test_an_update_that_was_not_finite_leaves_the_saved_files_as_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a device, saving is what reads the flag of the last update."""
-    accelerator = Accelerator(cpu=True)
-    net, optimizer, _ = prepare(accelerator, *parts())
-    run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
-    accelerator.register_for_checkpointing(run)
-    losses = iter(run)
-    next(losses)
-    accelerator.save_state(str(tmp_path))
-    saved = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    next(losses)
-    optimizer.step()
-
-    def refuse(_: object) -> None:
-        raise RunError("not finite")
-
-    monkeypatch.setattr(Updates, "_read_flag", refuse)
-    with pytest.raises(RunError):
-        accelerator.save_state(str(tmp_path))
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == saved
 
 
 def test_positions_of_another_number_of_processes_are_refused() -> None:

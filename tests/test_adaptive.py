@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import PolicyData, UpdateGrads, deviation, gradients_of, plain, policy_gradients
+from policy_data import PolicyData, UpdateGrads, deviation, gradients_of, policy_gradients
 from quick import examples
 from strategies import (
-    HIDDEN,
     Noisy,
-    Rotation,
     Row,
-    apart,
     gradients,
     inputs,
     lawless,
@@ -30,13 +26,10 @@ from strategies import (
     recordings,
     some_nets,
     start,
-    states_apart,
-    weights,
 )
-from test_truncated_options import windowed
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError
 from throughtime.updates import Updates
 
 BIASES = st.dictionaries(
@@ -48,16 +41,6 @@ BIASES = st.dictionaries(
 
 def stream(*lengths: int, lanes: int = 2, chunk: int = 16) -> tt.Stream:
     return tt.Stream(recordings(lengths or [400, 400]), lanes=lanes, chunk=chunk)
-
-
-def forgetful() -> Carried:
-    """A net that retains under 1 % of its state per step: one step of credit is nearly all."""
-    net = named("hides-layer").net()
-    net.module.get_parameter("lstm.weight_hh_l0").data.mul_(1e-3)
-    net.module.get_parameter("lstm.bias_ih_l0").data[
-        HIDDEN : 2 * HIDDEN
-    ] = -7.0  # what the forget gate lets through
-    return net
 
 
 class Scripted:
@@ -147,26 +130,6 @@ def test_horizons_double_from_the_shortest_to_the_longest(
     assert tt.Adaptive(0.1, least, most).horizons == expected
 
 
-def test_long_credit_makes_the_horizon_grow_at_once() -> None:
-    """A net that rotates: the first measurement is made before the first update."""
-    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32)
-    run = tt.updates(net, stream(), nn.MSELoss(), gradient=policy)
-    first = next(run)
-    assert run.policy_state["horizon"] == 32
-    assert first.chunk.steps == 32
-    assert all(bias > 0.1 for bias in dict(run.policy_state["biases"]).values())
-
-
-def test_short_credit_makes_it_shrink_after_patience_and_never_below_the_minimum() -> None:
-    net, policy = forgetful(), tt.Adaptive(0.1, 4, 32, every=2, patience=3)
-    long = {"horizon": 32, "biases": [], "shorter": 0, "since": 2}
-    run = tt.updates(net, stream(500, 500), nn.MSELoss(), gradient=policy, policy_state=long)
-    seen = [run.policy_state["horizon"] for _ in itertools.islice(run, 26)]
-    assert seen[:5] == [32, 32, 32, 32, 16]  # measured before updates 1, 3 and 5
-    assert [h for h, _ in itertools.groupby(seen)] == [32, 16, 8, 4]
-    assert all(bias < 0.1 for bias in dict(run.policy_state["biases"]).values())
-
-
 def measured(net: Carried, data: PolicyData, state: Any, policy: tt.Truncated) -> float:
     """The relative bias of a truncation over all of the data, by autograd over the whole of it."""
     y, _ = net(data.x, start(net, data.x) if state is None else state, data.resets)
@@ -232,61 +195,6 @@ def test_updates_equal_those_of_a_truncation_at_that_horizon(
     assert deviation(results, expected) == 0
 
 
-@pytest.mark.parametrize("stride", [None, 2])
-def test_grown_horizon_gives_the_updates_of_a_truncation_at_it(stride: int | None) -> None:
-    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 16, stride, every=10_000)
-    grown = tt.updates(net, stream(90, 90), nn.MSELoss(), gradient=policy)
-    results = gradients_of(net, grown)
-    assert grown.policy_state["horizon"] == 16
-    assert (
-        deviation(results, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 16, 16)))
-        == 0
-    )
-    assert (
-        deviation(results, policy_gradients(net, stream(90, 90), tt.Truncated(stride or 8, 8)))
-        > 1e-6
-    )  # the mutant: one that has not grown
-
-
-LONG: dict[int, float] = dict.fromkeys((2, 4, 8), 0.9)
-SHORT: dict[int, float] = dict.fromkeys((2, 4, 8), 0.0)
-
-
-def test_horizon_may_change_from_update_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stride is as long as the horizon then, and its gradient that of plain autograd."""
-    net, data = named("hides-layer").net(), PolicyData.draw(61, 2, 0, resets=0.05)
-    Scripted(monkeypatch, [SHORT, LONG, SHORT, SHORT, LONG, SHORT])
-    results = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, every=1, patience=1))
-    bounds = [0, *itertools.accumulate([2, 8, 4, 2, 8, 4, *[2] * 16, 1])]
-    assert deviation(results, plain(net, data, bounds)) < 1e-11
-
-
-def test_window_of_a_fixed_stride_grows_as_far_as_steps_were_kept(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From 2 to 8 at the fourth update: earlier steps are freed, so windows grow by one stride."""
-    net, data = named("hides-layer").net(), PolicyData.draw(40, 2, 0, resets=0.05)
-    Scripted(monkeypatch, [SHORT, SHORT, SHORT, LONG])
-    results = policy_gradients(net, [data.chunk], tt.Adaptive(0.1, 2, 8, stride=2, every=1))
-    windows = [
-        (max(0, stop - (2 if stop <= 6 else 8), 6 if stop > 6 else 0), stop - 2, stop)
-        for stop in range(2, 41, 2)
-    ]
-    assert windows[:6] == [(0, 0, 2), (2, 2, 4), (4, 4, 6), (6, 6, 8), (6, 8, 10), (6, 10, 12)]
-    assert deviation(results, windowed(net, data, windows)) < 1e-11
-
-
-def test_horizon_persists_from_epoch_to_epoch() -> None:
-    net, policy, source = named("tensor-state").net(), tt.Adaptive(0.1, 2, 32, every=1000), stream()
-    learnt: Any = None
-    for _ in range(2):
-        run = tt.updates(net, source, nn.MSELoss(), gradient=policy, policy_state=learnt)
-        assert [u.chunk.steps for u in run] == [32] * 12 + [16]
-        net.zero_grad()
-        learnt = run.policy_state
-    assert learnt["since"] == 26  # measured before the first update alone
-
-
 def train(
     optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000
 ) -> list[tuple[int, float]]:
@@ -296,37 +204,6 @@ def train(
         optimizer.zero_grad()
         results.append((run.policy_state["horizon"], update.loss.item()))
     return results
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("stride", [None, 3])
-@pytest.mark.parametrize("done", [2, 5])
-def test_resume_gives_the_same_bits(stride: int | None, done: int) -> None:
-    """The horizon, and when the next measurement is due, lie in `updates.state_dict()`."""
-
-    def beginning() -> tuple[Carried, torch.optim.Optimizer, Updates]:
-        net, policy = (
-            named("hides-layer").net(),
-            tt.Adaptive(0.3, 3, 12, stride, every=4, patience=2),
-        )
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-        return (
-            net,
-            optimizer,
-            tt.updates(net, stream(110, 90), nn.MSELoss(), gradient=policy),
-        )
-
-    net, optimizer, run = beginning()
-    train(optimizer, run, done)
-    saved = copy.deepcopy((net.state_dict(), run.state_dict()))
-    rest = train(optimizer, run)
-    assert rest
-    again, optimizer, run_again = beginning()
-    again.load_state_dict(saved[0])
-    run_again.load_state_dict(saved[1])
-    assert train(optimizer, run_again) == rest
-    assert apart(weights(again), weights(net)) == 0
-    assert states_apart(run_again.state, run.state) == 0
 
 
 @pytest.mark.covering
@@ -373,37 +250,6 @@ def test_measuring_moves_neither_stream_nor_gradient_nor_generator_nor_buffers(
     )
 
 
-def test_near_the_end_of_an_epoch_it_measures_on_what_is_left_or_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A horizon is compared on twice its length at least."""
-    scripted = Scripted(monkeypatch, [SHORT])
-    net, policy = named("tensor-state").net(), tt.Adaptive(0.1, 2, 8, every=1)
-    policy_gradients(net, stream(35, 35), policy)
-    left = list(range(35, 0, -2))
-    assert scripted.steps == [min(32, n) for n in left if n >= 4]
-    assert scripted.asked == [[h for h in (2, 4, 8) if 2 * h <= n] for n in left if n >= 4]
-
-
-def test_what_is_left_of_an_epoch_does_not_choose_a_horizon_that_could_not_be_measured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Two steps are too few, four are enough.
-
-    At the end there is room for a measurement of two only.
-    """
-    Scripted(monkeypatch, [{2: 0.9, 4: 0.0, 8: 0.0}])
-    net, policy, seen = (
-        named("tensor-state").net(),
-        tt.Adaptive(0.1, 2, 8, stride=1, every=1),
-        list[int](),
-    )
-    run = tt.updates(net, stream(35, 35), nn.MSELoss(), gradient=policy)
-    for _ in run:
-        seen.append(run.policy_state["horizon"])
-    assert set(seen) == {4}
-
-
 def test_steps_that_do_not_count_are_not_measured() -> None:
     net, data = named("tensor-state").net(), PolicyData.draw(40, 1, 0)
     mask = torch.zeros(40, 1, dtype=torch.bool)
@@ -413,24 +259,6 @@ def test_steps_that_do_not_count_are_not_measured() -> None:
         net, [Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)], policy
     )
     assert [steps for steps, *_ in results] == [2]
-
-
-def test_chunks_from_an_iterator_are_refused_with_what_to_give_instead() -> None:
-    net, chunks = named("tensor-state").net(), list(stream(60, 60))
-    once: Any = iter(chunks)
-    with pytest.raises(
-        DataError,
-        match=(
-            r"reads its steps again, and the chunks come from a list_iterator.*tt\.Stream, or a"
-            r" list of chunks"
-        ),
-    ):
-        policy_gradients(net, once, tt.Adaptive(0.1, 2, 8))
-    listed = policy_gradients(net, chunks, tt.Adaptive(0.1, 2, 8, every=2))
-    assert (
-        deviation(listed, policy_gradients(net, stream(60, 60), tt.Adaptive(0.1, 2, 8, every=2)))
-        == 0
-    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -459,29 +287,3 @@ def test_setting_out_of_range_is_refused(setting: dict[str, Any], message: str) 
     settings_: dict[str, Any] = {"tolerance": 0.1, "min": 5, "max": 40, **setting}
     with pytest.raises(ConfigError, match=message):
         tt.Adaptive(**settings_)
-
-
-class Silent(Rotation):
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, h = self.play(x, self.zeros(x) if state is None else state)
-        return y * 0, h
-
-
-def test_gradient_of_zero_has_no_bias() -> None:
-    policy = tt.Adaptive(0.1, 2, 8)
-    net = lawless(tt.carry(Silent().double()), inputs(3, 2))
-    chunk = Chunk.from_tensors(inputs(40, 1), inputs(40, 1, features=2))
-    run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
-    gradients_of(net, run)
-    assert run.policy_state["horizon"] == 2
-    assert set(dict(run.policy_state["biases"]).values()) == {0.0}
-
-
-def test_carried_state_is_that_of_one_long_forward() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(61, 2, 0, resets=0.1)
-    for update in tt.updates(
-        net, [data.chunk], nn.MSELoss(), gradient=tt.Adaptive(0.1, 2, 8, stride=2, every=3)
-    ):
-        last = int(update.chunk.position[-1, 0]) + 1
-        _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
-        assert states_apart(update.state, expected) < 1e-11

@@ -3,11 +3,8 @@
 Shapes: `T` steps, `B` lanes.
 """
 
-import json
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -17,10 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import PolicyData, plain, policy_gradients
+from policy_data import PolicyData, policy_gradients
 from quick import examples
 from strategies import (
-    HIDDEN,
     HidesLayer,
     Noisy,
     Row,
@@ -37,10 +33,8 @@ from strategies import (
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk, join
 from throughtime.diagnose import Audit
-from throughtime.diagnose._slice import CreditGate, CreditPass
-from throughtime.diagnose.audit import Truncation, WindowGroup, window_groups
+from throughtime.diagnose.audit import Truncation
 from throughtime.errors import ConfigError, DataError, ModelError, RunError
-from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
 CLOSE = 1e-8
@@ -155,131 +149,6 @@ def test_figures_are_those_of_separate_gradients(
     ]
 
 
-Change = Callable[[pytest.MonkeyPatch], None]
-
-
-def changed_groups(patch: pytest.MonkeyPatch, change: Callable[..., WindowGroup]) -> None:
-    """Replace the groups of windows; `change` gets one, and all of its truncation."""
-
-    def groups(*given: int) -> list[WindowGroup]:
-        right = window_groups(*given)
-        return [change(group, right) for group in right]
-
-    patch.setattr(sys.modules["throughtime.diagnose.audit"], "window_groups", groups)
-
-
-def gates_that_do_not_cut(patch: pytest.MonkeyPatch) -> None:
-    right: Any = CreditGate.forward
-    patch.setattr(
-        CreditGate,
-        "forward",
-        staticmethod(lambda ctx, values, _, *sources: right(ctx, values, None, *sources)),
-    )
-
-
-def cuts_of_the_other_groups(patch: pytest.MonkeyPatch) -> None:
-    changed_groups(
-        patch, lambda group, every: group._replace(cuts=set().union(*(g.cuts for g in every)))
-    )
-
-
-def cuts_one_step_late(patch: pytest.MonkeyPatch) -> None:
-    changed_groups(patch, lambda group, _: group._replace(cuts={cut + 1 for cut in group.cuts}))
-
-
-def counts_windows(patch: pytest.MonkeyPatch) -> None:
-    def change(group: WindowGroup, _: Any) -> WindowGroup:
-        starts = sorted(group.cuts)
-        return group._replace(
-            spans=[(cut, stop) for cut, (_, stop) in zip(starts, group.spans, strict=True)]
-        )
-
-    changed_groups(patch, change)
-
-
-def forgets_at_edges(patch: pytest.MonkeyPatch) -> None:
-    right: Any = Segment.backward
-
-    def backward(ctx: Any, losses: Any, *credit: Any) -> Any:
-        return right(ctx, losses, *[None] * len(credit))
-
-    patch.setattr(Segment, "backward", staticmethod(backward))
-
-
-MUTANTS: dict[str, Change] = {
-    "gates that do not cut": gates_that_do_not_cut,
-    "cuts of the other groups": cuts_of_the_other_groups,
-    "cuts one step late": cuts_one_step_late,
-    "every loss of a window": counts_windows,
-    "credit forgotten between pieces": forgets_at_edges,
-}
-
-
-@pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
-def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, lengths = named("tensor-state").net(), [31, 20, 9]
-    data = PolicyData.of(join(list(stream_of(lengths, 2))))
-    assert agrees(
-        tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data
-    )
-    change(monkeypatch)
-    assert not agrees(
-        tt.audit(net, stream_of(lengths, 2), nn.MSELoss(), (5, 9), stride=4, chunk=6), net, data
-    )
-
-
-@examples(10)
-@given(steps=st.sampled_from([None, 1, 7, 1000]), stride=st.sampled_from([None, 3]))
-@some_nets("hides-layer", "namedtuple-state")
-def test_so_many_steps_are_audited(row: Row, steps: int | None, stride: int | None) -> None:
-    net, source = row.net(), stream_of([30, 23, 9], 2)
-    data = PolicyData.of(join(list(stream_of([30, 23, 9], 2))))
-    part = PolicyData(data.x[:steps], data.targets[:steps], data.resets[:steps], data.mask[:steps])
-    results = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride, steps=steps, chunk=5)
-    assert results.steps == len(part.x)
-    assert agrees(results, net, part)
-
-
-def test_an_audit_starts_at_the_start_of_the_epoch() -> None:
-    net, source = named("hides-layer").net(), stream_of([30, 23], 2)
-    source.take(11)
-    expected = tt.audit(net, stream_of([30, 23], 2), nn.MSELoss(), (3, 8))
-    assert tt.audit(net, source, nn.MSELoss(), (3, 8)) == expected
-
-
-@examples(10)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=3),
-    further=st.sampled_from([0, 1, 50]),
-    stride=st.sampled_from([None, 2]),
-)
-@some_nets("tensor-state", "hides-layer")
-def test_horizon_as_long_as_the_stretch_has_no_bias(
-    row: Row, lengths: list[int], further: int, stride: int | None
-) -> None:
-    net = row.net()
-    source = stream_of(lengths, 2)
-    horizon = max(source.steps + further, stride or 1)
-    (results,) = tt.audit(net, source, nn.MSELoss(), [horizon], stride=stride, chunk=7).rows
-    assert results.bias < 1e-11
-    assert results.cosine == pytest.approx(1, abs=1e-12)
-    assert results.norm == pytest.approx(1, abs=1e-11)
-    assert max(results.by_parameter.values()) < 1e-10
-
-
-def test_longer_horizons_have_less_bias_in_a_net_that_forgets() -> None:
-    net = named("hides-layer").net()
-    net.module.get_parameter("lstm.bias_ih_l0").data[HIDDEN : 2 * HIDDEN] = (
-        1.0  # forgets within some steps
-    )
-    results = tt.audit(net, stream_of([300, 300], 2), nn.MSELoss(), (1, 4, 16, 64))
-    biases = [row.bias for row in results.rows]
-    assert biases == sorted(biases, reverse=True)
-    assert biases[0] > 0.1
-    assert biases[-1] < 0.05
-    assert results.suggest(0.1) in {4, 16, 64}
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("stride", [None, 2])
 def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None:
@@ -318,12 +187,6 @@ def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None
     )  # dropout draws the same again
 
 
-def test_gradients_that_were_none_stay_none() -> None:
-    net = named("hides-layer").net()
-    tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,))
-    assert all(weight.grad is None for weight in net.parameters())
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 50])
 def test_dropout_is_the_same_in_every_gradient_compared(chunk: int) -> None:
     """One forward pass draws the noise: a horizon over the whole excerpt has no bias."""
@@ -338,22 +201,6 @@ def test_dropout_is_the_same_in_every_gradient_compared(chunk: int) -> None:
         tt.audit(net.eval(), stream_of([50, 41], 2), nn.MSELoss(), (4,)).loss, rel=1e-3
     )
     assert short.steps == long.steps
-
-
-def test_classes_and_their_weights_count_as_in_one_loss() -> None:
-    net = named("hides-layer").net()
-    draw = torch.Generator().manual_seed(0)
-    source = {
-        "inputs": inputs(40, 1)[:, 0].cpu().numpy(),
-        "targets": torch.randint(0, 2, (40,), generator=draw).cpu().numpy(),
-    }
-    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 7.0], dtype=torch.float64))
-    results = tt.audit(net, tt.Stream(source, 1, 8), loss_fn, (4, 40), stride=4, chunk=6)
-    (chunk,) = tt.Stream(source, 1, 40)
-    ((_, loss, whole),) = plain(net, PolicyData.of(chunk), loss_fn=loss_fn)
-    assert results.loss == pytest.approx(loss, rel=1e-10)
-    assert results.norm == pytest.approx(flat(whole).norm().item(), rel=1e-10)
-    assert results.rows[-1].bias < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -437,37 +284,6 @@ def test_noise_is_the_difference_of_two_halves_of_the_losses() -> None:
     a, b = halves
     assert results.noise == pytest.approx(((a - b).norm() / (a + b).norm()).item(), rel=1e-9)
     assert results.norm == pytest.approx((a + b).norm().item(), rel=1e-9)
-
-
-def test_figures_are_plain_numbers_for_any_logger() -> None:
-    results = tt.audit(
-        named("lstm").net(), stream_of([40], 1, outputs=HIDDEN), nn.MSELoss(), (3, 8)
-    )
-    again = json.loads(json.dumps(asdict(results), allow_nan=False))
-    assert [row["horizon"] for row in again["rows"]] == [3, 8]
-    assert again["rows"][0]["bias"] == results.rows[0].bias
-    assert again["rows"][0]["by_parameter"] == results.rows[0].by_parameter
-    assert set(results.rows[0].by_parameter) == {
-        "weight_ih_l0",
-        "weight_hh_l0",
-        "bias_ih_l0",
-        "bias_hh_l0",
-    }
-    assert (again["steps"], again["lanes"]) == (40, 1)
-
-
-def test_parameter_without_gradient_has_no_bias() -> None:
-    """Its gradient is zero in every row, not missing."""
-    net = named("hides-layer").net()
-    net.module.register_parameter("unused", nn.Parameter(torch.zeros(3, dtype=torch.float64)))
-    results = tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,))
-    assert results.rows[0].by_parameter["unused"] == 0
-    frozen = net.module.get_parameter("head.bias").requires_grad_(False)
-    assert (
-        "head.bias"
-        not in tt.audit(net, stream_of([20], 1), nn.MSELoss(), (3,)).rows[0].by_parameter
-    )
-    assert frozen.grad is None
 
 
 def audited(
@@ -571,16 +387,6 @@ def test_what_cannot_be_audited_is_refused(
         call()
 
 
-def test_refused_audit_leaves_the_net_as_it_was() -> None:
-    net = lawless(tt.carry(Noisy().double()), inputs(3, 2))
-    before, buffers = torch.get_rng_state(), {n: b.clone() for n, b in net.named_buffers()}
-    with pytest.raises(DataError):
-        audited(net, stream_of([20], 1, warm_up=20))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(b, buffers[name]) for name, b in net.named_buffers())
-    assert policy_gradients(net.eval(), list(stream_of([20], 1)), tt.Truncated(5))
-
-
 def root(outputs: Tensor, chunk: Chunk) -> Tensor:
     """A loss of a whole stride."""
     return nn.functional.mse_loss(*chunk.valid_pairs(outputs)).sqrt()
@@ -616,20 +422,6 @@ def test_a_loss_over_strides_is_compared_stride_by_stride(
     assert agrees_by_stride(horizons, chunk)
 
 
-def test_mutant_that_splits_losses_where_credit_is_cut_does_not_agree(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    make: Any = CreditPass
-
-    def split(*args: Any) -> CreditPass:
-        *first, cuts, begins, chunk, each = args
-        return make(*first, cuts, {*begins, *cuts}, chunk, each)
-
-    monkeypatch.setattr(sys.modules["throughtime.diagnose.audit"], "CreditPass", split)
-    assert agrees_by_stride((8, 24), None)
-    assert not agrees_by_stride((9, 12, 27), None)
-
-
 def test_a_loss_over_strides_needs_a_stride() -> None:
     with pytest.raises(ConfigError, match="give a stride, or take one with additive=True"):
         audited(loss_fn=tt.SequenceLoss(root))
@@ -656,3 +448,13 @@ def test_an_additive_loss_takes_any_horizons(
     assert (ours.loss, ours.norm, ours.noise) == pytest.approx(
         (theirs.loss, theirs.norm, theirs.noise), rel=CLOSE
     )
+
+
+def test_refused_audit_leaves_the_net_as_it_was() -> None:
+    net = lawless(tt.carry(Noisy().double()), inputs(3, 2))
+    before, buffers = torch.get_rng_state(), {n: b.clone() for n, b in net.named_buffers()}
+    with pytest.raises(DataError):
+        audited(net, stream_of([20], 1, warm_up=20))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(b, buffers[name]) for name, b in net.named_buffers())
+    assert policy_gradients(net.eval(), list(stream_of([20], 1)), tt.Truncated(5))

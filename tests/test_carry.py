@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
@@ -27,8 +25,6 @@ from strategies import (
     in_chunks,
     inputs,
     named,
-    piece_lengths,
-    seeds,
     some_nets,
     start,
     states_apart,
@@ -74,35 +70,6 @@ def test_chunks_with_the_state_carried_equal_the_whole(row: Row) -> None:
     assert all(g.abs().max() > 0 for g in full.values())
 
 
-@every_net
-def test_chunks_without_the_state_carried_do_not_equal_the_whole(row: Row) -> None:
-    """The mutant: a state that every chunk forgets or detaches must fail the law above."""
-    net, x = row.net(), inputs(sum(UNEVEN), 3)
-    whole, _, full = run_net(net, x, (len(x),))
-    forgotten = torch.cat([net(part, start(net, part))[0] for part in x.split(7)])
-    assert (forgotten - whole).abs().max() > 1e-3
-    net.zero_grad()
-    state, losses = start(net, x), list[Tensor]()
-    for part in x.split(7):
-        y, state = net(part, tt.state.detach(state))
-        losses.append(y.sum())
-    torch.stack(losses).sum().backward()
-    assert apart(gradients(net), full) > 1e-3
-
-
-@given(
-    lengths=piece_lengths, lanes=st.sampled_from([1, 2, 5]), steps=st.sampled_from([1, 2, 11, 47])
-)
-@some_nets("sequential", "hides-cell", "namedtuple-state")
-def test_any_cuts_give_the_whole(row: Row, lengths: list[int], lanes: int, steps: int) -> None:
-    net, x = row.net(), inputs(steps, lanes)
-    with torch.no_grad():
-        y, state = in_chunks(net, x, lengths)
-        whole, end = net(x, start(net, x))
-    assert (y - whole).abs().max() < EXACT
-    assert states_apart(state, end) < EXACT
-
-
 def torch_outputs(module: nn.Module, x: Tensor) -> Tensor:
     """The outputs of torch.nn, called as its documentation says."""
     if isinstance(module, nn.RNNBase):
@@ -119,29 +86,6 @@ def torch_outputs(module: nn.Module, x: Tensor) -> Tensor:
 def test_carried_layer_equals_torch_outputs(row: Row) -> None:
     x, net = inputs(20, 3), row.net()
     assert torch.equal(net(x, start(net, x))[0], torch_outputs(row.module(), x))
-
-
-@some_nets(
-    "hides-layer",
-    "hides-layer-batch-first",
-    "hides-two-layers",
-    "hides-cell",
-    "hides-cell-batch-first",
-)
-def test_carried_user_module_equals_the_module_itself(row: Row) -> None:
-    x, net, module = inputs(20, 3), row.net(), row.module()
-    turned = row.name.endswith("batch-first")
-    y = module(x.transpose(0, 1).contiguous() if turned else x)
-    assert torch.equal(net(x, start(net, x))[0], y.transpose(0, 1) if turned else y)
-
-
-@some_nets("hides-layer", "hides-cell")
-def test_user_module_stays_usable_by_itself(row: Row) -> None:
-    module, x = row.module(), inputs(20, 3)
-    before = module(x)
-    net = tt.carry(module)
-    net(x, start(net, x))
-    assert torch.equal(module(x), before)
 
 
 def run_separately(net: Carried, x: Tensor, resets: Tensor) -> Tensor:
@@ -171,23 +115,6 @@ def test_reset_within_a_chunk_equals_two_recordings(row: Row) -> None:
     assert (unreset - oracle).abs().max() > 1e-3
 
 
-@given(
-    seed=seeds,
-    lanes=st.sampled_from([1, 2, 5]),
-    steps=st.sampled_from([1, 2, 13]),
-    lengths=piece_lengths,
-)
-@some_nets("lstm", "hides-cell", "dict-state", "learnt-start")
-def test_any_resets_equal_separate_recordings(
-    row: Row, seed: int, lanes: int, steps: int, lengths: list[int]
-) -> None:
-    net, x = row.net(), inputs(steps, lanes)
-    resets = torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.3
-    with torch.no_grad():
-        y, _ = in_chunks(net, x, lengths, resets=resets)
-        assert (y - run_separately(net, x, resets)).abs().max() < EXACT
-
-
 @every_net
 def test_gradient_does_not_cross_a_reset(row: Row) -> None:
     net, x = row.net(), inputs(30, 2).requires_grad_()
@@ -198,19 +125,6 @@ def test_gradient_does_not_cross_a_reset(row: Row) -> None:
     assert grads[:12, 0].abs().max() == 0
     assert grads[:12, 1].norm(dim=1).min() > 1e-4
     assert grads[12:, 0].norm(dim=1).min() > 1e-4
-
-
-def test_learnt_start_gets_gradient_from_every_reset() -> None:
-    net, x = named("learnt-start").net(), inputs(10, 2)
-    resets = torch.zeros(10, 2, dtype=torch.bool)
-    resets[0], resets[6, 1] = True, True
-    y, _ = net(x, tt.state.detach(start(net, x)), resets)
-    y.sum().backward()
-    by_hand = torch.autograd.grad(
-        run_separately(net, x, resets).sum(), net.get_parameter("module.start")
-    )[0]
-    assert torch.allclose(gradients(net)["module.start"], by_hand, atol=EXACT)
-    assert by_hand.abs().max() > 0.1
 
 
 @every_net
@@ -246,15 +160,6 @@ def test_state_has_its_lanes_first_and_is_never_changed(row: Row) -> None:
     resets[3, 1] = True
     net(x, state, resets)
     assert states_apart(state, before) == 0
-
-
-@every_net
-def test_selected_lanes_play_on_alone(row: Row) -> None:
-    net, x = row.net(), inputs(20, 4)
-    whole, _ = net(x, start(net, x))
-    _, state = net(x[:9], start(net, x))
-    y, _ = net(x[9:, [3, 1]], tt.state.select(state, [3, 1]))
-    assert (y - whole[9:, [3, 1]]).abs().max() < EXACT
 
 
 @every_net
@@ -373,3 +278,184 @@ def test_a_wrong_number_of_features_is_no_matter_of_the_state_or_of_batch_first(
         text = str(error.value) + str(getattr(error.value, "__notes__", ""))
         assert "batch_first" not in text
         assert "initial_state" not in text
+
+
+class OneStep(nn.Module):
+    """A step without a start of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.cell(x, h)
+        return self.head(h), h
+
+
+class Flat(nn.Module):
+    """Tokens in, scores `(T*B, V)` out, with another argument that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(9, 4), nn.LSTM(4, 6, 2), nn.Linear(6, 9)
+
+    def init_hidden(self, bsz: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(2, bsz, 6), torch.zeros(2, bsz, 6)
+
+    def forward(self, x: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, Any]:
+        y, hidden = self.lstm(self.embed(x), hidden)
+        return self.head(y).view(-1, 9), hidden
+
+
+class Filtered(nn.Module):
+    """A convolution over time before a GRU, batch first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter, self.gru = nn.Conv1d(3, 5, 4), nn.GRU(5, 7, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        past = nn.functional.pad(x.transpose(1, 2), (3, 0))
+        return self.gru(self.filter(past).transpose(1, 2))[0]
+
+
+class Kept(nn.Module):
+    """Keeps its state in an attribute, and another one than its cell returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.RNNCell(3, 5)
+        self.hidden = torch.zeros(1, 5)
+
+    def reset_hidden(self) -> None:
+        self.hidden = torch.zeros(1, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.hidden.expand(len(x), 5)
+        self.hidden = hidden * 0.5 + self.cell(x, hidden)
+        return self.hidden
+
+
+CASES: list[tuple[nn.Module, Tensor, dict[str, Any], list[str]]] = [
+    (
+        OneStep(),
+        torch.randn(5, 2, 4),
+        {},
+        [
+            "OneStep: called with (B, 4): one call for each step",
+            "state: argument h; the next state is item [1] of the result",
+            "leaves, lanes first: state (B, 8)",
+            "start: zeros",
+        ],
+    ),
+    (
+        Flat(),
+        torch.randint(9, (5, 2)),
+        {},
+        [
+            "Flat: called with (T, B): one call for each chunk",
+            "leaves, lanes first: 0 (B, 2, 6), 1 (B, 2, 6)",
+            "start: module.init_hidden(...)",
+            "outputs: item [0], (T, B, 9)",
+        ],
+    ),
+    (
+        Filtered(),
+        torch.randn(5, 2, 3),
+        {"context": 3},
+        [
+            "called with (B, T, 3): one call for each chunk, after 3 steps of the past",
+            "leaves, lanes first: gru.h (B, 1, 7)",
+            "outputs: (B, T, 7)",
+        ],
+    ),
+    (
+        Kept(),
+        torch.randn(5, 2, 3),
+        {},
+        ["state: attribute hidden", "hidden (B, 5)", "start: module.reset_hidden(...)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "x", "keywords", "expected"), CASES, ids=[type(case[0]).__name__ for case in CASES]
+)
+def test_a_module_is_explained(
+    module: nn.Module, x: Tensor, keywords: dict[str, Any], expected: list[str]
+) -> None:
+    net = tt.carry(module, x, **keywords)
+    text = net.explain()
+    for line in expected:
+        assert line in text
+    assert all(line.strip() in str(net) for line in text.split("\n"))
+
+
+def test_a_state_that_is_not_what_its_cell_returns_is_carried_as_its_author_does() -> None:
+    module, x = Kept(), torch.randn(9, 2, 3)
+    net = tt.carry(module, x)
+    y, _ = net(x, net.initial_state(2))
+    module.reset_hidden()
+    torch.testing.assert_close(y, torch.stack([module(step) for step in x]))
+
+
+def test_before_the_first_inputs_it_says_how_to_find_out() -> None:
+    net = tt.carry(OneStep())
+    assert "tt.carry(module, x) finds it at once" in net.explain()
+    net.prepare(torch.randn(5, 2, 4))
+    assert "one call for each step" in net.explain()
+
+
+@pytest.mark.parametrize(
+    ("module", "lines"),
+    [
+        (
+            nn.LSTM(3, 8, 2, batch_first=True),
+            [
+                "LSTM: called with (B, T, 3): one call for each chunk",
+                "  state: argument hx; the next state is item [1] of the result",
+                "  leaves, lanes first: h (B, 2, 8), c (B, 2, 8)",
+                "  start: zeros",
+                "  outputs: item [0], (B, T, 8)",
+            ],
+        ),
+        (
+            nn.LSTM(3, 8, proj_size=2),
+            [
+                "LSTM: called with (T, B, 3): one call for each chunk",
+                "  state: argument hx; the next state is item [1] of the result",
+                "  leaves, lanes first: h (B, 1, 2), c (B, 1, 8)",
+                "  start: zeros",
+                "  outputs: item [0], (T, B, 2)",
+            ],
+        ),
+        (
+            nn.GRUCell(3, 8),
+            [
+                "GRUCell: called with (B, 3): one call for each step, without a time dimension",
+                "  state: argument hx; the next state is the result",
+                "  leaves, lanes first: h (B, 8)",
+                "  start: zeros",
+                "  outputs: (B, 8)",
+            ],
+        ),
+        (
+            nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.RNN(4, 5)), nn.Linear(5, 1)),
+            [
+                "Sequential: each module gets the outputs (T, B, ...) of the one before",
+                "  '1', Sequential: each module gets the outputs (T, B, ...) of the one before",
+                "    '0', RNN: called with (T, B, 4): one call for each chunk",
+                "      state: argument hx; the next state is item [1] of the result",
+                "      leaves, lanes first: h (B, 1, 5)",
+                "      start: zeros",
+                "      outputs: item [0], (T, B, 5)",
+                "  no state, one call for each chunk: '0', '2'",
+            ],
+        ),
+    ],
+    ids=["lstm", "projection", "cell", "chain"],
+)
+def test_layers_and_chains_are_explained(module: nn.Module, lines: list[str]) -> None:
+    net = tt.carry(module)
+    assert net.explain().split("\n") == lines
+    assert lines[0] in str(net)

@@ -1,11 +1,11 @@
-"""Accepted means proved: what other weights, another start or another output would show.
+"""Accepted means proved: what other weights, another start, signature or style would show.
 
 Shapes: `T` steps, `B` lanes, `D` inputs, `C` outputs.
 """
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from strategies import in_chunks
-from throughtime.errors import ModelError
+from throughtime.carry import Carried
+from throughtime.carry._laws import Laboratory
+from throughtime.errors import DataError, ModelError
 
 STEPS, LANES, FEATURES, HIDDEN = 7, 3, 3, 8
 EXACT = 1e-12
@@ -262,30 +264,6 @@ def test_the_potential_of_silent_neurons_is_carried_and_leaks_into_no_recording(
     assert torch.equal(in_chunks(net, x, (3, 4))[0], in_chunks(net, x, ())[0])
 
 
-class Membranes(nn.Module):
-    """A neuron whose state grows from one number for each unit to one for each lane."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(HIDDEN))
-
-    def init_state(self) -> Tensor:
-        return torch.zeros(HIDDEN)
-
-    def forward(self, x: Tensor, mem: Tensor) -> tuple[Tensor, Tensor]:
-        mem = 0.9 * mem + x * self.gain
-        return torch.tanh(mem), mem
-
-
-def test_a_start_of_units_becomes_one_of_lanes() -> None:
-    net, x = tt.carry(nn.Sequential(nn.Linear(FEATURES, HIDDEN), Membranes())), inputs()
-    resets = torch.zeros(STEPS, LANES, dtype=torch.bool)
-    resets[3, 1] = True
-    y, state = net(x, net.initial_state(LANES, like=x), resets)
-    assert [tuple(leaf.shape) for leaf in tt.state.tensors(state)] == [(LANES, HIDDEN)]
-    assert (y[3:, 1] - in_chunks(net, x[3:], ())[0][:, 1]).abs().max() < EXACT
-
-
 class Grows(Recurrent):
     """Keeps all that it has computed."""
 
@@ -322,3 +300,572 @@ def test_a_search_says_that_it_goes_on_and_ends_within_ten_seconds(
 def test_a_method_by_its_name_is_refused_with_the_line_to_write() -> None:
     with pytest.raises(ModelError, match=r"call=lambda m, x, state: m\.GRU\(x, state\)"):
         tt.carry(RequiresState(), call="GRU")
+
+
+INPUTS, UNITS = 4, 5
+
+
+class Cell(nn.Module):
+    """What the modules share: a GRU cell and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(INPUTS, UNITS), nn.Linear(UNITS, 2)
+
+    def play(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for step in x:
+            h = 0.5 * h + 0.5 * self.cell(step, h)  # not what the cell returns: hooks are wrong
+            outputs.append(self.head(h))
+        return torch.stack(outputs), h
+
+
+EMPTY = torch.zeros(0, 0, 0)
+
+
+class EmptyDefault(nn.Module):
+    """A causal convolution whose cache is empty at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(INPUTS, 2, 3)
+
+    def forward(self, x: Tensor, cache: Tensor = EMPTY) -> tuple[Tensor, Tensor]:
+        x = x.permute(1, 2, 0)
+        padded = nn.functional.pad(x, (2, 0)) if cache.size(2) == 0 else torch.cat([cache, x], 2)
+        return torch.tanh(self.conv(padded)).permute(2, 0, 1), padded[:, :, -2:]
+
+
+class TupleDefault(Cell):
+    """A method takes the state as well, and fills it where it is None."""
+
+    def _init_hidden(self, hx: Any, batch_size: int) -> tuple[Tensor, Tensor]:
+        h, memory = (None, None) if hx is None else hx
+        h = torch.zeros(batch_size, UNITS) if h is None else h
+        return h, torch.full((batch_size, 1), 1e-3) if memory is None else memory
+
+    def forward(self, x: Tensor, hx: Any = (None, None)) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        h, memory = self._init_hidden(hx, x.shape[1])
+        y, h = self.play(x, h)
+        decays = 0.9 ** torch.arange(1.0, len(x) + 1).view(-1, 1, 1)
+        return y + memory * decays, (h, memory * decays[-1])
+
+
+class KeywordOnly(Cell):
+    def forward(
+        self, x: Tensor, *, state: Tensor | None = None, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        y, h = self.play(x, x.new_zeros(x.shape[1], UNITS) if state is None else state)
+        return y / temperature, h
+
+
+class UnnamedStates(Cell):
+    """Two optional arguments with names that say nothing, returned in a list."""
+
+    def forward(
+        self, x: Tensor, r1: Tensor | None = None, r2: Tensor | None = None
+    ) -> list[Tensor]:
+        y, r1 = self.play(x, x.new_zeros(x.shape[1], UNITS) if r1 is None else r1)
+        r2 = x.new_zeros(x.shape[1], 2) if r2 is None else r2
+        sums = torch.cumsum(torch.cat([r2.unsqueeze(0), y]), 0)[1:]
+        return [sums.sum(2), r1, sums[-1]]
+
+
+class OnRequest(Cell):
+    """Returns its state in evaluation, and on request."""
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, use_cache: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        use_cache = not self.training if use_cache is None else use_cache
+        y, h = self.play(x, x.new_zeros(x.shape[1], UNITS) if state is None else state)
+        return y, h if use_cache else None
+
+
+class MaskPerRow(Cell):
+    """Masks of dropout, drawn when it was made, for each row of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("masks", torch.rand(8, INPUTS).round() * 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        masks = self.get_buffer("masks")
+        x = x * masks[: x.shape[1]] if self.training else x
+        return self.play(x, x.new_zeros(x.shape[1], UNITS) if h is None else h)
+
+
+def in_one_call(module: Any, x: Tensor) -> Tensor:
+    return module(x)[0]
+
+
+SIGNATURES: list[tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]] = [
+    (EmptyDefault, in_one_call),
+    (TupleDefault, in_one_call),
+    (KeywordOnly, in_one_call),
+    (UnnamedStates, in_one_call),
+    (MaskPerRow, in_one_call),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "author"), SIGNATURES, ids=[getattr(make, "__name__", "") for make, _ in SIGNATURES]
+)
+def test_a_module_is_carried_as_its_author_calls_it(
+    make: Callable[[], nn.Module], author: Callable[[Any, Tensor], Tensor]
+) -> None:
+    module, x = make(), torch.randn(STEPS, LANES, INPUTS)
+    net = tt.carry(module, x)
+    module.eval()
+    ys = []
+    for lengths in ([STEPS], [3, 4], [1] * STEPS):
+        state, outputs = net.initial_state(LANES), list[Tensor]()
+        for part in x.split(lengths):
+            y, state = net(part, state)
+            outputs.append(y.reshape(len(part), LANES, -1))
+        ys.append(torch.cat(outputs))
+    expected = author(module, x).reshape(STEPS, LANES, -1)
+    leaves = list(module.parameters())
+    grads = torch.autograd.grad(expected.square().sum(), leaves, materialize_grads=True)
+    for y in ys:
+        assert torch.allclose(y, expected, rtol=0, atol=EXACT)
+        got = torch.autograd.grad(y.square().sum(), leaves, materialize_grads=True)
+        assert all(
+            torch.allclose(a, b, rtol=EXACT, atol=EXACT) for a, b in zip(got, grads, strict=True)
+        )
+
+
+def test_a_state_that_is_returned_on_request_is_asked_for_in_a_written_call() -> None:
+    module, x = OnRequest(), torch.randn(STEPS, LANES, INPUTS)
+    with pytest.raises(ModelError, match="in training mode"):
+        tt.carry(module, x)
+    net = tt.carry(module, x, call=lambda m, x, h: m(x, h, use_cache=True))
+    expected = module.eval()(x)[0]
+    assert torch.equal(net(x, net.initial_state(LANES))[0], expected)
+
+
+# ------------------------------------------------------------ what seems to carry a state
+
+
+class WritesWithoutGradient(nn.Module):
+    """What a step computes has a gradient, what it keeps has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.into = nn.Linear(INPUTS + 3, 2), nn.Linear(INPUTS + 3, 3)
+        self.memory: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.zeros(x.shape[0], 3) if self.memory is None else self.memory
+        joined = torch.cat([x, memory], 1)
+        with torch.no_grad():
+            self.memory = torch.tanh(self.into(joined))
+        return self.head(joined)
+
+
+FAULTS: list[tuple[Callable[[], nn.Module], str, type, str]] = [
+    (WritesWithoutGradient, "no gradient, or a part of it, flows", Laboratory, "_cuts_credit"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "owner", "law"),
+    FAULTS,
+    ids=[getattr(fault[0], "__name__", "") for fault in FAULTS],
+)
+def test_what_seems_to_carry_a_state_is_refused(
+    make: Callable[[], nn.Module],
+    text: str,
+    owner: type,
+    law: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.randn(STEPS, LANES, INPUTS)
+    with pytest.raises(ModelError, match=text):
+        tt.carry(make(), x)
+    monkeypatch.setattr(owner, law, lambda *_: None)
+    tt.carry(make(), x)  # accepted, and wrong: the law is needed
+
+
+def assert_author(net: Carried, x: Tensor, expected: Tensor) -> None:
+    """Outputs and gradients are those of the author's loop, however the steps are divided."""
+    leaves = list(net.module.parameters())
+    weights = torch.randn(expected.shape)
+    grads = torch.autograd.grad((expected * weights).sum(), leaves, materialize_grads=True)
+    for lengths in ((STEPS,), (3, 4), (1,) * STEPS):
+        y, _ = in_chunks(net, x, lengths)
+        assert torch.allclose(y, expected, rtol=0, atol=EXACT), lengths
+        got = torch.autograd.grad((y * weights).sum(), leaves, materialize_grads=True)
+        for a, b in zip(got, grads, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=EXACT * (1 + float(b.abs().max()))), lengths
+
+
+class KeepsLastHidden(nn.Module):
+    """Its first call makes an attribute that no call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(INPUTS, UNITS)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        y, self.hidden = self.lstm(x.view(*x.shape[:2], INPUTS))
+        return y, self.hidden
+
+
+def test_an_attribute_that_the_first_call_makes_is_not_missed() -> None:
+    net = tt.carry(KeepsLastHidden())
+    x = torch.randn(STEPS, LANES, INPUTS)
+    assert_author(net, x, cast(nn.LSTM, net.module.lstm)(x)[0])
+    assert not hasattr(KeepsLastHidden(), "hidden")
+
+
+class LanesFirstLayers(nn.Module):
+    """A policy whose state is `(B, L, H)`, multiplied by masks that are 0 at a restart."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(INPUTS, UNITS, layers)
+
+    def forward(self, x: Tensor, hxs: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        kept = (hxs * masks.unsqueeze(-1)).transpose(0, 1).contiguous()
+        y, h = self.gru(x.unsqueeze(0), kept)
+        return y.squeeze(0), h.transpose(0, 1)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_an_argument_that_marks_restarts_is_a_constant_of_a_written_call(layers: int) -> None:
+    x = torch.randn(STEPS, LANES, INPUTS)
+    with pytest.raises(ModelError, match=r"masks=x\.new_ones\(\*x\.shape\[:-1\], 1\)"):
+        tt.carry(LanesFirstLayers(layers), x)
+    net = tt.carry(
+        LanesFirstLayers(layers),
+        call=lambda m, x, state: m(x, hxs=state, masks=x.new_ones(*x.shape[:-1], 1)),
+        start=lambda lanes: torch.zeros(lanes, layers, UNITS),
+    )
+    assert_author(net, x, cast(nn.GRU, net.module.gru)(x)[0])
+
+
+class OneLanePolicy(nn.Module):
+    """Two heads, no forward; its steps go into a batch of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.lstm = nn.Linear(INPUTS, UNITS), nn.LSTM(UNITS, UNITS)
+        self.last = nn.Linear(UNITS, 2)
+
+    def pi(self, x: Tensor, hidden: Any) -> tuple[Tensor, Any]:
+        y, hidden = self.lstm(torch.relu(self.first(x)).view(-1, 1, UNITS), hidden)
+        return self.last(y).softmax(2), hidden
+
+
+def test_a_method_that_reshapes_to_one_lane_is_carried_on_one_lane() -> None:
+    module = OneLanePolicy()
+    x = torch.randn(STEPS, 1, INPUTS)
+    expected, _ = module.pi(x[:, 0], None)
+    assert_author(tt.carry(module, call=lambda m, x, h: m.pi(x, h)), x, expected)
+
+
+def test_a_module_without_forward_is_told_to_name_a_method() -> None:
+    with pytest.raises(ModelError, match=r"has no forward[^$]*tt\.carry\(module, call=lambda m, x"):
+        tt.carry(OneLanePolicy(), torch.randn(STEPS, 1, INPUTS))
+
+
+class Modulates(nn.Module):
+    """Maps `(x, h)` to the shape of `h` at each step, as a cell does, and keeps nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(INPUTS, UNITS)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(h) * self.gate(x)
+
+
+class Modulated(nn.Module):
+    """A layer, and a part of its own that is called at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.part = nn.GRU(INPUTS, UNITS), Modulates()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.gru(x)
+        return torch.stack([self.part(a, b) for a, b in zip(x, y, strict=True)])
+
+
+def test_a_part_that_is_called_as_a_cell_is_none_if_the_layers_alone_are_right() -> None:
+    module, x = Modulated(), torch.randn(STEPS, LANES, INPUTS)
+    net = tt.carry(module, x)
+    assert "'part'" not in net.explain()
+    assert_author(net, x, module(x))
+
+
+class Frequencies(nn.Module):
+    """Outputs `(B, C, T, F)` of inputs `(B, C, T, F)`; each layer runs over another axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.across = nn.GRU(2, 2, batch_first=True, bidirectional=True)
+        self.along = nn.GRU(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lanes, _, steps, bins = x.shape
+        rows = x.permute(0, 2, 3, 1).reshape(lanes * steps, bins, 2)
+        rows = self.across(rows)[0].reshape(lanes, steps, bins, 4).transpose(1, 2)
+        y, _ = self.along(rows.reshape(lanes * bins, steps, 4))
+        return y.reshape(lanes, bins, steps, 2).permute(0, 3, 2, 1)
+
+
+def test_time_may_be_the_third_of_four_dimensions() -> None:
+    module = Frequencies()
+    x = torch.randn(STEPS, LANES, 2, 6)
+    expected = module(x.permute(1, 2, 0, 3)).permute(2, 0, 1, 3)
+    assert_author(tt.carry(module, inputs=lambda x: x.permute(1, 2, 0, 3)), x, expected)
+
+
+class Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(INPUTS, UNITS)
+
+    def forward(self, category: Tensor, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.cell(torch.cat([category, x], 1), hidden)
+        return hidden * 2, hidden
+
+    def init_hidden(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, UNITS)
+
+
+def test_a_second_input_is_named_with_the_line_that_splits_the_inputs() -> None:
+    x = torch.randn(STEPS, LANES, INPUTS)
+    with pytest.raises(ModelError, match=r"requires 'x' beside.*inputs=lambda x: \(x\[\.\.\., :2"):
+        tt.carry(Conditioned(), x)
+    module, h, expected = Conditioned(), torch.zeros(LANES, UNITS), list[Tensor]()
+    for step in x:
+        y, h = module(step[:, :2], step[:, 2:], h)
+        expected.append(y)
+    net = tt.carry(module, inputs=lambda x: (x[..., :2], x[..., 2:]))
+    assert_author(net, x, torch.stack(expected))
+
+
+class Overflows(nn.Module):
+    """A cubic recurrence: bounded for small weights, infinite after a few steps for large ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(INPUTS, UNITS)
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = x.new_zeros(x.shape[0], UNITS) if state is None else state
+        outputs: list[Tensor] = []
+        for step in x.unbind(1):
+            h = h**3 + self.linear(step)
+            outputs.append(h)
+        return torch.stack(outputs, 1), h
+
+
+def test_a_net_that_overflows_within_the_trials_is_refused() -> None:
+    module = Overflows()
+    with torch.no_grad():
+        module.linear.weight.mul_(6)
+    with pytest.raises(ModelError, match="the outputs are not finite"):
+        tt.carry(module, torch.randn(STEPS, LANES, INPUTS))
+
+
+class Spikes(nn.Module):
+    """Takes both parts of its state or remembers them itself, and returns spikes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(INPUTS))
+        self.register_buffer("syn", torch.zeros(0), persistent=False)
+        self.register_buffer("mem", torch.zeros(0), persistent=False)
+
+    def forward(
+        self, x: Tensor, syn: Tensor | None = None, mem: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x = x * self.scale
+        self.syn = self.syn if syn is None else syn
+        self.mem = self.mem if mem is None else mem
+        if self.syn.shape != x.shape:
+            self.syn = torch.zeros_like(x)
+        if self.mem.shape != x.shape:
+            self.mem = torch.zeros_like(x)
+        self.syn = 0.9 * self.syn + x
+        self.mem = 0.8 * self.mem + self.syn - (self.mem > 1).to(x)
+        soft = torch.sigmoid(self.mem - 1)
+        spikes = (self.mem > 1).to(x) + (soft - soft.detach())
+        return spikes, self.syn, self.mem
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_spikes_are_not_taken_for_the_state_that_is_kept_in_buffers(seed: int) -> None:
+    torch.manual_seed(seed)
+    module = Spikes()
+    # nearly all spike in the trials, not afterwards
+    net = tt.carry(module, torch.rand(STEPS, LANES, INPUTS) * 8, output=0)
+    x = torch.rand(STEPS, LANES, INPUTS) * 0.5
+    syn = mem = torch.zeros(LANES, INPUTS)
+    expected: list[Tensor] = []
+    for step in x:
+        spikes, syn, mem = module(step, syn, mem)
+        expected.append(spikes)
+    assert_author(net, x, torch.stack(expected))
+
+
+class HalfSpikes(Spikes):
+    """Takes one part of its state only; the other stays in a buffer."""
+
+    def forward(self, x: Tensor, mem: Tensor | None = None) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        spikes, _, mem = super().forward(x, None, mem)
+        return spikes, mem
+
+
+def test_what_a_module_keeps_beside_its_argument_is_part_of_the_state() -> None:
+    module = HalfSpikes()
+    net = tt.carry(module, torch.rand(STEPS, LANES, INPUTS) * 8, output=0)
+    x, mem, expected = torch.rand(STEPS, LANES, INPUTS) * 0.5, None, list[Tensor]()
+    module.syn = torch.zeros(0)
+    for step in x:
+        spikes, mem = module(step, mem)
+        expected.append(spikes)
+    module.syn = module.mem = torch.zeros(0)
+    assert_author(net, x, torch.stack(expected))
+
+
+class MadeForLanes(nn.Module):
+    """Adds a buffer with a row for each lane of the batch size that it was made with."""
+
+    def __init__(self, lanes: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(INPUTS, UNITS)
+        self.register_buffer("rows", torch.zeros(lanes, UNITS))
+
+    def forward(self, x: Tensor, hidden: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = self.gru(x, hidden)
+        return y + self.rows, h
+
+
+@pytest.mark.parametrize("lanes", [3, 5])
+def test_a_module_made_for_a_number_of_lanes_is_tried_with_that_number(lanes: int) -> None:
+    module = MadeForLanes(lanes)
+    x = torch.randn(STEPS, lanes, INPUTS)
+    assert_author(tt.carry(module), x, module(x)[0])
+
+
+class BreaksInTraining(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(INPUTS, UNITS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            raise ZeroDivisionError("rate 0")
+        return self.gru(x)[0]
+
+
+def test_an_error_in_training_mode_only_is_said_to_be_one() -> None:
+    x = torch.randn(STEPS, LANES, INPUTS)
+    with pytest.raises(ModelError, match="in training mode, its forward raised ZeroDivisionError"):
+        tt.carry(BreaksInTraining(), x)
+    module = BreaksInTraining().eval()
+    assert_author(tt.carry(module, x), x, module(x))
+
+
+class FillsItsBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRUCell(INPUTS, UNITS)
+        self.register_buffer("filled", torch.zeros(1, INPUTS))
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if self.filled.shape != x.shape:
+            self.filled = torch.zeros_like(x)
+        h = self.gru(self.filled.copy_(x), h)
+        return h * 2, h
+
+
+def test_a_buffer_that_every_call_fills_again_is_filled_in_a_copy() -> None:
+    module, h, expected = FillsItsBuffer(), torch.zeros(LANES, UNITS), list[Tensor]()
+    x = torch.randn(STEPS, LANES, INPUTS)
+    for step in x:
+        h = module.gru(step, h)
+        expected.append(h * 2)
+    assert_author(tt.carry(module, x), x, torch.stack(expected))
+
+
+class UndefinedWithoutState(nn.Module):
+    """Raises an error of the interpreter if it gets no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(INPUTS, UNITS)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if h is None:
+            h = weight.new_zeros(1, x.shape[1], UNITS)  # noqa: F821 # pyright: ignore[reportUndefinedVariable]
+        return self.gru(x, h)
+
+
+def test_any_error_of_a_call_is_one_way_of_calling_less() -> None:
+    module = UndefinedWithoutState()
+    x = torch.randn(STEPS, LANES, INPUTS)
+    assert_author(tt.carry(module), x, module.gru(x)[0])
+
+
+UNMEASURABLE: list[tuple[str, Callable[[], nn.Module], str]] = [
+    ("scripted", lambda: torch.jit.script(nn.Linear(INPUTS, 2)), "TorchScript.*was scripted"),
+    ("meta", lambda: nn.Sequential(KeepsLastHidden().to("meta")), r"meta device.*to_empty"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+@pytest.mark.parametrize(("name", "make", "reason"), UNMEASURABLE, ids=[u[0] for u in UNMEASURABLE])
+def test_what_cannot_be_measured_is_refused_with_what_to_do(
+    name: str, make: Callable[[], nn.Module], reason: str
+) -> None:
+    del name
+    with pytest.raises(ModelError, match=reason):
+        tt.carry(make(), torch.randn(STEPS, LANES, INPUTS))
+
+
+def test_a_chunk_without_steps_is_refused() -> None:
+    net = tt.carry(nn.GRU(INPUTS, UNITS))
+    x = torch.randn(STEPS, LANES, INPUTS)
+    with pytest.raises(DataError, match=r"the chunk \(0, 3, 4\) has no steps"):
+        net(x[:0], net.initial_state(LANES, like=x))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e7])
+def test_examples_that_are_not_finite_or_large_do_not_decide(value: float) -> None:
+    x = torch.randn(STEPS, LANES, INPUTS)
+    net = tt.carry(KeepsLastHidden(), torch.full_like(x, value))
+    assert_author(net, x, cast(nn.LSTM, net.module.lstm)(x)[0])
+
+
+class StartsUnseen(nn.Module):
+    """The first output does not show that a part of the state starts from one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(INPUTS))
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        v, w = (x * 0, x * 0 + 1) if state is None else state
+        return v, (0.5 * v + x * self.scale + w, 0.9 * w)
+
+
+def test_a_start_that_is_not_zeros_is_asked_for() -> None:
+    x = torch.randn(STEPS, LANES, INPUTS)
+    module = StartsUnseen()
+    with pytest.raises(ModelError, match=r"no state than.*start=lambda m, lanes"):
+        tt.carry(module, x)
+
+    def start(lanes: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(lanes, INPUTS), torch.ones(lanes, INPUTS)
+
+    state, expected = None, list[Tensor]()
+    for step in x:
+        y, state = module(step, state)
+        expected.append(y)
+    assert_author(tt.carry(module, start=start), x, torch.stack(expected))

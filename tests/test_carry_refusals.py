@@ -13,7 +13,6 @@ import throughtime as tt
 from strategies import (
     FEATURES,
     HIDDEN,
-    HidesLayer,
     Rotation,
     TensorState,
     in_chunks,
@@ -22,7 +21,6 @@ from strategies import (
     remembering,
     start,
 )
-from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError, StateError
 
 EXACT = 1e-12
@@ -51,16 +49,6 @@ class KeepsHidden(nn.Module):
         return y
 
 
-class LearntHidden(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-        self.h0 = nn.Parameter(torch.zeros(1, 1, HIDDEN))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gru(x, self.h0.expand(1, x.shape[1], HIDDEN).contiguous())[0]
-
-
 class Packs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -69,26 +57,6 @@ class Packs(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((x.shape[1],), len(x)))
         return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0])[0]
-
-
-class Returns(nn.Module):
-    """Returns `pick` of the outputs and state of a layer."""
-
-    def __init__(self, pick: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.gru, self.pick = nn.GRU(FEATURES, HIDDEN), pick
-
-    def forward(self, x: Tensor) -> Any:
-        return self.pick(*self.gru(x))
-
-
-class NoPair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
-        return self.gru(x)[0] * (scale or 1.0)
 
 
 class SharedState(Rotation):
@@ -209,18 +177,6 @@ def test_trial_changes_nothing() -> None:
     assert not torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_layer_that_is_not_used_has_no_state() -> None:
-    class Skips(HidesLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.spare = nn.GRU(FEATURES, HIDDEN)
-
-    net, x = tt.carry(Skips().double()), inputs(9, 2)
-    y, state = in_chunks(net, x, (4, 2))
-    assert set(state) == {"lstm"}
-    assert (y - net(x, start(net, x))[0]).abs().max() < EXACT
-
-
 def test_wrong_dtype_is_explained_in_a_note() -> None:
     net = tt.carry(nn.GRU(FEATURES, HIDDEN))
     with pytest.raises(ValueError, match=r"dtype|type") as caught:
@@ -237,29 +193,11 @@ class Hidden(nn.Module):
         return self.layer(x)[0]
 
 
-class Explained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(3, 4)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        return self.layer(x, state)
-
-
 def test_a_module_with_hooks_keeps_no_graph_after_its_forward() -> None:
     net = tt.carry(Hidden())
     net(torch.randn(5, 2, 3), net.initial_state(2))
     copy.deepcopy(net)  # refused by torch while a graph hangs on the module
     tt.testing.check_carry(net)
-
-
-def test_a_trial_under_autocast_leaves_the_state_its_own_type() -> None:
-    net = tt.carry(Explained())
-    x = torch.randn(5, 2, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, state = net(x, net.initial_state(2, like=x))
-    assert {leaf.dtype for _, leaf in tt.state.leaves(state)} == {torch.float32}
-    assert {leaf.dtype for _, leaf in tt.state.leaves(net.initial_state(2))} == {torch.float32}
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (9, 2), (5, 1), (2, 5)])
@@ -285,55 +223,6 @@ def test_a_layout_that_does_not_fit_the_module_is_explained() -> None:
     net, x = tt.carry(Hidden(batch_first=True), batch_first=False), torch.randn(5, 2, 3)
     with pytest.raises(ModelError, match=r"takes the other order.*batch_first=True"):
         net.initial_state(2, like=x)
-
-
-class LearntLevel(nn.Module):
-    """A sum with a learned start and gain; only windows that begin at step 0 reach the start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = nn.Parameter(torch.ones(1))
-        self.gain = nn.Parameter(torch.ones(1))
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.start.expand(lanes, 1)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        y = state + self.gain * x.cumsum(0)
-        return y, y[-1]
-
-
-@pytest.mark.parametrize(("horizon", "reached"), [(4, 1), (8, 2), (12, 3), (16, 4)])
-def test_a_learnt_start_gets_its_gradient_from_every_window_that_reaches_it(
-    horizon: int, reached: int
-) -> None:
-    net = tt.carry(LearntLevel())
-    x, t = torch.randn(16, 2, 1), torch.randn(16, 2, 1)
-    grads: list[float] = []
-    for _ in tt.updates(
-        net, [Chunk.from_tensors(x, t)], nn.MSELoss(), gradient=tt.Truncated(4, horizon)
-    ):
-        start = net.module.get_parameter("start")
-        grads.append(0.0 if start.grad is None else start.grad.item())
-        net.zero_grad()
-    y = net(x, net.initial_state(2))[0]
-    expected = [
-        2 * (y - t)[at : at + 4].mean().item() if at // 4 < reached else 0.0
-        for at in range(0, 16, 4)
-    ]
-    assert grads == pytest.approx(expected, abs=1e-5)
-
-
-def test_a_module_that_is_in_a_chain_twice_runs_twice() -> None:
-    act, gru = nn.Tanh(), nn.GRU(3, 3)
-    x = torch.randn(7, 2, 3)
-    net = tt.carry(nn.Sequential(nn.Linear(3, 3), act, gru, nn.Linear(3, 3), act))
-    expected = net.module.get_submodule("3")(gru(act(net.module.get_submodule("0")(x)))[0]).tanh()
-    torch.testing.assert_close(net(x, net.initial_state(2))[0], expected)
-    twice = tt.carry(nn.Sequential(gru, gru))
-    y, state = twice(x, twice.initial_state(2))
-    torch.testing.assert_close(y, gru(gru(x)[0])[0])
-    assert not torch.equal(state["0"], state["1"])
 
 
 class Nesting(nn.Module):
@@ -449,16 +338,6 @@ def test_a_chain_that_picks_the_outputs_of_a_layer_is_called_as_its_author_wrote
     net = tt.carry(module)
     y, _ = in_chunks(net, x, (2, 1))
     torch.testing.assert_close(y, module(x))
-
-
-def test_a_link_that_drops_steps_is_refused() -> None:
-    class First(nn.Module):
-        def forward(self, v: Tensor) -> Tensor:
-            return v[:1]
-
-    net, x = tt.carry(nn.Sequential(nn.Linear(3, 3), First(), nn.LSTM(3, 8))), torch.randn(5, 2, 3)
-    with pytest.raises(ModelError, match=r"'1' of this nn\.Sequential cannot be carried"):
-        net.initial_state(2, like=x)
 
 
 @pytest.mark.parametrize(

@@ -108,43 +108,11 @@ def test_a_state_dict_of_a_data_parallel_module_loads(name: str) -> None:
     assert same(weights(net), weights(plain))
 
 
-@pytest.mark.parametrize("prefix", ["", "net."])
-def test_keys_and_sizes_that_do_not_fit_are_reported_under_the_names_of_the_module(
-    prefix: str,
-) -> None:
-    net = tt.carry(Classifier())
-    target = nn.ModuleDict({"net": net}) if prefix else net
-    values = {prefix + name: value for name, value in Classifier().state_dict().items()}
-    del values[prefix + "lstm.weight_hh_l0"]
-    values[prefix + "lstm.extra"] = torch.zeros(1)
-    values[prefix + "other"] = torch.zeros(1)
-    found = target.load_state_dict(values, strict=False)
-    assert found.missing_keys == [prefix + "lstm.weight_hh_l0"]
-    assert sorted(found.unexpected_keys) == [prefix + "lstm.extra", prefix + "other"]
-    values[prefix + "head.weight"] = torch.zeros(7, 4)
-    with pytest.raises(RuntimeError) as error:
-        target.load_state_dict(values)
-    text = str(error.value)
-    assert f"size mismatch for {prefix}head.weight" in text
-    assert f'Missing key(s) in state_dict: "{prefix}lstm.weight_hh_l0"' in text
-    assert "module." not in text
-
-
 def test_assigned_weights_are_the_tensors_of_the_state_dict() -> None:
     net, values = tt.carry(Classifier()), Classifier().double().state_dict()
     net.load_state_dict(values, assign=True)
     assert net.module.get_parameter("head.weight").dtype is torch.float64
     assert net.module.get_buffer("mean").data_ptr() == values["mean"].data_ptr()
-
-
-def test_what_is_registered_on_the_carried_net_itself_keeps_its_name() -> None:
-    nets = tt.carry(Classifier()), tt.carry(Classifier())
-    for k, net in enumerate(nets):
-        net.register_buffer("steps", torch.tensor(k))
-        net.add_module("loss", nn.CrossEntropyLoss(torch.tensor([1.0, k])))
-    nets[0].load_state_dict(nets[1].state_dict())
-    assert same(weights(nets[0]), weights(nets[1]))
-    assert {"steps", "loss.weight", "lstm.weight_ih_l0"} <= nets[0].state_dict().keys()
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])

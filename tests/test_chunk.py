@@ -1,16 +1,28 @@
-"""Chunks cut, joined and counted: the same steps, whatever they were cut from."""
+"""Chunks cut, joined and counted, with their series and the ends of recordings: the same steps,
+whatever they were cut from."""
 
+import pickle
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 import throughtime as tt
+from quick import examples
+from strategies import chunk_lengths, draw_lanes, few_short_recordings, seeds, without_resets
 from throughtime._metadata import ChunkMetadata
-from throughtime.chunk import Chunk, join
+from throughtime.chunk import Chunk, Placement, join
+from throughtime.errors import DataError
+from throughtime.stream import StepArrays
+from throughtime.stream._queue import ChunkQueue
+from throughtime.stream.recording import sample_checksum
+from throughtime.stream.sources import as_recording
 
 NAMES = ("inputs", "targets", "resets", "mask", "recording", "position")
 
@@ -130,3 +142,393 @@ def test_the_plan_of_a_slice_is_that_of_its_tensors(start: int, stop: int) -> No
         assert torch.equal(rows, outputs[part.mask])
         assert part.targets is not None
         assert torch.equal(targets.flatten(), part.targets[part.mask].flatten())
+
+
+LONGEST = 1000
+FIELDS = ("inputs", "targets", "mask", "recording", "position", "starts", "ends")
+SERIES = ("weight", "vector", "image", "done", "count")
+AT = tuple[int, int]  # recording and step
+
+
+def values_at(at: AT) -> dict[str, Any]:
+    """The series of a step; none of them is zero at every step, as padding is."""
+    recording, step = at
+    number = 1.0 + recording * LONGEST + step
+    return {
+        "weight": number / 7,
+        "vector": np.array([number, -number, number**2]),
+        "image": np.full((2, 2), -number),
+        "done": step % 3 == 1,
+        "count": -1 - step,
+    }
+
+
+def numbered(lengths: Sequence[int], *, targets: bool = True) -> list[dict[str, Any]]:
+    """Recordings whose inputs are 1 + LONGEST * recording + step."""
+    recordings: list[dict[str, Any]] = []
+    for i, length in enumerate(lengths):
+        steps = [values_at((i, step)) for step in range(length)]
+        recordings.append(
+            {
+                "name": f"r{i}",
+                "inputs": 1.0 + i * LONGEST + np.arange(length)[:, None],
+                "targets": np.arange(length, dtype=np.float64) if targets else None,
+                **{name: np.array([step[name] for step in steps]) for name in SERIES},
+            }
+        )
+    return recordings
+
+
+def tape(chunk: Chunk) -> list[list[AT | None]]:
+    """What each lane plays at each step, decoded from the inputs alone; None after its end."""
+    numbers = chunk.inputs[..., 0].T.tolist()
+    return [[divmod(int(n) - 1, LONGEST) if n else None for n in lane] for lane in numbers]
+
+
+def series_faults(chunk: Chunk) -> list[str]:
+    """Where a series has another value than that of the step, or than zero after the end."""
+    faults: list[str] = []
+    for lane, played in enumerate(tape(chunk)):
+        for step, at in enumerate(played):
+            expected = values_at(at or (0, 0))
+            for name in SERIES:
+                value = np.asarray(expected[name]) * (at is not None)
+                got = chunk[name][step, lane].numpy()
+                if got.shape != value.shape or not np.array_equal(got, value):
+                    faults.append(f"{name} at {step}, {lane}: {got}, expected {value}")
+    return faults
+
+
+class Run(NamedTuple):
+    """A run by brute force: its lane and steps, and whether it has the ends of its recording."""
+
+    lane: int
+    start: int
+    stop: int
+    whole_start: bool
+    whole_end: bool
+
+
+def brute_runs(chunk: Chunk, lengths: Sequence[int]) -> list[Run]:
+    """The runs of a chunk, from its tape: step by step, lane by lane."""
+    runs: list[Run] = []
+    for lane, played in enumerate(tape(chunk)):
+        start: int | None = None
+        for step, at in enumerate([*played, None]):
+            before = played[step - 1] if step else None
+            broken = before is not None and at != (before[0], before[1] + 1)
+            if start is not None and before is not None and broken:
+                first, last = played[start], lengths[before[0]] - 1
+                runs.append(
+                    Run(lane, start, step, first is not None and first[1] == 0, before[1] == last)
+                )
+                start = None
+            if start is None and at is not None:
+                start = step
+    return runs
+
+
+def run_faults(chunk: Chunk, lengths: Sequence[int]) -> list[str]:
+    """Where starts, ends and runs are others than those by brute force."""
+    faults: list[str] = []
+    for lane, played in enumerate(tape(chunk)):
+        for step, at in enumerate(played):
+            start = at is not None and at[1] == 0
+            end = at is not None and at[1] == lengths[at[0]] - 1
+            if (bool(chunk.starts[step, lane]), bool(chunk.ends[step, lane])) != (start, end):
+                faults.append(f"starts or ends at step {step} of lane {lane}")
+    expected, got = brute_runs(chunk, lengths), [run for _, run in chunk.runs()]
+    if len(expected) != len(got):
+        return [*faults, f"{len(got)} runs, expected {len(expected)}"]
+    for run, part in zip(expected, got, strict=True):
+        whole = chunk[run.start : run.stop]
+        column = slice(run.lane, run.lane + 1)
+        ends = bool(part.starts[0]), bool(part.ends[-1])
+        if ends != (run.whole_start, run.whole_end):
+            faults.append(f"{run}: starts and ends {ends}")
+        faults += [
+            f"{run}: {name}"
+            for name in (*FIELDS, *SERIES)
+            if not equal(values_of(part, name), values_of(whole, name), column)
+        ]
+        if part.valid_steps != int(part.mask.sum()):
+            faults.append(f"{run}: {part.valid_steps} valid steps")
+    return faults
+
+
+def equal(part: Tensor | None, whole: Tensor | None, column: slice) -> bool:
+    if part is None or whole is None:
+        return part is whole
+    return torch.equal(part.nan_to_num(), whole[:, column].nan_to_num())
+
+
+def values_of(chunk: Chunk, name: str) -> Tensor | None:
+    return getattr(chunk, name) if name in FIELDS else chunk[name]
+
+
+def all_faults(chunks: Sequence[Chunk], lengths: Sequence[int]) -> list[str]:
+    return [f for chunk in chunks for f in [*series_faults(chunk), *run_faults(chunk, lengths)]]
+
+
+@given(
+    lengths=few_short_recordings,
+    wish=st.integers(1, 5),
+    chunk=chunk_lengths,
+    seed=st.none() | seeds,
+    offset=st.integers(0, 9),
+    warm_up=st.integers(0, 5),
+    targets=st.booleans(),
+)
+@examples(60)
+def test_series_starts_ends_and_runs_are_those_of_the_steps(
+    lengths: list[int],
+    wish: int,
+    chunk: int,
+    seed: int | None,
+    offset: int,
+    warm_up: int,
+    targets: bool,
+) -> None:
+    least = sum(length - length // 2 for length in lengths)
+    lanes = draw_lanes([least], wish)
+    stream = tt.Stream(
+        numbered(lengths, targets=targets),
+        lanes,
+        chunk,
+        seed=seed,
+        offset=0 if seed is None else offset,
+        warm_up=warm_up,
+    )
+    for _ in range(2):
+        chunks = list(stream)
+        assert all_faults(chunks, lengths) == []
+        check_mask(chunks, warm_up)
+
+
+def check_mask(chunks: Sequence[Chunk], warm_up: int) -> None:
+    """With or without targets: every step counts that a lane plays, but for the warm-up."""
+    age = [-1] * chunks[0].lanes
+    for chunk in chunks:
+        for lane, played in enumerate(tape(chunk)):
+            for step, at in enumerate(played):
+                age[lane] = 0 if chunk.resets[step, lane] else age[lane] + 1
+                counts = at is not None and age[lane] >= warm_up
+                assert bool(chunk.mask[step, lane]) == counts
+
+
+@given(cuts=st.lists(st.integers(0, 31), max_size=4), lanes=st.integers(1, 3))
+@examples(30)
+def test_slices_and_joined_slices_keep_series_and_ends(cuts: list[int], lanes: int) -> None:
+    lengths = [12, 9, 10, 5]
+    (chunk,) = tt.Stream(numbered(lengths), lanes, 50)
+    edges = sorted({0, chunk.steps, *(min(cut, chunk.steps) for cut in cuts)})
+    parts = [chunk[start:stop] for start, stop in pairwise(edges)]
+    assert all_faults(parts, lengths) == []
+    whole = join(parts)
+    assert all_faults([whole], lengths) == []
+    apart = [chunk_of(part) for part in parts]  # with metadata of their own
+    assert all_faults([join(apart)], lengths) == []
+
+
+def chunk_of(chunk: Chunk) -> Chunk:
+    """The same chunk, in other memory."""
+    return pickle.loads(pickle.dumps(chunk))  # of ours
+
+
+def test_chunks_from_an_iterator_are_cut_with_their_series() -> None:
+    lengths = [12, 9, 10, 5]
+    for again in (list, iter):
+        queue = ChunkQueue(again(tt.Stream(numbered(lengths), 2, 4)))
+        chunks: list[Chunk] = []
+        while (chunk := queue.take(7)) is not None:
+            chunks.append(chunk)
+        assert len(chunks) > 1
+        assert all_faults(chunks, lengths) == []
+
+
+def test_warm_up_and_resets_taken_away_leave_series_and_ends() -> None:
+    lengths = [12, 9]
+    (chunk,) = tt.Stream(numbered(lengths), 1, 50, seed=None, warm_up=4)
+    warm, plain = chunk[3:], without_resets(chunk[3:])
+    assert all_faults([warm, plain], lengths) == []
+    assert warm.valid_steps == 18 - 1 - 4
+    assert not plain.any_reset
+    assert [run.steps for _, run in plain.runs()] == [9, 9]
+
+
+# --- by hand ------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.integers(1, 12),
+    lanes=st.integers(1, 3),
+    draw=st.randoms(use_true_random=False),
+)
+@examples(40)
+def test_runs_of_chunks_by_hand_break_at_resets_and_where_recordings_change(
+    steps: int, lanes: int, draw: Any
+) -> None:
+    resets = torch.tensor([[draw.random() < 0.3 for _ in range(lanes)] for _ in range(steps)])
+    recording = torch.zeros(steps, lanes, dtype=torch.long)
+    for lane in range(lanes):
+        for step in range(1, steps):
+            change = resets[step, lane] and draw.random() < 0.5
+            recording[step, lane] = recording[step - 1, lane] + int(change)
+        end = draw.randint(0, steps)
+        recording[end:, lane] = -1
+    chunk = Chunk.from_tensors(torch.zeros(steps, lanes, 1), resets=resets, recording=recording)
+    expected: list[tuple[int, int, int]] = []
+    for lane in range(lanes):
+        played = [step for step in range(steps) if recording[step, lane] >= 0]
+        starts = [step for step in played if step == 0 or resets[step, lane]]
+        stops = [*starts[1:], len(played)]
+        expected += [(lane, start, stop) for start, stop in zip(starts, stops, strict=False)]
+    assert [run.steps for _, run in chunk.runs()] == [stop - start for _, start, stop in expected]
+    assert all(run.recording.unique().numel() == 1 for _, run in chunk.runs())
+
+
+@pytest.mark.parametrize("lane", [3, -4])
+def test_a_lane_that_is_none_is_refused(lane: int) -> None:
+    with pytest.raises(IndexError):
+        Chunk.from_tensors(torch.zeros(4, 3)).lane(lane)
+
+
+# --- types --------------------------------------------------------------------------------------
+
+
+def test_a_net_casts_floating_series_alone_and_a_device_gets_all() -> None:
+    (chunk,) = tt.Stream(numbered([6]), 1, 6)
+    cast = chunk.convert(Placement(torch.device("cpu"), torch.float32))
+    types = {name: cast[name].dtype for name in SERIES}
+    assert types == {
+        **dict.fromkeys(("weight", "vector", "image"), torch.float32),
+        "done": torch.bool,
+        "count": torch.int64,
+    }
+    assert cast["count"] is not None
+    assert torch.equal(cast["weight"], chunk["weight"].float())
+    assert cast.ends.tolist() == chunk.ends.tolist()
+    moved = chunk[1:4].to(torch.device("meta"))
+    assert {moved[name].device.type for name in SERIES} == {"meta"}
+    assert moved["vector"].shape == (3, 1, 3)
+    assert chunk.to(torch.device("cpu")) is chunk
+    only = Chunk.from_tensors(torch.zeros(3, 1), series={"w": torch.zeros(3, 1).double()})
+    converted = only.convert(Placement(torch.device("cpu"), torch.float32))
+    assert converted["w"].dtype == torch.float32  # though inputs and targets are as they were
+
+
+def test_updates_have_the_series_in_the_type_of_the_weights() -> None:
+    stream = tt.Stream(numbered([30, 20]), 2, 8)
+    net = tt.carry(nn.LSTM(1, 1))
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(8, 16)):
+        assert update.chunk["weight"].dtype == torch.float32
+        expected = update.chunk.inputs[..., 0] / 7
+        torch.testing.assert_close(update.chunk["weight"], expected)
+
+
+# --- without targets ----------------------------------------------------------------------------
+
+
+# --- other recordings ---------------------------------------------------------------------------
+
+
+class Custom:
+    """A recording object with a series; `lost` rows of it are missing."""
+
+    def __init__(self, name: str = "custom", lost: int = 0, **series: Any) -> None:
+        self.name, self.lost, self.series = name, lost, series
+
+    def __len__(self) -> int:
+        return 8
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        steps = np.arange(start, stop, dtype=np.float64)
+        series = {key: steps * factor for key, factor in self.series.items()}
+        if self.lost:
+            series = {key: rows[: -self.lost] for key, rows in series.items()}
+        return StepArrays(steps[:, None], steps, series)
+
+
+def test_checksums_cover_series() -> None:
+    inputs = np.arange(20.0)[:, None]
+    weights = np.linspace(0, 1, 20)
+    plain = sample_checksum(as_recording({"inputs": inputs}), 8)
+    first = sample_checksum(as_recording({"inputs": inputs, "w": weights}), 8)
+    second = sample_checksum(as_recording({"inputs": inputs, "w": weights[::-1]}), 8)
+    assert len({plain, first, second}) == 3
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+X = np.zeros((8, 2))
+BAD: list[tuple[Any, str]] = [
+    (
+        [{"inputs": X, "weight": X[:, 0]}, {"inputs": X}],
+        r"recording '1' has series 'weight' of no columns, recording '0' of 1 column \(a vector\)",
+    ),
+    (
+        [{"inputs": X, "name": "a"}, {"inputs": X, "weight": X[:, 0], "name": "b"}],
+        "recording 'b' has series 'weight' of 1 column .* numbers, recording 'a' of no columns",
+    ),
+    (
+        [{"inputs": X, "w": X[:, 0]}, {"inputs": X, "w": X}],
+        r"recording '1' has series 'w' of 2 columns .* recording '0' of 1 column",
+    ),
+    (
+        [{"inputs": X, "w": X[:, 0] > 0}, {"inputs": X, "w": X[:, 0].astype(int)}],
+        r"of integer numbers, recording '0' of .* of boolean numbers.* kind of numbers",
+    ),
+    (
+        {"inputs": X, "weight": X[:7, 0], "name": "a"},
+        "recording 'a': inputs has 8 rows and series 'weight' has 7; all inputs and series of",
+    ),
+    (
+        {"inputs": X, "mask": X[:, 0], "name": "a"},
+        "recording 'a' has a series 'mask', a name that every chunk has; give it another name",
+    ),
+    ({"inputs": X, "ends": X[:, 0]}, "has a series 'ends', a name that every chunk has"),
+    ({"inputs": X, "target": X[:, 0]}, "did you mean 'targets'?"),
+    ({"inputs": X, "weight": 3}, r"\['inputs', 'weight'\], .* arrays by other names, one row per"),
+    ({"inputs": X, "who": np.array(list("abcdefgh"))}, "series 'who' have shape .* type <U1"),
+    ({"inputs": X, "who": "anna"}, r"recording '0' has the keys \['inputs', 'who'\]"),
+    ({"inputs": X, "w": np.float64(1)}, r"series 'w' have shape \(\)"),
+    (Custom(lost=1, w=1.0), "'custom' gave 7 of the 8 steps asked for at step 0, as series 'w'"),
+    (
+        [Custom(v=1.0), Custom("b", w=1.0)],
+        "recording 'b' has series 'v' of no columns, recording 'custom' of 1 column",
+    ),
+    (Custom(position=1.0), "recording 'custom' has a series 'position', a name that every chunk"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), BAD)
+def test_what_cannot_travel_is_refused(data: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        list(tt.Stream(data, 1, 8, seed=None))
+
+
+def test_a_series_that_is_none_is_refused_with_the_names_of_the_others() -> None:
+    (chunk,) = tt.Stream({"inputs": X, "weight": X[:, 0], "done": X[:, 0] > 0}, 1, 8)
+    with pytest.raises(DataError, match=r"no series 'advantage', only \['weight', 'done'\]"):
+        chunk["advantage"]
+    with pytest.raises(DataError, match=r"no series 'w', only \[\]"):
+        Chunk.from_tensors(torch.zeros(2, 1))["w"]
+
+
+def test_chunks_of_which_one_lacks_a_series_are_not_joined() -> None:
+    full = Chunk.from_tensors(torch.zeros(2, 1), series={"w": torch.zeros(2, 1)})
+    for chunks in ([full, Chunk.from_tensors(torch.zeros(2, 1))], [full, full][::-1]):
+        if chunks[1] is full:
+            assert join(chunks)["w"].shape == (4, 1)
+            continue
+        for several in (chunks, chunks[::-1]):
+            with pytest.raises(DataError, match="no series 'w'"):
+                join(several)
+
+
+# --- mutants ------------------------------------------------------------------------------------
+
+
+def test_steps_of_a_missing_class_do_not_count() -> None:
+    targets = torch.tensor([[-100], [1], [0]])
+    assert Chunk.from_tensors(torch.zeros(3, 1, 2), targets).valid_steps == 2

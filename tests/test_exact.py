@@ -1,14 +1,20 @@
-"""Exact gradients, chunk by chunk, against plain autograd over the whole sequence.
+"""What is particular to exact gradients: their segments run again, their memory and their settings.
+
+That they equal plain autograd is tested by test_random_updates.py and test_policies.py.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-import copy
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import math
+import random
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,141 +23,48 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import (
-    ORACLES,
-    Complex,
-    Marked,
+    CreditRecorder,
     PolicyData,
     UpdateGrads,
-    data_for,
+    allocated,
     deviation,
-    every_stride_resets,
     exact_updates,
-    last_loss_only,
-    no_resets,
-    oracle,
     plain,
     policy_gradients,
-    unbroken,
 )
 from quick import examples
 from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
     Rotation,
     Row,
-    Step,
+    TensorState,
+    Weights,
     apart,
-    every_net,
     few_short_recordings,
     gradients,
+    in_chunks,
     inputs,
+    lawless,
     named,
     recordings,
-    seeds,
+    remembering,
     some_nets,
     start,
     states_apart,
-    weights,
 )
+from throughtime import _device
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk, join
-from throughtime.gradient import Objective, Policy, UpdatePolicy, executor, segment
-from throughtime.gradient.segment import Replay, Segment
-from throughtime.gradient.window import Credit
-from throughtime.state import State
+from throughtime.chunk import Chunk
+from throughtime.errors import ConfigError, ModelError
+from throughtime.gradient import Update, executor, segment
+from throughtime.gradient.segment import MOST_BYTES, TRIAL_STEPS, automatic_chunk, graph_bytes
+from throughtime.stream.recording import StepArrays
 
 EXACT = 1e-10
 chunks = st.sampled_from([1, 2, 3, 7, 13, 29, 50, None])  # None: automatic
 kept_lane_steps = st.sampled_from([1, 10, 100, 10_000])  # those before are read again
-
-
-@examples(12)
-@given(
-    steps=st.sampled_from([1, 2, 7, 13, 29]),
-    chunk=chunks,
-    lanes=st.sampled_from([1, 2, 3]),
-    seed=seeds,
-    resets=st.sampled_from([0.0, 0.1, 0.5]),
-    masked=st.sampled_from([0.0, 0.3, 0.9]),
-    kept=kept_lane_steps,
-)
-@every_net
-def test_gradient_loss_and_state_equal_plain_autograd(
-    row: Row,
-    steps: int,
-    chunk: int | None,
-    lanes: int,
-    seed: int,
-    resets: float,
-    masked: float,
-    kept: int,
-) -> None:
-    net = row.net()
-    data = data_for(net, steps, lanes, seed, resets, masked)
-    with mock.patch.object(executor, "KEPT_LANE_STEPS", kept):
-        results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk))
-    assert deviation(results, plain(net, data, unbroken(data))) < EXACT
-    run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=chunk))
-    ends = [update.state for update in run]
-    _, end = net(data.x, start(net, data.x), data.resets)
-    assert states_apart(run.state, end) < EXACT
-    assert not any(leaf.requires_grad for state in ends for leaf in tt.state.tensors(state))
-
-
-@examples(15)
-@given(
-    steps=st.sampled_from([1, 2, 7, 13, 29]),
-    chunk=chunks,
-    lanes=st.sampled_from([2, 3]),
-    seed=seeds,
-    resets=st.sampled_from([0.0, 0.1, 0.3]),
-    masked=st.sampled_from([0.0, 0.3, 0.9]),
-)
-@ORACLES
-def test_gradient_equals_the_formulas_written_out(
-    row: Row,
-    step: Step,
-    leaves: int,
-    steps: int,
-    chunk: int | None,
-    lanes: int,
-    seed: int,
-    resets: float,
-    masked: float,
-) -> None:
-    """The net itself has no part in this oracle.
-
-    Resets that fall into every lane at once are left out.
-    """
-    net, data = row.net(), PolicyData.draw(steps, lanes, seed, resets, masked)
-    together = data.resets.all(dim=1, keepdim=True)
-    together[0] = False
-    data = PolicyData(data.x, data.targets, data.resets & ~together, data.mask)
-    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk))
-    assert (
-        deviation(results, oracle(step, leaves, dict(net.named_parameters()), data, steps, steps))
-        < EXACT
-    )
-
-
-def test_gradient_reaches_a_thousand_steps_back() -> None:
-    """One input at the start, one loss at the end: a rotating net keeps the gradient's norm."""
-    net, x = named("tensor-state").net(), torch.zeros(1001, 1, 3, dtype=torch.float64)
-    x[0] = 1.0
-    mask = torch.zeros(1001, 1, dtype=torch.bool)
-    mask[-1] = True
-    data = PolicyData(x, inputs(1001, 1, features=2), torch.zeros(1001, 1, dtype=torch.bool), mask)
-    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=10))
-    ((_, _, expected),) = plain(net, data)
-    ((_, _, cut),) = policy_gradients(net, [data.chunk], tt.Truncated(1001 - 10, 1001 - 10))
-    assert apart(results[0][2], expected) < EXACT
-    assert expected["module.into"].abs().max() > 0.01
-    assert cut["module.into"].abs().max() == 0
-
-
-def test_complex_states_hand_back_their_credit() -> None:
-    net, data = tt.carry(Complex().double()), PolicyData.draw(29, 2, 0)
-    assert (
-        deviation(policy_gradients(net, [data.chunk], tt.Exact(chunk=7)), plain(net, data)) < EXACT
-    )
 
 
 class EmptyLeaf(Rotation):
@@ -171,126 +84,6 @@ def test_leaves_without_entries_are_carried() -> None:
     net, data = tt.carry(EmptyLeaf().double()), PolicyData.draw(29, 2, 0)
     results = policy_gradients(net, [data.chunk], tt.Exact(chunk=7))
     assert deviation(results, plain(net, data)) < EXACT
-
-
-Change = Callable[[pytest.MonkeyPatch], None]
-
-
-def with_credit(change: Callable[[int, Credit], Credit]) -> Change:
-    """The credit that enters each segment from the next one is changed."""
-
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        backward = Segment.backward
-
-        def changed(ctx: Any, loss: Tensor | None, *credit: Tensor | None) -> Any:
-            return backward(ctx, loss, *change(ctx.index, credit))
-
-        patch.setattr(Segment, "backward", staticmethod(changed))
-
-    return apply
-
-
-def weights_by_segment(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Objective, "weight", lambda _, chunk: float(chunk.valid_steps > 0))
-
-
-def starts_one_segment_early(patch: pytest.MonkeyPatch) -> None:
-    forward, last = Segment.forward, list[Sequence[Tensor]]()
-
-    def changed(ctx: Any, *args: Any) -> Any:
-        results = forward(ctx, *args)
-        if ctx.index == 3:
-            ctx.save_for_backward(*last[-1])
-        *_, count = [i for i, arg in enumerate(args) if type(arg) is int]
-        last.append(args[count + 1 :][: args[count]])
-        return results
-
-    patch.setattr(Segment, "forward", staticmethod(changed))
-    patch.setattr(Replay, "compare", lambda *_: None)
-
-
-BROKEN: dict[str, Change] = {
-    "drops the credit at one boundary": with_credit(
-        lambda index, credit: [None] * len(credit) if index == 2 else credit
-    ),
-    "drops one leaf of the credit": with_credit(lambda _, credit: [None, *credit[1:]]),
-    "counts one credit twice": with_credit(
-        lambda index, credit: [a if a is None or index != 1 else 2 * a for a in credit]
-    ),
-    "takes the mean of the segments' means": weights_by_segment,
-    "runs a segment again from the state before": starts_one_segment_early,
-}
-OTHER: dict[str, Policy | UpdatePolicy] = {
-    "cuts credit at every segment": tt.Exact(chunk=7, cut_every=7),
-    "truncates": tt.Truncated(29, 29),
-    "ignores resets": Marked(tt.Exact(chunk=7), no_resets),
-    "forgets the state": Marked(tt.Exact(chunk=7), every_stride_resets),
-    "counts the last loss of each chunk only": Marked(tt.Exact(chunk=7), last_loss_only),
-}
-
-
-def ragged(row: Row) -> tuple[Carried, PolicyData]:
-    """Two lanes over 37 steps.
-
-    Every chunk of 7 has another number of valid steps, and one lane resets in the middle.
-    """
-    net = row.net()
-    data = data_for(net, 37, 2, 3, masked=0.4)
-    resets = data.resets.clone()
-    resets[17, 1] = True
-    return net, PolicyData(data.x, data.targets, resets, data.mask)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("change", list(BROKEN.values()), ids=list(BROKEN))
-@some_nets("lstm", "tensor-state", "namedtuple-state")
-def test_broken_executor_is_not_plain_autograd(
-    row: Row, change: Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, data = ragged(row)
-    expected = plain(net, data)
-    policy = tt.Exact(chunk=7)
-    assert deviation(policy_gradients(net, [data.chunk], policy), expected) < EXACT
-    change(monkeypatch)
-    assert deviation(policy_gradients(net, [data.chunk], policy), expected) > 1e-6
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("mutant", list(OTHER.values()), ids=list(OTHER))
-@some_nets("lstm", "tensor-state", "namedtuple-state")
-def test_other_policy_is_not_plain_autograd(row: Row, mutant: Policy | UpdatePolicy) -> None:
-    net, data = ragged(row)
-    same = Marked(tt.Exact(chunk=7), lambda chunk: chunk)
-    assert deviation(policy_gradients(net, [data.chunk], same), plain(net, data)) < EXACT
-    results = policy_gradients(net, [data.chunk], mutant)
-    whole = {name: torch.stack([g[name] for *_, g in results]).sum(0) for name in results[0][2]}
-    ((_, _, expected),) = plain(net, data)
-    if not isinstance(mutant, Marked):
-        steps = int(data.mask.sum())
-        whole = {
-            name: torch.stack([g[name] * n / steps for n, _, g in results]).sum(0) for name in whole
-        }
-    assert apart(whole, expected) > 1e-6
-
-
-def test_gradients_add_up_until_they_are_zeroed() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
-    each = policy_gradients(net, [data.chunk], tt.Exact(chunk=4, cut_every=9))
-    assert len(each) == 4
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, cut_every=9)):
-        pass
-    assert (
-        apart(
-            gradients(net),
-            {name: torch.stack([g[name] for *_, g in each]).sum(0) for name in gradients(net)},
-        )
-        < EXACT
-    )
-    own = {name: p.grad for name, p in net.named_parameters()}
-    list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4)))
-    assert all(
-        p.grad is own[name] for name, p in net.named_parameters()
-    )  # added to in place, as autograd does
 
 
 def test_update_says_what_was_run() -> None:
@@ -352,188 +145,6 @@ def test_chunk_of_the_stream_changes_no_bit(
     assert deviation(policy_gradients(net, queue, policy), first) < EXACT
 
 
-LENGTHS = [31, 7, 20, 1, 11]
-
-
-@examples(10)
-@given(lengths=few_short_recordings, chunk=chunks, seed=st.sampled_from([None, 0, 1]))
-@some_nets("hides-layer", "learnt-start", "gru")
-def test_one_lane_has_one_update_for_every_recording(
-    row: Row, lengths: list[int], chunk: int | None, seed: int | None
-) -> None:
-    """Each equals plain autograd on that recording alone."""
-    net = row.net()
-    width = 2 if row.name != "gru" else 4
-    stream = tt.Stream(recordings(lengths, outputs=width), lanes=1, chunk=5, seed=seed)
-    data = PolicyData.of(join(list(stream)))
-    fresh = tt.Stream(recordings(lengths, outputs=width), lanes=1, chunk=5, seed=seed)
-    results = policy_gradients(net, fresh, tt.Exact(chunk=chunk))
-    assert sorted(steps for steps, *_ in results) == sorted(lengths)
-    assert deviation(results, alone(net, data)) < EXACT
-
-
-def alone(net: Carried, data: PolicyData) -> UpdateGrads:
-    """Plain autograd on every recording by itself, from the initial state."""
-    results: UpdateGrads = []
-    for begin, end in pairwise(unbroken(data)):
-        results += plain(
-            net,
-            PolicyData(
-                data.x[begin:end],
-                data.targets[begin:end],
-                data.resets[begin:end],
-                data.mask[begin:end],
-            ),
-        )
-    return results
-
-
-def test_several_lanes_have_one_update_for_the_epoch() -> None:
-    net = named("hides-layer").net()
-    stream, again = (tt.Stream(recordings(LENGTHS), lanes=3, chunk=8, warm_up=2) for _ in range(2))
-    data = PolicyData.of(join(list(stream)))
-    assert (data.mask.sum(1) < 3).any()
-    results = policy_gradients(net, again, tt.Exact(chunk=4))
-    assert len(results) == 1
-    assert deviation(results, plain(net, data)) < EXACT
-
-
-def test_lanes_whose_recordings_end_together_have_an_update_each_time() -> None:
-    net = named("hides-layer").net()
-    stream, again = (
-        tt.Stream(recordings([10, 10, 6, 6]), lanes=2, chunk=8, seed=None) for _ in range(2)
-    )
-    results = policy_gradients(net, again, tt.Exact(chunk=4))
-    assert [steps for steps, *_ in results] == [20, 12]
-    assert deviation(results, alone(net, PolicyData.of(join(list(stream))))) < EXACT
-
-
-@examples(15)
-@given(
-    steps=st.sampled_from([1, 7, 29]),
-    segment=st.sampled_from([1, 3, 7, 28, 100]),
-    chunk=chunks,
-    lanes=st.sampled_from([1, 2]),
-    resets=st.sampled_from([0.0, 0.1]),
-    masked=st.sampled_from([0.0, 0.9]),
-    seed=seeds,
-)
-@some_nets("hides-layer", "learnt-start", "dataclass-state")
-def test_segments_cut_credit_and_carry_the_state(
-    row: Row,
-    steps: int,
-    segment: int,
-    chunk: int | None,
-    lanes: int,
-    resets: float,
-    masked: float,
-    seed: int,
-) -> None:
-    net = row.net()
-    data = data_for(net, steps, lanes, seed, resets, masked)
-    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=chunk, cut_every=segment))
-    assert deviation(results, plain(net, data, [*range(0, steps, segment), steps])) < EXACT
-
-
-def test_cut_every_is_the_truncation_of_the_same_stride() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(23, 2, 0, resets=0.1)
-    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=2, cut_every=5))
-    assert deviation(results, policy_gradients(net, [data.chunk], tt.Truncated(5))) < EXACT
-    assert deviation(results, policy_gradients(net, [data.chunk], tt.Truncated(5, 6))) > 1e-6
-
-
-def test_stretch_without_valid_step_yields_nothing_but_carries_the_state() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
-    mask = torch.zeros(24, 2, dtype=torch.bool)
-    mask[9, 1] = mask[22] = True
-    chunk = Chunk.from_tensors(data.x, data.targets, resets=data.resets, mask=mask)
-    _, end = net(data.x, start(net, data.x))
-    for policy in (tt.Exact(chunk=2, cut_every=3), tt.Exact(cut_every=3)):
-        run = tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)
-        assert [update.steps for update in run] == [1, 2]
-        assert states_apart(run.state, end) < EXACT
-    net.zero_grad()
-    silent = Chunk.from_tensors(data.x, data.targets, mask=torch.zeros(24, 2, dtype=torch.bool))
-    run = tt.updates(net, [silent], nn.MSELoss(), gradient=tt.Exact(chunk=5))
-    assert list(run) == []
-    assert states_apart(run.state, end) < EXACT
-    assert all(p.grad is None for p in net.parameters())
-
-
-class Training:
-    """A net, its optimizer and its updates, saved and restored together."""
-
-    def __init__(self, row: Row, policy: tt.Exact, lanes: int) -> None:
-        self.net = row.net()
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.02)
-        stream = tt.Stream(recordings(LENGTHS), lanes, chunk=4, warm_up=5)
-        self.updates = tt.updates(self.net, stream, nn.MSELoss(), gradient=policy)
-
-    def run(self, most: int = 1000) -> dict[str, Tensor]:
-        """Makes so many updates, or what is left of the epoch; the weights then."""
-        for _ in range(most):
-            if next(self.updates, None) is None:
-                break
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        return weights(self.net)
-
-    def saved(self) -> list[dict[str, Any]]:
-        return [self.net.state_dict(), self.optimizer.state_dict(), self.updates.state_dict()]
-
-    def restored(self, saved: Sequence[dict[str, Any]]) -> "Training":
-        for part, place in zip((self.net, self.optimizer, self.updates), saved, strict=False):
-            part.load_state_dict(place)
-        return self
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("policy", "lanes"),
-    [
-        (tt.Exact(chunk=3), 1),
-        (tt.Exact(), 1),
-        (tt.Exact(chunk=3, cut_every=7), 2),
-        (tt.Exact(cut_every=7, clip_adjoint=0.01, chunk=2), 2),
-    ],
-    ids=["recordings", "auto", "segments", "clipped"],
-)
-@some_nets("hides-layer", "learnt-start")
-def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
-    row: Row, policy: tt.Exact, lanes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The automatic length of segments is measured again after a resume, on other steps."""
-    monkeypatch.setattr(segment, "MOST_BYTES", 10_000)
-    through = Training(row, policy, lanes).run()
-    for stop in (1, 2, 4):
-        first = Training(row, policy, lanes)
-        first.run(stop)
-        saved = copy.deepcopy(first.saved())
-        assert apart(Training(row, policy, lanes).restored(saved).run(), through) == 0
-        assert apart(first.run(), through) == 0
-        assert (
-            apart(Training(row, policy, lanes).restored(saved[:2]).run(), through) > 1e-9
-        )  # the mutant: the place is lost
-
-
-def test_state_given_is_gone_on_from() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(30, 2, 0)
-    data = PolicyData(data.x, data.targets, torch.zeros_like(data.resets), data.mask)
-    _, middle = net(data.x[:12], start(net, data.x))
-    rest = Chunk.from_tensors(data.x[12:], data.targets[12:])
-    results = gradients_from(net, rest, middle)
-    ((*_, expected),) = plain(net, data, [0, 12, 30])[1:]
-    assert apart(results, expected) < EXACT
-    assert apart(gradients_from(net, rest, None), expected) > 1e-6
-
-
-def gradients_from(net: Carried, chunk: Chunk, state: State) -> dict[str, Tensor]:
-    list(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4), state=state))
-    results = gradients(net)
-    net.zero_grad()
-    return results
-
-
 def test_settings_are_described() -> None:
     assert (
         tt.Exact().describe()
@@ -544,3 +155,489 @@ def test_settings_are_described() -> None:
         tt.Exact(cut_every=500).describe()
         == "an update every 500 steps, gradients cut there: they flow back at most 500 steps"
     )
+
+
+def test_clipping_under_a_scaler_is_that_without_one() -> None:
+    data, policy = PolicyData.draw(23, 2, 0), tt.Exact(chunk=4, clip_adjoint=0.005)
+    usual, scaled = named("hides-layer").net(), named("hides-layer").net()
+    plain, recorder = CreditRecorder(policy), CreditRecorder(policy)
+    exact_updates(usual, data, plain)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    exact_updates(scaled, data, recorder, scaler=scaler)
+    for step, norms in plain.arriving.items():
+        assert torch.allclose(recorder.arriving[step], norms, rtol=1e-9)
+    assert any((norms > 0.005).any() for norms in plain.arriving.values())
+    grads = {name: g / 2.0**7 for name, g in gradients(scaled).items()}
+    assert apart(grads, gradients(usual)) < EXACT
+
+
+def labelled(steps: int, lanes: int, seed: int, masked: float) -> PolicyData:
+    data = PolicyData.draw(steps, lanes, seed, masked=masked)
+    return PolicyData(data.x, (data.targets[:, :, 0] > 0.6).long(), data.resets, data.mask)
+
+
+def test_class_of_no_weight_does_not_count() -> None:
+    """Some segments have no other class, so no mean of their own."""
+    net, data = named("hides-layer").net(), labelled(29, 1, 0, 0.0)
+    loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([0.0, 1.0], dtype=torch.float64))
+    assert any(not part.any() for part in data.targets.split(3))
+    results = policy_gradients(net, [data.chunk], tt.Exact(chunk=3), loss_fn)
+    assert deviation(results, plain(net, data, loss_fn=loss_fn)) < EXACT
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ({"chunk": 0}, "chunk=0: expected a whole number of at least 1"),
+        ({"chunk": 10.0}, r"chunk=10\.0: expected a whole number"),
+        ({"chunk": "all"}, "chunk='all': expected a whole number"),
+        ({"cut_every": 0}, "cut_every=0: expected a whole number of at least 1"),
+        ({"cut_every": True}, "cut_every=True: expected a whole number"),
+        ({"clip_adjoint": 0.0, "chunk": 5}, r"clip_adjoint=0\.0: expected a norm above 0"),
+        ({"clip_adjoint": float("nan"), "chunk": 5}, "clip_adjoint=nan: expected a norm above 0"),
+        (
+            {"clip_adjoint": 1.0},
+            r"their length becomes part of the gradient: give chunk=\.\.\. too",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_out_of_range_are_refused(setting: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        tt.Exact(**setting)
+
+
+class DropsInside(nn.Module):
+    """Dropout before, between and after its layers: the state depends on what was drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Dropout(0.2)
+        self.lstm = nn.LSTM(FEATURES, HIDDEN, num_layers=2, dropout=0.5)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.before(x))
+        return self.head(nn.functional.dropout(hidden, 0.3, self.training))
+
+
+class NoisyState(Rotation):
+    """Noise on the state at every step, from torch's generator."""
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.play(x + 0.3 * torch.randn_like(x), self.zeros(x) if state is None else state)
+
+
+class Normalised(nn.Module):
+    """Normalises what enters by the statistics of the chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(FEATURES)
+        self.gru = nn.GRU(FEATURES, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.gru(self.norm(x.flatten(0, 1)).view_as(x))
+        return self.head(hidden)
+
+
+class Spectral(nn.Module):
+    """Every forward pass makes a step of power iteration: it changes a buffer and the outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        into = nn.Linear(FEATURES, FEATURES)
+        with torch.no_grad():
+            into.weight.copy_(torch.diag(torch.tensor([1.0, 0.99, 0.98])))  # slow to converge
+        self.into = nn.utils.parametrizations.spectral_norm(into)
+        self.rnn = nn.RNN(FEATURES, HIDDEN)
+        self.head = nn.Linear(HIDDEN, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.rnn(self.into(x))
+        return self.head(hidden)
+
+
+class Counted(Rotation):
+    """Each forward pass reads and changes a buffer: what enters grows from chunk to chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(1))
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if self.training:
+            self.calls += 1
+        return self.play(x * self.calls.clone(), self.zeros(x) if state is None else state)
+
+
+CHANGING: dict[str, Callable[[], nn.Module]] = {
+    "dropout between layers": DropsInside,
+    "dropout on outputs": lambda: HidesLayer(dropout=0.4),
+    "noise on the state": NoisyState,
+    "batch norm": Normalised,
+    "spectral norm": Spectral,
+    "counter in a buffer": Counted,
+}
+
+
+def changing(name: str, dtype: torch.dtype = torch.float64) -> Carried:
+    torch.manual_seed(3)
+    net = tt.carry(remembering(CHANGING[name]()).to(dtype)).train()
+    return lawless(net, inputs(3, 2).to(dtype))
+
+
+@dataclass(frozen=True)
+class After:
+    """What an update leaves behind: gradient, loss, buffers, and the generators in use."""
+
+    gradient: Weights
+    loss: float
+    buffers: Weights
+    generator: Tensor
+
+    @classmethod
+    def of(cls, net: Carried, loss: Tensor) -> "After":
+        return cls(
+            gradients(net),
+            loss.item(),
+            {name: b.detach().double().clone() for name, b in net.named_buffers()},
+            torch.cat([*_device.generators(loss.device).values()]),
+        )
+
+    def equals(self, other: "After") -> dict[str, bool]:
+        return {
+            "gradient": (
+                apart(self.gradient, other.gradient) < EXACT and abs(self.loss - other.loss) < EXACT
+            ),
+            "buffers": all(
+                torch.equal(self.buffers[name], other.buffers[name]) for name in self.buffers
+            ),
+            "generator": torch.equal(self.generator, other.generator),
+        }
+
+
+ALL = {"gradient": True, "buffers": True, "generator": True}
+
+
+def updated(net: Carried, data: PolicyData, policy: tt.Exact, seed: int = 11) -> After:
+    torch.manual_seed(seed)
+    (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy)
+    return After.of(net, update.loss)
+
+
+def held(net: Carried, data: PolicyData, chunk: int, seed: int = 11) -> After:
+    """The oracle: the same chunks, one after another, in one graph that is held."""
+    torch.manual_seed(seed)
+    y, _ = in_chunks(net, data.x, [chunk] * (len(data.x) // chunk), resets=data.resets)
+    loss = nn.functional.mse_loss(y[data.mask], data.targets[data.mask])
+    loss.backward()
+    return After.of(net, loss)
+
+
+@examples(10)
+@given(
+    chunk=st.sampled_from([2, 3, 7, 30]),
+    lanes=st.sampled_from([2, 3]),  # of one value batch norm has no statistics
+    resets=st.sampled_from([0.0, 0.05]),
+    masked=st.sampled_from([0.0, 0.5]),
+    seed=st.integers(0, 100),
+)
+@pytest.mark.parametrize("name", list(CHANGING))
+def test_what_is_drawn_or_changed_is_so_once(
+    name: str, chunk: int, lanes: int, resets: float, masked: float, seed: int
+) -> None:
+    """Gradient, loss, buffers and later random numbers equal those of one forward pass."""
+    data = together(PolicyData.draw(29, lanes, seed, resets, masked))
+    results = updated(changing(name), data, tt.Exact(chunk=chunk), seed)
+    assert results.equals(held(changing(name), data, chunk, seed)) == ALL
+
+
+def together(data: PolicyData) -> PolicyData:
+    """Without resets that fall into every lane at once: one update."""
+    resets = data.resets & ~data.resets.all(dim=1, keepdim=True)
+    return PolicyData(data.x, data.targets, resets, data.mask)
+
+
+@contextmanager
+def unprotected(*_: Any) -> Generator[None]:
+    yield
+
+
+@pytest.mark.parametrize("name", list(CHANGING))
+def test_measuring_leaves_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = PolicyData.draw(29, 2, 0)
+    expected = held(changing(name), data, 29)
+    assert updated(changing(name), data, tt.Exact()).equals(expected) == ALL
+    if name == "dropout on outputs":
+        monkeypatch.setattr(
+            segment, "preserve_rng_and_buffers", unprotected
+        )  # the mutant: trials that draw from the training's numbers
+        assert updated(changing(name), data, tt.Exact()).equals(expected) != ALL
+
+
+class Restless(Rotation):
+    """It has an initial state of its own: a trial would notice the size."""
+
+    def initial_state(self, lanes: int) -> Tensor:
+        return torch.zeros(lanes, HIDDEN, dtype=self.turn.dtype)
+
+    def size(self) -> float:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.play(x * self.size(), state)
+
+
+class PythonRandom(Restless):
+    def size(self) -> float:
+        return random.uniform(0.5, 1.5)
+
+
+class NumpyRandom(Restless):
+    def size(self) -> float:
+        return np.random.default_rng().uniform(0.5, 1.5)
+
+
+class CountsCalls(Restless):
+    """Counts in an object of another class: what a module itself holds is put back after a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = SimpleNamespace(calls=0)
+
+    def size(self) -> float:
+        self.counter.calls += 1
+        return self.counter.calls
+
+
+UNREPEATABLE = pytest.mark.parametrize("make", [PythonRandom, NumpyRandom, CountsCalls])
+
+
+def judged(make: Callable[[], nn.Module], policy: tt.Exact) -> list[Update]:
+    data = PolicyData.draw(23, 2, 0)
+    net = lawless(tt.carry(make().double()), data.chunk.inputs)
+    return list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy))
+
+
+NOT_REPEATED = "the forward pass does not repeat: run again, steps {} differ in"
+
+
+@UNREPEATABLE
+def test_module_that_does_not_repeat_is_refused_with_what_to_do(
+    make: Callable[[], nn.Module],
+) -> None:
+    advice = "draw them from torch.*keep it in the state or in a buffer"
+    with pytest.raises(ModelError, match=rf"{NOT_REPEATED.format('15 to 19')} .*{advice}"):
+        judged(make, tt.Exact(chunk=5))
+
+
+@UNREPEATABLE
+def test_module_that_does_not_repeat_passes_where_nothing_is_run_again(
+    make: Callable[[], nn.Module],
+) -> None:
+    assert len(judged(make, tt.Exact(chunk=23))) == 1
+
+
+class RestlessReadout(HidesLayer):
+    """Its state repeats, its outputs do not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * random.uniform(0.5, 1.5)
+
+
+class RestlessMemory(Restless):
+    """Its outputs repeat, one leaf of its state does not."""
+
+    def initial_state(self, lanes: int) -> Any:
+        return {"h": super().initial_state(lanes), "mood": torch.zeros(lanes, 1)}
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, h = self.play(x, state["h"])
+        return y, {"h": h, "mood": torch.full_like(state["mood"], random.random())}
+
+
+@pytest.mark.parametrize(
+    ("make", "part"), [(RestlessReadout, "the loss"), (RestlessMemory, "leaf 1 of the state")]
+)
+def test_losses_and_states_are_compared(make: Callable[[], nn.Module], part: str) -> None:
+    random.seed(0)  # two numbers that happen to be close count as equal
+    reason = NOT_REPEATED.format("15 to 19") + f" {part}"
+    with pytest.raises(ModelError, match=reason):
+        judged(make, tt.Exact(chunk=5))
+
+
+def test_sound_modules_pass_every_comparison() -> None:
+    for make in (TensorState, HidesLayer, NoisyState):
+        assert len(judged(make, tt.Exact(chunk=5))) == 1
+
+
+@dataclass
+class Drifting:
+    """A recording that reads differently each time."""
+
+    name: str = "drifting"
+
+    def __len__(self) -> int:
+        return 40
+
+    def read(self, start: int, stop: int) -> StepArrays:
+        return StepArrays(
+            np.random.default_rng().normal(size=(stop - start, FEATURES)),
+            np.zeros((stop - start, 2)),
+        )
+
+
+def test_data_that_read_differently_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read again where they are too many to be kept."""
+    monkeypatch.setattr(executor, "KEPT_LANE_STEPS", 8)
+    with pytest.raises(ModelError, match=r"does not repeat.*data that read differently"):
+        next(
+            tt.updates(
+                tt.carry(TensorState().double()),
+                tt.Stream(Drifting(), 1, 8),
+                nn.MSELoss(),
+                gradient=tt.Exact(chunk=8),
+            )
+        )
+
+
+def held_in_autocast(net: Carried, data: PolicyData, chunk: int) -> tuple[Weights, Any]:
+    """Forward pass and losses under autocast, each chunk with casts of its own.
+
+    The backward pass outside, as torch recommends.
+    """
+    torch.manual_seed(11)
+    state, losses = start(net, data.x), list[Tensor]()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for x, resets, targets, mask in zip(
+            *(part.split(chunk) for part in (data.x, data.resets, data.targets, data.mask)),
+            strict=True,
+        ):
+            torch.clear_autocast_cache()
+            y, state = net(x, state, resets)
+            losses.append(
+                nn.functional.mse_loss(y[mask], targets[mask])
+                * (int(mask.sum()) / int(data.mask.sum()))
+            )
+    torch.stack(losses).sum().backward()
+    return gradients(net), state
+
+
+def in_autocast(
+    net: Carried, data: PolicyData, dtype: torch.dtype | None = torch.bfloat16
+) -> tuple[Weights, Update]:
+    torch.manual_seed(11)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        (update,) = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=5))
+    return gradients(net), update
+
+
+@pytest.mark.parametrize(
+    "name", ["dropout on outputs", "noise on the state", "batch norm", "spectral norm"]
+)
+def test_autocast_gradient_is_that_of_chunks_held_in_the_same_autocast(name: str) -> None:
+    data = together(PolicyData.draw(29, 2, 0, 0.05, 0.3))
+    data = PolicyData(data.x.float(), data.targets.float(), data.resets, data.mask)
+    expected, state = held_in_autocast(changing(name, torch.float32), data, 5)
+    results, update = in_autocast(changing(name, torch.float32), data)
+    assert apart(results, expected) < 1e-7
+    assert states_apart(update.state, state) == 0
+    assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
+    assert update.outputs.dtype == torch.bfloat16
+    assert (
+        apart(in_autocast(changing(name, torch.float32), data, None)[0], expected) > 1e-4
+    )  # the same without autocast
+
+
+@given(steps=st.integers(1, 10**8), size=st.floats(1, 1e9))
+def test_automatic_length(steps: int, size: float) -> None:
+    """A thousand steps or more, in even segments whose graphs fit."""
+    length = automatic_chunk(steps, size)
+    assert length == 1 or length * size <= MOST_BYTES
+    count = math.ceil(steps / length)
+    assert length == 1 or math.ceil(steps / (length - 1)) > count  # no shorter ones are as many
+    fitting = max(1, int(MOST_BYTES / size))
+    assert count <= math.ceil(steps / min(max(1000, math.isqrt(steps)), fitting))
+
+
+def big(make: Callable[[], nn.Module], steps: int, lanes: int = 4) -> tuple[Carried, Chunk]:
+    """A net whose activations outweigh what Python and torch need, in float32."""
+    net, x = tt.carry(make()), inputs(steps, lanes).float()
+    with torch.no_grad():
+        y, _ = net(x, net.initial_state(lanes, like=x))
+    return net, Chunk.from_tensors(x, torch.zeros_like(y))
+
+
+class Turning(Rotation):
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.play(x, self.zeros(x) if state is None else state)
+
+
+MEASURED: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.LSTM(3, 32),
+    "lstm of two layers": lambda: nn.LSTM(3, 32, num_layers=2),
+    "gru": lambda: nn.GRU(3, 32),
+    "cell": lambda: nn.LSTMCell(3, 32),
+    "chain": lambda: nn.Sequential(
+        nn.LSTM(3, 32), nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.5), nn.Linear(64, 5)
+    ),
+    "more weights than activations": lambda: nn.Sequential(nn.RNN(3, 200), nn.Linear(200, 2)),
+    "many outputs": lambda: nn.Sequential(nn.LSTM(3, 8), nn.Linear(8, 500)),
+    "rotation": Turning,
+}
+
+
+def graph(net: Carried, chunk: Chunk) -> Callable[[], object]:
+    """What builds the graph of a chunk's loss."""
+
+    def run() -> object:
+        y, state = net(chunk.inputs, net.initial_state(chunk.lanes, like=chunk.inputs))
+        assert chunk.targets is not None
+        return nn.functional.mse_loss(y, chunk.targets), y, state
+
+    return run
+
+
+@pytest.mark.parametrize("make", list(MEASURED.values()), ids=list(MEASURED))
+def test_bytes_counted_are_those_that_a_graph_grows_by(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, chunk = big(make, 400)
+    few = chunk[:TRIAL_STEPS]
+    monkeypatch.setattr(segment, "NODE_BYTES", 0)  # tensors alone
+    counted = graph_bytes(net, few, graph(net, few))
+    kept = [allocated(graph(net, chunk[:steps])).kept for steps in (200, 400)]
+    growth = (kept[1] - kept[0]) / 200
+    assert growth / 2 < counted < growth * 2
+
+
+@pytest.mark.parametrize(("outputs", "most", "times"), [(2, 1e6, 2), (500, 1e6, 4), (500, 4e6, 4)])
+def test_peak_stays_near_the_memory_of_one_segment(
+    outputs: int, most: float, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Besides the graph: the gradients of activations, and the outputs of two other segments."""
+    net, chunk = big(lambda: nn.Sequential(nn.LSTM(3, 32), nn.Linear(32, outputs)), 1000)
+
+    def peak(most: float) -> int:
+        monkeypatch.setattr(segment, "MOST_BYTES", most)
+
+        def update() -> None:
+            list(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Exact()))
+
+        update()  # gradients, and whatever torch sets up once
+        return allocated(update).most
+
+    assert most / 2 < peak(most) < times * most
+    assert peak(1e9) > times * most  # the mutant: one graph of all steps
+
+
+def test_a_trial_is_made_once() -> None:
+    net = named("lstm").net()
+    stream = tt.Stream(recordings([40, 30, 50], outputs=4), 1, 8)
+    net.prepare(torch.zeros(1, 1, 3, dtype=torch.float64))
+    calls = list[int]()
+    net.module.register_forward_hook(lambda _, args, __: calls.append(len(args[0])))
+    assert len(list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Exact()))) == 3
+    assert sorted(calls) == sorted([TRIAL_STEPS, 30, 40, 50])

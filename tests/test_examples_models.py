@@ -8,11 +8,9 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -29,9 +27,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import (
 )
 
 import throughtime as tt
-from strategies import HidesLayer, lawless, recordings, weights
 from throughtime.carry import Carried
-from throughtime.errors import LawError
 
 FOLDER = Path(__file__).parent.parent / "examples" / "models"
 transformers.logging.set_verbosity_error()  # that the fast kernels are for GPUs
@@ -101,28 +97,6 @@ def test_an_example_learns(example: Example) -> None:
     assert example.names()["main"]() < example.bound
 
 
-def test_without_the_carried_state_it_would_not_learn() -> None:
-    """Without its memory of the steps before the chunk, the Transformer-XL can only guess."""
-    names = EXAMPLES[0].names()
-    torch.manual_seed(0)
-    net = tt.carry(names["TransformerXL"]())
-    stream = tt.Stream(names["recordings"](16, 5 * 160), lanes=16, chunk=5)
-    optimizer, losses = torch.optim.Adam(net.parameters(), lr=1e-2), list[float]()
-    for chunk in stream:
-        y, _ = net(chunk.inputs, net.initial_state(16))
-        loss = (
-            nn.functional.cross_entropy(y.flatten(0, 1), chunk.targets.flatten())
-            if chunk.targets is not None
-            else y.sum()
-        )
-        if chunk.valid_steps:
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert min(losses[-20:]) > 1.2
-
-
 @every_example
 def test_chunks_of_an_example_are_the_whole(example: Example) -> None:
     torch.manual_seed(1)
@@ -155,29 +129,6 @@ def test_the_gradient_in_chunks_is_that_of_the_whole(example: Example) -> None:
     ) * whole.abs().max().clamp(min=1.0)
 
 
-@every_example
-def test_credit_flows_into_every_part_of_the_carried_state(example: Example) -> None:
-    """So that a horizon beyond the stride buys something."""
-    net, x = example.net(), example.inputs(16)
-    _, state = net(x[:11], net.initial_state(2))
-    entering = [leaf for leaf in tt.state.tensors(state) if leaf.is_floating_point()]
-    y, _ = net(x[11:], state)
-    blamed = torch.autograd.grad((y * torch.randn_like(y)).sum(), entering)
-    assert all(credit.abs().max() > 1e-6 for credit in blamed)
-
-
-def test_slots_from_before_the_start_are_seen_by_no_one() -> None:
-    net, x = EXAMPLES[0].net(), symbols(5)
-    start = net.initial_state(2)
-    dirty = {"memory": torch.randn_like(start["memory"]), "filled": torch.tensor([0, 3])}
-    clean = {"memory": dirty["memory"].clone(), "filled": dirty["filled"]}
-    clean["memory"][0] = 0
-    clean["memory"][1, :, :-3] = 0
-    torch.testing.assert_close(net(x, dirty)[0], net(x, clean)[0], rtol=0, atol=0)
-    full = {**dirty, "filled": torch.tensor([12, 12])}  # the mutant: slots that are not masked
-    assert (net(x, full)[0] - net(x, clean)[0]).abs().amax(dim=(0, 2)).min() > 1e-3
-
-
 def test_a_spiking_layer_keeps_nothing_of_a_call() -> None:
     """No graph that would be held, no potential that would be seen."""
     net, x = EXAMPLES[2].net(), EXAMPLES[2].inputs(6)
@@ -188,24 +139,6 @@ def test_a_spiking_layer_keeps_nothing_of_a_call() -> None:
         if isinstance(module, snn.Leaky):
             module.mem = torch.full_like(module.mem, 7.0)
     torch.testing.assert_close(net(x, net.initial_state(2))[0], y, rtol=0, atol=0)
-
-
-class HiddenPotential(nn.Module):
-    """snntorch's other way: the potential stays in the layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaky = snn.Leaky(beta=0.9, init_hidden=True, output=True)
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        potentials = torch.stack([self.leaky(step)[1] for step in x.unbind(0)])
-        self.leaky.mem = self.leaky.mem.detach()
-        return potentials, x.new_zeros(x.shape[1], 1) if state is None else state
-
-
-def test_a_hidden_potential_is_told() -> None:
-    with pytest.raises(LawError, match="HiddenPotential cannot be carried"):
-        tt.testing.check_carry(tt.carry(HiddenPotential()), torch.randn(28, 2, 3))
 
 
 def test_the_single_step_of_mamba_needs_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,129 +275,4 @@ def carried(name: str, lengths: Sequence[int], *, copies: bool) -> str:
     return "gradient" if (found - right).abs().max() < 1e-3 * right.abs().max() else "wrong"
 
 
-# chunks, chunks with what is saved copied, single steps, single steps with copies: the table of
-# docs/how-to/models.md
-CARRIED = {
-    "Mamba2": ("gradient", "gradient", "forward", "gradient"),
-    "Qwen3NextGatedDeltaNet": ("forward", "gradient", "forward", "gradient"),
-    "xLSTM": ("forward", "gradient", "gradient", "gradient"),
-    "Rwkv": ("forward", "gradient", "wrong", "wrong"),
-    "MiniMax": ("gradient", "gradient", "gradient", "gradient"),
-    "Lfm2ShortConv": ("gradient", "gradient", "gradient", "gradient"),
-    "Mamba": ("wrong", "wrong", "forward", "gradient"),
-    "FalconMamba": ("wrong", "wrong", "forward", "gradient"),
-    "JambaMambaMixer": ("wrong", "wrong", "forward", "gradient"),
-    "RecurrentGemmaRecurrentBlock": ("wrong", "wrong", "gradient", "gradient"),
-}
-
-
-@pytest.mark.skipif(
-    not transformers.__version__.startswith("5.23."), reason="what transformers 5.23 does"
-)
-@pytest.mark.parametrize("name", CARRIED)
-def test_what_a_model_of_transformers_carries(name: str) -> None:
-    ways = [(lengths, copies) for lengths in ((8, 4), (1,) * 6) for copies in (False, True)]
-    assert tuple(carried(name, lengths, copies=copies) for lengths, copies in ways) == CARRIED[name]
-
-
 # Trials of a sweep in one process.
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A net, its stream and its optimizer, and what it does until it is done."""
-
-    seed: int
-    gradient: Any
-    rate: float
-
-    def steps(self) -> Any:
-        """The weights, after the last update; before it, `None` after each."""
-        made = torch.Generator().manual_seed(self.seed)
-        net = tt.carry(nn.Sequential(HidesLayer(outputs=3), nn.GRU(3, 4), nn.Linear(4, 2)).double())
-        with torch.no_grad():
-            for weight in net.parameters():
-                weight.copy_(torch.randn(weight.shape, generator=made, dtype=weight.dtype) * 0.4)
-        stream = tt.Stream(
-            recordings((45, 31, 20), seed=self.seed), lanes=2, chunk=7 + self.seed, seed=self.seed
-        )
-        optimizer = torch.optim.Adam(net.parameters(), lr=self.rate)
-        for _ in range(2):
-            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=self.gradient):
-                optimizer.step()
-                optimizer.zero_grad()
-                yield None
-        yield weights(net)
-
-    def alone(self) -> dict[str, Tensor]:
-        return next(found for found in self.steps() if found is not None)
-
-
-PAIRS = {
-    "truncated": (
-        Trial(1, tt.Truncated(stride=10), 1e-2),
-        Trial(2, tt.Truncated(stride=5, horizon=20), 3e-2),
-    ),
-    "exact": (Trial(1, tt.Exact(chunk=9), 1e-2), Trial(2, tt.Exact(), 3e-2)),
-    "adaptive": (
-        Trial(1, tt.Adaptive(tolerance=0.1, min=5, max=20), 1e-2),
-        Trial(2, tt.Truncated(stride=10), 3e-2),
-    ),
-}
-every_pair = pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@every_pair
-def test_trials_after_each_other_or_in_turns_give_the_bits_of_each_alone(
-    pair: tuple[Trial, Trial],
-) -> None:
-    expected = [trial.alone() for trial in reversed(pair)][::-1]
-    assert not same(*expected)
-    assert all(same(trial.alone(), bits) for trial, bits in zip(pair, expected, strict=True))
-    runs, found = [trial.steps() for trial in pair], list[Any]([None, None])
-    while any(bits is None for bits in found):
-        for i, run in enumerate(runs):
-            found[i] = next(run) if found[i] is None else found[i]
-    assert all(same(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@every_pair
-def test_trials_in_threads_give_the_bits_of_each_alone(pair: tuple[Trial, Trial]) -> None:
-    expected, together = [trial.alone() for trial in pair], Barrier(4)
-
-    def run(trial: Trial) -> dict[str, Tensor]:
-        together.wait(timeout=60)
-        return trial.alone()
-
-    with ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(run, pair * 2))
-    assert all(same(a, b) for a, b in zip(found, expected * 2, strict=True))
-
-
-class Shared(nn.Module):
-    """The mutant: what a trial does changes all that come after it."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        Shared.calls += 1
-        return x * (1 + 1e-3 * Shared.calls)
-
-
-def test_a_trial_that_sees_another_is_told() -> None:
-    def run() -> dict[str, Tensor]:
-        torch.manual_seed(0)
-        shared = tt.carry(nn.Sequential(Shared(), nn.GRU(3, 2)).double())
-        net = lawless(shared, torch.randn(3, 2, 3, dtype=torch.float64))
-        stream = tt.Stream(recordings((40,)), lanes=1, chunk=10)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride=10)):
-            optimizer.step()
-            optimizer.zero_grad()
-        return weights(net)
-
-    assert not same(run(), run())

@@ -1,5 +1,7 @@
 """A fused update equals the update with a graph, and runs only where no result can differ."""
 
+import contextlib
+import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import ModelError, RunError
+from throughtime.errors import ModelError, RunError, StateError
 from throughtime.gradient import _fused, executor
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.library import library
@@ -191,21 +193,6 @@ def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(
         math.log(4)
     )
     assert calls
-
-
-def test_a_wrong_count_of_rows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: a mean over one row more."""
-    true = kernel.fused_step
-
-    def wrong(what: kernel.FusedStep) -> int:
-        what.valid += 1
-        return true(what)
-
-    monkeypatch.setattr(kernel, "fused_step", wrong)
-    found = epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12))
-    by_graph(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert_same(found, epoch(make("gru"), nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-4)
 
 
 def hooked(net: Carried) -> None:
@@ -388,20 +375,6 @@ def test_what_is_not_finite_is_named(kind: str, calls: list[int]) -> None:
     assert len(calls) == 2
 
 
-def test_an_upper_layer_that_overflows_alone_is_named(calls: list[int]) -> None:
-    below, above = tt.nn.RNN(1, 1, nonlinearity="relu", bias=False), tt.nn.RNN(1, 1, bias=False)
-    net = tt.carry(nn.Sequential(below, above, nn.Linear(1, 1, bias=False)))
-    with torch.no_grad():
-        for weight, value in zip(net.parameters(), (1e30, 0.0, 1e-31, 0.0, 1.0), strict=True):
-            weight.fill_(value)
-    stream = tt.Stream(
-        {"inputs": torch.ones(4, 1), "targets": torch.full((4, 1), 1e12)}, lanes=1, chunk=4
-    )
-    with pytest.raises(RunError, match=r"gradient of '1\.weight_ih_l0' is not finite"):
-        next(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(4)))
-    assert calls
-
-
 def test_nets_that_change_are_followed(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another type, other parameters in their places, a copy."""
 
@@ -500,22 +473,6 @@ def test_a_bias_that_comes_later_is_trained(calls: list[int]) -> None:
     assert late.any()
 
 
-def test_a_default_device_moves_no_buffer() -> None:
-    net = make("lstm")
-    stream = list(
-        tt.Stream(
-            recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
-        )
-    )
-    with torch.device("meta"):
-        updates = list(
-            tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(16), state=None)
-        )
-        y, _ = next(net.module.children())(stream[0].inputs)
-    assert all(update.loss.isfinite() and update.outputs.is_cpu for update in updates)
-    assert y.is_cpu
-
-
 @pytest.mark.parametrize("classes", [4, 3000])
 def test_threads_change_no_bit(classes: int) -> None:
     threads = torch.get_num_threads()
@@ -544,3 +501,136 @@ def test_buffers_do_not_outlive_the_net() -> None:
     assert copy._fused_net is None
     del net
     assert fused_net() is None
+
+
+__all__ = ["calls"]  # a fixture
+
+
+def other_inputs(net: Carried) -> None:
+    layer = next(net.module.children())
+    layer.weight_ih_l0 = nn.Parameter(torch.randn(36, 7, dtype=torch.float64))
+
+
+def other_classes(net: Carried) -> None:
+    list(net.module.children())[-1].weight = nn.Parameter(torch.randn(3, 9, dtype=torch.float64))
+
+
+def other_units(net: Carried) -> None:
+    next(net.module.children()).weight_hh_l0.data = torch.randn(20, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [other_inputs, other_classes, other_units])
+def test_sizes_that_do_not_fit_never_reach_the_kernel(
+    change: Callable[[Carried], None], calls: list[int]
+) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    change(net)
+    with pytest.raises((RuntimeError, ValueError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hidden_size", 10), ("num_layers", 2), ("batch_first", True), ("mode", "GRU")],
+)
+def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(
+    name: str, value: Any, calls: list[int]
+) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    setattr(next(net.module.children()), name, value)
+    with contextlib.suppress(RuntimeError, ValueError, IndexError):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert len(calls) == before
+
+
+@pytest.mark.parametrize("child", [0, 1])
+def test_a_child_that_was_replaced_is_refused_and_not_the_one_before_trained(
+    child: int, calls: list[int]
+) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    before = len(calls)
+    children = cast(nn.Sequential, net.module)
+    children[child] = copy.deepcopy(children[child])
+    with pytest.raises(ModelError, match="was replaced after"):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    with pytest.raises(ModelError, match="was replaced after"):
+        tt.predict(net, torch.randn(5, 5, dtype=torch.float64))
+    assert len(calls) == before
+
+
+class EverySecond(nn.Module):
+    """Prepares the inputs, and drops half of them."""
+
+    def __init__(self, of: int) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[::2] if self.of == 0 else x[:, ::2]
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_inputs_that_lose_steps_or_lanes_never_reach_the_kernel(of: int, calls: list[int]) -> None:
+    net = tt.carry(nn.Sequential(EverySecond(of), tt.nn.GRU(5, 9), nn.Linear(9, 4)).double())
+    with pytest.raises((ModelError, StateError, RuntimeError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+
+
+def test_a_gradient_of_another_size_never_reaches_the_kernel(calls: list[int]) -> None:
+    net = make("lstm")
+    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12), zero=False)
+    small = torch.as_tensor(next(net.parameters()).grad).resize_(3)
+    before = small.clone()
+    with pytest.raises(RuntimeError, match="must match the size"):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert calls
+    assert torch.equal(small, before)
+
+
+@pytest.mark.parametrize("widths", [(5, 9, 8), (4, 9, 9), (5, 8, 9)])
+def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(
+    widths: tuple[int, int, int], calls: list[int]
+) -> None:
+    inputs, hidden, read = widths
+    net = tt.carry(
+        nn.Sequential(tt.nn.GRU(inputs, 9), tt.nn.GRU(hidden, 9), nn.Linear(read, 4))
+    ).double()
+    with pytest.raises((RuntimeError, ValueError)):
+        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
+    assert not calls
+
+
+def states(net: Carried) -> dict[str, Any]:
+    h, c = net.initial_state(lanes=3)["0"]
+    return {
+        "lanes": (h[:2], c[:2]),
+        "units": (h[..., :4], c[..., :4]),
+        "alone": h,
+        "layers": (h.repeat(1, 3, 1), c.repeat(1, 3, 1)),
+    }
+
+
+@pytest.mark.parametrize("which", ["lanes", "units", "alone", "layers"])
+def test_a_state_that_does_not_fit_never_reaches_the_kernel(which: str, calls: list[int]) -> None:
+    net = make("lstm")
+    stream = tt.Stream(
+        recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+    )
+    stream._start()
+    updates = tt.updates(
+        net,
+        stream,
+        nn.CrossEntropyLoss(),
+        gradient=tt.Truncated(12),
+        state={"0": states(net)[which], "1": ()},
+    )
+    with pytest.raises((RuntimeError, ValueError, AttributeError)):
+        next(updates)
+    assert not calls

@@ -3,12 +3,8 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-import importlib
-import linecache
-import sys
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,16 +15,15 @@ from torch.nn import functional
 import throughtime as tt
 from recurrences import needs_kernels
 from strategies import lawless
-from test_fused_update import assert_same, by_graph, calls, epoch, recordings
+from test_fused_update import Seen, assert_same, by_graph, calls, epoch, recordings
 from throughtime.carry import Carried
-from throughtime.carry.structure import structure_of
+from throughtime.errors import ModelError
 from throughtime.kernels.workspace import Workspace
 
 pytestmark = needs_kernels
 __all__ = ["calls"]  # a fixture
 
 HIDDEN, CLASSES = 9, 4
-NAME = functional  # another name for a module of torch
 
 
 class Net(nn.Module):
@@ -165,12 +160,6 @@ class Loops(Outer):
             if i + 1 < len(self.rnn.layers):
                 x = self.drop(x)
         return self.head(x), after
-
-
-class LogProbabilities(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.rnn(x)
-        return functional.log_softmax(self.head(y), dim=-1)
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
@@ -476,13 +465,6 @@ def test_a_forward_that_may_do_something_else_is_run_with_a_graph(
     assert (first.uses, len(first.history)) == (second.uses, len(second.history))
 
 
-@pytest.mark.parametrize("net", REFUSED)
-def test_the_structure_is_refused_before_any_trial(net: type[Net]) -> None:
-    carried, x = make(net), torch.randn(5, 3, 5, dtype=torch.float64)
-    carried.prepare(x)
-    assert structure_of(carried, x) is None
-
-
 class Chooses(Net):
     """Has branches on plain attributes."""
 
@@ -583,36 +565,6 @@ def test_a_change_between_two_updates_is_noticed(
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-class Extends(Net):
-    """Runs modules that are added later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.more = nn.ModuleList()
-        self.put_head_last()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for module in self.more:
-            x = module(x)
-        y, _ = self.rnn(x)
-        return self.head(y)
-
-
-def test_an_empty_container_that_is_filled_is_noticed(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = make(Extends)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert calls
-    more = net.module.get_submodule("more")
-    assert isinstance(more, nn.ModuleList)
-    more.append(nn.Tanh())
-    twin = deepcopy(net)
-    seen = epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    by_graph(monkeypatch)
-    assert_same(seen, epoch(twin, nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
-
-
 def test_a_forward_that_is_replaced_in_its_class_is_noticed(
     calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -623,18 +575,6 @@ def test_a_forward_that_is_replaced_in_its_class_is_noticed(
     monkeypatch.setattr(Plain, "forward", Doubles.forward)
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert len(calls) == before
-
-
-def test_code_that_is_replaced_in_a_forward_is_noticed(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As tools do that reload a module."""
-    net = make(Plain)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    before = len(calls)
-    monkeypatch.setattr(Plain.forward, "__code__", Doubles.forward.__code__)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert len(calls) == before > 0
 
 
 def shadow_method(net: Net, _: pytest.MonkeyPatch) -> None:
@@ -669,53 +609,6 @@ def test_another_method_of_a_class_is_noticed(
     change(net.module, monkeypatch)
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert len(calls) == before > 0
-
-
-class UsesGlobal(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = self.rnn(NAME.relu(x))
-        return self.head(y)
-
-
-def test_a_global_name_that_is_another_object_is_noticed(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net = make(UsesGlobal)
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    before = len(calls)
-    assert before
-    monkeypatch.setitem(globals(), "NAME", nn.Module())
-    NAME.relu = torch.sin
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert len(calls) == before
-
-
-SOURCE = """
-from test_fused_update_classes import Net
-
-
-class Written(Net):
-    def forward(self, x):
-        y, _ = self.rnn(x)
-        return {}self.head(y)
-"""
-
-
-@pytest.mark.parametrize("imported", ["", "2 * "])
-def test_source_that_is_not_the_code_does_not_count(
-    imported: str, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file may have changed since it was imported."""
-    file = tmp_path / "written_net.py"
-    file.write_text(SOURCE.format(imported))
-    monkeypatch.syspath_prepend(tmp_path)
-    written = importlib.import_module("written_net")
-    del sys.modules["written_net"]
-    net = make(written.Written)
-    file.write_text(SOURCE.format("" if imported else "2 * "))
-    linecache.checkcache()
-    epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert bool(calls) == (not imported)
 
 
 def test_a_learned_start_is_not_taken_for_zeros(
@@ -849,22 +742,6 @@ def test_a_tail_in_windows_longer_than_a_stride(
     assert_same(result, epoch(make(TAILS[net]), nn.CrossEntropyLoss(), policy), 1e-12)
 
 
-def test_a_gradient_that_does_not_come_back_from_the_tail_fails_the_law(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    true = Workspace._run_around
-    monkeypatch.setattr(
-        Workspace,
-        "_run_around",
-        lambda workspace, tail: true(workspace, lambda y: tail(y) * 0.99),
-    )
-    result = epoch(make(Nonlinear), nn.CrossEntropyLoss(), tt.Truncated(12))
-    by_graph(monkeypatch)
-    other = epoch(make(Nonlinear), nn.CrossEntropyLoss(), tt.Truncated(12))
-    with pytest.raises(AssertionError):
-        assert_same(result, other, 1e-4)
-
-
 class Stepped(Net):
     """Its tail has buffers, which a graph would update as often as it calls the net."""
 
@@ -905,17 +782,6 @@ def test_outputs_of_a_net_that_ends_with_its_layers_are_not_overwritten(tails: l
     assert not torch.equal(updates[0].outputs, updates[1].outputs)
 
 
-@pytest.mark.parametrize("loss_fn", [nn.NLLLoss(), nn.MSELoss()], ids=["nll", "mse"])
-def test_log_probabilities_are_a_tail(
-    loss_fn: nn.Module, tails: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = tt.Truncated(7, horizon=20)
-    result = epoch(make(LogProbabilities), loss_fn, policy)
-    assert len(tails) == len(result.losses)
-    by_graph(monkeypatch)
-    assert_same(result, epoch(make(LogProbabilities), loss_fn, policy), 1e-12)
-
-
 class Tied(Net):
     """A weight of its layer is one of its tail, too."""
 
@@ -940,3 +806,154 @@ def test_a_tail_may_share_a_weight_with_a_layer(
     by_graph(monkeypatch)
     expected = epoch(make(Tied), nn.CrossEntropyLoss(), tt.Truncated(12), zero=zero)
     assert_same(result, expected, 1e-12)
+
+
+WORDS, WIDTH = 11, 6
+POLICIES = [tt.Truncated(12), tt.Truncated(7, horizon=20)]
+
+
+def embedding(**options: Any) -> Callable[[], list[nn.Module]]:
+    return lambda: [nn.Embedding(WORDS, WIDTH, **options)]
+
+
+def half_frozen() -> list[nn.Module]:
+    linear = nn.Linear(WIDTH, WIDTH)
+    linear.weight.requires_grad_(False)
+    return [nn.Embedding(WORDS, WIDTH), linear]
+
+
+def frozen() -> list[nn.Module]:
+    return [nn.Embedding(WORDS, WIDTH).requires_grad_(False)]
+
+
+def hooked() -> list[nn.Module]:
+    table = nn.Embedding(WORDS, WIDTH)
+    table.weight.register_hook(lambda gradient: 2 * gradient)
+    return [table]
+
+
+FRONTS: dict[str, Callable[[], list[nn.Module]]] = {
+    "words": embedding(),
+    "padded": embedding(padding_idx=3),
+    "by frequency": embedding(scale_grad_by_freq=True),
+    "renormed": embedding(max_norm=1.0),
+    "sparse": embedding(sparse=True),
+    "dropped": lambda: [nn.Embedding(WORDS, WIDTH), nn.Dropout(0.4)],
+    "deep": lambda: [
+        nn.Embedding(WORDS, WIDTH),
+        nn.Linear(WIDTH, 8),
+        nn.Tanh(),
+        nn.LayerNorm(8),
+        nn.Linear(8, WIDTH),
+    ],
+    "batch": lambda: [
+        nn.Sequential(
+            nn.Embedding(WORDS, WIDTH),
+            nn.Flatten(0, 1),
+            nn.BatchNorm1d(WIDTH),
+            nn.Unflatten(0, (-1, 3)),
+        )
+    ],
+    "half frozen": half_frozen,
+    "frozen": frozen,
+    "hooked": hooked,
+}
+
+
+def make_with_front(front: Callable[[], list[nn.Module]], *, tied: bool = False) -> Carried:
+    torch.manual_seed(3)
+    layers = [tt.nn.LSTM(WIDTH, 9), tt.nn.GRU(9, WIDTH)]
+    net = nn.Sequential(*front(), *layers, nn.Linear(WIDTH, WORDS if tied else CLASSES)).double()
+    if tied:
+        net[0].weight = net[-1].weight
+    carried = tt.carry(net)
+    is_batch = any(isinstance(part, nn.BatchNorm1d) for part in net.modules())
+    return lawless(carried, torch.randint(WORDS, (5, 3))) if is_batch else carried
+
+
+def front_epoch(net: Carried, gradient: Any, *, zero: bool = True) -> Seen:
+    torch.manual_seed(4)
+    data = [
+        {"inputs": torch.randint(WORDS, (n,)), "targets": torch.randint(CLASSES, (n,))}
+        for n in (57, 23, 31, 40)
+    ]
+    seen = Seen([], [], [], [])
+    for update in tt.updates(
+        net, tt.Stream(data, lanes=3, chunk=16), nn.CrossEntropyLoss(), gradient=gradient
+    ):
+        seen.losses.append(update.loss)
+        seen.outputs.append(update.outputs)
+        seen.states.extend(leaf.clone() for leaf in tt.state.tensors(update.state))
+        seen.gradients.extend(
+            weight.grad.to_dense().clone() for weight in net.parameters() if weight.grad is not None
+        )
+        with torch.no_grad():
+            for weight in net.parameters():
+                if weight.grad is not None:
+                    weight.sub_(0.05 * weight.grad.to_dense())
+        if zero:
+            net.zero_grad()
+    return seen
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_front_learns_what_the_graph_would_teach_it(
+    front: str, policy: Any, zero: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = front_epoch(make_with_front(FRONTS[front]), policy, zero=zero)
+    assert len(calls) == len(found.losses)
+    by_graph(monkeypatch)
+    assert_same(found, front_epoch(make_with_front(FRONTS[front]), policy, zero=zero), 1e-12)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+def test_a_front_may_share_its_weights_with_the_readout(
+    zero: bool, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = front_epoch(make_with_front(embedding(), tied=True), tt.Truncated(12), zero=zero)
+    assert len(calls) == len(found.losses)
+    by_graph(monkeypatch)
+    assert_same(
+        found,
+        front_epoch(make_with_front(embedding(), tied=True), tt.Truncated(12), zero=zero),
+        1e-12,
+    )
+
+
+class Own(nn.Module):
+    """A module that is none of torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_front_of_the_user_s_own_is_run_with_a_graph(calls: list[int]) -> None:
+    front_epoch(make_with_front(lambda: [nn.Embedding(WORDS, WIDTH), Own()]), tt.Truncated(12))
+    assert not calls
+
+
+def test_words_that_are_not_there_are_refused_by_torch_and_nothing_is_written(
+    calls: list[int],
+) -> None:
+    net = make_with_front(lambda: [nn.Embedding(WORDS - 4, WIDTH)])
+    with pytest.raises(IndexError, match="index out of range"):
+        front_epoch(net, tt.Truncated(12))
+    assert not calls
+    assert all(weight.grad is None for weight in net.parameters())
+
+
+def test_a_front_that_gives_other_steps_on_its_way_is_refused_as_by_the_graph(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def front() -> list[nn.Module]:
+        return [nn.Embedding(WORDS, WIDTH), nn.Flatten(0, 1), nn.Unflatten(0, (-1, 3))]
+
+    with pytest.raises(ModelError, match=r"of this nn\.Sequential"):
+        front_epoch(make_with_front(front), tt.Truncated(12))
+    by_graph(monkeypatch)
+    with pytest.raises(ModelError, match=r"of this nn\.Sequential"):
+        front_epoch(make_with_front(front), tt.Truncated(12))
+    assert not calls

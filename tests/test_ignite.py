@@ -8,17 +8,19 @@ it.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from ignite.contrib.engines.tbptt import Tbptt_Events as OriginalEvents
 from ignite.contrib.engines.tbptt import create_supervised_tbptt_trainer as original
-from ignite.engine import Engine, Events, State
+from ignite.engine import Engine, Events
+from ignite.handlers import Checkpoint, DiskSaver
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.errors import DataError, MissingExtraError, RunError
+from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
 from throughtime.integrations.ignite import (
     Tbptt_Events,
     _detach_hidden,
@@ -146,13 +148,6 @@ def test_a_script_runs_with_only_the_import_changed(
     assert same(mine_came_to, came_to)
 
 
-def test_the_comparison_of_scripts_sees_another_chunk_length() -> None:
-    log, came_to = ran("ignite.contrib.engines", Leaky, 0)
-    mine, mine_came_to = ran("throughtime.integrations.ignite", Leaky, 0, step=5)
-    assert mine != log
-    assert not same(mine_came_to, came_to)
-
-
 @pytest.mark.parametrize(("make", "dim"), MODELS)
 def test_fifty_updates_are_those_of_a_plain_loop(make: Callable[[], nn.Module], dim: int) -> None:
     data, model, plain = batches(10, steps=17, dim=dim), build(make), build(make)
@@ -195,37 +190,6 @@ def chunks_trained(
     return len(records)
 
 
-def test_the_mean_of_an_iteration_can_be_over_steps() -> None:
-    ((x, y),) = batches(1, steps=9)
-    model = build(lambda: Recurrent(nn.GRU))
-    with torch.no_grad():
-        true = nn.functional.mse_loss(model(x)[0], y).item()
-    theirs = trainer_of(original, lr=0.0)[0].run([(x, y)]).output
-    assert abs(theirs - true) > 1e-3
-    assert trainer_of(create_supervised_tbptt_trainer, lr=0.0)[0].run([(x, y)]).output == theirs
-    assert (
-        abs(
-            trainer_of(create_supervised_tbptt_trainer, lr=0.0, weighted=True)[0]
-            .run([(x, y)])
-            .output
-            - true
-        )
-        < 1e-12
-    )
-
-
-@pytest.mark.parametrize(("inputs", "targets"), [(12, 4), (4, 12)])
-def test_unequal_lengths_are_refused_where_the_original_trains_on_a_part(
-    inputs: int, targets: int
-) -> None:
-    data = [(torch.randn(inputs, 3, 3).double(), torch.randn(targets, 3, 2).double())]
-    assert (
-        chunks_trained(trainer_of(original)[0], data, OriginalEvents.TIME_ITERATION_COMPLETED) == 1
-    )
-    with pytest.raises(DataError, match=r"along dim=0 they have \[12, 4\] steps"):
-        trainer_of(create_supervised_tbptt_trainer)[0].run(data)
-
-
 def unbroken(
     data: list[Any], model: nn.Module, lr: float = 0.1, epochs: int = 1, carry: bool = True
 ) -> list[Tensor]:
@@ -261,44 +225,6 @@ def test_the_state_is_carried_over_batches_and_starts_anew_with_epochs(
     assert same(weights(mine), unbroken(data, build(make), epochs=2))
     assert not same(weights(mine), weights(theirs))
     assert not same(weights(mine), unbroken(data * 2, build(make)))  # the epochs are told apart
-
-
-def test_filters_count_the_chunks_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    attributes = {
-        event: name for event, name in State.event_to_attr.items() if event not in set(Tbptt_Events)
-    }
-    monkeypatch.setattr(
-        State, "event_to_attr", attributes
-    )  # the original never registers its own, but sees ours
-    theirs = trainer_of(original)[0]
-    theirs.add_event_handler(OriginalEvents.TIME_ITERATION_COMPLETED(every=2), print)
-    with pytest.raises(RuntimeError, match="Unknown event name"):
-        theirs.run(batches(1))
-    records: dict[str, list[int]] = {"every": [], "once": [], "filter": [], "name": []}
-    trainer = trainer_of(create_supervised_tbptt_trainer)[0]
-    filters: dict[str, Any] = {
-        "every": Tbptt_Events.TIME_ITERATION_COMPLETED(every=2),
-        "once": Tbptt_Events.TIME_ITERATION_STARTED(once=3),
-        "filter": Tbptt_Events.TIME_ITERATION_STARTED(
-            event_filter=lambda _, event: event in (1, 5)
-        ),
-        "name": OriginalEvents.TIME_ITERATION_STARTED(
-            every=4
-        ),  # a script may go on importing the events from there
-    }
-    for name, event in filters.items():
-        trainer.add_event_handler(
-            event, lambda engine, name: records[name].append(engine.state.time_iteration), name
-        )
-    trainer.run(batches(2), max_epochs=2)
-    assert records == {
-        "every": [2, 4, 6, 8, 10, 12],
-        "once": [3],
-        "filter": [1, 5],
-        "name": [4, 8, 12],
-    }
-    trainer.run(batches(1))  # a new run counts from 1
-    assert records["once"] == [3, 3]
 
 
 @pytest.mark.parametrize("end", ["terminate", "terminate_epoch"])
@@ -361,22 +287,6 @@ def test_any_nested_state_is_carried(wrap: Any, unwrap: Any, fails: bool, carry:
     assert same(weights(model), unbroken(data, build(Leaky), carry=carry))
 
 
-def test_a_state_that_is_none_stays_none() -> None:
-    class Stateless(nn.Linear):
-        def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-            self,
-            input: Tensor,  # noqa: A002  # torch's name
-        ) -> tuple[Tensor, None]:
-            return super().forward(input), None
-
-    ends: list[list[Tensor]] = []
-    for create, options in ((original, {}), (create_supervised_tbptt_trainer, {"carry": True})):
-        trainer, model = trainer_of(create, build(lambda: Stateless(3, 2)), **options)
-        trainer.run(batches(2))
-        ends.append(weights(model))
-    assert same(*ends)
-
-
 def test_detach_hidden_cuts_the_graph_and_nothing_else() -> None:
     h = torch.ones(2, requires_grad=True) * 3
     result = _detach_hidden({"a": (h, None), "b": Memory(h)})
@@ -427,25 +337,6 @@ def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
     for records in model.records:
         assert torch.equal(records["meta"]["speaker"], whole["speaker"])
         assert (records["meta"]["name"], records["meta"]["id"]) == ("ann", 7)
-
-
-def test_a_static_part_is_static_because_it_is_named_not_because_of_its_size() -> None:
-    as_long_as_time = speaking(steps=3)  # a speaker for each of 3 lanes, and 3 steps
-    trainer, model = trainer_of(
-        create_supervised_tbptt_trainer,
-        build(Speaking),
-        0.1,
-        2,
-        prepare_batch=parts,
-        static=["x.meta.speaker"],
-    )
-    trainer.run([as_long_as_time])
-    assert [len(records["meta"]["speaker"]) for records in model.records] == [3, 3]
-    trainer, model = trainer_of(
-        create_supervised_tbptt_trainer, build(Speaking), prepare_batch=parts
-    )
-    with pytest.raises(DataError, match=r"'x.meta.speaker' \(3, 2\)"):
-        trainer.run([speaking()])
 
 
 def test_a_mapping_of_inputs_and_targets_is_a_pair() -> None:
@@ -515,3 +406,143 @@ def test_loss_that_is_not_finite_ends_the_run_before_the_step() -> None:
     with pytest.raises(RunError, match="steps 3 to 5 of the batch"):
         trainer.run([(x, y)])
     assert len(steps) == 1
+
+
+def trained(
+    data: list[Any], model: nn.Module | None = None, epochs: int = 1, **options: Any
+) -> list[Tensor]:
+    trainer, own = trainer_of(create_supervised_tbptt_trainer, model, **options)
+    trainer.run(data, max_epochs=epochs)
+    return weights(own)
+
+
+def gru() -> nn.Module:
+    return build(lambda: Recurrent(nn.GRU))
+
+
+def by_hand(
+    data: list[Any],
+    clip: float | None = None,
+    amp: bool = False,
+    scaler: Any = None,
+    model: nn.Module | None = None,
+) -> list[Tensor]:
+    """The loop with every option written out; each batch from the start."""
+    model = gru() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in data:
+        hidden = None
+        for part, target in zip(x.split(4), y.split(4), strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", enabled=amp):
+                outputs, hidden = model(part, hidden)
+                loss = nn.functional.mse_loss(outputs, target)
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            if clip is not None:
+                if scaler is not None:
+                    scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            hidden = tt.state.detach(hidden)
+    return weights(model)
+
+
+def test_gradients_are_clipped_to_the_norm() -> None:
+    data = batches(3)
+    clipped = trained(data, max_norm=0.05)
+    assert same(clipped, by_hand(data, clip=0.05))
+    assert not same(clipped, by_hand(data))
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_mixed_precision_is_that_of_the_loop_by_hand(clip: float | None, scaled: bool) -> None:
+    data = [(x.float(), y.float()) for x, y in batches(3)]
+
+    def scaler() -> Any:
+        return torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if scaled else None
+
+    mine = trained(data, gru().float(), amp_mode="amp", scaler=scaler(), max_norm=clip)
+    assert same(mine, by_hand(data, clip, True, scaler(), gru().float()))
+    assert not same(mine, by_hand(data, clip, model=gru().float()))
+
+
+def test_a_carried_net_is_referred_to_the_stream_trainer() -> None:
+    with pytest.raises(ConfigError, match=r"StreamTrainer\(net, .*or give net.module"):
+        trainer_of(create_supervised_tbptt_trainer, tt.carry(gru()))
+
+
+@pytest.mark.parametrize("options", [{}, {"dim": -3}], ids=["plain", "negative-dim"])
+def test_another_number_of_lanes_is_refused(options: dict[str, Any]) -> None:
+    data = [
+        *batches(1),
+        *batches(1, steps=14),
+        *batches(1, lanes=2),
+    ]  # another number of steps is nothing to refuse
+    with pytest.raises(
+        DataError, match=r"the batch has 2 lanes, the carried state 3.*drop_last=True"
+    ):
+        trained(data, carry=True, **options)
+    trained(data, **options)  # nothing is carried
+    trainer, _ = trainer_of(create_supervised_tbptt_trainer, carry=True, **options)
+    trainer.run(data[:2])
+    trainer.run(data[2:])  # a new epoch may be of another size
+
+
+REFUSED: list[Any] = [
+    pytest.param({"step": 0}, "tbtt_step=0", id="no-step"),
+    pytest.param({"step": 1e2}, "tbtt_step=100.0", id="float-step"),
+    pytest.param({"static": "speaker"}, r"static=\('speaker',\)", id="static-string"),
+    pytest.param(
+        {"scaler": torch.amp.GradScaler("cpu")}, "amp_mode='amp'", id="scaler-without-amp"
+    ),
+    pytest.param(
+        {"scaler": True, "amp_mode": "amp"}, "expected a torch.amp.GradScaler", id="scaler-true"
+    ),
+    pytest.param({"amp_mode": "apex"}, "amp_mode='apex'", id="apex"),
+    pytest.param({"max_norm": 0.0}, "max_norm=0.0", id="no-norm"),
+]
+
+
+@pytest.mark.parametrize(("options", "reason"), REFUSED)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        trainer_of(create_supervised_tbptt_trainer, **options)
+
+
+@pytest.mark.parametrize("make", [lambda: Recurrent(nn.LSTM), Leaky], ids=["lstm", "dict-state"])
+def test_a_checkpoint_resumes_in_the_middle_of_an_epoch_to_the_bit(
+    make: Any, tmp_path: Path
+) -> None:
+    data = batches(5)
+    whole = trained(data, build(make), carry=True)
+
+    def begun() -> tuple[Engine, dict[str, Any]]:
+        model = build(make)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = create_supervised_tbptt_trainer(model, optimizer, nn.MSELoss(), 4, carry=True)
+        return trainer, {"trainer": trainer, "model": model, "optimizer": optimizer}
+
+    trainer, to_save = begun()
+    trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2),
+        Checkpoint(to_save, DiskSaver(str(tmp_path), require_empty=False)),
+    )
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), trainer.terminate)
+    trainer.run(data)
+    (saved,) = tmp_path.glob("*.pt")
+
+    def resumed(cold: bool) -> list[Tensor]:
+        trainer, to_save = begun()
+        Checkpoint.load_objects(to_save, str(saved))
+        if cold:
+            getattr(trainer, "state").hidden = None  # noqa: B009  # a state takes any attribute
+        trainer.run(
+            data[2:]
+        )  # a loader goes on where it was, which is the user's business in Ignite
+        return weights(to_save["model"])
+
+    assert same(resumed(cold=False), whole)
+    assert not same(resumed(cold=True), whole)

@@ -10,12 +10,8 @@ from ignite.engine import Events
 from ignite.handlers import (
     Checkpoint,
     DiskSaver,
-    EarlyStopping,
-    ModelCheckpoint,
-    ProgressBar,
-    TerminateOnNan,
 )
-from ignite.metrics import Accuracy, Loss, MeanSquaredError, RunningAverage
+from ignite.metrics import Accuracy, Loss, MeanSquaredError
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -25,7 +21,6 @@ from test_ignite import same, weights
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError
 from throughtime.integrations.ignite import (
-    Loader,
     StreamEvaluator,
     StreamEvents,
     StreamTrainer,
@@ -165,40 +160,6 @@ def test_a_run_resumed_in_the_second_epoch_continues_with_its_horizon(
     assert same(weights(later["net"]), weights(whole["net"])) is (horizon is None)
 
 
-def test_fifty_updates_are_those_of_a_loop_without_throughtime() -> None:
-    torch.manual_seed(0)
-    plain, readout = nn.LSTM(3, 6).double(), nn.Linear(6, 1).double()
-    recording = recordings([500])[0]
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 6), nn.Linear(6, 1)).double())
-    net.load_state_dict(
-        {
-            f"module.{i}.{name}": w
-            for i, m in enumerate((plain, readout))
-            for name, w in m.state_dict().items()
-        }
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    trainer = StreamTrainer(
-        net, optimizer, nn.MSELoss(), gradient=tt.Truncated(stride=10), chunks=4, max_norm=0.5
-    )
-    state: Any = trainer.run(tt.Stream(recording, lanes=1, chunk=10))
-    assert state.updates == 50
-    mine = [*plain.parameters(), *readout.parameters()]
-    optimizer, hidden = torch.optim.SGD(mine, lr=0.1), None
-    for x, y in zip(
-        recording["inputs"].unsqueeze(1).split(10), recording["targets"].split(10), strict=True
-    ):
-        optimizer.zero_grad()
-        out, hidden = plain(x, hidden)
-        nn.functional.mse_loss(readout(out).flatten(), y).backward()
-        nn.utils.clip_grad_norm_(mine, 0.5)
-        optimizer.step()
-        hidden = tt.state.detach(hidden)
-    assert (
-        max((a - b).abs().max().item() for a, b in zip(mine, net.parameters(), strict=True)) < 1e-12
-    )
-
-
 def test_several_updates_are_accumulated_into_one() -> None:
     trainer, net, _ = trainer_of(accumulate=3, chunks=2)
     trainer.run(stream(), max_epochs=2)
@@ -221,47 +182,6 @@ def test_the_output_of_an_iteration_is_the_mean_over_its_valid_steps() -> None:
     assert (
         abs(output - sum(loss for loss, _ in records) / len(records)) > 1e-6
     )  # the ragged tail does not count double
-
-
-def test_an_iteration_without_an_update_keeps_the_output_of_the_one_before() -> None:
-    trainer, _, _ = trainer_of("exact", net_of())
-    outputs: list[float] = []
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda e: outputs.append(e.state.output))
-    trainer.add_event_handler(Events.ITERATION_COMPLETED, TerminateOnNan())
-    state: Any = trainer.run(stream())
-    assert len(outputs) == state.iteration > state.updates == len(set(outputs))
-
-
-def test_filters_count_updates() -> None:
-    trainer, _, _ = trainer_of(chunks=4)
-    order: list[tuple[str, int]] = []
-    trainer.add_event_handler(
-        StreamEvents.GRADIENT_READY(every=5), lambda e: order.append(("ready", e.state.updates))
-    )
-    trainer.add_event_handler(
-        StreamEvents.UPDATE_COMPLETED(once=10), lambda e: order.append(("done", e.state.updates))
-    )
-    trainer.run(stream())
-    assert order == [("ready", 5), ("ready", 10), ("done", 10)]
-    trainer.run(stream())  # a new run counts from 1
-    assert order == 2 * [("ready", 5), ("ready", 10), ("done", 10)]
-
-
-def test_a_gradient_that_is_ready_is_what_the_optimizer_sees() -> None:
-    trainer, net, _ = trainer_of(
-        max_norm=0.01, amp_mode="amp", scaler=torch.amp.GradScaler("cpu", init_scale=1024.0)
-    )
-    norms: list[float] = []
-
-    def note() -> None:
-        norms.append(
-            nn.utils.get_total_norm([w.grad for w in net.parameters() if w.grad is not None]).item()
-        )
-
-    trainer.add_event_handler(StreamEvents.GRADIENT_READY, note)
-    trainer.run(stream())
-    assert len(norms) > 5
-    assert max(abs(norm - 0.01) for norm in norms) < 1e-6
 
 
 @pytest.mark.parametrize("scaled", [False, True])
@@ -312,43 +232,6 @@ def test_terminate_stops_after_the_present_update(end: str) -> None:
     assert same(weights(net), weights(plain))
 
 
-def test_an_interrupted_run_goes_on_where_it_was() -> None:
-    trainer, net, _ = trainer_of(chunks=2)
-    own_stream = stream()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=[2, 9]), trainer.interrupt)
-    trainer.run(own_stream, max_epochs=2)
-    assert trainer.state.iteration == 2
-    trainer.run(own_stream, max_epochs=2)
-    trainer.run(own_stream, max_epochs=2)
-    assert trainer.state.epoch == 2
-    assert same(weights(net), by_hand("truncated", 2)[0])
-
-
-def test_a_terminated_run_starts_the_epoch_again() -> None:
-    trainer, net, _ = trainer_of()
-    own_stream = stream()
-    stop = trainer.add_event_handler(Events.ITERATION_COMPLETED(once=3), trainer.terminate)
-    trainer.run(own_stream)
-    assert (own_stream.epoch, own_stream.position) == (0, 30)
-    stop.remove()
-    begun = weights(net)
-    losses: list[float] = []
-    trainer.add_event_handler(
-        StreamEvents.UPDATE_COMPLETED, lambda e: losses.append(e.state.update.loss.item())
-    )
-    trainer.run(own_stream)
-    assert (own_stream.epoch, own_stream.position, len(losses)) == (1, 0, len(stream()))
-    plain = net_of()
-    for weight, value in zip(plain.parameters(), begun, strict=True):
-        weight.data.copy_(value)
-    assert (
-        losses[0]
-        == next(
-            tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10))
-        ).loss.item()
-    )
-
-
 @pytest.mark.parametrize("update", [3, 8, 12, 13, 14, 25])
 def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: int) -> None:
     """Thirteen updates an epoch, in two iterations.
@@ -366,42 +249,6 @@ def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: in
     state = later[0].run(stream(), max_epochs=3)
     assert (state.updates, state.iteration) == (39, 6)
     assert same(weights(later[1]), weights(whole[1]))
-
-
-@pytest.mark.parametrize("lost", [3, 11])
-def test_an_update_without_its_step_is_repeated(lost: int) -> None:
-    trainer, net, optimizer = trainer_of("horizon", chunks=4)
-    saved: dict[str, Any] = {}
-
-    def fail() -> None:
-        saved.update(
-            trainer=trainer.state_dict(), net=net.state_dict(), optimizer=optimizer.state_dict()
-        )
-        raise RuntimeError("enough")
-
-    trainer.add_event_handler(StreamEvents.GRADIENT_READY(once=lost), fail)
-    with pytest.raises(RuntimeError, match="enough"):
-        trainer.run(stream(), max_epochs=2)
-    again, other, its = trainer_of("horizon", chunks=4)
-    other.load_state_dict(saved["net"])
-    its.load_state_dict(saved["optimizer"])
-    again.load_state_dict(saved["trainer"])
-    again.run(stream(), max_epochs=2)
-    assert same(weights(other), by_hand("horizon", 2)[0])
-
-
-def test_a_run_that_is_extended_keeps_the_number_of_iterations() -> None:
-    """With an offset epochs differ in length; Ignite keeps the iterations of the first."""
-    whole, parts = trainer_of(), trainer_of()
-    whole[0].run(stream(offset=30, chunk=5), max_epochs=4)
-    own_stream, lengths = stream(offset=30, chunk=5), set[int]()
-    for epochs in (1, 2, 3, 4):
-        lengths.add(len(Loader(own_stream)))
-        parts[0].run(own_stream, max_epochs=epochs)
-    assert len(lengths) > 1
-    assert parts[0].state.epoch_length == whole[0].state.epoch_length
-    assert same(weights(parts[1]), weights(whole[1]))
-    assert own_stream.epoch == 4
 
 
 def to_save(trainer: StreamTrainer, net: Carried, optimizer: Any) -> dict[str, Any]:
@@ -451,25 +298,6 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("lost", ["edge", "step"])
-def test_a_checkpoint_without_the_state_or_with_another_position_does_not(lost: str) -> None:
-    whole = trainer_of("horizon")
-    whole[0].run(stream())
-    first = trainer_of("horizon")
-    first[0].add_event_handler(Events.ITERATION_COMPLETED(once=7), first[0].terminate)
-    first[0].run(stream())
-    saved = {name: thing.state_dict() for name, thing in to_save(*first).items()}
-    policy = saved["trainer"]["stream"]["position"]["policy"]
-    if lost == "step":
-        policy["step"] -= 10
-    else:
-        policy[lost] = tt.state.map_leaves(torch.zeros_like, policy[lost])
-    later = trainer_of("horizon")
-    Checkpoint.load_objects(to_save(*later), saved)
-    later[0].run(stream())
-    assert not same(weights(later[1]), weights(whole[1]))
-
-
 def test_a_loaded_trainer_that_has_not_run_yet_saves_what_it_loaded() -> None:
     first, _, _ = trainer_of()
     assert first.state_dict()["stream"] is None
@@ -507,57 +335,11 @@ def test_what_is_no_stream_is_refused(data: Callable[[], Any]) -> None:
         trainer_of()[0].run(data())
 
 
-def test_a_stream_set_in_the_middle_of_a_run_needs_its_loader() -> None:
-    trainer, _, _ = trainer_of()
-    trainer.add_event_handler(
-        Events.ITERATION_COMPLETED(once=2), lambda: trainer.set_data(stream())
-    )
-    with pytest.raises(DataError, match="hands out a Chunk"):
-        trainer.run(stream())
-    trainer, net, _ = trainer_of()
-    trainer.add_event_handler(
-        Events.EPOCH_COMPLETED(once=1), lambda: trainer.set_data(Loader(stream(seed=4)))
-    )
-    trainer.run(stream(), max_epochs=2)
-    assert not same(weights(net), by_hand("truncated", 2)[0])
-
-
 def test_arguments_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ConfigError, match="amp_mode='amp'"):
         trainer_of(scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ConfigError, match="chunks=0"):
         trainer_of(chunks=0)[0].run(stream())
-
-
-def test_the_handlers_of_ignite_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer, net, optimizer = trainer_of(chunks=2)
-    evaluator = StreamEvaluator(net, {"mse": MeanSquaredError()})
-    check, scores = stream(seed=None), list[float]()
-
-    def evaluate() -> None:
-        scores.append(evaluator.run(check).metrics["mse"])
-
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, evaluate)
-    evaluator.add_event_handler(Events.COMPLETED, EarlyStopping(2, lambda _: 1.0, trainer))
-    keeper = ModelCheckpoint(
-        str(tmp_path), "best", n_saved=1, score_function=lambda e: -e.state.metrics["mse"]
-    )
-    evaluator.add_event_handler(Events.COMPLETED, keeper, {"net": net})
-    RunningAverage(output_transform=lambda loss: loss).attach(trainer, "loss")
-    ProgressBar(persist=True).attach(trainer, ["loss"])
-    rates: list[float] = []
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    # without the lambda it would get the engine as its epoch
-    trainer.add_event_handler(StreamEvents.UPDATE_COMPLETED, lambda: scheduler.step())  # noqa: PLW0108
-    trainer.add_event_handler(
-        StreamEvents.UPDATE_COMPLETED, lambda: rates.append(optimizer.param_groups[0]["lr"])
-    )
-    state: Any = trainer.run(stream(), max_epochs=10)
-    assert state.epoch == len(scores) == 3  # of ten: the score never gets better
-    assert len(list(tmp_path.glob("best*.pt"))) == 1
-    assert "loss=" in capsys.readouterr().err
-    assert len(rates) == state.updates
-    assert abs(rates[-1] / (0.01 * 0.9**state.updates) - 1) < 1e-9
 
 
 def labelled(missing: float, seed: int = 1) -> list[dict[str, Tensor]]:
@@ -600,20 +382,6 @@ def test_one_column_is_not_broadcast_against_its_targets() -> None:
     net = net_of()
     result = StreamEvaluator(net, {"mse": Loss(nn.MSELoss())}).run(stream()).metrics["mse"]
     assert abs(result - tt.evaluate(net, stream(), nn.MSELoss()).loss) < 1e-6
-
-
-def test_an_evaluation_in_the_middle_of_an_epoch_changes_nothing() -> None:
-    trainer, net, _ = trainer_of("horizon", net_of("dropout"))
-    evaluator, other = StreamEvaluator(net, {"mse": MeanSquaredError()}), stream()
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: evaluator.run(other))
-    trainer.run(stream(), max_epochs=2)
-    assert same(weights(net), by_hand("horizon", 2, net_of("dropout"))[0])
-    trainer, net, _ = trainer_of()
-    mine = stream()
-    evaluator = StreamEvaluator(net)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=3), lambda: evaluator.run(mine))
-    with pytest.raises(DataError, match="Stream of its own"):
-        trainer.run(mine)
 
 
 def test_an_evaluation_of_cut_recordings_warns() -> None:

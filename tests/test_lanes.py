@@ -2,15 +2,17 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies import chunk_lengths, draw_lanes, lengths_of_recordings, seeds
 from throughtime.errors import DataError
-from throughtime.stream.lanes import LaneSchedule, LaneSlice, cut
+from throughtime.stream.lanes import LaneSchedule, LaneSlice, RecordingSpan, cut, cut_equal_parts
 
 lane_wishes = st.sampled_from([1, 2, 3, 7, 11, 64])
 
@@ -41,37 +43,6 @@ def test_every_step_occurs_once_in_order_and_lanes_idle_only_at_their_end(
     check_epoch(
         LaneSchedule.plan(lengths, draw_lanes(lengths, wish), random.Random(seed)), lengths, chunk
     )
-
-
-class DropsRagged(LaneSchedule):
-    """A mutant: whole chunks of 7 only."""
-
-    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
-        yield from () if stop - start < 7 else super().slices(start, stop)
-
-
-class Pads(LaneSchedule):
-    """A mutant: every span starts at the edge of a chunk of 7, as in padded batches."""
-
-    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
-        for part in super().slices(start, stop):
-            yield part._replace(start=0)
-
-
-class Repeats(LaneSchedule):
-    """A mutant: each chunk begins with the last step of the one before."""
-
-    def slices(self, start: int, stop: int) -> Iterator[LaneSlice]:
-        yield from super().slices(max(0, start - 1), stop)
-
-
-@pytest.mark.parametrize("mutant", [DropsRagged, Pads, Repeats])
-def test_check_of_an_epoch_fails_on_mutants(mutant: type[LaneSchedule]) -> None:
-    lengths = [31, 7, 20, 5]
-    table = LaneSchedule.plan(lengths, 2)
-    check_epoch(table, lengths, 7)
-    with pytest.raises(AssertionError):
-        check_epoch(mutant(table.spans, table.starts, table.steps, table.own_lanes), lengths, 7)
 
 
 @given(lengths=lengths_of_recordings, wish=lane_wishes, seed=seeds, chunk=chunk_lengths)
@@ -133,3 +104,263 @@ def test_what_no_plan_can_serve_is_refused(lengths: list[int], lanes: int, reaso
 def test_as_many_lanes_as_steps_leave_none_idle() -> None:
     table = LaneSchedule.plan([3, 1, 7], 11, random.Random(0))
     assert (table.steps, table.idle_steps) == (1, 0)
+
+
+long_lengths = st.lists(
+    st.integers(1, 10_000) | st.sampled_from([1, 2, 9_973, 10_000]), min_size=1, max_size=9
+)
+lane_wishes_on_ranks = st.sampled_from([1, 2, 3, 7, 16])
+rank_counts = st.integers(1, 4)
+
+
+def plans(
+    lengths: Sequence[int],
+    lanes: int,
+    ranks: int,
+    seed: int,
+    *,
+    offset: int = 0,
+    even: bool = False,
+) -> list[LaneSchedule]:
+    """What every rank plans by itself."""
+    schedules: list[LaneSchedule] = []
+    for rank in range(ranks):
+        order = random.Random(seed)
+        offsets = (
+            [order.randrange(min(offset, length // 2 + 1)) for length in lengths]
+            if offset
+            else None
+        )
+        schedules.append(
+            LaneSchedule.plan(
+                lengths, lanes, order, offsets=offsets, rank=rank, ranks=ranks, even=even
+            )
+        )
+    return schedules
+
+
+def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) -> int:
+    return (
+        draw_lanes([(length - min(offset, length // 2)) for length in lengths], wish * ranks)
+        // ranks
+    )
+
+
+def slices_of(tables: Sequence[LaneSchedule], start: int, stop: int) -> list[LaneSlice]:
+    """Those of all ranks, lanes numbered over all of them."""
+    return [
+        part._replace(lane=part.lane + table.own_lanes.start)
+        for table in tables
+        for part in table.slices(start, stop)
+    ]
+
+
+def check_ranks(
+    tables: Sequence[LaneSchedule],
+    lengths: Sequence[int],
+    chunk: int,
+    first: Sequence[int] | None = None,
+) -> None:
+    """Every step from `first` on once over all ranks, in order within its lane and span.
+
+    As many steps on each rank.
+    """
+    assert (
+        len({table.steps for table in tables})
+        == len({table.common_resets for table in tables})
+        == 1
+    )
+    counts = [np.zeros(length, dtype=int) for length in lengths]
+    busy, last = dict[int, int](), dict[int, LaneSlice]()
+    for begin in range(0, tables[0].steps, chunk):
+        for part in slices_of(tables, begin, min(begin + chunk, tables[0].steps)):
+            assert begin + part.start == busy.get(part.lane, 0)  # gapless from the start
+            busy[part.lane] = begin + part.start + part.steps
+            before = last.get(part.lane)
+            goes_on = before is not None and (before.recording, before.position + before.steps) == (
+                part.recording,
+                part.position,
+            )
+            assert part.age == 0 or (
+                goes_on and before is not None and part.age == before.age + before.steps
+            )
+            counts[part.recording][part.position : part.position + part.steps] += 1
+            last[part.lane] = part
+    for count, begin in zip(counts, first or [0] * len(lengths), strict=True):
+        assert (count[begin:] == 1).all()
+        assert not count[:begin].any()
+    assert max(busy.values()) == tables[0].steps
+    assert sum(table.idle_steps for table in tables) == tables[0].steps * sum(
+        len(table.own_lanes) for table in tables
+    ) - sum(busy.values())
+
+
+@given(
+    lengths=long_lengths,
+    wish=lane_wishes_on_ranks,
+    ranks=rank_counts,
+    seed=seeds,
+    part_count=st.integers(1, 40),
+    even=st.booleans(),
+)
+def test_ranks_play_every_step_once_in_order(
+    lengths: list[int], wish: int, ranks: int, seed: int, part_count: int, even: bool
+) -> None:
+    lanes = max(1, lanes_for(lengths, wish, ranks))
+    ranks = min(ranks, sum(lengths) // lanes)
+    tables = plans(lengths, lanes, ranks, seed, even=even)
+    check_ranks(tables, lengths, -(-tables[0].steps // part_count))
+
+
+@given(
+    lengths=long_lengths,
+    wish=lane_wishes_on_ranks,
+    ranks=rank_counts,
+    seed=seeds,
+    even=st.booleans(),
+)
+def test_a_rank_plays_its_rows_of_the_plan_of_all_lanes(
+    lengths: list[int], wish: int, ranks: int, seed: int, even: bool
+) -> None:
+    lanes = max(1, lanes_for(lengths, wish, ranks))
+    ranks = min(ranks, sum(lengths) // lanes)
+    tables = plans(lengths, lanes, ranks, seed, even=even)
+    whole = plans(lengths, lanes * ranks, 1, seed, even=even)[0]
+    assert {(table.spans, table.starts, table.steps, table.common_resets) for table in tables} == {
+        (whole.spans, whole.starts, whole.steps, whole.common_resets)
+    }
+    assert slices_of(tables, 0, whole.steps) == list(whole.slices(0, whole.steps))
+
+
+@given(
+    lengths=long_lengths,
+    wish=lane_wishes_on_ranks,
+    seed=seeds,
+    offset=st.sampled_from([1, 2, 50, 9_000, 20_000]),
+    ranks=rank_counts,
+)
+def test_offset_leaves_out_first_steps_below_it_and_at_most_half(
+    lengths: list[int], wish: int, seed: int, offset: int, ranks: int
+) -> None:
+    order = random.Random(seed)
+    offsets = [order.randrange(min(offset, length // 2 + 1)) for length in lengths]
+    assert all(
+        0 <= begin < offset and begin <= length / 2
+        for begin, length in zip(offsets, lengths, strict=True)
+    )
+    lanes = max(1, lanes_for(lengths, wish, ranks, offset))
+    ranks = max(1, min(ranks, (sum(lengths) - sum(offsets)) // lanes))
+    tables = plans(lengths, lanes, ranks, seed, offset=offset)
+    check_ranks(tables, lengths, -(-tables[0].steps // 7), offsets)
+    if sum(offsets):
+        with pytest.raises(AssertionError):
+            check_ranks(tables, lengths, tables[0].steps)  # the mutant: offsets forgotten
+
+
+@given(lengths=long_lengths, wish=st.integers(1, 40))
+def test_parts_cut_evenly_are_as_long_as_the_epoch_but_the_last_of_a_recording(
+    lengths: list[int], wish: int
+) -> None:
+    """No lane idles before it hands its state on, and the first is as short as possible."""
+    lanes = max(len(lengths), draw_lanes(lengths, wish))
+    spans = cut_equal_parts(lengths, lanes)
+    longest = max(map(len, spans))
+    assert len(spans) <= lanes
+    for i, length in enumerate(lengths):
+        mine = [span for span in spans if span.recording == i]
+        assert [span.start for span in mine] == [0, *[span.stop for span in mine[:-1]]]
+        assert mine[-1].stop == length
+        assert all(len(span) == longest for span in mine[:-1])
+    assert longest == 1 or sum(-(-length // (longest - 1)) for length in lengths) > lanes
+
+
+@given(
+    lengths=st.lists(st.integers(1, 10_000), min_size=1, max_size=3), ranks=rank_counts, seed=seeds
+)
+def test_parts_of_a_recording_lie_on_lanes_that_follow_each_other_over_ranks(
+    lengths: list[int], ranks: int, seed: int
+) -> None:
+    lanes = max(1, min(4, sum(lengths) // ranks))
+    ranks = min(ranks, sum(lengths) // lanes)
+    if len(lengths) >= lanes * ranks:
+        return
+    rows = plans(lengths, lanes, ranks, seed, even=True)[0].spans
+    first_spans = [row[0] for row in rows if row]
+    assert all(len(row) <= 1 for row in rows)
+    assert first_spans == sorted(first_spans, key=lambda span: (span.recording, span.start))
+    assert [bool(row) for row in rows] == [True] * len(first_spans) + [False] * (
+        len(rows) - len(first_spans)
+    )
+
+
+def best(lengths: Sequence[int], lanes: int) -> int:
+    """The longest lane of the best packing of all."""
+    return min(
+        max(
+            sum(n for n, lane in zip(lengths, placed, strict=True) if lane == k)
+            for k in range(lanes)
+        )
+        for placed in product(range(lanes), repeat=len(lengths))
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 10_000), min_size=3, max_size=7),
+    lanes=st.integers(1, 3),
+    seed=seeds,
+)
+def test_longest_lane_is_at_most_four_thirds_of_what_it_must_be(
+    lengths: list[int], lanes: int, seed: int
+) -> None:
+    """Graham's bound, against every packing there is."""
+    table = LaneSchedule.plan(lengths, lanes, random.Random(seed))
+    assert table.steps * 3 * lanes <= best(lengths, lanes) * (4 * lanes - 1)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    wish=st.integers(1, 6),
+    seed=seeds,
+    ranks=rank_counts,
+)
+def test_fresh_steps_are_those_at_which_no_lane_of_any_rank_goes_on(
+    lengths: list[int], wish: int, seed: int, ranks: int
+) -> None:
+    lanes = max(1, lanes_for(lengths, wish, ranks))
+    ranks = min(ranks, sum(lengths) // lanes)
+    tables = plans(lengths, lanes, ranks, seed)
+    going_on = [
+        any(p.age > 0 for p in slices_of(tables, at, at + 1)) for at in range(tables[0].steps)
+    ]
+    assert list(tables[0].common_resets) == [at for at, goes in enumerate(going_on) if not goes] + [
+        tables[0].steps
+    ]
+
+
+@given(length=st.integers(2, 10_000), lanes=st.integers(2, 16), at=st.integers(0, 10_000))
+def test_parts_handed_on_start_at_the_start_of_their_recording_only(
+    length: int, lanes: int, at: int
+) -> None:
+    cold, warm = (
+        LaneSchedule.plan([length, 1], max(3, min(lanes, length)), handed_off=handed_off, even=True)
+        for handed_off in (False, True)
+    )
+    assert cold.spans == warm.spans
+    at %= warm.steps
+    assert [p.age for p in warm.slices(at, at + 1)] == [p.position for p in warm.slices(at, at + 1)]
+    assert [p.age for p in cold.slices(0, 1)] == [0] * len(list(cold.slices(0, 1)))
+    starts = [p for p in warm.slices(0, warm.steps) if p.age == 0]
+    assert [(p.recording, p.position) for p in starts] == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 3])
+def test_offset_and_ranks_count_in_what_lanes_can_play(lanes: int) -> None:
+    with pytest.raises(
+        DataError, match=rf"{4 * lanes} lanes, but the recordings have 3 steps in all"
+    ):
+        LaneSchedule.plan([4], lanes, offsets=[1], ranks=4)
+    assert LaneSchedule.plan([4], 1, offsets=[1], ranks=3).spans == (
+        (RecordingSpan(0, 1, 2),),
+        (RecordingSpan(0, 2, 3),),
+        (RecordingSpan(0, 3, 4),),
+    )

@@ -9,30 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from quick import examples
 from strategies import (
     FEATURES,
     HIDDEN,
-    HidesLayer,
     Row,
     TensorState,
-    draw_lanes,
     every_net,
     inputs,
     lawless,
     named,
     recordings,
-    seeds,
     start,
 )
 from throughtime.carry import Carried
 from throughtime.errors import DataError, LawError, ModelError
-from throughtime.testing import LeakReport, check_no_leak
+from throughtime.testing import check_no_leak
 
 LENGTHS = [31, 7, 20, 5, 11]
 
@@ -160,42 +154,6 @@ def test_leak_below_the_tolerance_is_allowed_and_reported() -> None:
     assert all(0 < report.deviation <= report.tolerance for report in reports)
 
 
-@examples(15)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=6),
-    wish=st.integers(1, 6),
-    seed=seeds,
-    steps=st.integers(1, 120),
-)
-def test_check_neither_moves_the_stream_nor_touches_the_net(
-    lengths: list[int], wish: int, seed: int, steps: int
-) -> None:
-    stream = tt.Stream(recordings(lengths), draw_lanes(lengths, wish), 9, seed=seed)
-    net = tt.carry(HidesLayer(dropout=0.5).double())
-    stream.take(5)
-    before, turn, weights = (
-        stream.state_dict(),
-        stream._generation,
-        {k: v.clone() for k, v in net.state_dict().items()},
-    )
-    random = torch.get_rng_state()
-    if (
-        len(
-            {i for row in stream.read(0, min(steps, stream.steps)).recording.tolist() for i in row}
-            - {-1}
-        )
-        > 1
-    ):
-        assert all(report.deviation == 0 for report in check_no_leak(stream, net, steps=steps))
-    else:
-        with pytest.raises(DataError, match="play one recording only"):
-            check_no_leak(stream, net, steps=steps)
-    assert (stream.state_dict(), stream._generation) == (before, turn)
-    assert net.training
-    assert all(torch.equal(value, weights[name]) for name, value in net.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
-
-
 def tokens(lengths: list[int], kinds: int = 5) -> list[dict[str, Any]]:
     random = np.random.default_rng(0)
     return [
@@ -226,35 +184,6 @@ def test_net_that_draws_random_numbers_is_no_leak() -> None:
         report.deviation == 0
         for report in check_no_leak(stream_of(), lawless(tt.carry(Noisy().double()), inputs(3, 2)))
     )
-
-
-def test_parts_of_one_recording_are_not_compared_with_each_other() -> None:
-    stream = tt.Stream(recordings([40, 9]), 5, 4, hand_off=True)
-    assert (
-        check_no_leak(
-            stream,
-            lawless(tt.carry(MixesLanes().double()), inputs(3, 2)),
-            recordings=[0],
-            tolerance=1e6,
-        )[0].steps
-        == 9
-    )
-    assert check_no_leak(stream, named("gru").net(), recordings=[0])[0].deviation == 0
-
-
-def test_only_the_first_steps_are_used_on_request() -> None:
-    stream = tt.Stream(recordings([9, 30]), 1, 4, seed=None)
-    (report,) = check_no_leak(stream, named("gru").net(), steps=12, recordings=[0])
-    assert report == LeakReport(
-        "r0",
-        others=1,
-        followers=1,
-        steps=3,
-        own_deviation=report.own_deviation,
-        deviation=0.0,
-        tolerance=0.0,
-    )
-    assert check_no_leak(stream, named("gru").net(), steps=1000)[0].steps == 30
 
 
 class Blind(nn.Module):

@@ -11,10 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.optim.lr_scheduler import ExponentialLR
 
-import throughtime as tt
 from horizons import RecordingAdaptive
+from throughtime.errors import RunError
+from throughtime.gradient import Update
+from throughtime.integrations.lightning import Loader
+
+pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
 from lightning_streams import (
     EXPECTED,
     Module,
@@ -25,13 +30,6 @@ from lightning_streams import (
     trainer_of,
     weights,
 )
-from throughtime.errors import RunError
-from throughtime.gradient import Update
-
-pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
-
-from throughtime.integrations.lightning import Loader  # noqa: E402
 
 pytestmark = EXPECTED
 UPDATES = 24  # of an epoch, in 12 training steps
@@ -77,20 +75,6 @@ def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(at: int, tmp_path:
     assert torch.equal(resumed(tmp_path, at, max_epochs=3), plain(epochs=3, dropout=0.3))
 
 
-def test_resume_at_the_end_of_an_epoch_gives_the_same_bits(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}", every_n_epochs=1)
-    module = Module(net_of(0.3))
-    torch.manual_seed(5)
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
-        module, Loader(stream_of(), 2)
-    )
-    module = Module(net_of(0.3))
-    trainer_of(tmp_path, max_epochs=3).fit(
-        module, Loader(stream_of(), 2), ckpt_path=tmp_path / "epoch=0.ckpt"
-    )
-    assert torch.equal(weights(module.net), plain(epochs=3, dropout=0.3))
-
-
 def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=10, save_top_k=-1, filename="{step}")
     module = Module()
@@ -126,60 +110,6 @@ def test_resume_in_the_second_epoch_continues_with_its_horizon(
     count = len(policies[1].record)
     assert (policies[1].record == policies[0].record[-count:]) is (horizon is None)
     assert torch.equal(weights(later.net), weights(whole.net)) is (horizon is None)
-
-
-@pytest.mark.parametrize(
-    "forget",
-    [
-        lambda saved: of(saved).update(random={"cpu": torch.get_rng_state()}),
-        lambda saved: of(saved)["updates"]["policy"].update(
-            edge=tt.state.map_leaves(torch.zeros_like, of(saved)["updates"]["policy"]["edge"])
-        ),
-    ],
-    ids=["random", "state"],
-)
-def test_resume_that_forgets_anything_gives_other_weights(
-    forget: Callable[[dict[str, Any]], None], tmp_path: Path
-) -> None:
-    assert not torch.equal(resumed(tmp_path, 8, forget), plain(dropout=0.3))
-
-
-def test_a_checkpoint_read_for_its_weights_begins_anew(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
-        Module(), Loader(stream_of(), 2)
-    )
-    module = Module.load_from_checkpoint(tmp_path / "step=8.ckpt", net=net_of())
-    trainer = trainer_of(tmp_path, max_epochs=1)
-    trainer.fit(module, Loader(stream_of(), 2))
-    assert trainer.global_step == 24
-
-
-class Overriding(Module):
-    """Has hooks of its own, as any module, and calls no super."""
-
-    def on_fit_start(self) -> None: ...
-    def on_train_epoch_end(self) -> None: ...
-    def on_validation_epoch_end(self) -> None: ...
-    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
-
-
-def test_hooks_are_the_users_to_override(tmp_path: Path) -> None:
-    def configured(optimizer: Any) -> dict[str, Any]:
-        return {"scheduler": ExponentialLR(optimizer, 0.5), "interval": "epoch"}
-
-    runs = [
-        resumed(
-            tmp_path / kind.__name__, 8, kind=kind, clip=0.05, scheduler=configured, max_epochs=3
-        )
-        for kind in (Module, Overriding)
-    ]
-    assert torch.equal(*runs)
-    trainer = trainer_of(tmp_path)
-    trainer.fit(Overriding(), Loader(stream_of(), 4), loader_of_validation())
-    assert "val_loss" in trainer.callback_metrics
 
 
 def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(

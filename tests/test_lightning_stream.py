@@ -12,13 +12,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
+from strategies import recordings
+from throughtime.errors import ConfigError, DataError
+from throughtime.gradient import Policy
+from throughtime.integrations.lightning import Loader
+
+pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
+from lightning.pytorch.callbacks import (
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+
 from lightning_streams import (
     EXPECTED,
-    LENGTHS,
     LR,
     Module,
     fitted,
@@ -29,22 +39,6 @@ from lightning_streams import (
     trainer_of,
     weights,
 )
-from strategies import recordings
-from throughtime.errors import ConfigError, DataError
-from throughtime.evaluation import Evaluator
-from throughtime.gradient import Policy
-
-pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch.callbacks import (  # noqa: E402
-    EarlyStopping,
-    LearningRateMonitor,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger  # noqa: E402
-from lightning.pytorch.plugins.precision import MixedPrecision  # noqa: E402
-
-from throughtime.integrations.lightning import Loader  # noqa: E402
 
 pytestmark = EXPECTED
 
@@ -141,28 +135,6 @@ def test_validation_is_that_of_evaluate_and_changes_no_weight(tmp_path: Path) ->
         )
 
 
-def test_validation_of_cut_recordings_warns(tmp_path: Path) -> None:
-    trainer, count = trainer_of(tmp_path), len(LENGTHS)
-    with pytest.warns(UserWarning, match="cuts recordings") as record:
-        trainer.test(Module(), Loader(stream_of(count + 1, seed=4), 1), verbose=False)
-    texts = [str(warning.message) for warning in record]  # Lightning has warnings of its own
-    assert sum(f"tt.Stream(..., lanes={count}), or" in text for text in texts) == 1
-    trainer.test(Module(), Loader(stream_of(count, seed=4), 1), verbose=False)
-
-
-def test_validation_that_stops_early_starts_cold_again(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, limit_val_batches=2, val_check_interval=3)
-    module = Module()
-    trainer.fit(module, Loader(stream_of(), 4), loader_of_validation())
-    first = list(tt.Stream(recordings(LENGTHS, seed=3, outputs=1), 1, 10))[:12]
-    evaluator = Evaluator(module.net, nn.MSELoss())
-    for chunk in first:
-        evaluator.add(chunk)
-    assert trainer.callback_metrics["val_loss"].item() == pytest.approx(
-        evaluator.result(stream_of(1)).loss, rel=1e-6
-    )
-
-
 def test_test_and_prediction_are_those_of_evaluate_and_predict(tmp_path: Path) -> None:
     module, trainer = Module(), trainer_of(tmp_path)
     (values,) = trainer.test(module, loader_of_validation(), verbose=False)
@@ -213,31 +185,6 @@ def test_plateau_follows_the_logged_value(tmp_path: Path) -> None:
         ConfigError, match=r"monitor='val_loss' is not logged; logged are train_loss"
     ):
         fitted(tmp_path, Module(scheduler=scheduler_of))
-
-
-def test_callbacks_and_loggers_work(tmp_path: Path) -> None:
-    stopper = EarlyStopping("val_loss", min_delta=1e9, patience=1)
-    best = ModelCheckpoint(tmp_path, monitor="val_loss", filename="best")
-    rates = LearningRateMonitor("step")
-    logger = CSVLogger(tmp_path, name="log", flush_logs_every_n_steps=1)
-    trainer = trainer_of(
-        tmp_path,
-        max_epochs=9,
-        callbacks=[stopper, best, rates],
-        enable_checkpointing=True,
-        logger=logger,
-        log_every_n_steps=1,
-    )
-    module = Module(
-        scheduler=lambda optimizer: {"scheduler": StepLR(optimizer, 10), "interval": "step"}
-    )
-    trainer.fit(module, Loader(stream_of(), 4), loader_of_validation())
-    assert trainer.current_epoch == 2
-    assert (tmp_path / "best.ckpt").is_file()
-    lines = (Path(logger.log_dir) / "metrics.csv").read_text().splitlines()
-    assert {"train_loss_step", "train_loss_epoch", "val_loss", "lr-Adam", "step"} <= set(
-        lines[0].split(",")
-    )
 
 
 def test_logged_loss_of_an_epoch_is_the_mean_over_its_valid_steps(tmp_path: Path) -> None:
@@ -310,37 +257,6 @@ def test_settings_that_make_no_sense_are_refused() -> None:
             ConfigError, match="expected schedule 'update' or 'batch', and a clip above 0"
         ):
             Module(**wrong)
-
-
-def test_a_gradient_scaler_scales_and_the_clip_sees_the_true_gradient(tmp_path: Path) -> None:
-    def scaler() -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(
-            "cpu", init_scale=3.0e38
-        )  # the first steps overflow, and are left out
-
-    plugin = MixedPrecision("bf16-mixed", "cpu")
-    plugin.scaler = scaler()  # as for float16, which few operations of a CPU know
-    module = Module(net_of().float(), clip=0.05)
-    trainer_of(tmp_path, max_epochs=1, plugins=[plugin]).fit(
-        module, Loader(stream_of(dtype=torch.float32), 4)
-    )
-    net, mine = net_of().float(), scaler()
-    optimizer = torch.optim.Adam(net.parameters(), LR)
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-        for _ in tt.updates(
-            net,
-            stream_of(dtype=torch.float32),
-            nn.MSELoss(),
-            gradient=tt.Truncated(10, 25),
-            scaler=mine,
-        ):
-            mine.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-            mine.step(optimizer)
-            mine.update()
-            optimizer.zero_grad()
-    assert mine.get_scale() < 3.0e38
-    assert torch.equal(weights(module.net), weights(net))
 
 
 class Two(Module):

@@ -48,22 +48,6 @@ def test_classification_equals_the_formulas(sizes: list[int], seed: int, classes
     assert set(found) == {"accuracy", "macro_f1", *(f"f1[{name}]" for name in names)}
 
 
-def test_macro_f1_leaves_out_classes_that_never_occur() -> None:
-    score = tt.metrics.Classification(("a", "b", "never"))
-    score.update(torch.tensor([[9.0, 0, 0], [0, 9, 0], [9, 0, 0]]), torch.tensor([0, 1, 1]))
-    figures = score.compute()
-    by_hand = (2 / 3 + 2 / 3) / 2
-    assert math.isnan(figures["f1[never]"])
-    assert figures["macro_f1"] == pytest.approx(by_hand)
-    assert figures["macro_f1"] != pytest.approx(
-        (2 / 3 + 2 / 3 + 0) / 3
-    )  # the mutant: zero for a class unseen
-    score.update(
-        torch.tensor([[0.0, 0, 9]]), torch.tensor([0])
-    )  # predicted, though it never occurs: now it counts, as 0
-    assert score.compute()["f1[never]"] == 0
-
-
 def test_outputs_of_other_width_than_the_classes_are_refused() -> None:
     with pytest.raises(
         DataError,
@@ -104,22 +88,6 @@ def test_regression_on_uneven_pieces_equals_numpy(
         assert math.isnan(found["r2"])
 
 
-def test_mean_of_the_pieces_r2_is_not_the_r2_of_the_whole() -> None:
-    """The mutant of the law above."""
-    truth, guess = (
-        torch.tensor([[0.0], [1.0], [5.0], [6.0]]),
-        torch.tensor([[0.5], [0.5], [5.5], [5.5]]),
-    )
-    parts = [tt.metrics.Regression() for _ in range(2)]
-    whole = tt.metrics.Regression()
-    for i, part in enumerate(parts):
-        rows = slice(2 * i, 2 * i + 2)
-        part.update(guess[rows], truth[rows])
-        whole.update(guess[rows], truth[rows])
-    assert [part.compute()["r2"] for part in parts] == [0, 0]
-    assert whole.compute()["r2"] == pytest.approx(1 - 1 / 26)
-
-
 def test_nothing_added_gives_nan() -> None:
     scores: list[tt.metrics.Metric] = [
         tt.metrics.Classification(("a", "b")),
@@ -128,18 +96,6 @@ def test_nothing_added_gives_nan() -> None:
     for score in scores:
         assert all(math.isnan(value) for value in score.compute().values())
         assert score.compute()
-
-
-def test_fresh_is_empty_and_of_the_same_kind() -> None:
-    score = tt.metrics.Classification(("a", "b"))
-    score.update(torch.eye(2), torch.tensor([0, 1]))
-    other = score.new()
-    assert math.isnan(other.compute()["accuracy"])
-    assert other.classes == score.classes
-    assert score.compute()["accuracy"] == 1
-    regression = tt.metrics.Regression()
-    regression.update(torch.ones(2, 1), torch.zeros(2))
-    assert regression.new().count == 0
 
 
 def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
@@ -190,25 +146,6 @@ def test_metric_of_torchmetrics_gives_the_value_of_ours() -> None:
     assert theirs.metrics == {"MulticlassAccuracy": pytest.approx(ours.metrics["accuracy"])}
     assert [own["MulticlassAccuracy"] for own in theirs.recordings.values()] == pytest.approx(
         [own["accuracy"] for own in ours.recordings.values()]
-    )
-
-
-def test_collection_of_torchmetrics_gives_every_value_by_name() -> None:
-    ours = _evaluated(Classification(("a", "b")))
-    task: dict[str, Any] = {"task": "multiclass", "num_classes": 2}
-    collection = torchmetrics.MetricCollection(
-        {
-            "accuracy": torchmetrics.Accuracy(**task, average="micro"),
-            "f1": torchmetrics.F1Score(**task, average="none"),
-        }
-    )
-    found = _evaluated(collection).metrics
-    assert found == pytest.approx(
-        {
-            "accuracy": ours.metrics["accuracy"],
-            "f1[0]": ours.metrics["f1[a]"],
-            "f1[1]": ours.metrics["f1[b]"],
-        }
     )
 
 
@@ -284,21 +221,3 @@ def test_other_labels_than_0_and_1_are_refused() -> None:
         score.update(torch.zeros(1, 3), torch.zeros(1, 3))
     with pytest.raises(DataError, match="the outputs hold NaN"):
         score.update(torch.full((1, 2), torch.nan), torch.zeros(1, 2))
-
-
-def test_labels_of_a_stream_are_scored_and_trained() -> None:
-    """By torch's own loss, on targets of 0 and 1 in the columns of a recording."""
-    torch.manual_seed(0)
-    x = torch.randn(400, 2)
-    data = {"inputs": x, "targets": (x > 0).float()}
-    net = tt.carry(torch.nn.Sequential(tt.nn.GRU(2, 8), torch.nn.Linear(8, 2)))
-    optimizer = torch.optim.Adam(net.parameters(), 0.03)
-    loss_fn, policy = torch.nn.BCEWithLogitsLoss(), tt.Truncated(stride=20)
-    for _ in range(3):
-        for _ in tt.updates(net, tt.Stream(data, 2, 20), loss_fn, gradient=policy):
-            optimizer.step()
-            optimizer.zero_grad()
-    result = tt.evaluate(net, data, loss_fn, metrics=MultiLabel(("left", "right")))
-    assert result.metrics["macro_f1"] > 0.9
-    outputs, _ = tt.predict(net, data)
-    assert result.loss == pytest.approx(loss_fn(outputs, data["targets"]).item(), rel=1e-4)

@@ -76,33 +76,9 @@ class BatchFirst(Heads):
         return *self.heads(hidden), h
 
 
-class LongShort(Heads):
-    def __init__(self) -> None:
-        super().__init__(nn.LSTM(3, 4))
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        hidden, state = self.layer(x, state)
-        return *self.heads(hidden), state
-
-
 class Inside(Heads):
     def forward(self, x: Tensor) -> Any:
         return self.heads(self.layer(x)[0])
-
-
-class NamesInside(Heads):
-    def forward(self, x: Tensor) -> Any:
-        return dict(zip("ab", self.heads(self.layer(x)[0]), strict=True))
-
-
-class Attribute(Heads):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden = None
-
-    def forward(self, x: Tensor) -> Any:
-        y, self.hidden = self.layer(x, self.hidden)
-        return self.heads(y)
 
 
 class Loop(Heads):
@@ -129,15 +105,6 @@ class Step(Heads):
         return self.heads(h), h
 
 
-class NamesOfStep(Heads):
-    def __init__(self) -> None:
-        super().__init__(nn.GRUCell(3, 4))
-
-    def forward(self, x: Tensor, h: Tensor) -> Any:
-        h = self.layer(x, h)
-        return {**dict(zip("ab", self.heads(h), strict=True)), "h": h}
-
-
 class Map(Heads):
     """Attention over the features, whose weights are an output."""
 
@@ -161,15 +128,6 @@ class Yes(Heads):
         hidden, h = self.layer(x, h)
         a, b = self.heads(hidden)
         return {"a": a, "b": b, "positive": a > 0}, h
-
-
-class Half(Heads):
-    """An output of another type."""
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return a, b.float(), h
 
 
 class Penalty(Heads):
@@ -198,13 +156,9 @@ STYLES: dict[str, Style] = {
     "nested": Style(Nested),
     "nested by paths": Style(Nested, [(0, "heads", "a"), (0, "rest", 0)]),
     "batch first": Style(BatchFirst),
-    "long short": Style(LongShort),
     "inside": Style(Inside),
-    "names inside": Style(NamesInside, named=True),
-    "attribute": Style(Attribute),
     "loop": Style(Loop),
     "step": Style(Step),
-    "names of a step": Style(NamesOfStep, named=True),
     "map": Style(Map),
     "two beside a map": Style(Map, [0, 1]),
     "two beside integers": Style(Whole, [0, 1]),
@@ -346,89 +300,6 @@ def test_gradients_are_those_of_autograd(style: str, policy: Any) -> None:
     assert count == len(theirs)
 
 
-class Joint(Heads):
-    """Both outputs side by side, as one."""
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return torch.cat([a, b[..., None]], -1), h
-
-
-def joint_loss(outputs: Tensor, chunk: Any) -> Tensor:
-    return loss_of((outputs[..., :2], outputs[..., 2]), chunk)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        tt.Truncated(4, 10),
-        tt.Exact(chunk=4),
-        tt.Randomized(6),
-        tt.Adaptive(0.5, min=4, max=8, stride=4, every=2, probe=8),
-    ],
-    ids=["truncated", "exact", "randomized", "adaptive"],
-)
-@pytest.mark.parametrize("style", ["flat", "names", "step"])
-def test_several_outputs_train_as_one_that_joins_them(
-    style: str, policy: Any, accumulate: int
-) -> None:
-    if isinstance(policy, tt.Randomized):
-        accumulate = 1  # its updates are not means
-    net, joint = net_of(style), tt.carry(Joint().double(), output=0)
-    weights = dict(net.module.state_dict())
-    if style == "step":
-        weights = {k.replace("_ih", "_ih_l0").replace("_hh", "_hh_l0"): weights[k] for k in weights}
-    joint.module.load_state_dict(weights)
-    runs: list[list[tuple[float, int, Tensor]]] = []
-    for one, fn in ((net, loss_of), (joint, joint_loss)):
-        torch.manual_seed(3)
-        stream = tt.Stream(data((31, 17, 9)), lanes=2, chunk=5, seed=None, warm_up=2)
-        loss_fn = tt.SequenceLoss(fn, additive=True)
-        updates = tt.updates(one, stream, loss_fn, gradient=policy, accumulate=accumulate)
-        results: list[tuple[float, int, Tensor]] = []
-        for update in updates:
-            results.append((update.loss.item(), update.steps, grads_of(one)))
-            one.zero_grad()
-        runs.append(results)
-    assert len(runs[0]) == len(runs[1]) > 0
-    for ours, theirs in zip(*runs, strict=True):
-        assert ours[0] == pytest.approx(theirs[0], rel=EXACT)
-        assert ours[1] == theirs[1]
-        close(ours[2], theirs[2])
-
-
-@pytest.mark.parametrize("style", ["flat", "names", "nested", "step"])
-def test_a_plain_loss_gets_rows_in_the_structure(style: str) -> None:
-    net = net_of(style)
-    stream = tt.Stream(data(), lanes=2, chunk=4, seed=None, warm_up=2)
-    rows: list[int] = []
-
-    def loss_fn(outputs: Any, targets: Tensor) -> Tensor:
-        assert isinstance(outputs, dict if STYLES[style].named else tuple)
-        a, b = pair(outputs)
-        assert a.shape == (len(targets), 2)
-        assert len(b) == len(targets)
-        rows.append(len(targets))
-        return functional.cross_entropy(a, targets) + b.square().mean()
-
-    def by_sequence(outputs: Any, chunk: Any) -> Tensor:
-        a, b = pair(outputs)
-        classes = functional.cross_entropy(a[chunk.mask], chunk.targets[chunk.mask])
-        return classes + b[chunk.mask].square().mean()
-
-    for policy in (tt.Truncated(5), tt.Exact(chunk=4)):
-        grads: list[Tensor] = []
-        for loss in (loss_fn, tt.SequenceLoss(by_sequence, additive=True)):
-            for _ in tt.updates(net, stream, loss, gradient=policy):
-                pass
-            grads.append(grads_of(net))
-            net.zero_grad()
-        close(*grads)
-    assert rows
-
-
 @every_style
 def test_predictions_have_the_structure(style: str) -> None:
     net = net_of(style)
@@ -444,43 +315,6 @@ def test_predictions_have_the_structure(style: str) -> None:
     twice = torch.cat([x, x])[:, None]
     theirs, _ = plain(net.module, twice, torch.zeros(len(twice), 1).bool(), start(net.module, 1))
     close(pair(more)[1], theirs[1].detach()[len(x) :, 0])
-
-
-@every_style
-def test_a_predictor_answers_in_the_structure(style: str) -> None:
-    net = net_of(style)
-    torch.manual_seed(4)
-    x = torch.randn(9, 2, 3, dtype=torch.float64)
-    theirs, _ = plain(net.module, x, torch.zeros(9, 2).bool(), start(net.module, 2))
-    predictor = tt.Predictor(net, lanes=2)
-    parts = [pair(predictor(x[:4]))]
-    for step in x[4:7]:
-        outputs = predictor.step(step)
-        assert isinstance(outputs, dict if STYLES[style].named else tuple)
-        a, b = pair(outputs)
-        assert a.shape == (2, 2)
-        assert b.shape == (2,)
-        parts.append((a[None], b[None]))
-    parts.append(pair(predictor(x[7:])))
-    for ours, their in zip(zip(*parts, strict=True), theirs, strict=True):
-        close(torch.cat(ours), their.detach())
-
-
-@pytest.mark.parametrize("style", ["flat", "names"])
-@pytest.mark.parametrize("on_nan", ["hold", "reset"])
-def test_a_step_left_out_is_nan_in_every_output(style: str, on_nan: Any) -> None:
-    net = net_of(style)
-    x = torch.randn(7, 2, 3, dtype=torch.float64)
-    x[3, 1, 0] = torch.nan
-    outputs = pair(tt.Predictor(net, lanes=2, on_nan=on_nan)(x))
-    for output in outputs:
-        missing = output.reshape(7, 2, -1).isnan().any(-1)
-        assert missing.nonzero().tolist() == [[3, 1]]
-    keep = [0, 1, 2, 4, 5, 6]
-    resets = torch.zeros(6, 1, dtype=torch.bool)
-    resets[3] = on_nan == "reset"
-    theirs, _ = plain(net.module, x[keep, 1:], resets, start(net.module, 1))
-    close(outputs[0][keep, 1:], theirs[0].detach())
 
 
 class Errors:
@@ -536,29 +370,6 @@ def test_a_metric_of_one_tensor_says_what_several_outputs_need(style: str, metri
         tt.evaluate(net_of(style), data(), metrics=metric)
 
 
-class Own:
-    """What the message tells to write."""
-
-    def __init__(self) -> None:
-        self.own = tt.metrics.Classification(2)
-
-    def new(self) -> "Own":
-        return Own()
-
-    def update(self, outputs: Any, targets: Tensor) -> None:
-        self.own.update(outputs[0], targets)
-
-    def compute(self) -> dict[str, float]:
-        return self.own.compute()
-
-
-def test_the_metric_to_write_for_several_outputs_works() -> None:
-    first = tt.carry(net_of("flat").module, output=0)
-    ours = tt.evaluate(net_of("flat"), data(), metrics=Own())
-    theirs = tt.evaluate(first, data(), metrics=tt.metrics.Classification(2))
-    assert ours.metrics == theirs.metrics
-
-
 @pytest.mark.parametrize(
     "loss_fn",
     [nn.CrossEntropyLoss(), functional.cross_entropy, nn.MSELoss()],
@@ -582,36 +393,6 @@ def test_a_loss_of_torch_says_what_several_outputs_need(
     ):
         with pytest.raises(ModelError, match=r"several outputs, and this loss.*valid_pairs\(y\[0"):
             call()
-
-
-def test_the_loss_to_write_for_several_outputs_is_that_of_the_item() -> None:
-    first, loss_fn = tt.carry(net_of("flat").module, output=0), nn.CrossEntropyLoss()
-    written = tt.SequenceLoss(lambda y, chunk: loss_fn(*chunk.valid_pairs(y[0])), additive=True)
-    runs: list[list[float]] = []
-    for net, fn in ((net_of("flat"), written), (first, loss_fn)):
-        stream = tt.Stream(data(), lanes=2, chunk=4, seed=None, warm_up=2)
-        updates = tt.updates(net, stream, fn, gradient=tt.Truncated(5))
-        runs.append([update.loss.item() for update in updates])
-    assert runs[0] == pytest.approx(runs[1], rel=EXACT)
-
-
-def test_outputs_of_two_types_get_the_wider_one() -> None:
-    net = tt.carry(Half().double(), output="all")
-    _, b = tt.predict(net, data()[0])[0]
-    theirs, _ = tt.predict(tt.carry(Half().double(), output=1), data()[0])
-    assert (b.dtype, theirs.dtype) == (torch.float64, torch.float32)
-
-
-def test_single_precision_has_the_same_structure() -> None:
-    net = tt.carry(Names(), output="all")
-    x = data()[0]["inputs"][:, None]
-    theirs, _ = net.double()(x, net.initial_state(1, like=x))
-    ours, _ = tt.predict(net.float(), data()[0], dtype=torch.float32)
-    for name in "ab":
-        assert ours[name].dtype == torch.float32
-        torch.testing.assert_close(
-            ours[name].double(), theirs[name][:, 0].detach(), rtol=0, atol=1e-5
-        )
 
 
 def test_a_rollout_gives_the_outputs_and_their_gradients() -> None:
@@ -659,35 +440,3 @@ def test_all_takes_no_module_that_returns_what_is_no_output(make: Any) -> None:
 def test_items_that_do_not_exist_are_named(make: Any, output: Any) -> None:
     with pytest.raises(ThroughtimeError, match="output"):
         tt.carry(make(), torch.randn(5, 2, 3), output=output)
-
-
-class SameNames(Heads):
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return {"encoder": {"y": a}, "decoder": {"y": b}}, h
-
-
-class Singles(Heads):
-    def forward(self, x: Tensor, h: Tensor | None = None) -> Any:
-        hidden, h = self.layer(x, h)
-        a, b = self.heads(hidden)
-        return (a,), (b,), h
-
-
-@pytest.mark.parametrize(
-    ("make", "output"), [(SameNames, "all"), (Singles, "all"), (Singles, [(0, 0), (1, 0)])]
-)
-def test_outputs_that_share_a_key_are_a_tuple_of_all(make: Any, output: Any) -> None:
-    net = tt.carry(make().double(), output=output)
-    x = torch.randn(6, 2, 3, dtype=torch.float64)
-    outputs, _ = net(x, net.initial_state(2, like=x))
-    theirs, _ = plain(net.module, x, torch.zeros(6, 2).bool(), start(net.module, 2))
-    close(outputs, theirs)
-
-
-def test_one_output_by_a_list_is_a_structure_of_one() -> None:
-    net = tt.carry(Flat().double(), output=[0])
-    outputs, _ = tt.predict(net, data()[0])
-    assert isinstance(outputs, tuple)
-    assert outputs[0].shape == (LENGTHS[0], 2)

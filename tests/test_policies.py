@@ -1,19 +1,22 @@
-"""Every policy with every kind of net: uncut, the gradient is that of plain autograd over the whole
-sequence.
+"""The laws of every policy, those that a user writes included: uncut, the gradient is that of plain
+autograd over the whole sequence.
 
 Shapes: `T` steps, `B` lanes.
 """
 
 import itertools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 import throughtime as tt
 from policy_data import PolicyData, UpdateGrads, data_for, deviation, plain, policy_gradients
@@ -23,7 +26,6 @@ from strategies import (
     Weights,
     apart,
     gradients,
-    inputs,
     named,
     recordings,
     seeds,
@@ -32,14 +34,16 @@ from strategies import (
     states_apart,
     weights,
 )
-from throughtime.chunk import Chunk, join
-from throughtime.errors import DataError, ModelError, RunError
-from throughtime.gradient import Policy
+from test_updates import RESUMED, run_and_resume, same_bits
+from throughtime.carry import Carried
+from throughtime.chunk import Chunk, Source, join
+from throughtime.errors import ConfigError, DataError, ModelError, RunError
+from throughtime.gradient import Objective, Policy, Probe, Progress, Update, UpdatePolicy, Window
 
 EXACT = 1e-10
 STEPS = 24  # at most; whatever the policies are set to is at least as long
 LONG = 32
-some_rows = some_nets("lstm", "gru", "rnn", "hides-cell", "dict-state")
+some_rows = some_nets("lstm", "hides-cell", "dict-state")
 
 
 @dataclass(frozen=True)
@@ -218,62 +222,37 @@ def test_losses_weighted_by_valid_steps_are_the_mean_loss(setting: Setting) -> N
     )
 
 
-def taken(setting: Setting, net: Any = None, chunk: Any = None, loss_fn: Any = None) -> None:
-    data = PolicyData.draw(STEPS, 2, 0)
-    source = [data.chunk if chunk is None else chunk]
-    for _ in tt.updates(
-        net or named("hides-layer").net(), source, loss_fn or nn.MSELoss(), gradient=setting.make()
-    ):
-        pass
-
-
-@every_policy
-def test_loss_of_every_row_is_refused(setting: Setting) -> None:
-    with pytest.raises(
+REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "a loss of every row": (ModelError, "one number", {"loss_fn": nn.MSELoss(reduction="none")}),
+    "a sum": (ModelError, "reduction='sum'", {"loss_fn": nn.MSELoss(reduction="sum")}),
+    "no tensor": (ModelError, "a float", {"loss_fn": lambda y, t: (y - t).square().mean().item()}),
+    "a loss that detaches": (
         ModelError,
-        match=(
-            r"loss_fn returned a tensor of shape \(\d+, 2\), expected one number.*reduction='none'"
-        ),
-    ):
-        taken(setting, loss_fn=nn.MSELoss(reduction="none"))
+        "no parameter",
+        {"loss_fn": lambda y, t: (y.detach() - t).square().mean()},
+    ),
+    "a frozen net": (ModelError, "no parameter", {"frozen": True}),
+    "no targets": (
+        DataError,
+        "no targets",
+        {"chunk": Chunk.from_tensors(torch.zeros(STEPS, 2, 3), mask=torch.ones(STEPS, 2).bool())},
+    ),
+    "a bare module": (ModelError, r"net = tt\.carry\(module\)", {"net": nn.LSTM(3, 2)}),
+}
 
 
+@pytest.mark.parametrize("case", REFUSED)
 @every_policy
-def test_summed_loss_is_refused(setting: Setting) -> None:
-    with pytest.raises(ModelError, match="loss_fn has reduction='sum', expected 'mean'"):
-        taken(setting, loss_fn=nn.MSELoss(reduction="sum"))
-
-
-@every_policy
-def test_loss_that_is_no_tensor_is_refused(setting: Setting) -> None:
-    with pytest.raises(
-        ModelError, match="loss_fn returned a float, expected one number in a tensor"
-    ):
-        taken(setting, loss_fn=lambda y, t: (y - t).square().mean().item())
-
-
-@every_policy
-def test_frozen_net_is_refused(setting: Setting) -> None:
-    with pytest.raises(
-        ModelError, match="the loss depends on no parameter that requires a gradient"
-    ):
-        taken(setting, named("hides-layer").net().requires_grad_(False))
-
-
-@every_policy
-def test_loss_that_detaches_is_refused(setting: Setting) -> None:
-    with pytest.raises(
-        ModelError, match="the loss depends on no parameter that requires a gradient"
-    ):
-        taken(setting, loss_fn=lambda y, t: (y.detach() - t).square().mean())
-
-
-@every_policy
-def test_missing_targets_are_refused(setting: Setting) -> None:
-    """Where steps count all the same."""
-    chunk = Chunk.from_tensors(inputs(STEPS, 2), mask=torch.ones(STEPS, 2, dtype=torch.bool))
-    with pytest.raises(DataError, match="the recordings of this stream have no targets"):
-        taken(setting, chunk=chunk)
+def test_what_cannot_be_trained_is_refused_and_leaves_no_gradient(
+    setting: Setting, case: str
+) -> None:
+    kind, word, own = REFUSED[case]
+    net = own.get("net") or named("hides-layer").net()
+    net.requires_grad_(not own.get("frozen"))
+    chunk = own.get("chunk") or PolicyData.draw(STEPS, 2, 0).chunk
+    with pytest.raises(kind, match=word):
+        list(tt.updates(net, [chunk], own.get("loss_fn", nn.MSELoss()), gradient=setting.make()))
+    assert all(weight.grad is None for weight in net.parameters())
 
 
 @every_policy
@@ -286,20 +265,12 @@ def test_no_valid_step_means_no_update(setting: Setting) -> None:
 
 
 @every_policy
-def test_raw_module_is_refused(setting: Setting) -> None:
-    with pytest.raises(ModelError, match=r"net = tt\.carry\(module\)"):
-        taken(setting, nn.LSTM(3, 2))
-
-
-@every_policy
 def test_gradient_that_is_not_finite_is_refused_and_no_weight_touched(setting: Setting) -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0)
     data.targets[13] = torch.nan
     before = weights(net)
-    with pytest.raises(
-        RunError, match=r"(the loss|the gradient of '[\w.]+') is not finite \(NaN or infinite\)"
-    ):
-        taken(setting, net, data.chunk)
+    with pytest.raises(RunError, match="is not finite"):
+        list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=setting.make()))
     assert apart(weights(net), before) == 0
 
 
@@ -310,10 +281,7 @@ def test_iterator_of_chunks_is_taken_or_refused_with_what_to_give_instead(settin
     if setting.reads_again:
         with pytest.raises(
             DataError,
-            match=(
-                r"chunks come from a list_iterator, which gives each of them once: give tt\.updates"
-                r" a tt\.Stream"
-            ),
+            match="gives each of them once",
         ):
             policy_gradients(named("hides-layer").net(), once, setting.make())
         return
@@ -369,3 +337,185 @@ def test_every_policy_reads_a_stream_to_its_end() -> None:
             )
         assert valid == whole.valid_steps
         assert (source.epoch, source.position) == (epoch + 1, 0)
+
+
+planned = given(
+    steps=st.integers(1, 200),
+    stride=st.integers(1, 40),
+    further=st.integers(0, 60),
+    burn_in=st.integers(0, 30),
+    jitter=st.booleans(),
+    seed=seeds,
+)
+
+
+def plans(
+    steps: int, stride: int, further: int, burn_in: int, jitter: bool, seed: int
+) -> list[Window]:
+    """The windows of an epoch, planned without data."""
+    torch.manual_seed(seed)
+    policy = tt.Truncated(stride, stride + further, jitter, burn_in)
+    at, results, unused = Progress(), list[Window](), cast("Any", None)
+    while True:
+        source: Any = SimpleNamespace(remaining=lambda n, at=at: min(n, steps - at.step))
+        window, _ = policy.plan(source, at, unused)
+        if window is None:
+            return results
+        results.append(window)
+        at = Progress(window.stop, lead=window.keep)
+
+
+@planned
+def test_every_step_is_counted_once_and_every_window_reaches_back_the_horizon(
+    steps: int, stride: int, further: int, burn_in: int, jitter: bool, seed: int
+) -> None:
+    results = plans(steps, stride, further, burn_in, jitter, seed)
+    assert [step for w in results for step in range(w.counted, w.stop)] == list(range(steps))
+    for w in results:
+        assert w.start == (max(0, w.stop - stride - further) if further else w.counted)
+        assert w.lead == max(0, w.start - burn_in)
+
+
+@planned
+def test_the_next_window_leads_in_where_a_state_was_kept(
+    steps: int, stride: int, further: int, burn_in: int, jitter: bool, seed: int
+) -> None:
+    results = plans(steps, stride, further, burn_in, jitter, seed)
+    assert all(now.keep == later.lead for now, later in pairwise(results))
+    assert all(w.lead <= w.keep <= w.stop for w in results)
+
+
+def test_numbers_that_are_not_whole_are_refused() -> None:
+    half: float = 10.5
+    with pytest.raises(ConfigError, match=r"stride=10\.5: expected a whole number of at least 1"):
+        tt.Truncated(half)  # pyright: ignore[reportArgumentType]  # what a user may well do
+
+
+def test_settings_that_no_plan_can_serve_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"horizon=50 is below stride=100: .*Take horizon >= stride, or stride=50"
+    ):
+        tt.Truncated(100, 50)
+    with pytest.raises(ConfigError, match="stride=0: expected a whole number of at least 1"):
+        tt.Truncated(0)
+    assert (
+        tt.Truncated(100).describe()
+        == "an update every 100 steps, gradients flow back 1 to 100 steps (50.5 on average)"
+    )
+
+
+@dataclass(frozen=True)
+class EveryStride:
+    """Truncation after every stride, written as a user would write it."""
+
+    stride: int
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        steps = source.remaining(self.stride)
+        stop = at.step + steps
+        return Window(at.step, at.step, at.step, stop, stop) if steps else None, at.memory
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A stride that grows by one step with every update, from epoch to epoch."""
+
+    first: int
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        updates = at.memory or 0
+        window, _ = EveryStride(self.first + updates).plan(source, at, probe)
+        return window, updates + (window is not None)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """The exact gradient of windows of 20 steps, the credit clipped to a norm and noted."""
+
+    most: float
+    norms: list[Tensor] = field(default_factory=list[Tensor], repr=False)
+
+    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
+        window, memory = EveryStride(20).plan(source, at, probe)
+        return window and window._replace(chunk=5, gate=self.gate), memory
+
+    def gate(self, step: int, credit: list[Tensor | None]) -> list[Tensor | None]:
+        parts = [part.flatten(1) for part in credit if part is not None]
+        norms = torch.cat(parts, dim=1).norm(dim=1)
+        self.norms.append(norms)
+        factors = (self.most / norms).clamp(max=1)
+        return [None if c is None else c * factors.view(-1, *[1] * (c.dim() - 1)) for c in credit]
+
+
+@dataclass(frozen=True)
+class ByHand:
+    """`EveryStride` as a policy that no window describes; counts its updates."""
+
+    stride: int
+
+    def update(
+        self, net: Carried, source: Source, objective: Objective, at: Progress
+    ) -> tuple[Update | None, Progress]:
+        chunk = source.take(self.stride)
+        if chunk is None:
+            return None, at
+        before = at.carried
+        if before is None:
+            before = net.initial_state(chunk.lanes, like=chunk.inputs)
+        outputs, after = net(chunk.inputs, before, chunk.resets)
+        loss, weight = objective(outputs, chunk)
+        loss.backward()
+        after, stop = tt.state.detach(after), at.step + chunk.steps
+        update = Update(loss.detach(), chunk.valid_steps, after, outputs.detach(), chunk, weight)
+        return update, Progress(stop, after, stop, after, (at.memory or 0) + 1)
+
+
+POLICIES: dict[str, Policy | UpdatePolicy] = {
+    "stride": EveryStride(5),
+    "growing": Growing(3),
+    "clipped": Clipped(1e-3),
+    "by hand": ByHand(5),
+}
+
+
+@pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
+def test_own_policy_resumes_to_the_bit(policy: Policy | UpdatePolicy) -> None:
+    through, resumed = run_and_resume(RESUMED["rotation"], policy, 3)
+    assert same_bits(through, resumed)
+
+
+def some_stream() -> tt.Stream:
+    return tt.Stream(recordings([40, 31, 17]), 2, 8)
+
+
+@pytest.mark.parametrize("policy", [EveryStride(5), ByHand(5)], ids=["plan", "update"])
+def test_own_policy_equals_the_truncation_that_it_repeats(policy: Policy | UpdatePolicy) -> None:
+    net = named("hides-layer").net()
+    results = policy_gradients(net, some_stream(), policy)
+    assert deviation(results, policy_gradients(net, some_stream(), tt.Truncated(5))) == 0
+
+
+def test_own_gate_gets_the_credit_of_every_boundary_and_changes_it() -> None:
+    """Norms that are only noted change nothing; clipped ones do as much as those of `tt.Exact`."""
+    net, noted = named("hides-layer").net(), Clipped(math.inf)
+    exact = policy_gradients(net, some_stream(), tt.Exact(chunk=5, cut_every=20))
+    assert deviation(policy_gradients(net, some_stream(), noted), exact) == 0
+    assert len(noted.norms) >= 6
+    assert all((norms > 0).any() for norms in noted.norms)
+    limit = tt.Exact(chunk=5, cut_every=20, clip_adjoint=1e-3)
+    clipped = policy_gradients(net, some_stream(), Clipped(1e-3))
+    assert deviation(clipped, policy_gradients(net, some_stream(), limit)) < 1e-9
+    assert deviation(clipped, exact) > 1e-6
+
+
+def test_own_policy_learns_from_update_to_update() -> None:
+    run = tt.updates(named("hides-layer").net(), some_stream(), nn.MSELoss(), gradient=Growing(3))
+    assert run.policy_state is None
+    assert len(list(run)) == run.policy_state
+
+
+def test_own_policy_is_accumulated() -> None:
+    net, stream = named("hides-layer").net(), tt.Stream(recordings([40, 40]), 2, 8)
+    run = tt.updates(net, stream, nn.MSELoss(), gradient=Growing(3), accumulate=2)
+    assert next(run).steps == 2 * (3 + 4)
+    assert run.policy_state == 2

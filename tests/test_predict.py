@@ -1,9 +1,12 @@
-"""Evaluation and streaming: the same numbers as one long forward, and nothing left behind.
+"""Evaluation and streaming, chunk by chunk and step by step: the same numbers as one long forward,
+and nothing left behind.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
+import copy
 import math
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,25 +20,22 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from processes import elsewhere
 from strategies import (
     FEATURES,
     HidesLayer,
     Row,
     TensorState,
-    every_net,
     gradients,
     inputs,
     named,
     recordings,
     some_nets,
     start,
-    states_apart,
     weights,
 )
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
-from throughtime.evaluation import Evaluator, warn_of_cuts
+from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.evaluation import Evaluator
 
 LONG = 5000
 
@@ -78,29 +78,6 @@ def test_long_recording_in_parts_equals_one_forward(
     assert (forgetful - whole).abs().max() > 1e-3
 
 
-@every_net
-def test_one_step_at_a_time_equals_many(row: Row) -> None:
-    net, x = row.net(), inputs(40, 2)
-    predictor = tt.Predictor(net, lanes=2)
-    steps = torch.stack([predictor.step(step) for step in x])
-    assert (steps - one_forward(net, x)).abs().max() < 1e-12
-    _, end = net(x, start(net, x))
-    assert states_apart(predictor.state, end) < 1e-12
-
-
-@given(chunk=st.sampled_from([1, 2, 7, 31, 100]), cut=st.integers(1, 30), missing=st.booleans())
-def test_predict_goes_on_from_the_state_that_it_returned(
-    chunk: int, cut: int, missing: bool
-) -> None:
-    net, x = named("sequential").net(), inputs(31, 1)[:, 0].numpy()
-    options: dict[str, Any] = {"chunk": chunk, "missing": "mask" if missing else "error"}
-    whole, end = tt.predict(net, {"inputs": x}, **options)
-    first, state = tt.predict(net, {"inputs": x[:cut]}, **options)
-    second, after = tt.predict(net, {"inputs": x[cut:]}, state=state, **options)
-    assert (torch.cat([first, second]) - whole).abs().max() < 1e-12
-    assert states_apart(after, end) < 1e-12
-
-
 def test_predict_writes_into_out(tmp_path: Path) -> None:
     net, x = named("hides-layer").net(), inputs(50, 1)[:, 0].numpy()
     expected, _ = tt.predict(net, {"inputs": x})
@@ -125,57 +102,6 @@ def test_resets_within_a_call_start_lanes_anew() -> None:
     y = tt.Predictor(net, lanes=2)(x, resets)
     assert (y[11:, 1:] - one_forward(net, x[11:, 1:])).abs().max() < 1e-12
     assert (y[:, :1] - one_forward(net, x[:, :1])).abs().max() < 1e-12
-
-
-RESUMES = """
-import sys, numpy as np, torch, throughtime as tt
-from torch import nn
-torch.set_num_threads(1)
-torch.manual_seed(3)
-net = tt.carry(nn.Sequential(nn.LSTM(3, 8, 2), nn.GRUCell(8, 4), nn.Linear(4, 2)))
-predictor = tt.Predictor(net, lanes=2)
-predictor.state = tt.state.load(sys.argv[1], net.initial_state(2))
-outputs = predictor(torch.from_numpy(np.load(sys.argv[2])))
-np.save(sys.argv[3], outputs.numpy())
-"""
-
-
-def test_saved_state_goes_on_in_another_process_to_the_bit(tmp_path: Path) -> None:
-    torch.manual_seed(3)
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 8, 2), nn.GRUCell(8, 4), nn.Linear(4, 2)))
-    x = inputs(60, 2).float()
-    predictor = tt.Predictor(net, lanes=2)
-    predictor(x[:41])
-    tt.state.save(predictor.state, tmp_path / "state")
-    np.save(tmp_path / "rest.npy", x[41:].numpy())
-    expected = predictor(x[41:])
-    done = elsewhere(RESUMES, *(tmp_path / name for name in ("state", "rest.npy", "out.npy")))
-    assert done == (0, "", "")
-    result = torch.from_numpy(np.load(tmp_path / "out.npy"))
-    assert torch.equal(result, expected)
-    assert not torch.equal(
-        result, tt.Predictor(net, lanes=2)(x[41:])
-    )  # the mutant: from the initial state
-
-
-def test_a_state_is_loaded_only_where_it_fits(tmp_path: Path) -> None:
-    net = named("lstm").net()
-    predictor = tt.Predictor(net, lanes=2)
-    predictor(inputs(3, 2))
-    tt.state.save(predictor.state, tmp_path / "s")
-    with pytest.raises(StateError, match=r"leaf '0' is \(2, 1, 4\) .*expected \(3, 1, 4\)"):
-        tt.state.load(tmp_path / "s", net.initial_state(3))
-    asking = tt.Predictor(named("dict-state").net(), lanes=2)
-    asking(inputs(3, 2))
-    tt.state.save(asking.state, tmp_path / "d")
-    start = named("dict-state").net().initial_state(2, like=inputs(1, 2))
-    assert states_apart(tt.state.load(tmp_path / "d", start), asking.state) == 0
-
-
-def test_raw_module_is_refused() -> None:
-    raw: Any = nn.GRU(3, 4)
-    with pytest.raises(ModelError, match=r"the net is a GRU; .*tt\.carry\(module\)"):
-        tt.Predictor(raw)
 
 
 class PartlyEvaluating(nn.Module):
@@ -219,35 +145,6 @@ def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(wh
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(before[name], g) for name, g in gradients(net).items())
     assert all(torch.equal(weight[name], w) for name, w in weights(net).items())
-
-
-def test_evaluation_that_fails_puts_the_modes_back() -> None:
-    net = tt.carry(PartlyEvaluating().double())
-    modes = [m.training for m in net.modules()]
-    with pytest.raises(DataError, match="17 features in each step, the net expects 3"):
-        tt.Predictor(net)(torch.zeros(4, 1, 17, dtype=torch.float64))
-    assert [m.training for m in net.modules()] == modes
-    assert torch.is_grad_enabled()
-
-
-def trained(*, evaluating: bool) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    net = tt.carry(PartlyEvaluating().double())
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
-    stream = tt.Stream(recordings([31, 7, 20]), lanes=2, chunk=8)
-    for _ in range(2):
-        for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5, 9)):
-            if evaluating:  # also between a gradient and its step
-                for evaluation in evaluations(net):
-                    evaluation()
-            optimizer.step()
-            optimizer.zero_grad()
-    return weights(net)
-
-
-def test_training_with_evaluations_in_between_gives_the_same_weights_to_the_bit() -> None:
-    plain, interleaved = trained(evaluating=False), trained(evaluating=True)
-    assert all(torch.equal(plain[name], interleaved[name]) for name in plain)
 
 
 def test_outputs_have_no_graph() -> None:
@@ -303,65 +200,6 @@ def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk
         )
 
 
-def test_loss_is_not_the_mean_of_the_chunks_means() -> None:
-    """The mutant of the law above, on the same recordings."""
-    net, sources = named("hides-layer").net(), with_gaps([31, 7, 20, 13])
-    means, player = list[float](), tt.Predictor(net, lanes=3)
-    for chunk in tt.Stream(sources, 3, 5):
-        y = player(chunk.inputs, chunk.resets)
-        assert chunk.targets is not None
-        if chunk.valid_steps:
-            means.append((y - chunk.targets)[chunk.mask].square().mean().item())
-    weighted = tt.evaluate(net, tt.Stream(sources, 3, 5), nn.MSELoss()).loss
-    assert np.mean(means) != pytest.approx(weighted, rel=1e-3)
-
-
-def test_a_loss_that_computes_gradients_is_evaluated() -> None:
-    """A penalty on the gradient, say: that of a mean square is four times as large as the loss."""
-
-    def penalised(outputs: Tensor, targets: Tensor) -> Tensor:
-        assert not outputs.requires_grad
-        leaf = outputs.detach().requires_grad_()
-        loss = (leaf - targets).square().mean()
-        (gradient,) = torch.autograd.grad(loss, leaf, create_graph=True)
-        return loss + gradient.square().sum() * leaf.numel()
-
-    net, sources = named("hides-layer").net(), recordings([31, 7])
-    found, plain = (
-        tt.evaluate(net, tt.Stream(sources, 2, 6), loss_fn).loss
-        for loss_fn in (penalised, nn.MSELoss())
-    )
-    assert found == pytest.approx(5 * plain, rel=1e-9)
-
-
-def test_classification_by_recording() -> None:
-    net = named("hides-layer").net()
-    sources = [
-        r | {"targets": (r["targets"][:, 0] > 0).astype(np.int64)} for r in recordings([31, 7, 20])
-    ]
-    result = tt.evaluate(
-        net,
-        tt.Stream(sources, 2, 6),
-        nn.CrossEntropyLoss(),
-        metrics=tt.metrics.Classification(("low", "high")),
-    )
-    for source in sources:
-        y = one_forward(net, torch.from_numpy(source["inputs"]).unsqueeze(1))[:, 0]
-        expected = (y.argmax(1).numpy() == source["targets"]).mean()
-        assert result.recordings[source["name"]]["accuracy"] == pytest.approx(expected)
-
-
-def test_recording_cut_into_parts_counts_as_one() -> None:
-    net, sources = named("hides-layer").net(), recordings([40])
-    with pytest.warns(UserWarning, match="cuts recordings into parts"):
-        result = tt.evaluate(
-            net, tt.Stream(sources, lanes=4, chunk=6), metrics=tt.metrics.Regression()
-        )
-    assert list(result.recordings) == ["r0"]
-    assert result.recordings["r0"] == pytest.approx(result.metrics)
-    assert result.steps == 40
-
-
 def by_evaluator(net: Carried, stream: tt.Stream, *, checked: bool) -> None:
     evaluator = Evaluator(net, nn.MSELoss())
     if checked:
@@ -394,26 +232,6 @@ def test_recordings_that_a_stream_cuts_are_named_once(
     run(net, tt.Stream(sources, lanes=2, chunk=6))  # a warning would be an error
 
 
-def test_more_lanes_than_recordings_that_are_not_cut_give_no_warning() -> None:
-    net, sources = named("hides-layer").net(), recordings([5, 5, 5])
-    handing = tt.Stream(sources, lanes=4, chunk=6, hand_off=True)  # one lane has nothing to play
-    whole = tt.evaluate(net, tt.Stream(sources, lanes=3, chunk=6), nn.MSELoss()).loss
-    assert tt.evaluate(net, handing, nn.MSELoss()).loss == pytest.approx(whole, rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("count", "lanes"), [(7, "lanes=2"), (2, "lanes=2, rank=0, ranks=1")], ids=["many", "few"]
-)
-def test_cuts_are_counted_over_the_lanes_of_all_ranks(count: int, lanes: str) -> None:
-    sources = recordings([9] * count)
-    with pytest.warns(UserWarning, match=r"^lanes=4 on each of 3 ranks for") as record:
-        warn_of_cuts(tt.Stream(sources, 4, 5, rank=1, ranks=3))
-    text = str(record[0].message)
-    assert f"{12 - count} of the parts" in text
-    assert f"tt.Stream(..., {lanes}), or" in text
-    warn_of_cuts(tt.Stream(sources * 6, 4, 5, rank=1, ranks=3))
-
-
 @pytest.mark.parametrize("lengths", [(40,), (31, 7, 20, 13), (3,) * 70])
 def test_recordings_without_a_stream_are_evaluated_whole(lengths: tuple[int, ...]) -> None:
     net, sources = named("hides-layer").net(), with_gaps(list(lengths))
@@ -429,16 +247,6 @@ def test_recordings_without_a_stream_are_evaluated_whole(lengths: tuple[int, ...
 def test_an_evaluation_of_no_recordings_is_refused() -> None:
     with pytest.raises(DataError, match="no recordings: expected at least one"):
         tt.evaluate(named("hides-layer").net(), [])
-
-
-def test_a_loss_exists_only_where_a_loss_function_is_given() -> None:
-    net, source = named("hides-layer").net(), recordings([9])[0]
-    assert tt.evaluate(net, source).loss is None
-    assert tt.evaluate(net, source, metrics=tt.metrics.Regression()).loss is None
-    evaluator, stream = Evaluator(net), tt.Stream(source, 1, 4)
-    for chunk in stream:
-        evaluator.add(chunk)
-    assert evaluator.result(stream).loss is None
 
 
 def test_nothing_valid_gives_nan() -> None:
@@ -458,18 +266,6 @@ def test_stream_without_targets_is_refused() -> None:
         DataError, match=r"the recordings of this stream have no targets; .*use tt\.predict"
     ):
         tt.evaluate(named("hides-layer").net(), tt.Stream(source, 1, 4), nn.MSELoss())
-
-
-def test_missing_inputs_are_refused_or_masked_in_prediction() -> None:
-    net, x = named("hides-layer").net(), inputs(9, 1)[:, 0].numpy().copy()
-    x[4, 1] = np.nan
-    with pytest.raises(DataError, match=r"the first at step 4, column 1"):
-        tt.predict(net, {"inputs": x})
-    outputs, _ = tt.predict(net, {"inputs": x}, missing="mask")
-    assert outputs.isfinite().all()
-    assert np.isnan(x[4, 1])
-    x[4, 1] = 0
-    assert (outputs - tt.predict(net, {"inputs": x})[0]).abs().max() < 1e-12
 
 
 def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
@@ -530,29 +326,6 @@ def test_an_input_that_is_not_finite_is_refused_and_the_state_is_as_it_was(bad: 
     assert torch.equal(predictor(x[5:9]), twin(x[5:9]))
 
 
-@pytest.mark.parametrize("bad", NOT_A_NUMBER)
-@pytest.mark.parametrize("by_step", [False, True])
-def test_hold_leaves_the_step_out_and_the_other_lanes_go_on(bad: float, by_step: bool) -> None:
-    net, x = streamed()
-    clean = tt.Predictor(net, lanes=3)
-    holding = tt.Predictor(net, lanes=3, on_nan="hold")
-    alone = tt.Predictor(net, on_nan="hold")
-    wrong, gaps = x.clone(), (3, 4, 11)
-    for step in gaps:
-        wrong[step, 1, step % 4] = bad
-    parts = [slice(i, i + 1) for i in range(12)] if by_step else [slice(0, 7), slice(7, 12)]
-    y = torch.cat([holding(wrong[part]) for part in parts])
-    expected = torch.cat([clean(x[part]) for part in parts])
-    # a call that is divided rounds in another way
-    tolerance = 0 if by_step else 1e-6
-    torch.testing.assert_close(y[:, [0, 2]], expected[:, [0, 2]], rtol=0, atol=tolerance)
-    kept = [step for step in range(12) if step not in gaps]
-    assert y[list(gaps), 1].isnan().all()
-    torch.testing.assert_close(y[kept, 1], alone(x[kept, 1]), rtol=0, atol=1e-6)
-    assert holding.skipped == 3
-    assert all(leaf.isfinite().all() for _, leaf in tt.state.leaves(holding.state))
-
-
 def test_reset_starts_the_lane_anew_after_the_step() -> None:
     net, x = streamed()
     wrong = x.clone()
@@ -565,37 +338,6 @@ def test_reset_starts_the_lane_anew_after_the_step() -> None:
     torch.testing.assert_close(y[5:, 1], again, rtol=0, atol=1e-6)
     later = predictor(x[:3])  # lane 2 starts anew
     torch.testing.assert_close(later[:, 2], tt.Predictor(net)(x[:3, 2]), rtol=0, atol=1e-6)
-
-
-class Level(nn.Module):
-    """A net whose outputs have no dimension of features: `(T, B)`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent, self.readout = nn.GRU(3, 4), nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        y, state = self.recurrent(x, h)
-        return self.readout(y).squeeze(-1), state
-
-
-def test_steps_are_left_out_of_outputs_without_features() -> None:
-    net, x = tt.carry(Level()), torch.randn(12, 2, 3)
-    expected = tt.Predictor(net, 2)(x)
-    x[4, 1, 0] = math.nan
-    outputs = tt.Predictor(net, 2, on_nan="hold")(x)
-    assert torch.equal(outputs.isnan().nonzero(), torch.tensor([[4, 1]]))
-    torch.testing.assert_close(outputs[:, 0], expected[:, 0], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("on_nan", ["hold", "reset"])
-def test_a_reset_at_a_step_that_is_left_out_counts_at_the_next(on_nan: Any) -> None:
-    net, x = streamed()
-    predictor, resets = tt.Predictor(net, 3, on_nan=on_nan), torch.zeros(12, 3, dtype=torch.bool)
-    resets[6, 1] = True
-    x[6, 1] = math.nan
-    y = predictor(x, resets)
-    torch.testing.assert_close(y[7:, 1], tt.Predictor(net)(x[7:, 1]), rtol=0, atol=1e-6)
 
 
 @given(st.data())
@@ -644,27 +386,6 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
         predictor(x)
 
 
-def test_arrays_of_numpy_are_taken_in_the_type_of_the_weights() -> None:
-    net, x = streamed()
-    y = tt.Predictor(net, lanes=3)(x)
-    assert torch.equal(tt.Predictor(net, lanes=3)(x.numpy()), y)
-    steps = tt.Predictor(net, lanes=3)
-    each = [steps.step(row) for row in x.double().numpy()]
-    torch.testing.assert_close(torch.stack(each), y, rtol=0, atol=1e-6)
-    words = tt.carry(nn.Sequential(nn.Embedding(5, 4), nn.GRU(4, 6)))
-    tokens = np.array([[1, 2], [3, 4]], dtype=np.int32)
-    assert tt.Predictor(words, lanes=2)(tokens).shape == (2, 2, 6)
-    outputs, _ = tt.predict(net, x[:, 0].numpy())
-    torch.testing.assert_close(outputs, tt.predict(net, x[:, 0])[0], rtol=0, atol=0)
-
-
-def test_a_single_lane_may_come_without_its_dimension() -> None:
-    net, x = streamed(1)
-    y = tt.Predictor(net)(x)
-    assert torch.equal(tt.Predictor(net)(x[:, 0]), y[:, 0])
-    torch.testing.assert_close(tt.Predictor(net).step(x[0, 0]), y[0, 0], rtol=0, atol=1e-6)
-
-
 def test_another_number_of_lanes_names_the_argument() -> None:
     net, x = streamed()
     with pytest.raises(DataError, match=r"have 3 lanes, the predictor has 1: .*lanes=3\)"):
@@ -710,23 +431,157 @@ def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
     predictor(x)
 
 
-def test_a_missing_input_names_the_column_of_its_file(tmp_path: Path) -> None:
-    net, _ = streamed()
-    rows = [["t", "ecg", "spo2", "bp"], *([f"{i}", "1", "2", "3"] for i in range(1300))]
-    rows[1205][1] = ""
-    path = tmp_path / "r.csv"
-    path.write_text("\n".join(map(",".join, rows)), encoding="utf-8")
-    with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
-        tt.predict(net, path, dtype=torch.float32)
-    with pytest.raises(DataError, match=r"row 1204, column 'ecg'"):
-        list(tt.Stream(tt.windows({"inputs": path}, 100), lanes=1, chunk=50))
-    outputs, _ = tt.predict(net, path, dtype=torch.float32, on_nan="hold", chunk=100)
-    assert outputs.isnan().any(1).nonzero().flatten().tolist() == [1204]
+class Explicit(nn.Module):
+    """Batch first, two layers, functions around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Linear(3, 4)
+        self.layer = tt.nn.LSTM(4, 8, 2, batch_first=True)
+        self.readout = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        y, state = self.layer(torch.tanh(self.front(x)), state)
+        return self.readout(y).softmax(-1), state
 
 
-def test_a_recording_in_double_precision_is_computed_in_that_of_the_weights() -> None:
-    net = tt.carry(nn.GRU(2, 3))
-    inputs = np.random.default_rng(0).normal(size=(50, 2))
-    outputs, _ = tt.predict(net, inputs, chunk=20)
-    single, _ = tt.predict(net, inputs.astype(np.float32), chunk=20)
-    assert torch.equal(outputs, single)
+class Internal(nn.Module):
+    """The state stays in the layer, and dropout has a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.readout = tt.nn.GRU(3, 8), nn.Linear(8, 2)
+        self.dropout, self.loud = nn.Dropout(0.5), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.readout(self.dropout(self.layer(x)[0]))
+        return torch.tanh(y) if self.loud else y
+
+
+NETS: dict[str, Callable[[], nn.Module]] = {
+    "lstm": lambda: nn.Sequential(tt.nn.LSTM(3, 8), nn.Linear(8, 2)),
+    "explicit": Explicit,
+    "internal": Internal,
+    "torch.nn": lambda: nn.Sequential(nn.LSTM(3, 8), nn.Linear(8, 2)),
+    "cell": lambda: nn.GRUCell(3, 8),
+}
+
+
+def make(name: str) -> Carried:
+    torch.manual_seed(0)
+    return tt.carry(NETS[name]())
+
+
+class Pair:
+    """Two predictors of a net, one for steps and one for calls."""
+
+    def __init__(self, net: Carried, lanes: int = 2, **options: Any) -> None:
+        self.step = tt.Predictor(net, lanes, **options)
+        self.call = tt.Predictor(net, lanes, **options)
+
+    def agrees(self, rows: Any) -> bool:
+        """Whether both give the same bits, and end in the same state."""
+        same = [
+            torch.equal(self.step.step(row).nan_to_num(7), self.call(row[None])[0].nan_to_num(7))
+            for row in rows
+        ]
+        states = (tt.state.tensors(predictor.state) for predictor in (self.step, self.call))
+        return all(same) and all(map(torch.equal, *states))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("lanes", [1, 3, 9])
+@pytest.mark.parametrize("name", NETS)
+def test_steps_give_the_bits_of_calls(name: str, lanes: int, training: bool) -> None:
+    pair = Pair(make(name).train(training), lanes)
+    assert pair.agrees(torch.randn(12, lanes, 3))
+    assert all(module.training is training for module in pair.step.net.modules())
+
+
+def test_rows_of_a_memory_map_and_lists_are_steps_as_well(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(6, 2, 3))
+    np.save(tmp_path / "rows.npy", rows)
+    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    pair = Pair(make("lstm"))
+    for row in (*mapped, *rows.tolist()):
+        assert torch.equal(pair.step.step(row), pair.call(np.array(row)[None])[0])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_goes_on_by_itself(duplicate: Callable[[Any], tt.Predictor]) -> None:
+    pair, rows = Pair(make("lstm")), torch.randn(9, 2, 3)
+    assert pair.agrees(rows[:3])
+    pair.call = duplicate(pair.step)
+    assert pair.agrees(rows[3:])
+
+
+@pytest.mark.parametrize("row", [torch.zeros(3, 3), torch.zeros(2, 4), torch.zeros(2, 3).int()])
+def test_rows_that_do_not_fit_raise_as_in_calls(row: Tensor) -> None:
+    pair = Pair(make("lstm"))
+    assert pair.agrees(torch.randn(3, 2, 3))
+    messages: list[str] = []
+    for call in (lambda: pair.step.step(row), lambda: pair.call(row[None])):
+        with pytest.raises((DataError, ValueError, RuntimeError)) as error:
+            call()
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+    assert pair.agrees(torch.randn(3, 2, 3))
+
+
+def test_one_dimension_of_features_is_refused_with_the_line_to_write() -> None:
+    net, signal = tt.carry(nn.GRU(1, 4)), torch.randn(30)
+    for wrong in (signal, signal.numpy(), torch.tensor(0.5)):
+        with pytest.raises(DataError, match=r"inputs\[:, None\] for .*predictor\.step\(inputs\)"):
+            tt.Predictor(net)(wrong)
+    assert tt.Predictor(net)(signal[:, None]).shape == (30, 4)
+    assert tt.Predictor(net).step(signal[0]).shape == (4,)
+
+
+class Between(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.recurrent = nn.Linear(1, 4), nn.GRU(4, 4)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.recurrent(self.before(x), h)
+
+
+@pytest.mark.parametrize("module", [lambda: nn.LSTM(1, 4), Between])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_inputs_of_another_width_or_type_are_named_with_what_the_net_expects(
+    module: Callable[[], nn.Module], prepared: bool
+) -> None:
+    net = tt.carry(module())
+    predictor = tt.Predictor(net)
+    if prepared:
+        predictor.step(np.zeros(1))
+    said = "the inputs have 2 features in each step, the net expects 1"
+    for call in (
+        lambda: predictor.step(np.zeros(2)),
+        lambda: predictor(np.zeros((5, 2))),
+        lambda: tt.predict(net, np.zeros((5, 2), np.float32)),
+    ):
+        with pytest.raises(DataError, match=said):
+            call()
+    for shape in ((1,), (2,)):
+        with pytest.raises(DataError, match=r"whole numbers \(torch.int64\).*astype"):
+            predictor.step(np.zeros(shape, int))
+    assert predictor.step(np.zeros(1)).shape == (4,)
+
+
+def test_a_net_of_text_takes_tokens_and_says_so() -> None:
+    embed = nn.Sequential(nn.Embedding(256, 4), nn.LSTM(4, 4), nn.Linear(4, 256))
+    predictor = tt.Predictor(tt.carry(embed))
+    for token in (7, [7], torch.tensor(7), torch.tensor([7]), np.array([7], dtype=np.uint8)):
+        assert predictor.step(token).shape == (1, 256)  # pyright: ignore[reportArgumentType]
+    assert predictor(torch.tensor(list(b"text"))).shape == (4, 256)
+    for wrong, said in (
+        ("a", r"the inputs are 'a', expected numbers: .* such as list\(b'text'\)"),
+        (torch.tensor([7.0]), r"takes whole numbers, not torch.float32: write inputs.long\(\)"),
+        (torch.tensor([256]), "they hold the tokens 256 to 256, the embedding has 0 to 255"),
+        (torch.tensor([[7]]), r"of shape \(T, B\), those of a single step \(B,\)"),
+    ):
+        for _ in range(2):
+            with pytest.raises(tt.errors.DataError, match=said):
+                predictor.step(wrong)  # pyright: ignore[reportArgumentType]
+            predictor.step(torch.tensor([7]))

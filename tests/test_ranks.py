@@ -15,7 +15,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from examples.policies.rtrl import RTRL
 from torch import Tensor, distributed, nn
 
 import throughtime as tt
@@ -177,24 +176,15 @@ SEGMENT = tt.Exact(cut_every=20, chunk=7)
 CASES: dict[str, Case] = {
     "stride": Case(lambda: tt.Truncated(7)),
     "horizon": Case(lambda: tt.Truncated(7, 15)),
-    "refreshed": Case(lambda: tt.Truncated(7, 15, burn_in=5)),
-    "jitter": Case(lambda: tt.Truncated(9, jitter=True)),
     "warm-up": Case(lambda: tt.Truncated(6), options={"warm_up": 9}),
     "exact": Case(lambda: tt.Exact(chunk=11), epochs=3),
-    "segment": Case(lambda: SEGMENT),
     "randomized": Case(lambda: tt.Randomized(20)),
     "adaptive": Case(lambda: tt.Adaptive(0.2, 10, 40, every=2)),
-    "rtrl": Case(lambda: RTRL(10)),
     "gaps-stride": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS)),
     "gaps-horizon": Case(lambda: tt.Truncated(5, 12), lambda: with_gaps(LENGTHS), {"warm_up": 2}),
-    "gaps-segment": Case(lambda: SEGMENT, lambda: with_gaps(LENGTHS)),
     "gaps-randomized": Case(lambda: tt.Randomized(8), lambda: with_gaps(LENGTHS)),
-    "gaps-online": Case(lambda: RTRL(6), lambda: with_gaps(LENGTHS)),
     "classes": Case(lambda: tt.Truncated(7), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
-    "classes-segment": Case(lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
-    "classes-online": Case(lambda: RTRL(6), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "unequal": Case(lambda: tt.Truncated(7, 15), lambda: recordings(UNEQUAL, outputs=1)),
-    "unequal-exact": Case(lambda: tt.Exact(chunk=50), lambda: recordings(UNEQUAL, outputs=1)),
     "handed-on": Case(
         lambda: tt.Truncated(7), lambda: recordings([123], outputs=1), {"hand_off": True}, epochs=4
     ),
@@ -205,19 +195,14 @@ CASES: dict[str, Case] = {
         epochs=3,
     ),
     "offset": Case(lambda: tt.Truncated(7), options={"offset": 15}),
-    "skipped": Case(lambda: tt.Truncated(7), skip=2),
     "skipped-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), skip=3),
     "accumulated": Case(lambda: tt.Truncated(7, 15), accumulate=3),
-    "accumulated-gaps": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS), accumulate=2),
     "accumulated-classes": Case(
         lambda: SEGMENT, lambda: classes(LENGTHS), loss_fn=weighted, outputs=3, accumulate=2
     ),
-    "sums": Case(lambda: tt.Truncated(7, 15), loss_fn=over_steps),
     "sums-segment": Case(lambda: SEGMENT, loss_fn=over_steps, accumulate=2),
     "sums-randomized": Case(lambda: tt.Randomized(20), loss_fn=over_steps),
-    "by recording": Case(lambda: tt.Truncated(12, 20), loss_fn=over_recordings),
     "by recording-segment": Case(lambda: SEGMENT, loss_fn=over_recordings),
-    "by window": Case(lambda: tt.Truncated(9), loss_fn=over_windows),
     "by window-exact": Case(lambda: tt.Exact(chunk=11), loss_fn=over_windows),
     "read-ahead": Case(lambda: tt.Truncated(7), options={"workers": "thread"}),
 }

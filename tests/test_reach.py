@@ -4,10 +4,8 @@ Shapes: `T` steps, `B` lanes, `H` numbers in the state.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -24,7 +22,6 @@ from strategies import (
     HIDDEN,
     HidesLayer,
     Row,
-    TensorState,
     inputs,
     lawless,
     named,
@@ -32,14 +29,12 @@ from strategies import (
     seeds,
     some_nets,
     start,
-    weights,
 )
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
-from throughtime.diagnose._slice import CreditGate, StreamSlice
+from throughtime.diagnose._slice import StreamSlice
 from throughtime.diagnose.reach import Reach
 from throughtime.errors import ConfigError, DataError, ModelError
-from throughtime.gradient.segment import Segment
 from throughtime.state import State
 
 reach: Any = import_module("throughtime.diagnose.reach")  # not the function of this name
@@ -200,78 +195,6 @@ def test_norms_are_those_of_one_backward_pass_per_loss(
     assert result.loss == pytest.approx(expected.loss, rel=CLOSE)
 
 
-@pytest.mark.parametrize("piece", [1, 7])
-def test_leaf_that_keeps_an_input_has_its_credit_too(piece: int) -> None:
-    """A delay of one step: the state depends on no weight and no earlier state, the loss on it."""
-    net, source = named("dict-state").net(), stream_of([40])
-    with pytest.MonkeyPatch.context() as patch:
-        chosen = record_anchors(patch)
-        result = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=3, chunk=piece)
-    expected = brute(net, source.read(0, source.steps), chosen)
-    assert expected.leaves[1][1] > 0.01
-    assert result.by_leaf["last"] == pytest.approx(
-        [expected.leaves[1][lag] for lag in result.lags], rel=CLOSE
-    )
-    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
-
-
-Change = Callable[[pytest.MonkeyPatch], None]
-
-
-def forgets_between_pieces(patch: pytest.MonkeyPatch) -> None:
-    right = Segment.backward
-
-    def backward(ctx: Any, *credit: Tensor | None) -> Any:
-        return right(ctx, credit[0], *[None] * (len(credit) - 1))
-
-    patch.setattr(Segment, "backward", staticmethod(backward))
-
-
-def gates_that_cut(patch: pytest.MonkeyPatch) -> None:
-    right = CreditGate.backward
-
-    def backward(ctx: Any, *credit: Tensor | None) -> Any:
-        return (None,) * len(right(ctx, *credit))
-
-    patch.setattr(CreditGate, "backward", staticmethod(backward))
-
-
-def looks_across_resets(patch: pytest.MonkeyPatch) -> None:
-    right = reach._draw
-
-    def draw(*args: Any) -> Tensor:
-        lanes, steps, _ = right(*args)
-        return torch.stack([lanes, steps, steps + 1])
-
-    patch.setattr(reach, "_draw", draw)
-
-
-def targets_of_the_first_lane(patch: pytest.MonkeyPatch) -> None:
-    right = Chunk.lane
-    patch.setattr(Chunk, "lane", lambda chunk, _: right(chunk, 0))
-
-
-MUTANTS: dict[str, Change] = {
-    "targets of another lane": targets_of_the_first_lane,
-    "credit forgotten between pieces": forgets_between_pieces,
-    "gates that cut": gates_that_cut,
-    "means over anchors without that past": looks_across_resets,
-}
-
-
-@pytest.mark.parametrize("change", list(MUTANTS.values()), ids=list(MUTANTS))
-def test_mutant_does_not_agree(change: Change, monkeypatch: pytest.MonkeyPatch) -> None:
-    net, source = named("lstm").net(), stream_of([19, 8, 14], 2, outputs=HIDDEN)
-    chosen = record_anchors(monkeypatch)
-    right = tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5)
-    expected = brute(net, source.read(0, source.steps), chosen)
-    assert right.norms == pytest.approx([expected.norms[lag] for lag in right.lags], rel=CLOSE)
-    change(monkeypatch)
-    assert tt.reach(net, source, nn.MSELoss(), anchors=6, chunk=5).norms != pytest.approx(
-        right.norms, rel=1e-3
-    )
-
-
 def linear(rate: float) -> Carried:
     """`h' = rate * h Q + x W`: credit falls by exactly `rate` in every step."""
     net = named("tensor-state").net()
@@ -296,17 +219,6 @@ def test_linear_recurrence_falls_by_its_rate_and_no_other(rate: float, lanes: in
     }
 
 
-def test_long_lags_underflow_to_zero() -> None:
-    """0.5^600 is none in float32; what is above it keeps its digits."""
-    net = tt.carry(TensorState().float())
-    nn.init.orthogonal_(net.module.get_parameter("turn"), gain=0.5)
-    source = tt.Stream(recordings([900, 900]), 2, 16, dtype=torch.float32)
-    result = tt.reach(net, source, nn.MSELoss(), max_lag=600, anchors=2)
-    ratios = [b / a for a, b in itertools.pairwise(result.norms[:90])]
-    assert ratios == pytest.approx([0.5] * 89, rel=1e-4)
-    assert result.norms[-1] == 0
-
-
 def test_credit_does_not_cross_a_reset_and_seen_counts_who_has_a_past() -> None:
     """Recordings of 10 and 4 steps in turn: no loss has more than 9 earlier states of its own."""
     net = linear(1.0)
@@ -325,18 +237,6 @@ def test_losses_without_a_past_are_refused(lengths: list[int], lanes: int) -> No
     """Recordings of a single step each."""
     with pytest.raises(DataError, match="none of the losses drawn has a past"):
         tt.reach(linear(1.0), stream_of(lengths, lanes), nn.MSELoss(), max_lag=5, anchors=6)
-
-
-def test_leaves_are_named_and_apart() -> None:
-    result = tt.reach(
-        named("lstm").net(), stream_of([60], outputs=HIDDEN), nn.MSELoss(), max_lag=20, anchors=3
-    )
-    assert list(result.by_leaf) == ["h", "c"]
-    assert result.by_leaf["c"][-1] > 3 * result.by_leaf["h"][-1]  # the cell remembers
-    hypots = [math.hypot(h, c) for h, c in zip(*result.by_leaf.values(), strict=True)]
-    assert all(
-        a <= b + 1e-12 for a, b in zip(hypots, result.norms, strict=True)
-    )  # a mean of norms is no less than the norm of means
 
 
 class Delay(nn.Module):
@@ -382,27 +282,6 @@ def test_memory_is_used_where_a_delay_needs_it(delay: int) -> None:
     assert "plateau" in result.warning()
 
 
-class Ignores(TensorState):
-    """Carries a state and never looks at it."""
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.read(x @ self.into), self.zeros(x) if state is None else state * 1.0
-
-
-def test_memory_is_not_used_by_a_net_that_ignores_its_state() -> None:
-    result = tt.reach(
-        lawless(tt.carry(Ignores().double()), inputs(3, 2)),
-        stream_of([200]),
-        nn.MSELoss(),
-        max_lag=20,
-        anchors=30,
-    )
-    assert not result.memory_used
-    assert set(result.norms) == {0.0}
-    assert "the net has not learned to use it" in result.warning()
-    assert result.contexts == pytest.approx(dict.fromkeys(result.contexts, result.loss), rel=1e-9)
-
-
 def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -> None:
     net, source = named("hides-layer").net(), stream_of([120, 101], 2)
     with pytest.MonkeyPatch.context() as patch:
@@ -422,116 +301,6 @@ def test_contexts_start_from_the_initial_state_so_many_steps_before_the_loss() -
             losses.append(nn.functional.mse_loss(y[-1, 0], whole.targets[step, lane]).item())
         assert loss == pytest.approx(sum(losses) / len(losses), rel=CLOSE)
     assert list(result.contexts) == [1, 2, 4, 8, 16]
-
-
-@examples(8)
-@given(steps=st.sampled_from([None, 20, 1000]), seed=seeds)
-@some_nets("hides-layer")
-def test_reach_is_that_of_the_first_steps_of_an_epoch(
-    row: Row, steps: int | None, seed: int
-) -> None:
-    net, source = row.net(), stream_of([70, 59], 2)
-    source.take(11)
-    with pytest.MonkeyPatch.context() as patch:
-        chosen = record_anchors(patch)
-        result = tt.reach(net, source, nn.MSELoss(), max_lag=12, anchors=6, steps=steps, seed=seed)
-    assert all(anchor.step < min(steps or 1000, source.steps) for anchor in chosen)
-    expected = brute(net, source.read(0, source.steps), chosen)
-    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
-    assert result.loss == pytest.approx(expected.loss, rel=CLOSE)
-
-
-def test_anchors_are_spread_over_the_stretch_and_drawn_by_the_seed() -> None:
-    net, source = named("hides-layer").net(), stream_of([1000, 1000], 2)
-    chosen: dict[int, list[Anchor]] = {}
-    for seed in (0, 1):
-        with pytest.MonkeyPatch.context() as patch:
-            chosen[seed] = record_anchors(patch)
-            tt.reach(net, source, nn.MSELoss(), max_lag=40, anchors=20, seed=seed)
-    steps = sorted({anchor.step for anchor in chosen[0]})
-    assert len(chosen[0]) == 20
-    assert steps[0] < 60
-    assert steps[-1] > 940
-    assert max(b - a for a, b in itertools.pairwise(steps)) < 200
-    assert chosen[0] != chosen[1]
-
-
-class Noisy(HidesLayer):
-    def __init__(self) -> None:
-        super().__init__(dropout=0.3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.get_buffer("calls").add_(1)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_nothing_is_moved_or_changed(training: bool) -> None:
-    net, source = (
-        lawless(tt.carry(Noisy().double()).train(training), inputs(3, 2)),
-        stream_of([60, 50], 2),
-    )
-    for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
-        if update.chunk.position[0, 0] == 10:
-            break
-    kept = [
-        (weight.grad, weight.grad.clone()) for weight in net.parameters() if weight.grad is not None
-    ]
-    before = (
-        weights(net),
-        {n: b.clone() for n, b in net.named_buffers()},
-        torch.get_rng_state(),
-        source.state_dict(),
-        source._generation,
-    )
-    first = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6)
-    assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
-    assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
-    assert torch.equal(torch.get_rng_state(), before[2])
-    assert (source.state_dict(), source._generation) == before[3:]
-    assert all(module.training == training for module in net.modules())
-    assert len(kept) == len(list(net.parameters()))
-    for weight, (held, values) in zip(net.parameters(), kept, strict=True):
-        assert weight.grad is held
-        assert torch.equal(held, values)
-    assert tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6) == first
-
-
-def test_frozen_net_has_a_reach_too() -> None:
-    """Credit is of the state; no parameter is asked."""
-    free, frozen = named("hides-layer").net(), named("hides-layer").net().requires_grad_(False)
-    source = stream_of([60, 50], 2)
-    result = tt.reach(frozen, source, nn.MSELoss(), max_lag=10, anchors=6)
-    assert result.norms == pytest.approx(
-        tt.reach(free, source, nn.MSELoss(), max_lag=10, anchors=6).norms, rel=CLOSE
-    )
-
-
-def test_figures_are_plain_numbers_for_any_logger() -> None:
-    result = tt.reach(linear(0.9), stream_of([130]), nn.MSELoss(), max_lag=40, anchors=3)
-    again = json.loads(json.dumps(asdict(result), allow_nan=False))
-    assert again["norms"] == list(result.norms)
-    assert again["lags"] == list(result.lags)
-    assert again["shares"]["0.9"] == result.shares[0.9]
-    assert again["by_leaf"].keys() == result.by_leaf.keys()
-
-
-def test_figures_of_a_net_without_credit_are_plain_numbers() -> None:
-    class Cut(Ignores):
-        def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-            y, h = super().forward(x, state)
-            return y, torch.zeros_like(h)
-
-    result = tt.reach(
-        lawless(tt.carry(Cut().double()), inputs(3, 2)),
-        stream_of([60]),
-        nn.MSELoss(),
-        max_lag=10,
-        anchors=3,
-    )
-    assert set(result.norms) == {0.0}
-    json.dumps(asdict(result), allow_nan=False)
 
 
 def test_table_and_warning_say_what_was_found() -> None:
@@ -656,26 +425,6 @@ def test_an_additive_loss_over_sequences_is_that_of_its_steps(
     assert ours.loss == pytest.approx(theirs.loss, rel=CLOSE)
 
 
-def test_an_additive_loss_gets_the_series_and_the_ends_of_its_step() -> None:
-    """Against one backward pass for each loss, weighted by a series."""
-    net = named("lstm").net()
-    lengths, gain = [25, 17, 31], torch.linspace(0.5, 2, 40, dtype=torch.float64)
-    parts = [{**r, "gain": gain[: len(r["inputs"])]} for r in recordings(lengths, outputs=HIDDEN)]
-    source = tt.Stream(parts, lanes=2, chunk=16)
-
-    def scaled(outputs: Tensor, chunk: Chunk) -> Tensor:
-        values = own_errors(outputs, chunk) * chunk["gain"] * (1 + chunk.ends.double())
-        return values[chunk.mask].mean()
-
-    with pytest.MonkeyPatch.context() as patch:
-        chosen = record_anchors(patch)
-        loss_fn = tt.SequenceLoss(scaled, additive=True)
-        result = tt.reach(net, source, loss_fn, max_lag=20, anchors=12)
-    expected = brute(net, source.read(0, source.steps), chosen, loss_fn=scaled)
-    assert result.norms == pytest.approx([expected.norms[lag] for lag in result.lags], rel=CLOSE)
-    assert result.loss == pytest.approx(expected.loss, rel=CLOSE)
-
-
 def contrast(outputs: Tensor, _: Chunk) -> Tensor:
     """A sum over steps, but each lane depends on the others."""
     return (outputs - outputs.mean(1, keepdim=True)).square().mean()
@@ -709,19 +458,3 @@ def test_a_loss_that_is_not_that_of_its_steps_is_refused(
     net, source = named("lstm").net(), stream_of([40, 41], 2, outputs=HIDDEN)
     with pytest.raises(kind, match=message):
         tt.reach(net, source, loss_fn, max_lag=10, anchors=6)
-
-
-class Counts(TensorState):
-    """A state with a number of steps, which has no gradient."""
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        h, steps = (None, x.new_zeros(x.shape[1], dtype=torch.long)) if state is None else state
-        y, h = super().forward(x, h)
-        return y, (h, steps + len(x))
-
-
-def test_a_whole_number_in_the_state_has_no_credit() -> None:
-    net, source = lawless(tt.carry(Counts().double()), inputs(3, 2)), stream_of([60, 50], 2)
-    result = tt.reach(net, source, nn.MSELoss(), max_lag=10, anchors=6, chunk=7)
-    assert [any(norms) for norms in result.by_leaf.values()] == [True, False]
-    assert tt.audit(net, source, nn.MSELoss(), (5,), chunk=7).rows[0].bias > 0

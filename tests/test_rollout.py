@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -16,27 +16,12 @@ from torch import Tensor, nn
 import throughtime as tt
 from policy_data import Complex
 from quick import examples
-from rollouts import (
-    EXACT,
-    LOSSES,
-    Loss,
-    deviation,
-    of_all,
-    of_both,
-    of_last,
-    played,
-    random_resets,
-    random_state,
-    rolled,
-    whole,
-)
 from strategies import (
     FEATURES,
     HIDDEN,
     HidesLayer,
     Rotation,
     Row,
-    TensorState,
     Weights,
     apart,
     every_net,
@@ -47,13 +32,100 @@ from strategies import (
     named,
     remembering,
     seeds,
-    some_nets,
     start,
+    states_apart,
+    weights,
 )
-from throughtime.errors import ConfigError, DataError, ModelError
+from throughtime.carry import Carried
+from throughtime.errors import ConfigError, DataError, LawError, ModelError
 from throughtime.gradient import segment
-from throughtime.gradient.segment import Segment
 from throughtime.state import State
+from throughtime.testing.rollout import CAUSES, Play
+
+EXACT = 1e-10
+LaneSlice = Callable[[Tensor, State, Tensor | None], tuple[Tensor, State]]
+Loss = Callable[[Tensor, State], Tensor]
+
+
+def of_all(y: Tensor, _: State) -> Tensor:
+    return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).square().mean()
+
+
+def of_last(y: Tensor, _: State) -> Tensor:
+    return y[-1].square().sum()
+
+
+def of_spectrum(y: Tensor, _: State) -> Tensor:
+    return (
+        torch.fft.rfft(y, dim=0).abs().square()[1 : 1 + len(y) // 3].mean()
+        + y.std(0, correction=0).square().sum()
+    )
+
+
+def of_end(_: Tensor, state: State) -> Tensor:
+    return torch.stack([leaf.square().sum() for leaf in tt.state.tensors(state)]).sum()
+
+
+def of_both(y: Tensor, state: State) -> Tensor:
+    return of_all(y, state) + of_end(y, state) + y.exp().mean() * y.max()
+
+
+LOSSES: list[Loss] = [of_all, of_last, of_spectrum, of_end, of_both]
+
+
+class Played(NamedTuple):
+    """Outputs, state, and gradients to parameters, inputs, and the state that entered."""
+
+    y: Tensor
+    state: State
+    gradients: Weights
+
+
+def played(
+    net: Carried, play: LaneSlice, x: Tensor, state: State, resets: Tensor | None, loss: Loss
+) -> Played:
+    net.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    entering = (
+        None
+        if state is None
+        else tt.state.map_leaves(lambda leaf: leaf.detach().clone().requires_grad_(), state)
+    )
+    y, after = play(x, entering, resets)
+    loss(y, after).backward()
+    found = gradients(net) | {"x": torch.zeros_like(x) if x.grad is None else x.grad}
+    for name, leaf in () if state is None else tt.state.leaves(entering):
+        found[f"state.{name}"] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+    net.zero_grad()
+    return Played(y.detach(), tt.state.detach(after), found)
+
+
+def whole(net: Carried) -> LaneSlice:
+    return lambda x, state, resets: net(x, start(net, x) if state is None else state, resets)
+
+
+def rolled(net: Carried, **options: Any) -> LaneSlice:
+    return lambda x, state, resets: tt.rollout(net, x, state, resets=resets, **options)
+
+
+def deviation(a: Played, b: Played) -> float:
+    return max(
+        (a.y - b.y).abs().max().item(),
+        states_apart(a.state, b.state),
+        apart(a.gradients, b.gradients),
+    )
+
+
+def random_state(net: Carried, x: Tensor, seed: int = 9) -> State:
+    draw = torch.Generator().manual_seed(seed)
+    return tt.state.map_leaves(
+        lambda leaf: torch.randn(leaf.shape, generator=draw, dtype=leaf.dtype) * 0.5,
+        tt.state.detach(start(net, x)),
+    )
+
+
+def random_resets(steps: int, lanes: int, seed: int = 9) -> Tensor:
+    return torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.1
 
 
 @examples(12)
@@ -85,61 +157,6 @@ def test_rollout_is_the_net(
     assert deviation(found, played(net, whole(net), x, state, where, loss)) < EXACT
 
 
-def drops_credit(patch: pytest.MonkeyPatch) -> None:
-    """Segment 1 gets no credit from the state after it."""
-    backward = Segment.backward
-
-    def changed(ctx: Any, outputs: Tensor | None, *credit: Tensor | None) -> Any:
-        return backward(ctx, outputs, *([None] * len(credit) if ctx.index == 1 else credit))
-
-    patch.setattr(Segment, "backward", staticmethod(changed))
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("loss", LOSSES)
-@some_nets("lstm", "namedtuple-state", "learnt-start")
-def test_rollout_that_loses_something_is_not_the_net(
-    row: Row, loss: Loss, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The mutants: no resets, no state, credit lost at a boundary."""
-    net, x = row.net(), inputs(23, 2) * 0.3
-    state, resets = random_state(net, x), torch.zeros(23, 2, dtype=torch.bool)
-    resets[20, 1] = True
-    expected = played(net, whole(net), x, state, resets, loss)
-    play = rolled(net, chunk=7)
-    assert deviation(played(net, play, x, state, resets, loss), expected) < EXACT
-    assert (
-        deviation(
-            played(net, lambda x, state, _: play(x, state, None), x, state, resets, loss), expected
-        )
-        > 1e-6
-    )
-    assert (
-        deviation(
-            played(
-                net,
-                lambda x, state, resets: play(
-                    x, tt.state.map_leaves(lambda s: s * 0, state), resets
-                ),
-                x,
-                state,
-                resets,
-                loss,
-            ),
-            expected,
-        )
-        > 1e-6
-    )
-    drops_credit(monkeypatch)
-    broken = played(net, play, x, state, resets, loss).gradients
-    for part in (
-        "x",
-        next(name for name in broken if name.startswith("module")),
-        next(name for name in broken if name.startswith("state")),
-    ):
-        assert apart({part: broken[part]}, {part: expected.gradients[part]}) > 1e-7
-
-
 def test_module_whose_state_is_not_explicit_is_refused() -> None:
     for module in (nn.LSTM(FEATURES, HIDDEN), named("hides-layer").module()):
         with pytest.raises(
@@ -148,18 +165,6 @@ def test_module_whose_state_is_not_explicit_is_refused() -> None:
         ):
             # what a user may well do
             tt.rollout(module, inputs(5, 2))  # pyright: ignore[reportArgumentType]
-
-
-def test_gradient_is_that_of_finite_differences() -> None:
-    net, x = named("hides-layer").net(), inputs(5, 2).requires_grad_()
-    state = tt.state.map_leaves(lambda leaf: leaf.requires_grad_(), random_state(net, x))
-    leaves = tt.state.tensors(state)
-
-    def play(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        y, after = tt.rollout(net, x, state, chunk=2)
-        return y, *tt.state.tensors(after)
-
-    assert torch.autograd.gradcheck(play, (x, *leaves))
 
 
 def test_automatic_chunk_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,42 +178,6 @@ def test_automatic_chunk_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
         assert deviation(played(net, rolled(net), x, None, None, of_both), expected) < EXACT
         lengths.add(calls[1])  # after the trial
     assert {1, 97} < lengths
-
-
-class Reads(nn.Module):
-    """Tokens in, tokens out; the state counts them as well, in whole numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, FEATURES)
-        self.rotation = TensorState()
-
-    def forward(
-        self, x: Tensor, state: dict[str, Tensor] | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        embedded = self.embedding(x)
-        if state is None:
-            state = {
-                "h": embedded.new_zeros(x.shape[1], HIDDEN),
-                "read": torch.zeros(x.shape[1], dtype=torch.long),
-            }
-        y, h = self.rotation(embedded, state["h"])
-        return y, {"h": h, "read": state["read"] + len(x)}
-
-
-def test_tokens_are_read_and_whole_numbers_carried() -> None:
-    net, tokens = tt.carry(remembering(Reads())), torch.randint(0, 11, (23, 2))
-    expected, end = net(tokens, start(net, tokens))
-    of_last(expected, None).backward()
-    wanted = gradients(net)
-    net.zero_grad()
-    y, state = tt.rollout(net, tokens, chunk=4)
-    of_last(y, None).backward()
-    assert (y - expected).abs().max() < EXACT
-    assert apart(gradients(net), wanted) < EXACT
-    assert wanted["module.embedding.weight"].abs().max() > 1e-6
-    assert state["read"].tolist() == [23, 23] == end["read"].tolist()
-    assert not state["read"].requires_grad
 
 
 def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
@@ -233,55 +202,6 @@ def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
     )
     torch.manual_seed(4)  # the mutant: other numbers
     assert deviation(played(net, rolled(net, chunk=4), x, None, None, of_all), expected) > 1e-6
-
-
-def test_buffers_change_once() -> None:
-    class Normalised(HidesLayer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(FEATURES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.norm(x.flatten(0, 1)).view_as(x))
-
-    found = list[Weights]()
-    for roll in (False, True):
-        torch.manual_seed(5)
-        x = inputs(24, 2)
-        net = lawless(tt.carry(remembering(Normalised())), x)
-        y, state = tt.rollout(net, x, chunk=6) if roll else in_chunks(net, x, [6] * 3)
-        of_all(y, state).backward()
-        found.append(gradients(net) | {name: b.clone().double() for name, b in net.named_buffers()})
-    assert apart(found[1], found[0]) < EXACT
-    assert found[0]["module.norm.num_batches_tracked"] == 4
-
-
-def test_autocast_is_that_of_the_net_in_chunks() -> None:
-    found = list[Weights]()
-    for roll in (False, True):
-        net, x = (
-            tt.carry(named("hides-layer").module().float()),
-            inputs(24, 2).float().requires_grad_(),
-        )
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            if roll:
-                y, state = tt.rollout(net, x, chunk=6)
-            else:
-                parts, state = list[Tensor](), start(net, x)
-                for part in x.split(6):
-                    torch.clear_autocast_cache()
-                    y, state = net(part, state)
-                    parts.append(y)
-                y = torch.cat(parts)
-            loss = of_all(y.float(), state)
-        assert y.dtype == torch.bfloat16
-        assert {leaf.dtype for leaf in tt.state.tensors(state)} == {torch.float32}
-        loss.backward()  # outside autocast: the rollout goes back to its own
-        assert x.grad is not None
-        assert x.grad.dtype == torch.float32
-        found.append(gradients(net) | {"x": x.grad})
-    assert apart(found[1], found[0]) < 1e-7
-    assert found[0]["module.lstm.weight_hh_l0"].abs().max() > 1e-4
 
 
 class Restless(Rotation):
@@ -340,3 +260,246 @@ def test_what_cannot_be_rolled_out_is_refused(
 ) -> None:
     with pytest.raises(error, match=reason):
         tt.rollout(named("hides-layer").net(), x, **options)
+
+
+def test_rollout_is_part_of_a_larger_graph() -> None:
+    """An encoder before, another net after, a state computed before and used by another rollout."""
+    first, second = named("hides-layer").net(), named("tensor-state").net()
+    found = list[Weights]()
+    for play_first, play_second in (
+        (whole(first), whole(second)),
+        (rolled(first, chunk=3), rolled(second, chunk=4)),
+    ):
+        torch.manual_seed(1)
+        encoder, starter, link = (
+            nn.Linear(FEATURES, FEATURES).double(),
+            nn.Linear(2, HIDDEN).double(),
+            nn.Linear(2, FEATURES).double(),
+        )
+        x, z = encoder(inputs(30, 2)), starter(torch.ones(2, 2, dtype=torch.float64))
+        y, state = play_first(x, None, None)
+        more, end = play_second(link(y).tanh(), z, None)
+        again, _ = play_first(x.flip(0), state, None)  # the same net once more, from where it was
+        (more.square().mean() + again.square().mean() + y[3:5].sum() * end.sum()).backward()
+        parts = {
+            "first": first,
+            "second": second,
+            "encoder": encoder,
+            "starter": starter,
+            "link": link,
+        }
+        found.append(
+            {
+                f"{name}.{key}": g
+                for name, part in parts.items()
+                for key, g in gradients(part).items()
+            }
+        )
+        first.zero_grad()
+        second.zero_grad()
+    assert apart(found[1], found[0]) < EXACT
+    assert all(g.abs().max() > 1e-9 for g in found[0].values())
+
+
+def test_without_gradients_there_is_no_graph() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    expected, end = net(x, start(net, x))
+    for mode in (torch.no_grad, torch.inference_mode):
+        for chunk in (4, None):
+            with mode():
+                y, state = tt.rollout(net, x, chunk=chunk)
+            assert not y.requires_grad
+            assert (y - expected).abs().max() < EXACT
+            assert states_apart(state, end) < EXACT
+
+
+def test_second_derivatives_are_refused() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
+    y, state = tt.rollout(net, x, chunk=4)
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"a second derivative \(create_graph=True\).*call the net itself, net\(x, state,"
+            r" resets\)"
+        ),
+    ):
+        torch.autograd.grad(of_all(y, state), [x], create_graph=True)
+
+
+def test_weights_changed_before_the_backward_pass_are_refused() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    first, second = tt.rollout(net, x, chunk=4), tt.rollout(net, x, chunk=4)
+    of_all(*first).backward()
+    kept = gradients(net)
+    optimizer.step()
+    with pytest.raises(
+        ModelError,
+        match=r"weights were changed in place \(optimizer\.step\(\)\?\).*call backward first",
+    ):
+        of_all(*second).backward()
+    assert apart(gradients(net), kept) == 0
+    of_all(*tt.rollout(net, x, chunk=4)).backward()
+
+
+def test_inputs_changed_before_the_backward_pass_are_refused() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    y, state = tt.rollout(net, x, chunk=4)
+    x += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        of_all(y, state).backward()
+
+
+def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
+    net, x = named("hides-layer").net(), inputs(23, 2)
+    expected = played(net, whole(net), x, None, None, of_all).gradients
+    calls = list[tuple[str, Tensor]]()
+    for name, p in net.named_parameters():
+        p.register_hook(lambda gradient, name=name: calls.append((name, gradient)))
+    of_all(*tt.rollout(net, x, chunk=4)).backward()
+    assert len(calls) == len(weights(net))
+    assert apart(dict(calls), {name: g for name, g in expected.items() if name != "x"}) < EXACT
+
+
+STEPS, LANES = 12, 3
+
+
+def rollout() -> tuple[Tensor, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(0)
+    inputs = torch.randn(STEPS, LANES, 3, generator=draws, dtype=torch.float64)
+    starts = torch.zeros(STEPS, LANES, dtype=torch.bool)
+    starts[0] = starts[5, 1] = starts[8, 0] = starts[9, 1] = True
+    return inputs, starts, torch.zeros(1, LANES, 4, dtype=torch.float64)
+
+
+def gru() -> nn.GRU:
+    torch.manual_seed(1)
+    return tt.nn.GRU(3, 4).double()
+
+
+def by_steps(layer: nn.GRU, reset: Callable[[Tensor, Tensor, int], Tensor]) -> Play:
+    """An agent's own loop over `done`."""
+
+    def play(x: Tensor, h: Any, starts: Tensor) -> tuple[Tensor, Tensor]:
+        outputs: list[Tensor] = []
+        for t in range(len(x)):
+            h = reset(h, starts, t)
+            y, h = layer(x[t : t + 1], h)
+            outputs.append(y)
+        return torch.cat(outputs), h
+
+    return play
+
+
+def sound(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return h * ~starts[t, :, None]
+
+
+def late(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return h if t == 0 else h * ~starts[t - 1, :, None]
+
+
+def never(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    del starts, t
+    return h
+
+
+def wrong_lane(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return h * ~starts[t].roll(1)[:, None]
+
+
+def shuffled(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    return (h * ~starts[t, :, None]).roll(1, dims=1)
+
+
+def leaky(h: Tensor, starts: Tensor, t: int) -> Tensor:
+    """The value is reset, and its gradient goes on."""
+    return h - (h * starts[t, :, None]).detach()
+
+
+def check(play: Play, **options: Any) -> set[str]:
+    """The names of the laws that are broken."""
+    try:
+        laws = tt.testing.check_rollout(play, *rollout(), tolerance=1e-9, **options)
+    except LawError as error:
+        return {name for name in CAUSES if f"{name}: " in str(error)}
+    assert [law.name for law in laws] == list(CAUSES)
+    return set()
+
+
+def test_a_layer_with_resets_and_a_sound_loop_obey_the_laws() -> None:
+    layer = gru()
+    loop = by_steps(layer, sound)
+    assert check(layer) == set()
+    assert check(loop) == set()
+    assert check(layer, act=loop) == set()
+
+
+@pytest.mark.parametrize(
+    ("reset", "broken"),
+    [
+        (late, {"starts"}),
+        (never, {"starts"}),
+        (wrong_lane, {"starts"}),
+        (shuffled, {"environments"}),
+        (leaky, {"gradients"}),
+    ],
+)
+def test_each_fault_of_training_breaks_its_law(
+    reset: Callable[[Tensor, Tensor, int], Tensor], broken: set[str]
+) -> None:
+    assert broken <= check(by_steps(gru(), reset))
+
+
+@pytest.mark.parametrize("reset", [late, never, wrong_lane, shuffled])
+def test_each_fault_of_acting_alone_is_a_difference_from_training(
+    reset: Callable[[Tensor, Tensor, int], Tensor],
+) -> None:
+    layer = gru()
+    assert "acting" in check(layer, act=one_step(layer, reset))
+
+
+def one_step(layer: nn.GRU, reset: Callable[[Tensor, Tensor, int], Tensor]) -> Play:
+    """Steps that remember the starts of the step before, for a reset that is late."""
+    before: list[Tensor] = []
+
+    def play(x: Tensor, h: Any, starts: Tensor) -> tuple[Tensor, Tensor]:
+        known = torch.cat([*before[-1:], starts])
+        before.append(starts)
+        return layer(x, reset(h, known, len(known) - 1))
+
+    return play
+
+
+def test_the_state_of_the_end_of_an_episode_is_not_stored_for_its_start() -> None:
+    """Training that begins each minibatch from the state after its first step, as loops have it."""
+    layer = gru()
+
+    def play(x: Tensor, h: Any, starts: Tensor) -> tuple[Tensor, Tensor]:
+        stale = layer(x[:1], h, starts[:1])[1] if len(x) > 1 else h
+        return layer(x, stale, starts & (torch.arange(len(x)) > 0)[:, None])
+
+    assert "acting" in check(play)
+
+
+def test_outputs_may_be_several_and_acting_may_have_no_graph() -> None:
+    layer, head = gru(), nn.Linear(4, 2).double()
+
+    def actor_critic(x: Tensor, h: Any, starts: Tensor) -> tuple[Any, Any]:
+        y, h = layer(x, h, starts)
+        return (head(y), y.sum(dim=2)), h
+
+    assert check(actor_critic) == set()
+    assert check(actor_critic, act=torch.no_grad()(actor_critic)) == set()
+
+
+def test_a_rollout_that_shows_nothing_is_refused() -> None:
+    inputs, starts, state = rollout()
+    for refused in (
+        (inputs, torch.zeros_like(starts), state),
+        (inputs[:, :1], starts[:, :1], state[:, :1]),
+    ):
+        with pytest.raises(DataError, match="give a rollout of two"):
+            tt.testing.check_rollout(gru(), *refused)
+    with pytest.raises(DataError, match="nothing is checked"):
+        tt.testing.check_rollout(lambda x, h, _: (x, h), inputs, starts, state)

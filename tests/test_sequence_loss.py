@@ -5,7 +5,6 @@ calls the loss once for all of a window, or once for each run of a recording.
 """
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import pytest
@@ -256,31 +255,6 @@ def test_updates_are_those_of_autograd(name: str, outputs: int, policy: Any) -> 
     same(ours, by_hand(net, stream_of(), loss, policy))
 
 
-@POLICIES
-@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
-def test_a_learned_start_gets_its_gradient(name: str, policy: Any) -> None:
-    net, loss = net_of(learned=True), LOSSES[name]
-    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
-    ours = answers_of(net, stream_of(0), loss_fn, policy)
-    same(ours, by_hand(net, stream_of(0), loss, policy))
-
-
-@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Truncated(4, 11), tt.Exact(cut_every=7)])
-@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
-def test_accumulated_updates_are_weighted_by_what_the_loss_returns(name: str, policy: Any) -> None:
-    net, loss = net_of(2), LOSSES[name]
-    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
-    single = by_hand(net, stream_of(0), loss, policy)
-    pooled: list[Answer] = []
-    for at in range(0, len(single), 3):
-        group = single[at : at + 3]
-        weight = sum(a.weight for a in group)
-        value = sum(a.loss * a.weight for a in group) / weight
-        grads = torch.stack([a.grads * (a.weight / weight) for a in group]).sum(0)
-        pooled.append(Answer(value, weight, grads))
-    same(answers_of(net, stream_of(0), loss_fn, policy, accumulate=3), pooled)
-
-
 class Learned(nn.Module):
     """A loss with parameters: its scale, and a layer on top of the outputs."""
 
@@ -304,70 +278,6 @@ def test_parameters_of_the_loss_get_gradients(*, additive: bool, policy: Any) ->
     loss = Loss(loss_fn.fn, "window", additive)
     ours = answers_of(net, stream_of(), loss_fn, policy)
     same(ours, by_hand(net, stream_of(), loss, policy, list(loss_fn.parameters())))
-
-
-class Dropped(nn.Module):
-    """A loss with dropout; keeps the masks that it drew."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def forward(self, outputs: Tensor, chunk: Any) -> Tensor:
-        self.kept.append(functional.dropout(torch.ones_like(outputs.detach()), 0.5))
-        return ((outputs - chunk.targets) * self.kept[-1])[chunk.mask].square().mean()
-
-
-@pytest.mark.parametrize("policy", [tt.Exact(), tt.Exact(chunk=3)], ids=["exact", "by 3"])
-def test_dropout_in_a_loss_has_the_gradient_of_the_mask_of_its_value(policy: Any) -> None:
-    net, dropped = net_of(), Dropped()
-    ours = answers_of(net, stream_of(), tt.SequenceLoss(dropped), policy)
-    assert all(torch.equal(mask, dropped.kept[0]) for mask in dropped.kept)
-
-    def fixed(outputs: Tensor, chunk: Any) -> Tensor:
-        return ((outputs - chunk.targets) * dropped.kept[0])[chunk.mask].square().mean()
-
-    same(ours, by_hand(net, stream_of(), Loss(fixed, "window", False), policy))
-
-
-@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Exact(chunk=3)], ids=["stride", "by 3"])
-def test_an_additive_loss_may_drop_out(policy: Any) -> None:
-    answers = answers_of(net_of(), stream_of(), tt.SequenceLoss(Dropped(), additive=True), policy)
-    assert all(torch.isfinite(a.grads).all() and a.grads.any() for a in answers)
-
-
-@pytest.mark.parametrize("name", ["window", "additive weights", "recording"])
-@pytest.mark.parametrize(
-    "policy", [tt.Truncated(5), tt.Truncated(4, 11)], ids=["stride", "horizon"]
-)
-def test_a_run_resumes_to_the_bit(name: str, policy: Any) -> None:
-    loss = LOSSES[name]
-    loss_fn = tt.SequenceLoss(loss.fn, over=loss.over, additive=loss.additive)
-
-    def train(updates: Any, optimizer: Any, count: int) -> None:
-        for _ in range(count):
-            next(updates)
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def made(net: Carried) -> Any:
-        stream = stream_of()
-        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-        return stream, optimizer, tt.updates(net, stream, loss_fn, gradient=policy)
-
-    net = net_of(2)
-    _, optimizer, updates = made(net)
-    train(updates, optimizer, 2)
-    saved = deepcopy((net.state_dict(), optimizer.state_dict(), updates.state_dict()))
-    train(updates, optimizer, 2)
-    resumed = net_of(2)
-    _, optimizer, updates = made(resumed)
-    resumed.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    updates.load_state_dict(saved[2])
-    train(updates, optimizer, 2)
-    for ours, theirs in zip(resumed.parameters(), net.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("over", ["window", "recording"])
@@ -414,29 +324,6 @@ def test_pieces_say_which_ends_are_real() -> None:
 def set_of(pieces: list[Any]) -> list[Any]:
     """Pieces without those of a call that is repeated for a check."""
     return pieces if sum(n for _, n, *_ in pieces) == sum(LENGTHS) else list(dict.fromkeys(pieces))
-
-
-def test_a_stride_of_no_weight_makes_no_update() -> None:
-    def fn(outputs: Tensor, chunk: Any) -> Any:
-        whole = chunk.ends[-1, 0]
-        return (outputs.square().sum(), 7.0) if whole else (outputs.sum(), 0)
-
-    stream = tt.Stream(data()[:1], lanes=1, chunk=4, seed=None)
-    updates = list(tt.updates(net_of(), stream, tt.SequenceLoss(fn), gradient=tt.Truncated(5)))
-    assert [float(u.weight) for u in updates] == [7.0]
-
-
-def test_recordings_without_targets_count_every_step() -> None:
-    recordings = [{"inputs": r["inputs"], "scale": r["scale"]} for r in data()]
-    stream = tt.Stream(recordings, lanes=2, chunk=4, seed=None)
-
-    def fn(outputs: Tensor, chunk: Any) -> Tensor:
-        return ((outputs[..., 0] - chunk["scale"])[chunk.mask]).square().mean()
-
-    net = net_of()
-    ours = answers_of(net, stream, tt.SequenceLoss(fn, additive=True), tt.Exact(chunk=3))
-    same(ours, by_hand(net, stream, Loss(fn, "window", True), tt.Exact()))
-    assert ours[0].weight == sum(LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -511,14 +398,6 @@ def test_a_loss_that_is_not_finite_is_named() -> None:
         list(tt.updates(net_of(), stream_of(), loss_fn, gradient=tt.Truncated(5)))
 
 
-def test_a_plain_loss_may_be_written_as_a_sequence_loss() -> None:
-    net = net_of()
-    loss_fn = tt.SequenceLoss(lambda y, chunk: functional.mse_loss(*chunk.valid_pairs(y)))
-    for policy in (tt.Truncated(5), tt.Exact(chunk=3)):
-        plain = answers_of(net, stream_of(), nn.MSELoss(), policy)
-        same(answers_of(net, stream_of(), loss_fn, policy), plain)
-
-
 @pytest.mark.parametrize("outputs", [1, 2], ids=["one", "two"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_evaluation_has_the_loss_of_whole_recordings(name: str, outputs: int) -> None:
@@ -532,3 +411,21 @@ def test_an_evaluation_has_the_loss_of_whole_recordings(name: str, outputs: int)
 def test_an_evaluation_refuses_what_training_refuses() -> None:
     with pytest.raises(ModelError, match=r"weight|sum|mean|number"):
         tt.evaluate(net_of(), data(), tt.SequenceLoss(lambda y, _: y.square()))
+
+
+class Dropped(nn.Module):
+    """A loss with dropout; keeps the masks that it drew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def forward(self, outputs: Tensor, chunk: Any) -> Tensor:
+        self.kept.append(functional.dropout(torch.ones_like(outputs.detach()), 0.5))
+        return ((outputs - chunk.targets) * self.kept[-1])[chunk.mask].square().mean()
+
+
+@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Exact(chunk=3)], ids=["stride", "by 3"])
+def test_an_additive_loss_may_drop_out(policy: Any) -> None:
+    answers = answers_of(net_of(), stream_of(), tt.SequenceLoss(Dropped(), additive=True), policy)
+    assert all(torch.isfinite(a.grads).all() and a.grads.any() for a in answers)

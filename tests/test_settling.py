@@ -5,8 +5,6 @@ Shapes: `T` steps, `B` lanes.
 
 import json
 import math
-import re
-import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -123,40 +121,6 @@ def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) ->
     assert len({start.position for start in result.starts if start.compared == 1500}) > 2
 
 
-def test_a_net_without_memory_settles_at_once() -> None:
-    net = tt.carry(nn.Sequential(nn.RNN(1, 8), nn.Linear(8, 2)))
-    with torch.no_grad():
-        net.get_parameter("module.0.weight_hh_l0").zero_()
-    result = tt.settling_time(net, [x.float() for x in signals(500, 300)], span=100)
-    assert set(steps_of(result)) == {0}
-    assert set(result.quantiles.values()) == {0}
-    assert result.remembrance[0] < 1e-6
-
-
-def test_an_unbounded_counter_never_settles() -> None:
-    net, signal = tt.carry(Leaky(1.0)), torch.ones(3000, 1, dtype=WIDE)
-    result = tt.settling_time(net, signal, starts=9)
-    assert steps_of(result) == [None] * 9
-    assert result.quantiles == dict.fromkeys((0.5, 0.9, 0.99, 1.0))
-    assert result.unsettled == 9
-    assert "of 9 cold starts 9 had not settled" in str(result)
-    assert "100% not settled" in str(result)
-
-
-def test_some_may_not_have_settled_and_the_quantiles_say_so() -> None:
-    net, (long, short) = tt.carry(Leaky(0.9)), signals(2000, 20)
-    result = tt.settling_time(net, [long, short], starts=8, span=200, tolerance=1e-3, scale=1.0)
-    assert result.unsettled == 4  # those of the short recording
-    assert re.search(r"scale of the outputs; of 8 cold starts 4 had not settled$", str(result))
-    (one,) = [tt.settling_time(net, long, starts=1, span=1)]
-    assert "of 1 cold start " in str(one)
-    assert [start.recording for start in result.starts if start.steps is None] == ["1"] * 4
-    assert result.quantiles[0.9] is None
-    assert result.quantiles[1.0] is None
-    ordered = sorted(n for n in steps_of(result) if n is not None)
-    assert result.quantiles[0.5] == ordered[3]
-
-
 @pytest.mark.parametrize("chunk", [1, 7, 64, 5000])
 def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
     net, recordings = readout(nn.LSTM(1, 8)), signals(700, 400, 300)
@@ -165,73 +129,6 @@ def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
     result = tt.settling_time(net, stream, span=100, starts=10)
     assert result == whole
     assert stream.position == 0
-
-
-def test_lanes_are_independent() -> None:
-    net, (one, two, other) = readout(nn.GRU(1, 8)), signals(700, 400, 400)
-    first, second = (
-        tt.settling_time(net, [one, with_], span=100, starts=10, scale=1.0)
-        for with_ in (two, 100 * other)
-    )
-    assert first.starts[:5] == second.starts[:5]
-    assert first.starts[5:] != second.starts[5:]
-
-
-def test_lanes_that_play_several_recordings_are_reset_between_them() -> None:
-    net, recordings = readout(nn.GRU(1, 8)), signals(300, 200, 250, 150)
-    stream = tt.Stream(recordings, lanes=2, chunk=50, seed=3)
-    result = tt.settling_time(net, stream, span=60, starts=20, scale=1.0)
-    for start in result.starts:
-        signal = recordings[int(start.recording)]
-        assert start.steps == steps_by_definition(net, signal, start, 0.01)
-    assert len({start.recording for start in result.starts}) == 4
-
-
-def test_the_tolerance_is_relative_to_the_deviation_of_the_outputs() -> None:
-    net, (signal,) = tt.carry(Leaky(0.97)), signals(2000)
-    small = tt.settling_time(net, signal, span=500)
-    large = tt.settling_time(net, 1000 * signal, span=500)
-    assert steps_of(large) == steps_of(small)
-    assert large.scale == pytest.approx(1000 * small.scale)
-    carried, _ = tt.predict(net, signal)
-    assert small.scale == pytest.approx(float(carried.std()), rel=0.2)
-    coarse = tt.settling_time(net, signal, span=500, tolerance=0.1)
-    assert (coarse.quantiles[0.5] or 0) < (small.quantiles[0.5] or 0)
-
-
-def test_effective_remembrance_falls_as_the_leak_does() -> None:
-    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
-    result = tt.settling_time(net, signal, span=100)
-    curve = result.remembrance
-    assert list(curve) == [0, 1, 2, 4, 8, 16, 32, 64]
-    for age in (1, 8, 64):
-        assert curve[age] == pytest.approx(curve[0] * 0.9**age, rel=1e-6)
-
-
-def test_the_seed_draws_the_positions() -> None:
-    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
-    one, same, other = (
-        tt.settling_time(net, signal, span=100, starts=4, seed=seed) for seed in (0, 0, 1)
-    )
-    assert one == same
-    assert one.starts != other.starts
-    assert all(100 <= start.position <= 1900 for start in one.starts)
-
-
-def test_only_the_first_steps_are_played_if_asked() -> None:
-    net, (signal,) = tt.carry(Leaky(0.9)), signals(2000)
-    signal[1000:] = math.nan
-    result = tt.settling_time(net, signal, span=100, steps=500)
-    assert max(start.position + start.compared for start in result.starts) <= 500
-
-
-def test_inputs_that_are_not_finite_are_refused_or_masked_as_by_a_stream() -> None:
-    net, (signal,) = tt.carry(Leaky(0.9)), signals(400)
-    signal[150] = math.nan
-    with pytest.raises(DataError, match="step 150"):
-        tt.settling_time(net, signal, span=100)
-    stream = tt.Stream(signal, lanes=1, chunk=50, missing="mask")
-    assert tt.settling_time(net, stream, span=100).unsettled == 0
 
 
 def test_a_net_that_diverges_is_named() -> None:
@@ -313,35 +210,6 @@ def test_an_export_has_the_settling_time_and_the_verification_of_its_stream(
     assert stream.position == 0
 
 
-def test_an_export_without_a_stream_says_nothing_of_either(tmp_path: Path) -> None:
-    written, description = export(tmp_path, "net.onnx")
-    assert written.verification is not None
-    assert written.settling is None
-    assert description["settling_time"] is None
-    assert description["verified"] is None
-
-
-@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_the_description_in_c_has_them_too(tmp_path: Path) -> None:
-    net = tt.carry(nn.Sequential(nn.GRU(2, 8), nn.Linear(8, 2)))
-    stream = torch.randn(900, 2)
-    tt.export(net, tmp_path / "net.c", inputs=stream, stream=stream, steps=100)
-    text = (tmp_path / "net.h").read_text(encoding="utf-8")
-    description = json.loads(text[text.index("{") : text.rindex("}", 0, text.index("*/")) + 1])
-    assert description["verified"]["steps"] == 900
-    assert description["settling_time"]["steps"]["0.5"] is not None
-
-
-def test_a_stream_of_an_export_may_mask_inputs(tmp_path: Path) -> None:
-    signal = torch.randn(900, 2)
-    signal[100] = math.nan
-    with pytest.raises(DataError, match="step 100"):
-        export(tmp_path, "net.onnx", stream=signal)
-    masked = tt.Stream(signal, lanes=1, chunk=50, missing="mask")
-    _, description = export(tmp_path, "net.onnx", stream=masked)
-    assert description["verified"]["steps"] == 900
-
-
 def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     folder = finish(settings(data, tmp_path / "run", updates=3))
@@ -366,23 +234,3 @@ def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_pa
     assert "expected .onnx, .c, .js" in " ".join(said.split())
     run("export", folder.path, "--out", out, "--steps", "50", "--with-session")
     assert "class Session:" in (tmp_path / "session.py").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_the_command_line_measures_it_where_it_exports_and_audits(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    folder = finish(settings(data, tmp_path / "run", updates=5))
-    signal, out = data / "0_x.npy", tmp_path / "beat.onnx"
-    said = run("export", folder.path, "--out", out, "--check", signal, "--steps", "50")
-    assert "steps until a cold start agrees with the carried state, by the share" in " ".join(
-        said.split()
-    )
-    description = tt.deploy.Session(out).description
-    length = len(np.load(signal))
-    assert description["verified"]["steps"] == length
-    assert description["settling_time"]["starts"] == 64
-    facts = json.loads(run("audit", folder.path, "--horizons", "10,40", "--json"))
-    assert facts["settling"]["starts"][0].keys() == {
-        *("recording", "position", "compared", "steps")
-    }
-    assert "After a cold start" in folder.report.read_text(encoding="utf-8")

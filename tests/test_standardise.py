@@ -93,43 +93,6 @@ def offsets(tmp_path_factory: Any) -> Path:
     return folder
 
 
-def f1(outputs: Any, targets: Any) -> float:
-    found, true = np.asarray(outputs).argmax(1) == 1, np.asarray(targets) == 1
-    return 2 * (found & true).sum() / max(1, found.sum() + true.sum())
-
-
-def trained(offsets: Path, how: str, out: Path) -> Any:
-    options = ("--targets", "anomaly", "--task", "classify", "--hidden", 16, "--lanes", 6)
-    options += ("--stride", 50, "--epochs", 12, "--lr", 0.01, "--standardise", how)
-    said = run("train", offsets, *map(str, options), "--out", out)
-    assert ("differs more between recordings" in said) == (how == "split")
-    return tt.load_run(out)
-
-
-def test_levels_of_their_own_are_no_hindrance_on_the_command_line_live_and_exported(
-    offsets: Path, tmp_path: Path
-) -> None:
-    """The anomaly score of `split`, whose inputs are those of other recordings, is near zero."""
-    scores = dict[str, float]()
-    for how in ("split", "first:400", "recording"):
-        trained_run = trained(offsets, how, tmp_path / how)
-        tests = trained_run.recordings(split="test")
-        truth = np.concatenate([r.read(0, len(r)).targets for r in tests])
-        scores[how] = f1(np.concatenate([tt.predict(trained_run.net, r)[0] for r in tests]), truth)
-    assert scores["split"] < 0.4
-    assert min(scores["first:400"], scores["recording"]) > 0.9
-    live_run = tt.load_run(tmp_path / "first:400")
-    run("export", tmp_path / "first:400", "--out", tmp_path / "net.onnx", "--steps", "1000")
-    live, exported = list[Any](), list[Any]()
-    for recording in live_run.recordings(split="test"):
-        predictor, session = tt.Predictor(live_run.net), Session(tmp_path / "net.onnx")
-        for row in recording.read(0, len(recording)).inputs.astype(np.float32):
-            live.append(np.asarray(predictor.step(row[None]))[0])
-            exported.append(session.step(row[None])[0])
-    assert f1(live, truth) == pytest.approx(scores["first:400"], abs=0.01)
-    assert f1(exported, truth) == pytest.approx(scores["first:400"], abs=0.01)
-
-
 def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: Path) -> None:
     options = ("--targets", "anomaly", "--updates", "2", "--standardise", "recording")
     run("train", offsets, *options, "--out", tmp_path / "run")
@@ -141,20 +104,6 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: P
     run("predict", tmp_path / "run", offsets / "r19.csv", "--out", tmp_path / "p.npy")
     said = run("train", offsets, *options[:-1], "last:3", "--out", tmp_path / "no", ok=False)
     assert "--standardise last:3: expected split, recording, none or first:N" in said
-
-
-@pytest.mark.parametrize("how", ["split", "first:100"])
-def test_number_targets_keep_the_statistics_of_the_training_split(
-    how: str, offsets: Path, tmp_path: Path
-) -> None:
-    """Those of a new recording are not known when the net runs."""
-    options = ("--targets", "u", "--task", "regress", "--inputs", "v,w", "--updates", "1")
-    run("train", offsets, *options, "--standardise", how, "--out", tmp_path / "run")
-    loaded = tt.load_run(tmp_path / "run")
-    steps = [r.read(0, len(r)).targets for r in loaded.recordings(split="train")]
-    train = [targets for targets in steps if targets is not None]
-    mean = loaded.net.module.state_dict()["units.shift"]
-    assert mean.item() == pytest.approx(np.concatenate(train).mean(), rel=1e-4)
 
 
 def test_a_run_that_counts_resumes_to_the_bit(offsets: Path, tmp_path: Path) -> None:

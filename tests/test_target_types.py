@@ -118,29 +118,3 @@ def test_metrics_of_classes_take_them_as_losses_do() -> None:
         for labels in (LABELS, LABELS.astype(np.float32), LABELS[:, None], LABELS[:, None] * 1.0)
     ]
     assert all(score == scores[0] for score in scores)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_predictions_take_the_type_of_the_weights(dtype: torch.dtype) -> None:
-    carried = net(1, dtype)
-    other = torch.float64 if dtype == torch.float32 else torch.float32
-    expected, _ = tt.predict(carried, torch.from_numpy(INPUTS).to(dtype))
-    x = torch.from_numpy(INPUTS).to(other)
-    for data in (x, x.numpy(), (x, NUMBERS)):
-        outputs, _ = tt.predict(carried, data)
-        assert torch.equal(outputs, expected)
-    assert torch.equal(tt.Predictor(carried)(x), expected)
-    assert tt.Predictor(carried).step(x[:1]).dtype == dtype
-
-
-def test_a_stream_that_another_net_plays_loses_no_digits() -> None:
-    """Played by a float32 net first, a stream of float64 gives a float64 net all its digits."""
-    digits = INPUTS.astype(np.float64) * np.pi
-    stream = tt.Stream((digits, NUMBERS), lanes=3, chunk=20, seed=None)
-    policy = tt.Truncated(stride=20)
-    for _ in range(2):
-        next(tt.updates(net(1), stream, nn.MSELoss(), gradient=policy))
-        double = net(1, torch.float64)
-        update = next(tt.updates(double, stream, nn.MSELoss(), gradient=policy))
-        assert update.chunk.inputs.dtype == torch.float64
-        assert update.chunk.inputs[0, 0].tolist() == digits[0].tolist()

@@ -9,6 +9,8 @@ import pytest
 from test_run import finish, settings, write_recordings
 from throughtime.app.config import Config
 from throughtime.app.load import resolve_task
+from throughtime.app.recordings import collect_statistics
+from throughtime.stream.sources import as_recording
 
 TARGETS: dict[str, tuple[list[Any], str]] = {
     "text": (["rest", "beat"] * 30, "classify"),
@@ -82,3 +84,32 @@ def test_a_run_keeps_the_task(tmp_path: Path) -> None:
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=2, task=None)
     folder = finish(values)
     assert folder.read_config().task == "classify"
+
+
+def test_survey_finds_what_numpy_finds_however_the_recordings_are_cut() -> None:
+    random = np.random.default_rng(0)
+    parts = [random.normal(1e4, 0.1, size=(n, 2)) for n in (1, 70_000, 333)]
+    found = collect_statistics(
+        [as_recording({"inputs": p, "targets": np.zeros(len(p))}, i) for i, p in enumerate(parts)],
+        task="classify",
+    )
+    whole = np.concatenate(parts)
+    np.testing.assert_allclose(found.inputs.mean, whole.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(found.inputs.scale, whole.std(axis=0), rtol=1e-8)
+    assert found.classes == {"0": len(whole)}
+
+
+def test_survey_counts_missing_inputs_and_names_the_first() -> None:
+    inputs = np.zeros((100, 3))
+    inputs[40, 1] = np.nan
+    inputs[70, :] = np.inf
+    found = collect_statistics(
+        [as_recording({"inputs": inputs, "name": "pump"}, 0)], task="classify"
+    )
+    assert found.faults == [
+        (
+            "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
+            " column 1"
+        )
+    ]
+    np.testing.assert_array_equal(found.inputs.scale, np.ones(3))

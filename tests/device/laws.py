@@ -21,22 +21,17 @@ EXAMPLES = 3
 
 # by the reason, the tests that it concerns: `file::test`, or the beginning of a name
 EXCLUDED: dict[str, tuple[str, ...]] = {
-    "a gradient that is not finite is refused by the next update: test_late_checks.py": (
-        "test_exact_finite.py::test_weight_of_the_loss_is_named_as_such",
-        "test_rtrl.py::test_gradient_that_is_not_finite_is_refused_and_nothing_touched",
-    ),
     "the autocast of the device widens no `dot`, as that of CUDA does": (
         (
-            "test_exact_training.py::test_autocast_gradient_is_that_of_chunks_held_in_the_same"
+            "test_exact.py::test_autocast_gradient_is_that_of_chunks_held_in_the_same"
             "_autocast[spectral norm]"
         ),
     ),
     "autocast of Lightning is that of the accelerator of the CPU": (
         "test_lightning_stream.py::test_mixed_precision_is_that_of_autocast",
-        "test_lightning_stream.py::test_a_gradient_scaler_scales_and_the_clip_sees_the_true",
     ),
     "the device has no sparse tensors": (
-        "test_exact_delivery.py::test_sparse_gradients_stay_sparse_and_equal_dense_ones",
+        "test_delivery.py::test_sparse_gradients_stay_sparse_and_equal_dense_ones",
     ),
 }
 

@@ -83,44 +83,6 @@ def test_resets_and_mask_of_a_block_are_sent_together_once() -> None:
     assert (counts.to_device, counts.blocking) == (1, 0)
 
 
-def test_pairs_without_gaps_send_no_mask() -> None:
-    inputs, targets = torch.randn(10, 2, 3, device=DEVICE), torch.zeros(10, 2, 1, device=DEVICE)
-    chunk = Chunk.from_tensors(inputs, targets)
-    with counted() as counts:
-        assert chunk.valid_pairs(inputs)[0].shape == (20, 3)
-    assert counts.to_device == counts.host_reads == counts.nonzero == 0
-    with counted() as counts:
-        flags = chunk.mask, chunk.resets, chunk.valid
-    assert (counts.to_device, counts.host_reads, counts.nonzero) == (1, 0, 0)
-    assert [int(values.sum()) for values in flags] == [20, 0, 190]
-
-
-def test_tensors_that_a_user_made_on_the_device_are_a_chunk() -> None:
-    on_cpu = with_resets(CPU)
-    assert on_cpu.targets is not None
-    tensors = {name: getattr(on_cpu, name).to(DEVICE) for name in NAMES}
-    made = Chunk.from_tensors(on_cpu.inputs.to(DEVICE), on_cpu.targets.to(DEVICE), **tensors)
-    assert made.reset_steps == on_cpu.reset_steps
-    assert all(getattr(made.metadata, name).device == CPU for name in NAMES)
-    assert torch.equal(made[3:8].mask.cpu(), on_cpu[3:8].mask)
-    assert made.host_targets is not None
-    assert torch.equal(made.host_targets, on_cpu.targets)
-
-
-def test_joined_chunks_of_several_blocks_send_no_resets_again() -> None:
-    parts = [next(c for c in chunks(DEVICE)[k:] if c.any_reset) for k in (0, 1)]
-    for part in parts:
-        assert part.resets.device == DEVICE
-    with counted() as counts:
-        whole = join(parts)
-        resets = whole.resets
-    assert counts.to_device == counts.from_device == counts.host_reads == 0
-    assert torch.equal(resets.cpu(), torch.cat([part.resets.cpu() for part in parts]))
-    assert whole.host_targets is not None
-    assert whole.targets is not None
-    assert torch.equal(whole.host_targets, whole.targets.cpu())
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_call_with_the_resets_of_a_chunk_reads_nothing(fused: bool) -> None:
     torch.manual_seed(1)

@@ -3,7 +3,6 @@
 Every script takes the device and returns numbers; it runs on both.
 """
 
-import copy
 import io
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import throughtime as tt
 from lightning_streams import Module, fitted
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk
 from throughtime.errors import DataError, ModelError
 from throughtime.gradient.objective import Objective
 
@@ -78,19 +76,6 @@ def masked_targets(device: torch.device) -> list[Any]:
     return values
 
 
-def a_scheduler_and_momentum(device: torch.device) -> list[Any]:
-    net = tt.carry(module_of(device=device))
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=30)
-    losses = list[Any]()
-    for update in tt.updates(net, stream_of(), nn.L1Loss(), gradient=TRUNCATED):
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        losses.append(update.loss.item())
-    return losses
-
-
 def a_gradient_scaler(device: torch.device) -> list[Any]:
     net = tt.carry(module_of(device=device))
     optimizer = torch.optim.Adam(net.parameters(), 1e-2)
@@ -127,28 +112,6 @@ def checkpoints_between_devices(device: torch.device) -> list[Any]:
     return [*net.parameters()]
 
 
-def evaluations_between_epochs(device: torch.device) -> list[Any]:
-    net, data = tt.carry(module_of(3, device)), recordings(3)
-    loss_fn = nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.5], device=device))
-    values = list[Any]()
-    for _ in range(2):
-        train(net, stream_of(data, lanes=3), loss_fn)
-        scores = tt.evaluate(net, data, loss_fn, metrics=tt.metrics.Classification(3))
-        values += [scores.loss, *scores.metrics.values()]
-    return values
-
-
-def copies_of_a_net(device: torch.device) -> list[Any]:
-    net = tt.carry(module_of(device=device))
-    average: Any = torch.optim.swa_utils.AveragedModel(net)
-    train(net)
-    average.update_parameters(net)
-    best = copy.deepcopy(net)
-    train(net)
-    average.update_parameters(net)
-    return [tt.evaluate(n, recordings(), MSE).loss for n in (best, average.module)]
-
-
 def a_data_loader(device: torch.device) -> list[Any]:
     inputs, targets = (torch.stack([r[k][:60] for r in recordings()]) for k in recordings()[0])
     net = tt.carry(module_of(device=device))
@@ -159,23 +122,6 @@ def a_data_loader(device: torch.device) -> list[Any]:
             outputs, state = net(x[:, part].transpose(0, 1).to(device), tt.state.detach(state))
             MSE(outputs[:, 0, 0], y[0, part].to(device)).backward()
     return [weight.grad for weight in net.parameters()]
-
-
-def targets_left_on_the_cpu(device: torch.device) -> list[Any]:
-    chunks = [Chunk.from_tensors(c.inputs.to(device), c.targets) for c in stream_of(seed=None)]
-    return train(tt.carry(module_of(device=device)), chunks[:1])
-
-
-def recordings_on_the_device(device: torch.device) -> list[Any]:
-    data = [{k: v.to(device) for k, v in row.items()} for row in recordings(masked=True)]
-    return train(tt.carry(module_of(device=device)), stream_of(data))
-
-
-def a_compiled_part(device: torch.device) -> list[Any]:
-    module = module_of(device=device)
-    compiled: Any = torch.compile(module[1], backend="eager")
-    module[1] = compiled
-    return train(tt.carry(module))
 
 
 def a_predictor_whose_net_moves(device: torch.device) -> list[Any]:
@@ -204,10 +150,8 @@ def resets_on_the_host(device: torch.device) -> list[Any]:
 
 
 SCRIPTS: list[Callable[[torch.device], list[Any]]] = [
-    *(masked_targets, a_scheduler_and_momentum, a_gradient_scaler, checkpoints_between_devices),
-    *(evaluations_between_epochs, copies_of_a_net, a_data_loader, targets_left_on_the_cpu),
-    *(recordings_on_the_device, a_compiled_part, a_predictor_whose_net_moves),
-    *(a_state_from_the_cpu, resets_on_the_host),
+    *(masked_targets, a_gradient_scaler, checkpoints_between_devices, a_data_loader),
+    *(a_predictor_whose_net_moves, a_state_from_the_cpu, resets_on_the_host),
 ]
 
 

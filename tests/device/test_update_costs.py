@@ -14,11 +14,8 @@ from mock_device import DEVICE, Counts, counted
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.carry import Carried, carried
-from throughtime.chunk import Chunk
+from throughtime.carry import Carried
 from throughtime.gradient import Update
-from throughtime.gradient.objective import Objective
-from throughtime.gradient.segment import Replay, Segment
 
 CPU = torch.device("cpu")
 LONG = (500,) * 200
@@ -123,76 +120,6 @@ def test_a_steady_update_keeps_to_its_budget_and_equals_the_cpu(name: str) -> No
     assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def reads_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Objective.__call__
-
-    def call(self: Objective, *arguments: Any) -> tuple[Tensor, float]:
-        result = plain(self, *arguments)
-        result[0].item()
-        return result
-
-    monkeypatch.setattr(Objective, "__call__", call)
-
-
-def selects_by_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    def valid_pairs(self: Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.targets is not None
-        return outputs[self.mask], self.targets[self.mask]
-
-    monkeypatch.setattr(Chunk, "valid_pairs", valid_pairs)
-
-
-def sends_the_mask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Chunk.valid_pairs
-
-    def valid_pairs(self: Chunk, outputs: Tensor) -> tuple[Tensor, Tensor]:
-        self.metadata.mask.to(outputs.device)
-        return plain(self, outputs)
-
-    monkeypatch.setattr(Chunk, "valid_pairs", valid_pairs)
-
-
-def reads_the_resets(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read(resets: Tensor) -> list[int]:
-        return resets.any(dim=1).nonzero().flatten().tolist()
-
-    monkeypatch.setattr(carried, "reset_positions", read)
-
-
-def reads_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tt.Predictor._run
-
-    def run(self: tt.Predictor, x: Tensor, *rest: Any) -> Any:
-        x.sum().item()
-        return plain(self, x, *rest)
-
-    monkeypatch.setattr(tt.Predictor, "_run", run)
-
-
-def waits_for_the_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = tt.Predictor._play
-
-    def play(self: tt.Predictor, *inputs: Any) -> Any:
-        outputs, state = plain(self, *inputs)
-        outputs.sum().item()
-        return outputs, state
-
-    monkeypatch.setattr(tt.Predictor, "_play", play)
-
-
-@pytest.mark.parametrize(
-    "mutant", [reads_the_loss, selects_by_the_mask, sends_the_mask_again, reads_the_resets]
-)
-def test_a_read_or_a_copy_too_many_breaks_the_budget(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = LOOPS["mask and resets"]
-    mutant(monkeypatch)
-    _, costs = loop.run(DEVICE)
-    with pytest.raises(AssertionError):
-        check_budget(loop, costs)
-
-
 def waits_of(function: Callable[[int], object], lengths: tuple[int, int]) -> list[int]:
     """How often the host waits, for a short and a long stream."""
     results: list[int] = []
@@ -274,36 +201,6 @@ def test_an_exact_gradient_of_segments_is_that_of_the_cpu() -> None:
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
-def reads_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Replay.at
-
-    def at(self: Replay, index: int) -> Any:
-        for buffer in self.net.buffers():
-            buffer.sum().item()
-        return plain(self, index)
-
-    monkeypatch.setattr(Replay, "at", at)
-
-
-def reads_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = Segment.forward
-
-    def forward(ctx: Any, *values: Any) -> Any:
-        next(value for value in values if isinstance(value, Tensor)).sum().item()
-        return plain(ctx, *values)
-
-    monkeypatch.setattr(Segment, "forward", staticmethod(forward))
-
-
-@pytest.mark.parametrize("mutant", [reads_buffers, reads_the_state, reads_the_loss])
-def test_a_read_a_chunk_breaks_the_budget_of_an_exact_gradient(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    first, second = waits_of(lambda n: exact_update(n, tt.Exact(chunk=100)), (400, 1600))
-    assert second > first
-
-
 def predicted(n: int, on_nan: Any = "raise", net: Carried | None = None) -> Tensor:
     net = make_net(DEVICE) if net is None else net
     y, _ = tt.predict(net, recordings(n)[0]["inputs"], chunk=100, on_nan=on_nan)
@@ -314,15 +211,6 @@ def predicted(n: int, on_nan: Any = "raise", net: Carried | None = None) -> Tens
 def test_a_prediction_waits_twice_for_each_chunk(on_nan: Any) -> None:
     first, second = waits_of(lambda n: predicted(n, on_nan), (400, 1600))
     assert second - first == 2 * 12
-
-
-@pytest.mark.parametrize("mutant", [reads_the_input, waits_for_the_outputs])
-def test_a_read_too_many_breaks_the_budget_of_a_prediction(
-    mutant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mutant(monkeypatch)
-    first, second = waits_of(predicted, (400, 1600))
-    assert second - first > 2 * 12
 
 
 @pytest.mark.parametrize(

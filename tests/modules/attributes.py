@@ -30,33 +30,6 @@ class SelfHidden(nn.Module):
         return self.fc(out)
 
 
-class OwnerSetsHidden(nn.Module):
-    """Tutorial style: the training loop says model.hidden = model.init_hidden(); batch_size."""
-
-    def __init__(self, batch_size: int = 3, hidden: int = 6) -> None:
-        super().__init__()
-        self.batch_size, self.hidden_dim, self.num_layers = batch_size, hidden, 1
-        self.lstm = nn.LSTM(D, hidden, self.num_layers)
-        self.linear = nn.Linear(hidden, 2)
-        self.hidden = self.init_hidden()
-
-    def init_hidden(self):
-        return (
-            torch.zeros(self.num_layers, self.batch_size, self.hidden_dim),
-            torch.zeros(self.num_layers, self.batch_size, self.hidden_dim),
-        )
-
-    def forward(self, input: Tensor) -> Tensor:
-        lstm_out, self.hidden = self.lstm(input, self.hidden)
-        return self.linear(lstm_out)
-
-
-def _owner(m: OwnerSetsHidden, x: Tensor, first: Tensor | None):
-    if first is None:
-        m.hidden = tuple(h[:, : x.size(1)] for h in m.init_hidden())
-    return m(x), x
-
-
 class HiddenStateList(nn.Module):
     """Deep controller style: a list of cells' states in self.hidden_state, reset_hidden()."""
 
@@ -114,24 +87,6 @@ class DetachedHidden(nn.Module):
         return self.fc(out)
 
 
-class DataHidden(nn.Module):
-    """Old-school stateful style: self.h = h.data after every call."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(D, hidden)
-        self.fc = nn.Linear(hidden, 2)
-        self.h: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        h, outputs = self.h, []
-        for frame in x:
-            h = self.cell(frame, h)
-            outputs.append(self.fc(h))
-        self.h = h.data
-        return torch.stack(outputs)
-
-
 class BufferState(nn.Module):
     """Deployment style: the state is a registered buffer of (lanes, H), replaced by forward."""
 
@@ -168,35 +123,6 @@ class BesideTheLayers(nn.Module):
             self.average = 0.7 * self.average + 0.3 * y
             outputs.append(y + self.average)
         return torch.stack(outputs), h
-
-
-class LayerAndTrace(nn.Module):
-    """A torch layer whose state is not returned and an eligibility trace in an attribute."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.gru = nn.GRU(D, hidden, batch_first=True)
-        self.fc = nn.Linear(hidden, 2)
-        self.trace: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        out, _ = self.gru(x)
-        outputs = []
-        for t in range(out.size(1)):
-            last = torch.zeros_like(out[:, t]) if self.trace is None else self.trace
-            self.trace = 0.5 * last + out[:, t]
-            outputs.append(self.fc(torch.tanh(self.trace)))
-        return torch.stack(outputs, 1)
-
-
-def _trace_step(m: LayerAndTrace, x: Tensor, state):
-    h, trace = state if state is not None else (None, x.new_zeros(x.size(1), 6))
-    out, h = m.gru(swap(x), h)
-    outputs = []
-    for frame in swap(out):
-        trace = 0.5 * trace + frame
-        outputs.append(m.fc(torch.tanh(trace)))
-    return torch.stack(outputs), (h, trace)
 
 
 class StepCounter(nn.Module):
@@ -275,15 +201,6 @@ CASES = [
         note="init_hidden(batch) sets and returns nothing",
     ),
     Case(
-        "owner_sets_hidden",
-        OwnerSetsHidden,
-        floats(D),
-        "carry",
-        oracle=chunked(_owner),
-        lanes=3,
-        note="init_hidden() returns; batch_size is an attribute (3 lanes)",
-    ),
-    Case(
         "hidden_state_list",
         HiddenStateList,
         floats(D),
@@ -335,15 +252,6 @@ CASES = [
         shows=("detach",),
     ),
     Case(
-        "data_hidden",
-        DataHidden,
-        floats(D),
-        "refuse",
-        reason="detach",
-        oracle=chunked(lambda m, x, _: (m(x), None), _setting(h=None)),
-        shows=("detach",),
-    ),
-    Case(
         "average_beside_state",
         BesideTheLayers,
         floats(D),
@@ -353,17 +261,6 @@ CASES = [
         either=True,
         oracle=chunked(lambda m, x, h: m(x, h), _setting(average=0.0)),
         note="right only if the attribute is carried together with the explicit state",
-    ),
-    Case(
-        "trace_beside_layer",
-        LayerAndTrace,
-        floats(D),
-        "refuse",
-        reason="other",
-        also=("hidden_state_local",),
-        either=True,
-        oracle=chunked(_trace_step),
-        note="right only if the attribute is carried together with the layer's state",
     ),
     Case(
         "step_counter",

@@ -1,4 +1,4 @@
-"""Spiking nets: membranes and currents as arguments, decay beta, init_leaky, attributes."""
+"""Reinforcement learning and spiking nets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,138 @@ import torch
 from torch import Tensor, nn
 
 from .case import Case, broadcasts, chunked, floats, stepped, swap
+
+OBS, ACTIONS = 5, 4
+
+
+class MaskedBase(nn.Module):
+    """A2C-PPO-collection style: masks are 1 where an episode goes on; one step or T*N rows."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.gru = nn.GRU(OBS, hidden)
+        self.head = nn.Linear(hidden, ACTIONS)
+
+    def forward(self, inputs: Tensor, rnn_hxs: Tensor, masks: Tensor):
+        if inputs.size(0) == rnn_hxs.size(0):
+            x, rnn_hxs = self.gru(inputs.unsqueeze(0), (rnn_hxs * masks).unsqueeze(0))
+            return self.head(x.squeeze(0)), rnn_hxs.squeeze(0)
+        lanes = rnn_hxs.size(0)
+        steps = inputs.size(0) // lanes
+        x = inputs.view(steps, lanes, -1)
+        masks = masks.view(steps, lanes, 1)
+        outputs = []
+        for t in range(steps):
+            out, hxs = self.gru(x[t : t + 1], (rnn_hxs * masks[t]).unsqueeze(0))
+            rnn_hxs = hxs.squeeze(0)
+            outputs.append(out)
+        return self.head(torch.cat(outputs).view(steps * lanes, -1)), rnn_hxs
+
+
+def _masked(m: MaskedBase, x: Tensor, state, starts: Tensor | None = None):
+    steps, lanes = x.shape[:2]
+    masks = x.new_ones(steps * lanes, 1)
+    if starts is not None:
+        masks = 1 - starts.to(x.dtype).reshape(-1, 1)
+    y, state = m(x.reshape(steps * lanes, -1), state, masks)
+    return y.view(steps, lanes, -1), state
+
+
+class ActorCritic(nn.Module):
+    """Recurrent actor-critic style: logits, value and (h, c) come back together."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(OBS, hidden)
+        self.actor, self.critic = nn.Linear(hidden, ACTIONS), nn.Linear(hidden, 1)
+
+    def forward(self, obs: Tensor, state=None):
+        x, state = self.lstm(obs, state)
+        return self.actor(x), self.critic(x), state
+
+
+def _actor_step(m: ActorCritic, x: Tensor, state):
+    logits, _, state = m(x, state)
+    return logits, state
+
+
+class DictAgent(nn.Module):
+    """RL-library style: a dict comes back, its keys name the logits, the value and the state."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.gru = nn.GRU(OBS, hidden, batch_first=True)
+        self.pi, self.vf = nn.Linear(hidden, ACTIONS), nn.Linear(hidden, 1)
+
+    def forward(self, obs: Tensor, state: Tensor | None = None) -> dict[str, Tensor]:
+        x, state = self.gru(obs, state)
+        return {"logits": self.pi(x), "value": self.vf(x).squeeze(-1), "state": state}
+
+
+def _dict_step(m: DictAgent, x: Tensor, state):
+    out = m(swap(x), state)
+    return swap(out["logits"]), out["state"]
+
+
+class DecisionTransformer(nn.Module):
+    """Decision-transformer style: causal self-attention over the steps of the call."""
+
+    def __init__(self, dim: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Linear(OBS, dim)
+        layer = nn.TransformerEncoderLayer(dim, 2, 8, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1)
+        self.act = nn.Linear(dim, ACTIONS)
+
+    def forward(self, obs: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(obs.size(1), dtype=obs.dtype)
+        return self.act(self.encoder(self.embed(obs), mask=mask))
+
+
+def _zeros6(m: nn.Module, x: Tensor) -> Tensor:
+    return x.new_zeros(x.size(1), 6)
+
+
+CASES = [
+    Case(
+        "masked_base",
+        MaskedBase,
+        floats(OBS),
+        "carry",
+        oracle=chunked(_masked, _zeros6),
+        done=lambda m, x, starts: _masked(m, x, _zeros6(m, x), starts)[0],
+        note="masks are inverted: 1 goes on; (T*N, 1)",
+    ),
+    Case(
+        "actor_critic_tuple",
+        ActorCritic,
+        floats(OBS),
+        "keyword",
+        keywords={"output": 0},
+        oracle=chunked(_actor_step),
+    ),
+    Case(
+        "dict_agent",
+        DictAgent,
+        floats(OBS),
+        "keyword",
+        keywords={"output": "logits"},
+        oracle=chunked(_dict_step),
+        note="the state comes back under the name of its parameter",
+    ),
+    Case(
+        "decision_transformer",
+        DecisionTransformer,
+        floats(OBS),
+        "refuse",
+        reason="attention",
+        oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None)),
+        shows=("chunks",),
+        note="causal, but over all the steps of a call",
+    ),
+]
+
 
 D = 5
 
@@ -44,30 +176,6 @@ class Leaky(nn.Module):
         return Spike.apply(mem - self.threshold), mem
 
 
-class TwoLeaky(nn.Module):
-    """Spiking-library style: mem1 and mem2 as arguments, all come back, one step per call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.lif1 = nn.Linear(D, 9), Leaky(0.9, 0.3)
-        self.fc2, self.lif2 = nn.Linear(9, 8), Leaky(0.8, 0.3)
-        nn.init.normal_(self.fc1.weight)
-        nn.init.normal_(self.fc2.weight)
-
-    def init_leaky(self) -> tuple[Tensor, Tensor]:
-        return self.lif1.init_leaky(), self.lif2.init_leaky()
-
-    def forward(self, x: Tensor, mem1: Tensor, mem2: Tensor):
-        spk1, mem1 = self.lif1(self.fc1(x), mem1)
-        spk2, mem2 = self.lif2(self.fc2(spk1), mem2)
-        return spk2, mem1, mem2
-
-
-def _two_leaky_step(m: TwoLeaky, x: Tensor, state):
-    spk, mem1, mem2 = m(x, *state)
-    return spk, (mem1, mem2)
-
-
 class LeakyLayer(nn.Module):
     """One elementwise neuron with a beta per channel: works on any shape it is given."""
 
@@ -83,50 +191,6 @@ class LeakyLayer(nn.Module):
         mem = self.beta * mem + self.gain * input_
         spk = Spike.apply(mem - 0.5)
         return spk, mem - 0.5 * spk
-
-
-class LeakyReadout(nn.Module):
-    """Elementwise leaky integrator before a Linear: broadcasts over (T, B, D) silently."""
-
-    def __init__(self, channels: int = D) -> None:
-        super().__init__()
-        self.decay = nn.Parameter(torch.linspace(-1.0, 2.0, channels))
-        self.readout = nn.Linear(channels, 3)
-
-    def forward(self, x: Tensor, mem: Tensor | None = None):
-        if mem is None:
-            mem = torch.zeros_like(x)
-        keep = torch.sigmoid(self.decay)
-        mem = keep * mem + (1 - keep) * x
-        return self.readout(torch.tanh(mem)), mem
-
-
-class SynapticNet(nn.Module):
-    """Second-order neuron style: synaptic current and membrane, alpha and beta."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.hidden = hidden
-        self.fc = nn.Linear(D, hidden)
-        nn.init.normal_(self.fc.weight)
-        self.alpha, self.beta = 0.9, 0.8
-        self.out = nn.Linear(hidden, 3)
-
-    def init_synaptic(self, batch_size: int) -> tuple[Tensor, Tensor]:
-        zeros = torch.zeros(batch_size, self.hidden)
-        return zeros, zeros.clone()
-
-    def forward(self, x: Tensor, syn: Tensor, mem: Tensor):
-        syn = self.alpha * syn + self.fc(x)
-        mem = self.beta * mem + syn
-        spk = Spike.apply(mem - 0.5)
-        mem = mem * (1 - spk.detach())
-        return self.out(spk), syn, mem
-
-
-def _synaptic_step(m: SynapticNet, x: Tensor, state):
-    y, syn, mem = m(x, *state)
-    return y, (syn, mem)
 
 
 class LIFNode(nn.Module):
@@ -187,13 +251,6 @@ class RecordedNet(nn.Module):
             spikes.append(spike)
             membranes.append(above)
         return torch.stack(spikes), torch.stack(membranes)
-
-
-class MembraneNet(RecordedNet):
-    """Spiking-regression style: the loop returns the last layer's membranes only."""
-
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return super().forward(x)[1]
 
 
 def _recorded_step(m: RecordedNet, x: Tensor, state):
@@ -269,48 +326,7 @@ class CurrentNet(nn.Module):
         return torch.stack(outputs), states
 
 
-class Adaptive(nn.Module):
-    """Adaptive-threshold style: a dict of membrane, adaptation and spikes; batch first."""
-
-    def __init__(self, hidden: int = 6) -> None:
-        super().__init__()
-        self.hidden = hidden
-        self.inp = nn.Linear(D, hidden)
-        self.rec = nn.Linear(hidden, hidden, bias=False)
-        self.out = nn.Linear(hidden, 3)
-
-    def zero_state(self, batch_size: int) -> dict[str, Tensor]:
-        return {k: torch.zeros(batch_size, self.hidden) for k in ("mem", "b", "spk")}
-
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None):
-        if state is None:
-            state = self.zero_state(x.size(0))
-        outputs = []
-        for t in range(x.size(1)):
-            b = 0.9 * state["b"] + 0.1 * state["spk"]
-            threshold = 0.3 + 1.8 * b
-            mem = 0.8 * state["mem"] + self.inp(x[:, t]) + self.rec(state["spk"])
-            mem = mem - threshold * state["spk"]
-            spk = Spike.apply(mem - threshold)
-            state = {"mem": mem, "b": b, "spk": spk}
-            outputs.append(self.out(spk + 0.1 * mem))
-        return torch.stack(outputs, 1), state
-
-
-def _first(m: nn.Module, x: Tensor, state):
-    y, state = m(swap(x), state)
-    return swap(y), state
-
-
-CASES = [
-    Case(
-        "two_leaky_step",
-        TwoLeaky,
-        floats(D),
-        "carry",
-        oracle=stepped(_two_leaky_step, lambda m, x: m.init_leaky()),
-        note="starts of one number that broadcast; two state arguments; spikes as outputs",
-    ),
+CASES += [
     Case(
         "leaky_elementwise",
         LeakyLayer,
@@ -319,23 +335,6 @@ CASES = [
         oracle=stepped(lambda m, x, s: m(x, s), lambda m, x: m.init_leaky(x.size(1))),
         evidence=lambda m, x: broadcasts(m, x, m.init_leaky(x.size(1))),
         note="one step per call; a whole chunk broadcasts silently; spikes as outputs",
-    ),
-    Case(
-        "leaky_readout_elementwise",
-        LeakyReadout,
-        floats(D),
-        "carry",
-        oracle=stepped(lambda m, x, s: m(x, s)),
-        evidence=lambda m, x: broadcasts(m, x, None),
-        note="zeros_like(x) as a start: a whole chunk runs through without recurrence",
-    ),
-    Case(
-        "synaptic_step",
-        SynapticNet,
-        floats(D),
-        "carry",
-        oracle=stepped(_synaptic_step, lambda m, x: m.init_synaptic(x.size(1))),
-        note="start method init_synaptic",
     ),
     Case(
         "nodes_with_voltage",
@@ -356,15 +355,6 @@ CASES = [
         note="two recordings of one shape; state in locals, through the neurons",
     ),
     Case(
-        "recorded_membranes",
-        MembraneNet,
-        floats(D),
-        "carry",
-        oracle=stepped(_recorded_step, _recorded_start),
-        plain=lambda m, x: m(x),
-        note="state in locals, carried by data flow through the neurons",
-    ),
-    Case(
         "current_named_tuples",
         CurrentNet,
         floats(D),
@@ -372,7 +362,6 @@ CASES = [
         oracle=chunked(lambda m, x, s: m(x, s)),
         note="the first input reaches the output two steps later",
     ),
-    Case("adaptive_dict", Adaptive, floats(D), "carry", oracle=chunked(_first)),
     Case(
         "static_input_repeated",
         StaticInput,

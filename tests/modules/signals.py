@@ -1,0 +1,1039 @@
+"""Audio, video, sensors, forecasting and system identification."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .case import Case, chunked, floats, prefixes, stepped, swap
+
+D = 3
+
+
+class PaddedConvLSTM(nn.Module):
+    """CRNN style on (B, D, T): a padded convolution over time sees one step ahead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, 5, 3, padding=1)
+        self.lstm = nn.LSTM(5, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv(x)).permute(0, 2, 1)
+        out, _ = self.lstm(x)
+        return self.fc(out)
+
+
+class CausalConvGRU(nn.Module):
+    """Temporal-convolution style: zeros on the left at every call, so the past is forgotten."""
+
+    def __init__(self, kernel: int = 3) -> None:
+        super().__init__()
+        self.pad = kernel - 1
+        self.conv = nn.Conv1d(D, 5, kernel)
+        self.gru = nn.GRU(5, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x.transpose(1, 2), (self.pad, 0))
+        x = torch.relu(self.conv(x)).transpose(1, 2)
+        out, _ = self.gru(x)
+        return self.fc(out)
+
+
+class ValidConvGRU(nn.Module):
+    """Gesture-net style: a valid convolution, so T + 2 steps in give T steps out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, 5, 3)
+        self.gru = nn.GRU(5, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None):
+        x = torch.tanh(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        out, h = self.gru(x, h)
+        return self.fc(out), h
+
+
+def _valid_step(m: ValidConvGRU, x: Tensor, state):
+    past, h = state
+    x = torch.cat([past, x])
+    y, h = m(swap(x), h)
+    return swap(y), (x[-2:], h)
+
+
+class CachedConvLSTM(nn.Module):
+    """Streaming style: the convolution's past frames are part of the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(D, 5, 3)
+        self.lstm = nn.LSTM(5, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, state=None):
+        cache, hidden = state if state is not None else (x.new_zeros(x.size(0), 2, D), None)
+        x = torch.cat([cache, x], dim=1)
+        features = F.elu(self.conv(x.transpose(1, 2)).transpose(1, 2))
+        out, hidden = self.lstm(features, hidden)
+        return self.fc(out), (x[:, -2:], hidden)
+
+
+class BatchNormLSTM(nn.Module):
+    """Activity-recognition style: BatchNorm1d over the features of all lanes and steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm1d(D)
+        self.lstm = nn.LSTM(D, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(x.permute(0, 2, 1)).permute(0, 2, 1)
+        out, _ = self.lstm(x)
+        return self.fc(out)
+
+
+class InstanceNormGRU(nn.Module):
+    """ECG style on (B, D, T): every channel normalised over the whole recording."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(D, affine=True)
+        self.gru = nn.GRU(D, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x).transpose(1, 2)
+        out, _ = self.gru(x)
+        return self.fc(out)
+
+
+class ZScoreLSTM(nn.Module):
+    """Sensor style: the window's own mean and deviation are taken out in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(dim=1, keepdim=True)
+        std = x.std(dim=1, keepdim=True, unbiased=False) + 1e-3
+        out, _ = self.lstm((x - mean) / std)
+        return self.fc(out)
+
+
+class ChannelsFirstLSTM(nn.Module):
+    """Wearable style: (B, D, T) in and (B, C, T) out, as convolution people write it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D, 6, 2, batch_first=True)
+        self.fc = nn.Conv1d(6, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(x.permute(0, 2, 1))
+        return self.fc(out.permute(0, 2, 1))
+
+
+class BiECG(nn.Module):
+    """Arrhythmia style: a bidirectional LSTM over the recording."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D, 5, batch_first=True, bidirectional=True)
+        self.fc = nn.Linear(10, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(x)
+        return self.fc(out)
+
+
+class MissingData(nn.Module):
+    """Clinical GRU-D style: values and mask in one (B, T, 2D) input, last value and decay kept."""
+
+    def __init__(self, features: int = D, hidden: int = 5) -> None:
+        super().__init__()
+        self.features, self.hidden = features, hidden
+        self.decay = nn.Parameter(torch.rand(features))
+        self.cell = nn.GRUCell(2 * features, hidden)
+        self.out = nn.Linear(hidden, 2)
+
+    def forward(self, x: Tensor, state=None):
+        if state is None:
+            zeros = x.new_zeros(x.size(0), self.features)
+            state = (x.new_zeros(x.size(0), self.hidden), zeros, zeros)
+        h, last, since = state
+        outputs = []
+        for t in range(x.size(1)):
+            value, seen = x[:, t].split(self.features, dim=-1)
+            seen = (seen > 0).to(x.dtype)
+            weight = torch.exp(-F.relu(self.decay) * since)
+            filled = seen * value + (1 - seen) * weight * last
+            h = self.cell(torch.cat([filled, seen], dim=-1), h)
+            last = seen * value + (1 - seen) * last
+            since = (since + 1) * (1 - seen)
+            outputs.append(self.out(h))
+        return torch.stack(outputs, dim=1), (h, last, since)
+
+
+class StrideLSTM(nn.Module):
+    """Listener style: pairs of steps are joined, so half as many steps come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(2 * D, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, steps, size = x.shape
+        x = x[:, : steps // 2 * 2].reshape(batch, steps // 2, 2 * size)
+        out, _ = self.lstm(x)
+        return self.fc(out)
+
+
+class AttentiveHead(nn.Module):
+    """EEG style: additive attention pools the LSTM's outputs of all steps at every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D, 6, batch_first=True)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(x)
+        out, _ = self.attention(out, out, out, need_weights=False)
+        return self.fc(out)
+
+
+def _again(m: nn.Module, x: Tensor, _: None):
+    return swap(m(swap(x))), None
+
+
+def _channels_first(m: nn.Module, x: Tensor, _: None):
+    return swap(m(x.permute(1, 2, 0).contiguous())), None
+
+
+def _channels_step(m: ChannelsFirstLSTM, x: Tensor, state):
+    out, state = m.lstm(swap(x), state)
+    return m.fc(out.permute(0, 2, 1)).permute(2, 0, 1), state
+
+
+def _batch_norm_step(m: BatchNormLSTM, x: Tensor, state):
+    flat = m.bn(x.reshape(-1, D)).view(x.shape)
+    out, state = m.lstm(swap(flat), state)
+    return swap(m.fc(out)), state
+
+
+CASES = [
+    Case(
+        "channels_first_lstm",
+        ChannelsFirstLSTM,
+        floats(D),
+        "carry",
+        oracle=chunked(_channels_step),
+        plain=lambda m, x: m(x.permute(1, 2, 0)).permute(2, 0, 1),
+    ),
+    Case(
+        "cached_conv_state",
+        CachedConvLSTM,
+        floats(D),
+        "carry",
+        oracle=chunked(lambda m, x, s: (lambda y, s: (swap(y), s))(*m(swap(x), s))),
+    ),
+    Case(
+        "missing_data_gru",
+        MissingData,
+        floats(2 * D),
+        "carry",
+        oracle=chunked(lambda m, x, s: (lambda y, s: (swap(y), s))(*m(swap(x), s))),
+    ),
+    Case(
+        "valid_conv_context",
+        ValidConvGRU,
+        floats(D),
+        "keyword",
+        keywords={"context": 2},
+        oracle=chunked(_valid_step, lambda m, x: (x.new_zeros(2, x.size(1), D), None)),
+        note="the past before the stream is zeros",
+    ),
+    Case(
+        "padded_conv",
+        PaddedConvLSTM,
+        floats(D),
+        "refuse",
+        reason="convolution",
+        also=("lookahead",),
+        oracle=chunked(_channels_first),
+        shows=("lookahead",),
+    ),
+    Case(
+        "causal_conv_no_state",
+        CausalConvGRU,
+        floats(D),
+        "refuse",
+        reason="convolution",
+        oracle=chunked(_again),
+        shows=("chunks",),
+        note="causal, so only the chunk law finds it",
+    ),
+    Case(
+        "batch_norm_lstm",
+        BatchNormLSTM,
+        floats(D),
+        "refuse",
+        reason="batch_statistics",
+        also=("mixes_lanes",),
+        oracle=chunked(_batch_norm_step),
+        shows=("mixes_lanes_training",),
+        note="right in evaluation mode; batch statistics in training mode",
+    ),
+    Case(
+        "instance_norm_gru",
+        InstanceNormGRU,
+        floats(D),
+        "refuse",
+        reason="time_normalisation",
+        also=("lookahead",),
+        oracle=chunked(_channels_first),
+        shows=("lookahead",),
+    ),
+    Case(
+        "z_score_lstm",
+        ZScoreLSTM,
+        floats(D),
+        "refuse",
+        reason="time_normalisation",
+        also=("lookahead",),
+        oracle=chunked(_again),
+        shows=("lookahead",),
+    ),
+    Case(
+        "bidirectional_ecg",
+        BiECG,
+        floats(D),
+        "refuse",
+        reason="bidirectional",
+        oracle=chunked(_again),
+        shows=("lookahead",),
+    ),
+    Case(
+        "half_rate_lstm",
+        StrideLSTM,
+        floats(D),
+        "refuse",
+        reason="other",
+        also=("ambiguous_output", "convolution"),
+        oracle=chunked(_again),
+        shows=("length",),
+        note="half as many steps come out",
+    ),
+    Case(
+        "attention_over_outputs",
+        AttentiveHead,
+        floats(D),
+        "refuse",
+        reason="attention",
+        also=("lookahead",),
+        oracle=chunked(_again),
+        shows=("lookahead",),
+    ),
+]
+
+
+BINS = 5
+
+
+def to_spectrum(x: Tensor) -> Tensor:
+    """(T, B, F) to (B, F, T)."""
+    return x.permute(1, 2, 0).contiguous()
+
+
+def from_spectrum(y: Tensor) -> Tensor:
+    """(B, F, T) to (T, B, F)."""
+    return y.permute(2, 0, 1).contiguous()
+
+
+class MaskGRU(nn.Module):
+    """Enhancement style: (B, F, T) spectrum, sigmoid mask times the input, (y, h) returned."""
+
+    def __init__(self, bins: int = BINS, hidden: int = 6) -> None:
+        super().__init__()
+        self.gru = nn.GRU(bins, hidden, num_layers=2, batch_first=True)
+        self.mask = nn.Linear(hidden, bins)
+
+    def forward(self, spec: Tensor, h: Tensor | None = None):
+        x = torch.log1p(spec.abs()).transpose(1, 2)
+        out, h = self.gru(x, h)
+        mask = torch.sigmoid(self.mask(out)).transpose(1, 2)
+        return mask * spec, h
+
+
+class NoiseGains(nn.Module):
+    """RNNoise style: three GRUs wired across, a list of states, gains and voice activity."""
+
+    def __init__(self, features: int = BINS) -> None:
+        super().__init__()
+        self.dense = nn.Linear(features, 4)
+        self.vad_gru = nn.GRU(4, 3, batch_first=True)
+        self.noise_gru = nn.GRU(4 + 3 + features, 6, batch_first=True)
+        self.denoise_gru = nn.GRU(3 + 6 + features, 7, batch_first=True)
+        self.vad = nn.Linear(3, 1)
+        self.gains = nn.Linear(7, 8)
+
+    def forward(self, features: Tensor, states=None):
+        if states is None:
+            states = [None, None, None]
+        x = torch.tanh(self.dense(features))
+        v, vad_state = self.vad_gru(x, states[0])
+        n, noise_state = self.noise_gru(torch.cat([x, v, features], -1), states[1])
+        d, denoise_state = self.denoise_gru(torch.cat([v, n, features], -1), states[2])
+        gain = torch.sigmoid(self.gains(d))
+        return gain, torch.sigmoid(self.vad(v)), [vad_state, noise_state, denoise_state]
+
+
+def _gains_step(m: NoiseGains, x: Tensor, states):
+    gain, _, states = m(swap(x), states)
+    return swap(gain), states
+
+
+class DetachedGRU(nn.Module):
+    """Streaming enhancement style: the state handed in is detached within forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(BINS, 6, batch_first=True)
+        self.fc = nn.Linear(6, BINS)
+
+    def forward(self, x: Tensor, h: Tensor | None = None):
+        if h is None:
+            h = torch.zeros(1, x.size(0), 6, device=x.device)
+        y, h = self.gru(x, h.detach())
+        return torch.sigmoid(self.fc(y)), h
+
+
+class DualPath(nn.Module):
+    """Dual-path style: a bidirectional GRU over frequency, a causal one over time."""
+
+    def __init__(self, channels: int = 2, hidden: int = 3) -> None:
+        super().__init__()
+        self.lift = nn.Linear(1, channels)
+        self.intra = nn.GRU(channels, hidden, batch_first=True, bidirectional=True)
+        self.intra_fc = nn.Linear(2 * hidden, channels)
+        self.inter = nn.GRU(channels, 4, batch_first=True)
+        self.inter_fc = nn.Linear(4, channels)
+        self.mask = nn.Linear(channels, 1)
+
+    def forward(self, spec: Tensor, state: Tensor | None = None):
+        batch, steps, bins = spec.shape
+        x = self.lift(spec.unsqueeze(-1))
+        rows = x.reshape(batch * steps, bins, -1)
+        rows = self.intra_fc(self.intra(rows)[0]).reshape(batch, steps, bins, -1)
+        x = x + rows
+        columns = x.transpose(1, 2).reshape(batch * bins, steps, -1)
+        columns, state = self.inter(columns, state)
+        columns = self.inter_fc(columns).reshape(batch, bins, steps, -1).transpose(1, 2)
+        x = x + columns
+        return spec * torch.sigmoid(self.mask(x)).squeeze(-1), state
+
+
+class DualPathPlain(DualPath):
+    """Dual-path style that returns its output only; the state stays in the layer."""
+
+    def forward(self, spec: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(spec)[0]
+
+
+class LookaheadGRU(nn.Module):
+    """Low-latency style: one future frame joins every frame (zeros after the last)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(2 * BINS, 6, batch_first=True)
+        self.fc = nn.Linear(6, BINS)
+
+    def forward(self, x: Tensor, h: Tensor | None = None):
+        future = F.pad(x, (0, 0, -1, 1))
+        y, h = self.gru(torch.cat([x, future], dim=-1), h)
+        return self.fc(y), h
+
+
+class RunningNorm(nn.Module):
+    """Online-normalisation style: a dict state with a running mean, its count and a hidden."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(BINS, 6)
+        self.fc = nn.Linear(6, BINS)
+
+    def initial_state(self, batch_size: int) -> dict[str, Tensor]:
+        return {
+            "mean": torch.zeros(batch_size, BINS),
+            "count": torch.zeros(batch_size, 1),
+            "hidden": torch.zeros(batch_size, 6),
+        }
+
+    def forward(self, frames: Tensor, state: dict[str, Tensor]):
+        mean, count, hidden = state["mean"], state["count"], state["hidden"]
+        outputs = []
+        for frame in frames:
+            count = count + 1
+            mean = mean + (frame - mean) / count
+            hidden = self.cell(frame - mean, hidden)
+            outputs.append(self.fc(hidden))
+        return torch.stack(outputs), {"mean": mean, "count": count, "hidden": hidden}
+
+
+class VoiceActivity(nn.Module):
+    """Voice-activity style: one frame per call, the probability squeezed to (B,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.Sequential(nn.Linear(BINS, 4), nn.ReLU())
+        self.lstm = nn.LSTMCell(4, 6)
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, frame: Tensor, h: Tensor, c: Tensor):
+        h, c = self.lstm(self.front(frame), (h, c))
+        return torch.sigmoid(self.out(h)).squeeze(1), h, c
+
+
+def _voice_step(m: VoiceActivity, x: Tensor, state):
+    y, h, c = m(x, *state)
+    return y, (h, c)
+
+
+def _two_zeros(m: nn.Module, x: Tensor):
+    return x.new_zeros(x.size(1), 6), x.new_zeros(x.size(1), 6)
+
+
+class SpectrumOfTime(nn.Module):
+    """Spectral-mixing style: a Fourier transform over the steps before the GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(BINS, 6, batch_first=True)
+        self.fc = nn.Linear(6, BINS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.fft.fft(x, dim=1).real
+        out, _ = self.gru(x + 0.1 * mixed)
+        return self.fc(out)
+
+
+def _first(m: nn.Module, x: Tensor, state):
+    y, state = m(swap(x), state)
+    return swap(y), state
+
+
+def _spectrum(m: nn.Module, x: Tensor, state):
+    y, state = m(to_spectrum(x), state)
+    return from_spectrum(y), state
+
+
+def _dual_path_step(m: DualPath, x: Tensor, state):
+    y, state = DualPath.forward(m, swap(x), state)
+    return swap(y), state
+
+
+CASES += [
+    Case("mask_gru_spectrum", MaskGRU, floats(BINS), "carry", oracle=chunked(_spectrum)),
+    Case(
+        "noise_gains",
+        NoiseGains,
+        floats(BINS),
+        "keyword",
+        keywords={"output": 0},
+        oracle=chunked(_gains_step),
+        note="gains, voice activity and a list of states: which is the output must be asked",
+    ),
+    Case(
+        "dual_path_state",
+        DualPath,
+        floats(BINS),
+        "carry",
+        oracle=chunked(_first),
+        note="the state has B * F rows; a bidirectional GRU over frequency",
+    ),
+    Case(
+        "dual_path_plain",
+        DualPathPlain,
+        floats(BINS),
+        "carry",
+        oracle=chunked(_dual_path_step),
+        plain=lambda m, x: swap(m(swap(x))),
+        note="the layer's state has B * F rows",
+    ),
+    Case(
+        "running_norm_dict",
+        RunningNorm,
+        floats(BINS),
+        "carry",
+        oracle=chunked(lambda m, x, s: m(x, s), lambda m, x: m.initial_state(x.size(1))),
+        note="normalises over the past only, by an explicit state",
+    ),
+    Case(
+        "voice_activity_frame",
+        VoiceActivity,
+        floats(BINS),
+        "carry",
+        oracle=stepped(_voice_step, _two_zeros),
+        note="h and c without defaults; output (B,)",
+    ),
+    Case(
+        "detached_state",
+        DetachedGRU,
+        floats(BINS),
+        "refuse",
+        reason="detach",
+        oracle=chunked(_first),
+        shows=("detach",),
+    ),
+    Case(
+        "one_frame_ahead",
+        LookaheadGRU,
+        floats(BINS),
+        "refuse",
+        reason="lookahead",
+        oracle=chunked(_first),
+        shows=("lookahead", "chunks"),
+    ),
+    Case(
+        "fourier_over_time",
+        SpectrumOfTime,
+        floats(BINS),
+        "refuse",
+        reason="lookahead",
+        also=("other", "convolution", "time_normalisation", "attention"),
+        oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None)),
+        shows=("lookahead",),
+    ),
+]
+
+
+FRAME = (2, 5, 3)
+
+
+class FramesConv3d(nn.Module):
+    """Video style: a 3-d convolution over time and space before the LSTM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 2, 3, padding=1)
+        self.lstm = nn.LSTM(30, 6, batch_first=True)
+        self.fc = nn.Linear(6, 4)
+
+    def forward(self, clip: Tensor) -> Tensor:
+        x = torch.relu(self.conv(clip.transpose(1, 2))).transpose(1, 2)
+        out, _ = self.lstm(x.flatten(2))
+        return self.fc(out)
+
+
+CASES += [
+    Case(
+        "clip_conv3d",
+        FramesConv3d,
+        floats(*FRAME),
+        "refuse",
+        reason="convolution",
+        also=("lookahead",),
+        oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None)),
+        shows=("lookahead",),
+    ),
+]
+
+
+D_F = 3
+
+
+class LastGRU(nn.Module):
+    """Time-first N-to-1 style: h0 zeros in forward, out[-1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden_size = 5
+        self.rnn = nn.GRU(D_F, self.hidden_size)
+        self.out = nn.Linear(self.hidden_size, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(1, x.size(1), self.hidden_size, device=x.device)
+        out, h = self.rnn(x, h)
+        return self.out(out[-1])
+
+
+class SqueezedLSTM(nn.Module):
+    """Regression style: top layer's h_n, one number per window, squeezed to (B,)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D_F, 5, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Sequential(nn.Linear(5, 4), nn.ReLU(inplace=True), nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (h_n, _) = self.lstm(x)
+        return self.head(h_n[-1]).squeeze(-1)
+
+
+class SineCells(nn.Module):
+    """pytorch/examples time_sequence_prediction style: two cells over input.split, future=0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above = nn.LSTMCell(1, 5), nn.LSTMCell(5, 6)
+        self.linear = nn.Linear(6, 1)
+
+    def forward(self, waves: Tensor, future: int = 0) -> Tensor:
+        lanes, kind = waves.size(0), waves.dtype
+        first = torch.zeros(lanes, 5, dtype=kind), torch.zeros(lanes, 5, dtype=kind)
+        second = torch.zeros(lanes, 6, dtype=kind), torch.zeros(lanes, 6, dtype=kind)
+        points = []
+        for point in waves.split(1, dim=1):
+            first = self.below(point, first)
+            second = self.above(first[0], second)
+            points.append(self.linear(second[0]))
+        while future > 0:
+            first = self.below(points[-1], first)
+            second = self.above(first[0], second)
+            points.append(self.linear(second[0]))
+            future -= 1
+        return torch.cat(points, dim=1)
+
+
+def _sine_step(m: SineCells, x: Tensor, state):
+    one, two = state if state is not None else (None, None)
+    one = m.below(x[:, None], one)
+    two = m.above(one[0], two)
+    return m.linear(two[0])[:, 0], (one, two)
+
+
+class SlidingPredictor(nn.Module):
+    """Time-series tutorial style with the sequence length taken for the lanes (a known slip)."""
+
+    def __init__(self, units: int = 6, seq_len: int = 7) -> None:
+        super().__init__()
+        self.units, self.seq_len = units, seq_len
+        self.lstm = nn.LSTM(D_F, units, 2, dropout=0.3)
+        self.linear = nn.Linear(units, 1)
+        self.reset_hidden_state()
+
+    def reset_hidden_state(self) -> None:
+        self.hidden = tuple(torch.zeros(2, self.seq_len, self.units) for _ in range(2))
+
+    def forward(self, windows: Tensor) -> Tensor:
+        count = len(windows)
+        rows = windows.view(count, self.seq_len, -1)
+        rows, self.hidden = self.lstm(rows, self.hidden)
+        return self.linear(rows.view(self.seq_len, count, self.units)[-1])
+
+
+def _sliding_whole(m: SlidingPredictor, x: Tensor, lengths) -> Tensor:
+    m.reset_hidden_state()
+    y = m(swap(x))
+    return y.expand(x.size(0), -1, -1)
+
+
+class ForgottenBatchFirst(nn.Module):
+    """Windows (B, T, D_F) given to an LSTM that is time first: the lanes become the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D_F, 6)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h0 = torch.zeros(1, x.size(1), 6)
+        c0 = torch.zeros(1, x.size(1), 6)
+        out, _ = self.lstm(x, (h0, c0))
+        return self.fc(out[:, -1, :])
+
+
+class SameAsStride(nn.Module):
+    """N-to-1 with as many outputs as the stream has steps in a chunk: (B, 20) is not (B, T)."""
+
+    def __init__(self, outputs: int = 20) -> None:
+        super().__init__()
+        self.gru = nn.GRU(D_F, 6, batch_first=True)
+        self.fc = nn.Linear(6, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.gru(x)
+        return self.fc(out[:, -1])
+
+
+class PooledLSTM(nn.Module):
+    """Sequence-regression style: the mean over all steps' outputs of a window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(D_F, 6, batch_first=True)
+        self.fc = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, _ = self.lstm(x)
+        return self.fc(out.mean(dim=1))
+
+
+def _last(layer: str, head) -> object:
+    """Steps of an N-to-1 net: its layer one step on, its head on what the layer gave."""
+
+    def step(m, x: Tensor, state):
+        rnn = getattr(m, layer)
+        frame = x[:, None] if rnn.batch_first else x[None]
+        out, state = rnn(frame, state)
+        return head(m, out[:, 0] if rnn.batch_first else out[0]), state
+
+    return stepped(step)
+
+
+_window = prefixes(lambda m, x: m(swap(x)))
+
+CASES += [
+    Case(
+        "last_gru_time_first",
+        LastGRU,
+        floats(D_F),
+        "carry",
+        oracle=_last("rnn", lambda m, h: m.out(h)),
+        plain=prefixes(lambda m, x: m(x)),
+    ),
+    Case(
+        "last_hidden_squeezed",
+        SqueezedLSTM,
+        floats(D_F),
+        "carry",
+        oracle=_last("lstm", lambda m, h: m.head(h).squeeze(-1)),
+        plain=_window,
+    ),
+    Case(
+        "sine_cells_future",
+        SineCells,
+        floats(),
+        "carry",
+        oracle=stepped(_sine_step),
+        plain=lambda m, x: swap(m(swap(x))),
+        note="second parameter future=0 is no state; output (B, T)",
+    ),
+    Case(
+        "outputs_equal_stride",
+        SameAsStride,
+        floats(D_F),
+        "carry",
+        oracle=_last("gru", lambda m, h: m.fc(h)),
+        plain=_window,
+        steps=20,
+        note="20 outputs at stride 20",
+    ),
+    Case(
+        "outputs_lanes_equal_stride",
+        SameAsStride,
+        floats(D_F),
+        "carry",
+        oracle=_last("gru", lambda m, h: m.fc(h)),
+        plain=_window,
+        steps=20,
+        lanes=20,
+        note="20 outputs, 20 lanes, 20 steps",
+    ),
+    Case(
+        "sequence_length_as_lanes",
+        SlidingPredictor,
+        floats(D_F),
+        "refuse",
+        reason="mixes_lanes",
+        also=("other",),
+        oracle=_sliding_whole,
+        steps=7,
+        shows=("mixes_lanes",),
+        note="the author's windows are (B, T, D_F); the LSTM runs over the lanes",
+    ),
+    Case(
+        "forgotten_batch_first",
+        ForgottenBatchFirst,
+        floats(D_F),
+        "refuse",
+        reason="mixes_lanes",
+        also=("other",),
+        oracle=lambda m, x, lengths: prefixes(lambda m, x: m(swap(x)))(m, x),
+        shows=("mixes_lanes",),
+        note="the author's windows are (B, T, D_F); time first with one lane it would be right",
+    ),
+    Case(
+        "mean_over_window",
+        PooledLSTM,
+        floats(D_F),
+        "refuse",
+        reason="other",
+        also=("time_normalisation", "hidden_state_local"),
+        oracle=chunked(lambda m, x, _: (prefixes(lambda m, x: m(swap(x)))(m, x), None)),
+        shows=("chunks",),
+        note="the running mean is a state that nothing holds",
+    ),
+]
+
+
+NU, NX, NY = 2, 4, 3
+
+
+class SeparateStates(nn.Module):
+    """Deployment style: h and c as separate arguments, all three come back."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(NU, hidden, batch_first=True)
+        self.out = nn.Linear(hidden, NY)
+
+    def forward(self, u: Tensor, h: Tensor, c: Tensor):
+        y, (h, c) = self.lstm(u, (h, c))
+        return self.out(y), h, c
+
+
+def _separate_step(m: SeparateStates, x: Tensor, state):
+    y, h, c = m(swap(x), *state)
+    return swap(y), (h, c)
+
+
+class LearnedStart(nn.Module):
+    """Identification style: a learned initial state, used when none is given."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(NU, hidden, batch_first=True)
+        self.h0 = nn.Parameter(torch.randn(1, 1, hidden) * 0.5)
+        self.out = nn.Linear(hidden, NY)
+
+    def forward(self, u: Tensor, state: Tensor | None = None):
+        if state is None:
+            state = self.h0.expand(-1, u.size(0), -1).contiguous()
+        y, state = self.rnn(u, state)
+        return self.out(y), state
+
+
+class Simulator(nn.Module):
+    """Simulation-library style: forward(x_0, u) returns the trajectory of states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(NX + NU, 6), nn.Tanh(), nn.Linear(6, NX))
+
+    def forward(self, x_0: Tensor, u: Tensor) -> Tensor:
+        x_step, trajectory = x_0, []
+        for u_step in u.split(1):
+            trajectory.append(x_step)
+            x_step = x_step + self.f(torch.cat([x_step, u_step[0]], dim=-1))
+        return torch.stack(trajectory)
+
+
+class Residual(nn.Module):
+    """State-space style with the state second and batch-first sequences: (y, x) back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(NX + NU, 6), nn.Tanh(), nn.Linear(6, NX))
+        self.g = nn.Linear(NX + NU, NY)
+        self.register_buffer("x0", torch.full((NX,), 0.1))
+
+    def forward(self, u: Tensor, x: Tensor | None = None):
+        if x is None:
+            x = self.x0.expand(u.shape[0], -1)
+        outputs = []
+        for u_t in u.unbind(1):
+            z = torch.cat([x, u_t], dim=-1)
+            outputs.append(self.g(z))
+            x = x + 0.3 * self.f(z)
+        return torch.stack(outputs, 1), x
+
+
+class Autoregressive(nn.Module):
+    """NARX style: the next output is predicted from the input and the last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(NU + NY, 6), nn.Tanh(), nn.Linear(6, NY))
+
+    def forward(self, u: Tensor, y_prev: Tensor) -> Tensor:
+        return y_prev + self.net(torch.cat([u, y_prev], dim=-1))
+
+
+def _autoregressive_step(m: Autoregressive, x: Tensor, y: Tensor):
+    y = m(x, y)
+    return y, y
+
+
+class RandomStart(nn.Module):
+    """Early-tutorial style: random initial states drawn at every call."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.lstm = nn.LSTM(NU, hidden, batch_first=True)
+        self.out = nn.Linear(hidden, NY)
+
+    def forward(self, u: Tensor) -> Tensor:
+        h0 = torch.randn(1, u.size(0), self.hidden)
+        c0 = torch.randn(1, u.size(0), self.hidden)
+        y, _ = self.lstm(u, (h0, c0))
+        return self.out(y)
+
+
+def _first(m: nn.Module, x: Tensor, state):
+    y, state = m(swap(x), state)
+    return swap(y), state
+
+
+CASES += [
+    Case(
+        "separate_h_c",
+        SeparateStates,
+        floats(NU),
+        "carry",
+        oracle=chunked(
+            _separate_step,
+            lambda m, x: (x.new_zeros(1, x.size(1), 6), x.new_zeros(1, x.size(1), 6)),
+        ),
+    ),
+    Case("learned_start", LearnedStart, floats(NU), "carry", oracle=chunked(_first)),
+    Case(
+        "state_space_buffer_start",
+        Residual,
+        floats(NU),
+        "keyword",
+        keywords={"start": lambda m, lanes: m.x0},
+        oracle=chunked(_first),
+    ),
+    Case(
+        "narx_output_is_state",
+        Autoregressive,
+        floats(NU),
+        "keyword",
+        keywords={"start": lambda lanes: torch.zeros(lanes, NY)},
+        oracle=stepped(_autoregressive_step, lambda m, x: x.new_zeros(x.size(1), NY)),
+        note="one tensor comes back: output and state at once; its size is the module's secret",
+    ),
+    Case(
+        "simulator_state_first",
+        Simulator,
+        floats(NU),
+        "refuse",
+        reason="hidden_state_local",
+        also=("other", "ambiguous_output", "no_state", "ignored_state"),
+        oracle=chunked(lambda m, x, _: (m(x.new_zeros(x.size(1), NX), x), None)),
+        shows=("chunks",),
+        note="the state after the last step never comes back",
+    ),
+    Case(
+        "random_start_inside",
+        RandomStart,
+        floats(NU),
+        "refuse",
+        reason="random",
+        also=("other",),
+        oracle=chunked(lambda m, x, _: (swap(m(swap(x))), None)),
+        shows=("random",),
+        note="could be carried from a start that the user gives",
+    ),
+]
