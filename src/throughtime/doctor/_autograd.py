@@ -122,6 +122,13 @@ def parameters_of_node(node: Any) -> list[Tensor]:
     return parameters
 
 
+def behind_copies(node: Any) -> Any:
+    """The node whose result a node copies, views or indexes, or the node itself."""
+    while _is_copy_or_view(node):
+        (node,) = children(node)
+    return node
+
+
 def _is_copy_or_view(node: Any) -> bool:
     return bool(COPY_OR_VIEW.fullmatch(node.name())) and len(children(node)) == 1
 
