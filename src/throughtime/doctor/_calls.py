@@ -69,8 +69,8 @@ class Unit:
 
     key: Any  # the id of its first weight, or the instruction
     confirmed: bool = True  # it took in a result of its own
-    last: "dict[bool | None, Call]" = field(default_factory=dict)  # its last call by mode
-    first: "Call | None" = None  # the first call of its pass over the data
+    last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
+    first: "UnitCall | None" = None  # the first call of its pass over the data
     carried: bool = False  # a state entered the next chunk in time
     in_order: bool = False  # the last one did
     replays: int = 0  # chunks that were read twice, the second time from the state at their end
@@ -78,17 +78,16 @@ class Unit:
     mixed: bool = False  # it reads several tensors within one chunk
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times
-    repeated: "Call | None" = None  # the last call of several on the same inputs
-    evaluation: "Call | None" = None  # the last call of a graph without a backward
+    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
     trained: int = 0  # the most steps connected before a backward
     fresh: Any = None  # its chunks that started from one state
     wrap: Any = None  # its state that entered what it comes from
-    ends: "dict[Root | None, Call]" = field(default_factory=dict)  # the last call by recording,
-    starts: "dict[Root | None, Call]" = field(default_factory=dict)  # and the first
+    ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # the last call by recording,
+    starts: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and the first
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class Call:
+class UnitCall:
     """The steps of a unit in one chunk."""
 
     unit: Unit
@@ -106,16 +105,16 @@ class Call:
     count: int = 1  # calls of the layer or cell
     second: View | None = None  # the data of the second and of the last of them
     latest: View | None = None
-    origin: "Call | None" = None  # the call that its state comes from,
+    origin: "UnitCall | None" = None  # the call that its state comes from,
     rows: list[int] | None = None  # the lane in it of each lane,
     step: int | None = None  # its step, if it is not the last,
     edited: bool = False  # and what happened to the state since
     cloned: bool = False
     has_graph: bool = False
-    parents: "tuple[Call, ...]" = ()  # calls of other units behind its state
+    parents: "tuple[UnitCall, ...]" = ()  # calls of other units behind its state
     states: list[Tensor] = field(default_factory=list)  # as they entered, without graph
     outputs: list[Tensor] = field(default_factory=list)  # of its last step, without graph
-    before: "Call | None" = None  # the last call of the unit
+    before: "UnitCall | None" = None  # the last call of the unit
     graph_steps: int = 0  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
     part: View | None = None  # of which its steps are taken,
@@ -139,7 +138,7 @@ class Calls:
 
     part: View | None = None  # of which the loop took the last single step
 
-    def __init__(self, log: Log, table: RootTable, on_call: Callable[[Call], None]) -> None:
+    def __init__(self, log: Log, table: RootTable, on_call: Callable[[UnitCall], None]) -> None:
         self.log, self.table, self.on_call = log, table, on_call
         self.units: dict[Any, Unit] = {}  # by their key
         self.serials = itertools.count()
@@ -214,9 +213,9 @@ class Calls:
         root.become(call, lane_dim)
         root.depth = 1 + data.root.depth
 
-    def _behind(self, view: View | None, key: Any) -> Call | None:
+    def _behind(self, view: View | None, key: Any) -> UnitCall | None:
         """The last call of a unit behind a state."""
-        pending, visited = [view and view.root.behind], list[Call]()
+        pending, visited = [view and view.root.behind], list[UnitCall]()
         while pending and len(visited) < MAX_PARENTS:
             call = pending.pop(0)
             if call is None or call in visited:
@@ -227,17 +226,19 @@ class Calls:
             pending += call.parents
         return None
 
-    def _new(self, key: Any, op: Operation, data: View | None, *, confirmed: bool = True) -> Call:
+    def _new(
+        self, key: Any, op: Operation, data: View | None, *, confirmed: bool = True
+    ) -> UnitCall:
         log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
         unit.confirmed |= confirmed
         before = unit.last.get(log.training)
         if before is not None and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
-        return Call(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
+        return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
                     log.training, torch.is_grad_enabled(), data, latest=data, before=before,
                     part=self.part)  # fmt: skip
 
-    def _add(self, call: Call, states: list[Tensor], lane_dim: int | None) -> Call:
+    def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
         unit, log = call.unit, self.log
         views = [self.table.view(t, new=False) for t in states]
@@ -275,7 +276,7 @@ class Calls:
         unit.last[call.training] = call
         return call
 
-    def _continued(self, call: Call, step: Call) -> Call:
+    def _continued(self, call: UnitCall, step: UnitCall) -> UnitCall:
         """The call with one more step."""
         if step.has_graph:
             call.graph_steps, call.graph_calls = call.graph_steps + step.steps, call.graph_calls + 1
@@ -291,7 +292,7 @@ class Calls:
         call.known_lanes = call.last_detach = None
         return call
 
-    def _is_boundary(self, call: Call, origin: Call) -> bool:
+    def _is_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether a new chunk begins between two calls."""
         if call.position != origin.position:
             return True
@@ -304,7 +305,7 @@ class Calls:
     def _first(self, view: View | None) -> tuple[Root, int] | None:
         return None if view is None else self.table.element(view.root, view.offset)
 
-    def _rows(self, call: Call, state: View, lane_dim: int | None) -> bool:
+    def _rows(self, call: UnitCall, state: View, lane_dim: int | None) -> bool:
         """Note which lane of the call before each lane of a state comes from, and its step.
 
         Returns:
@@ -326,7 +327,7 @@ class Calls:
             call.step = indices[0][root.time_dim]
         return True
 
-    def recording(self, call: Call) -> Root | None:
+    def recording(self, call: UnitCall) -> Root | None:
         """The oldest root known behind the inputs of a call."""
         if call.data is None:
             return None
@@ -336,7 +337,7 @@ class Calls:
             root = root.covered[0].root
         return root
 
-    def lanes(self, call: Call) -> list[Lane]:
+    def lanes(self, call: UnitCall) -> list[Lane]:
         """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
         if call.known_lanes is None:
             views = [v for v in (call.data, call.second, call.latest) if v is not None]
@@ -348,7 +349,7 @@ class Calls:
                 call.known_lanes = [a.joined(b, c) for a, b, c in zip(*parts, strict=False)]
         return call.known_lanes
 
-    def swapped_lanes(self, call: Call) -> list[Lane]:
+    def swapped_lanes(self, call: UnitCall) -> list[Lane]:
         """The lanes if those that the layer takes for lanes were steps."""
         lane_dim, time_dim = call.dims
         if call.data is None or lane_dim is None or call.count > 1:
@@ -357,7 +358,7 @@ class Calls:
         lengths = [shape[lane_dim]] * shape[time_dim or 0]
         return self.table.lanes(call.data, lengths, (time_dim, lane_dim), [])
 
-    def _lanes(self, call: Call, view: View) -> list[Lane]:
+    def _lanes(self, call: UnitCall, view: View) -> list[Lane]:
         lane_dim, time_dim = call.dims
         if (sizes := call.batch_sizes) is not None:
             lengths = [int((sizes > lane).sum()) for lane in range(min(int(sizes[0]), MAX_LANES))]

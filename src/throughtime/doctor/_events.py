@@ -157,8 +157,7 @@ class LoopEvents:
         over = over and not watcher.calls.follows_data
         if not watcher.full and not over:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
-        if watcher.internal_error is None:
-            watcher.full, watcher.operations = not over, 0
+        watcher.full, watcher.operations = not over, 0
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or is_transformed() or self._ignored:
@@ -179,9 +178,8 @@ class LoopEvents:
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
         frame = user_frame(current_frame())
-        if (
-            frame is None or self._in_backward or is_transformed()
-        ):  # torch calls itself again through the mode
+        # torch calls itself again through the mode
+        if frame is None or self._in_backward or is_transformed():
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)

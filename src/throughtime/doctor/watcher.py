@@ -33,7 +33,7 @@ from throughtime.doctor._torch_private import (
 from throughtime.doctor.rules.state import StateRule
 from throughtime.errors import DiagnosisError
 
-MAX_OPERATIONS = 20_000  # operations watched without a break
+MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
@@ -69,7 +69,7 @@ class Watcher(TorchFunctionMode):
         self.closed = False  # after the doctor; on a user's stack it then only passes on
         self.full = True  # every operation is recorded, not only recurrent ones and those of data
         self.internal_error: Exception | None = None
-        self.operations = 0  # recorded since it was last full
+        self.operations = 0  # recorded since the last backward
 
     def close(self) -> None:
         """Stop being the current mode, unless another is above it."""
@@ -101,7 +101,7 @@ class Watcher(TorchFunctionMode):
         ):
             caller = current_frame(1)
             frame = user_frame(caller, skip_optimizer=False)
-            if frame is not None and self.operations <= MAX_OPERATIONS:
+            if frame is not None:
                 self.guarded(self._record, func, args, kwargs, result, frame, frame is caller)
             if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
                 self.detached.clear()  # a library's own
@@ -122,7 +122,7 @@ class Watcher(TorchFunctionMode):
         except DiagnosisError:
             raise
         except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
-            self.internal_error, self.operations = error, MAX_OPERATIONS + 1
+            self.internal_error, self.closed = error, True
             return None
         finally:
             self.busy = was_busy
@@ -143,7 +143,8 @@ class Watcher(TorchFunctionMode):
         if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
             self.note_gradients(args)
             return
-        self.operations += self.full
+        self.operations += 1
+        self.full &= self.operations <= MAX_OPERATIONS
         changes = is_in_place(name) and bool(inputs)
         outputs = inputs[:1] if changes else outputs
         if not outputs or (changes and isinstance(root_of(inputs[0]), nn.Parameter)):

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from throughtime.doctor._calls import MIN_DETACHES, Call, Calls, Unit
+from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall
 from throughtime.doctor._data import Lane, Root
 from throughtime.doctor._frames import SourceLine, line_of
 from throughtime.doctor._log import Fault, Log
@@ -36,7 +36,7 @@ MAX_RECORDINGS = 64  # recordings remembered, the lanes of some chunks
 class SameStarts:
     """Adjacent chunks that started from the same state, such as zeros."""
 
-    call: Call
+    call: UnitCall
     zeros: bool
     count: int = 0
     lengths: set[int] = field(default_factory=set)  # of the chunks before them
@@ -57,13 +57,13 @@ class StateRule:
     def __init__(self, log: Log, report: Callable[[Fault], object]) -> None:
         self.log, self.report = log, report
         self.calls: Calls
-        self.pending: list[tuple[Call, int, bool]] = []  # starts in this chunk
+        self.pending: list[tuple[UnitCall, int, bool]] = []  # starts in this chunk
         self.recordings: dict[Root, None] = {}  # roots of which two adjacent chunks were read
         self.entered: dict[Root, Fault] = {}  # roots that a state of another recording entered
-        self.exchanged: list[Call] = []  # in this chunk, by what shows that batch and time are
-        self.stepwise: list[Call] = []  # of the last chunk, detached at every step
+        self.exchanged: list[UnitCall] = []  # in this chunk, by what shows that batch and time are
+        self.stepwise: list[UnitCall] = []  # of the last chunk, detached at every step
 
-    def on_call(self, call: Call) -> None:
+    def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
         origin, before, unit = call.origin, call.before, call.unit
         if call.training and (evaluation := unit.last.get(False)) is not None:
@@ -92,7 +92,7 @@ class StateRule:
         else:
             self._goes_elsewhere(call, origin, order)
 
-    def _relation(self, origin: Call, call: Call) -> str:
+    def _relation(self, origin: UnitCall, call: UnitCall) -> str:
         before = self.calls.lanes(origin)
         if call.step not in {None, origin.steps - 1}:  # the state is not the last one of the chunk
             before = [
@@ -106,13 +106,13 @@ class StateRule:
         # single steps may lie anywhere, such as events of several users in one table
         return "" if order == "jump" and origin.steps == call.steps == 1 else order
 
-    def _read(self, call: Call, root: Root) -> list[Lane]:
+    def _read(self, call: UnitCall, root: Root) -> list[Lane]:
         last = call.unit.ends.get(root)
         return [] if last is None else [x for x in self.calls.lanes(last) if x.root is root]
 
     # --- a state that is not that of the chunk before
 
-    def _start(self, call: Call) -> bool:
+    def _start(self, call: UnitCall) -> bool:
         """Whether the state that started the chunk before starts this one too, which goes on."""
         before, unit = self._on_recording(call), call.unit
         if before is None or not call.grad or call.training is False:
@@ -132,7 +132,7 @@ class StateRule:
         self.pending.append((call, before.steps, zeros))
         return True
 
-    def _on_recording(self, call: Call) -> Call | None:
+    def _on_recording(self, call: UnitCall) -> UnitCall | None:
         """The last call on the same recording, which may be older than the last call."""
         before, unit, recording = call.before, call.unit, self.calls.recording(call)
         unit.starts.setdefault(recording, call)
@@ -141,7 +141,7 @@ class StateRule:
         last = unit.ends.get(recording, before)
         return last if last is not None and last.chunk < call.chunk else before
 
-    def _same_start(self, a: Call, b: Call) -> bool:
+    def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
         return same_start(self.calls.lanes(a), self.calls.lanes(b))
 
     def before_backward(self) -> None:
@@ -162,7 +162,7 @@ class StateRule:
                 detail = f"{call.repeats + 1} calls in a row read the same {call.steps} steps."
                 self._add("TT210", call, detail)
 
-    def _count_start(self, call: Call, length: int, zeros: bool) -> None:
+    def _count_start(self, call: UnitCall, length: int, zeros: bool) -> None:
         unit = call.unit
         if 0 < self.log.targets < call.graph_steps * _lanes(call):
             unit.samples = True  # one target for a window, which is a sample of its own
@@ -182,7 +182,7 @@ class StateRule:
         detail = f"{starts.count} times the inputs continued and the state started {origin}."
         self._add("TT201", starts.call, detail)
 
-    def _starts_fresh(self, call: Call) -> None:
+    def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
         unit = call.unit
         if unit.wrap and unit.wrap.repeats and call.grad and call.training is not False:
@@ -190,7 +190,7 @@ class StateRule:
 
     # --- a state that is carried
 
-    def _goes_on(self, call: Call, origin: Call) -> None:
+    def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
         unit = call.unit
         unit.carried = unit.in_order = True
         if unit.fresh and not unit.fresh.zeros:
@@ -205,7 +205,7 @@ class StateRule:
             unit.wrap.ends_pass, unit.reread = False, True
             self._report_wrap(unit)
 
-    def _goes_elsewhere(self, call: Call, origin: Call, order: str) -> None:
+    def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
         log, unit, line = self.log, call.unit, line_of(call.instruction)
         name = log.state_name(call.instruction, lambda v: any(v is t for t in call.entered))
         if call.training == origin.training and self._begins_again(call, origin, order, line, name):
@@ -219,7 +219,7 @@ class StateRule:
             self.report(Fault(code, source, detail, name, (origin.chunk, call.chunk)))
 
     def _fault(
-        self, call: Call, origin: Call, order: str, line: SourceLine, name: str
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
     ) -> tuple[str, SourceLine | None, str]:
         """The code of a state that does not go on in time, its line and a detail."""
         detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
@@ -240,7 +240,7 @@ class StateRule:
         return self._other_recording(call, origin, order, line, name)
 
     def _other_recording(
-        self, call: Call, origin: Call, order: str, line: SourceLine, name: str
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
     ) -> tuple[str, SourceLine | None, str]:
         """TT204, at once or when the next chunk shows that the data are a recording."""
         if call.chunk == origin.chunk and order in {"start", "other"}:
@@ -255,7 +255,7 @@ class StateRule:
                 self._add_recording(call)
         return "", None, ""
 
-    def _add_recording(self, call: Call) -> None:
+    def _add_recording(self, call: UnitCall) -> None:
         """Note that two chunks were read from these tensors: recordings, not copies of a chunk.
 
         A state that entered one of them from another recording is reported then.
@@ -265,14 +265,14 @@ class StateRule:
             if root in self.entered:
                 self.report(self.entered.pop(root))
 
-    def _is_recording(self, call: Call) -> bool:
+    def _is_recording(self, call: UnitCall) -> bool:
         lanes = self.calls.lanes(call)
         return bool(lanes) and any(root in self.recordings for root in raw_roots(lanes))
 
     # --- the same inputs again
 
     def _begins_again(
-        self, call: Call, origin: Call, order: str, line: SourceLine, name: str
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
     ) -> bool:
         """Whether a state enters the inputs, or the beginning of the pass, that it comes from.
 
@@ -306,19 +306,19 @@ class StateRule:
             wrap.fault if wrap.ends_pass else wrap.fault._replace(code="TT210", detail=detail)
         )
 
-    def _same_data(self, a: Call, b: Call) -> bool:
+    def _same_data(self, a: UnitCall, b: UnitCall) -> bool:
         """Whether two calls begin with the same steps."""
         if a.data is None or b.data is None or a.data.shape != b.data.shape:
             return False
         return a.data == b.data or self._same_start(a, b)
 
-    def _is_same_step(self, origin: Call, call: Call) -> bool:
+    def _is_same_step(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether a cell goes on with the input that it has read last."""
         pairs = zip(self.calls.lanes(origin), self.calls.lanes(call), strict=False)
         same = all(a.root is b.root and a.last == b.first for a, b in pairs)
         return same or origin.latest == call.data
 
-    def _repeats(self, call: Call, origin: Call) -> bool:
+    def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs, with no update between.
 
         A loader's batch is no pass over the data: any number of calls may read it.
@@ -339,7 +339,7 @@ class StateRule:
 
     # --- batch and time
 
-    def _is_beside(self, origin: Call, call: Call) -> bool:
+    def _is_beside(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether a layer's inputs go on along its lanes, and change less along them, as time does.
 
         Samples that are read in order also go on where the last lane ended. A layer with
@@ -361,7 +361,7 @@ class StateRule:
 
     # --- the graph
 
-    def _count_graph(self, call: Call, origin: Call) -> None:
+    def _count_graph(self, call: UnitCall, origin: UnitCall) -> None:
         """Count the steps connected in one graph that no backward has freed."""
         if call.has_graph and origin.chunk == call.chunk:
             call.graph_steps, call.graph_calls = (
@@ -370,7 +370,7 @@ class StateRule:
             )
             call.parts = origin.parts + 1
 
-    def _report_connected(self, call: Call) -> None:
+    def _report_connected(self, call: UnitCall) -> None:
         """A graph that grows: in an evaluation, before any backward, or longer than all others."""
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
         trained = call.unit.trained
@@ -409,11 +409,11 @@ class StateRule:
             for call in unit.last.values():
                 self._report_connected(call)
 
-    def _add(self, code: str, call: Call, detail: str) -> None:
+    def _add(self, code: str, call: UnitCall, detail: str) -> None:
         self.report(Fault(code, line_of(call.instruction), detail))
 
 
-def _lanes(call: Call) -> int:
+def _lanes(call: UnitCall) -> int:
     lane_dim = call.dims[0]
     return 1 if lane_dim is None or call.data is None else call.data.shape[lane_dim]
 
