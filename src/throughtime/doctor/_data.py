@@ -255,6 +255,9 @@ class RootTable:
             moved = [sources[0], *(v for v in sources[-1:] if v.shape == op.args[-1].shape)]
         if sum(math.prod(v.shape) for v in moved) > MAX_MOVED:
             return False
+        if name == "stack" and all(v.grad for v in moved):  # the outputs of a chunk
+            root.known = False
+            return True
         if name in JOINS:
             mixed = len({v.root.learned for v in moved}) > 1
             if mixed or len(moved) != len(op.args[0]) or len(set(moved)) < len(moved):

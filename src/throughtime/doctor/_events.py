@@ -278,12 +278,13 @@ class LoopEvents:
         self._optimizers.add(optimizer)
         # a closure would be the user's loop
         self._in_step = True
-        self.watcher.paused = not args[1:] and not kwargs
+        if not args[1:] and not kwargs:
+            self.watcher.pause()
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         if self._ignored:
             return
-        self.watcher.paused = False
+        self.watcher.resume()
         self.log.steps += 1
         self._in_step = False
         self.watcher.guarded(self._log_step, optimizer)

@@ -65,11 +65,23 @@ class Watcher(TorchFunctionMode):
         self.kept_detaches: set[Instruction] = set()
         self._instructions: dict[tuple[int, int], Instruction] = {}
         self.busy = False  # the doctor itself is at work
-        self.paused = False  # an optimizer is at work
+        self.paused = False  # an optimizer is at work, and this is no mode
         self.closed = False  # after the doctor; on a user's stack it then only passes on
         self.full = True  # every operation is recorded, not only recurrent ones and those of data
         self.internal_error: Exception | None = None
         self.operations = 0  # recorded since the last backward
+
+    def pause(self) -> None:
+        """Stop being the current mode while an optimizer is at work."""
+        if current_mode() is self:
+            self.__exit__(None, None, None)
+            self.paused = True
+
+    def resume(self) -> None:
+        """Be the current mode again."""
+        if self.paused:
+            self.paused = False
+            self.__enter__()
 
     def close(self) -> None:
         """Stop being the current mode, unless another is above it."""
@@ -79,13 +91,14 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            self.closed
-            or self.busy
-            or self.paused
-            or torch.compiler.is_compiling()
-            or is_transformed()
-        ):
+        if self.closed or self.busy:
+            return func(*args, **kwargs)
+        if not self.full and operation_name(func) not in RECURRENT:
+            result = func(*args, **kwargs)
+            if func is not Tensor.detach and _is_new_data(result):
+                self._record_data(func, args, kwargs, result)
+            return result
+        if torch.compiler.is_compiling() or is_transformed():
             self.detached.clear()  # they may be used unwatched
             return func(*args, **kwargs)
         if self.detached and func is not Tensor.detach:
@@ -94,8 +107,6 @@ class Watcher(TorchFunctionMode):
         if iterates:
             func = torch.unbind
         result = func(*args, **kwargs)
-        if not (self.full or operation_name(func) in RECURRENT or _is_new_data(result)):
-            return iter(result) if iterates else result
         if (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__) and (
             not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
         ):
@@ -106,6 +117,12 @@ class Watcher(TorchFunctionMode):
             if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
                 self.detached.clear()  # a library's own
         return iter(result) if iterates else result
+
+    def _record_data(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operation on data, once not all operations are recorded."""
+        frame = user_frame(current_frame(2), skip_optimizer=False)
+        if frame is not None and not (torch.compiler.is_compiling() or is_transformed()):
+            self.guarded(self._record, func, args, kwargs, result, frame, False)
 
     def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
         """Whether the getter of an attribute gives another form of its tensor."""
