@@ -338,7 +338,7 @@ def test_an_error_of_the_doctor_itself_is_reported_and_does_not_stop_the_loop(
     def fails(*_: object) -> None:
         raise LookupError("of the doctor")
 
-    monkeypatch.setattr(sys.modules["throughtime.doctor._order"], "lane_ends", fails)
+    monkeypatch.setattr(sys.modules["throughtime.doctor.rules.state"], "relation", fails)
     with doctor() as d:
         never_carried([])
     assert d.findings == ()
@@ -350,7 +350,7 @@ def test_the_fixture_raises_where_the_doctor_itself_failed(monkeypatch: pytest.M
     def fails(*_: object) -> None:
         raise LookupError("of the doctor")
 
-    monkeypatch.setattr(sys.modules["throughtime.doctor._order"], "lane_ends", fails)
+    monkeypatch.setattr(sys.modules["throughtime.doctor.rules.state"], "relation", fails)
     watched = contextlib.contextmanager(plugin.doctor.__wrapped__)  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(DiagnosisError, match="LookupError"), watched(frozenset()):
         never_carried([])

@@ -57,13 +57,14 @@ def replace_layers(layers: str) -> list[Any]:
     """Replace torch's layers by fused ones, or by ones under a trace that stays open."""
     import throughtime as tt
 
+    trace = tt.trace  # imported before the layers are replaced
     traces: list[Any] = []
     for name in ("LSTM", "GRU", "RNN"):
         base: Any = getattr(tt.nn if layers.startswith("fused") else torch.nn, name)
 
         def init(self: Any, *args: Any, base: Any = base, **kwargs: Any) -> None:
             base.__init__(self, *args, **kwargs)
-            traces.append(tt.trace(self).__enter__())
+            traces.append(trace(self).__enter__())
 
         setattr(
             torch.nn,

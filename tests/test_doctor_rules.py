@@ -10,7 +10,6 @@ import torch
 from throughtime.doctor._autograd import MeanTerm
 from throughtime.doctor._frames import Instruction, SourceLine
 from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Sum, WeightStep
-from throughtime.doctor._records import TensorRecord
 from throughtime.doctor.rules.loop import AT, kept
 
 LOSS, CLEAR, STEP = (SourceLine("train.py", n) for n in (1, 2, 3))
@@ -48,17 +47,6 @@ def clear(useful: bool = False) -> Clear:
 def test_a_sound_loop_has_no_fault() -> None:
     events = [e for n in range(5) for e in (clear(), backward(n), step(n + 1, number=10 * n + 9))]
     assert not codes(*events, Close(), crossed={1, 2, 3, 4})
-
-
-@pytest.mark.parametrize(("count", "used", "found"), [(3, False, True), (2, False, False),
-                                                      (3, True, False)])  # fmt: skip
-def test_tt203_needs_a_detach_at_every_step_whose_gradient_is_not_used(
-    count: int, used: bool, found: bool
-) -> None:
-    events = backward(detaches={HERE: count}), backward(1)
-    assert codes(*events, used_gradients={HERE} if used else set()) == (
-        {"TT203"} if found else set()
-    )
 
 
 def mean(count: int, weight: float = 1.0) -> MeanTerm:
@@ -134,13 +122,14 @@ def test_tt104_needs_a_sum_over_three_chunks_or_one_without_a_backward() -> None
 def test_tt104_needs_results_whose_graphs_were_used_and_what_holds_them() -> None:
     weight = torch.ones(3, requires_grad=True)
     results = [(weight * weight).sum() for _ in range(6)]
-    records = [TensorRecord(n, HERE, ref=weakref.ref(each)) for n, each in enumerate(results)]
-    assert not list(kept(Log(chunk=6), records))
+    log = Log(chunk=6, results={HERE: {n: weakref.ref(each) for n, each in enumerate(results)}})
+    assert not list(kept(log))
     for each in results:
         each.backward()
-    (fault,) = kept(Log(chunk=6), records)
+    (fault,) = kept(log)
     assert (fault.code, fault.tensor) == ("TT104", "results")
-    assert not list(kept(Log(chunk=6), records[:4]))
+    del results[:2]
+    assert not list(kept(replace(log, searches={})))
 
 
 def test_tt101_names_a_lost_detach_unless_the_state_is_known_already() -> None:

@@ -52,13 +52,6 @@ def reachable_nodes(root: Any, limit: int = MAX_NODES, above: int = -1) -> Itera
                 stack.append(child)
 
 
-def leaf_ids(node: Any, limit: int = 200) -> frozenset[int]:
-    """The ids of the leaf tensors, such as weights, among the nodes first reached from a node."""
-    if node is None:
-        return frozenset()
-    return frozenset(id(below.variable) for below in reachable_nodes(node, limit) if is_leaf(below))
-
-
 def _saved_errors(node: Any) -> Iterator[str]:
     """The errors raised on reading the saved tensors of a node."""
     for name in dir(node):
@@ -120,6 +113,13 @@ def parameters_of_node(node: Any) -> list[Tensor]:
         elif _is_copy_or_view(child):
             pending += children(child)
     return parameters
+
+
+def behind_copies(node: Any) -> Any:
+    """The node whose result a node copies, views or indexes, or the node itself."""
+    while _is_copy_or_view(node):
+        (node,) = children(node)
+    return node
 
 
 def _is_copy_or_view(node: Any) -> bool:

@@ -1,53 +1,48 @@
-"""What each tensor was read from: the roots of data, and the parts of them that a chunk covers.
+"""Where the elements of a tensor come from: raw data, and the outputs of recurrent calls.
 
-A root is what a storage held at one time: raw data, or the result of an operation. Views of it are
-ranges in its own dimensions. A root that copies another, step by step and lane by lane, translates
-its ranges; one that is computed in any other way, such as by a convolution, remembers what its
-arguments covered. Two chunks are compared at the nearest level at which both read one root.
-No value is read, except to recognise a copy that every epoch makes anew.
-
-Shapes: `T` steps, `B` lanes (rows of the batch).
+A root is what a storage holds until it is changed: raw data, or the result of an operation. An
+element of a root is known by its storage offset. A result that only moves elements has a table of
+the elements that it was made of; one computed row by row has a view of its source; anything else
+covers all that its sources cover. Each root has two such links: to the raw data behind it, and to
+the outputs of the recurrent call behind it. No value is read, except to recognise a copy that every
+epoch makes anew.
 """
 
+import itertools
 import math
 import weakref
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from throughtime.doctor._records import RECURRENT
 from throughtime.doctor._torch_private import base_of, storage_of, version_of
 
-MAX_LANES = 12  # lanes compared; a wrong order shows in the first ones
-MAX_INDEXED = 200_000  # elements of a tensor whose indexing is applied to their numbers
-MAX_DEPTH = 24  # copies of copies followed
-MAX_LEVELS = 4  # computations between data and a recurrence
+SPAN = 2**40  # storage offsets of a root; an element's number is root.number * SPAN + offset
+MAX_LANES, FEW_LANES = 12, 2  # lanes compared; a wrong order shows in the first ones
+MAX_MOVED = 200_000  # elements of a tensor whose moves are followed
+MAX_DEPTH, MAX_LEVELS = 24, 4  # copies of copies; computations between data and a recurrence
 MAX_ROOTS = 4096  # storages after which freed ones are dropped
 SAMPLES = 61  # values by which a copy is recognised
-# operations that move elements, those that join tensors, and those whose result is an order
 PACK = "_pack_padded_sequence"
+# operations that move elements, those that join tensors, and those that write into their first
 MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", PACK}
 JOINS = {"stack", "cat", "concat", "concatenate", "pad_sequence"}
+WRITES = {"__setitem__", "index_copy", "index_copy_"}
+# those that map the last dimension alone, whose results are an order, are no data, are new data
+ROWWISE = {"linear", "matmul", "__matmul__", "mm"}
 ORDERS = {"randperm", "arange", "argsort", "sort", "topk"}
-# those that map the last dimension alone, those whose results are no data, those that copy arrays
-ROWWISE = RECURRENT | {"linear", "matmul", "__matmul__", "mm", "lazylinear"}
 FILLS = {"zeros", "ones", "eye", "full", "empty", "zeros_like", "ones_like", "new_zeros"}
-FROM_ARRAY = {"tensor", "as_tensor", "asarray"}
-
-
-class Element(NamedTuple):
-    """One element of a root that copies no other."""
-
-    root: "Root"
-    at: tuple[int, ...]
+FROM_ARRAY = {"tensor", "as_tensor", "asarray", "from_numpy"}
+# those that mask or reset values
+EDITS = {"mul", "__mul__", "__rmul__", "where", "masked_fill", "masked_fill_", "mul_", "__imul__",
+         "lerp", "index_fill", "__setitem__"}  # fmt: skip
+Kind = Literal["data", "state"]
+KINDS: tuple[Kind, Kind] = ("data", "state")
 
 
 class View(NamedTuple):
@@ -57,78 +52,73 @@ class View(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    grad: bool = False  # the tensor requires a gradient
 
-    def locate(self, index: tuple[int, ...]) -> Element | None:
-        """The element of the oldest known root that this one is a copy of."""
-        root = self.root
-        rest = self.offset + sum(map(int.__mul__, index, self.strides)) - root.offset
-        at = [0] * len(root.shape)
-        for dim in root.order:
-            if root.shape[dim] > 1:
-                at[dim], rest = divmod(rest, root.strides[dim])
-        if rest or any(i < 0 or i >= n for i, n in zip(at, root.shape, strict=True)):
-            return None
-        return Element(root, tuple(at)) if root.copied is None else root.copied(tuple(at))
-
-    def locate_lead(self, lead: int, index: tuple[int, ...]) -> Element | None:
-        """The element at the first indices of another tensor."""
-        return self.locate((index[:lead] + (0,) * len(self.shape))[: len(self.shape)])
-
-    def select(self, dim: int, index: int) -> "View":
-        """The part at one index of a dimension."""
-        shape, strides = list(self.shape), list(self.strides)
-        del shape[dim]
-        return View(self.root, self.offset + index * strides.pop(dim), tuple(shape), tuple(strides))
+    def at(self, index: Mapping[Any, int]) -> int:
+        """The storage offset at these indices, 0 in the other dimensions."""
+        return self.offset + sum(index.get(d, 0) * n for d, n in enumerate(self.strides))
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Root:
-    """The values of a storage until it is changed; without a source they are raw data."""
+    """The values of a storage until it is changed."""
 
+    number: int
+    offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    offset: int
     alive: StorageWeakRef
     version: int
-    order: list[int] = field(default_factory=list)  # its dimensions, the largest stride first
-    copied: Callable[[tuple[int, ...]], Element | None] | None = None  # an element's original
-    covered: "list[Lane]" = field(default_factory=list)  # of other roots, if it is computed
-    joined: int | None = None  # the dimension along which it joins tensors
-    random: bool = False  # they are samples that a loader draws at random
+    data: View | Tensor | None = None  # what its elements were made of; without it they are raw
+    state: View | Tensor | None = None
+    sources: list["Root"] = field(default_factory=list)  # kept alive for its tables
+    covered: list["Lane"] = field(default_factory=list)  # of other roots, if it mixes elements
+    call: Any = None  # the recurrent call whose output it is,
+    lane_dim: int | None = None  # and its dimensions
+    time_dim: int | None = None
     depth: int = 0
-    known: bool = True  # False after a change that was not watched
+    known: bool = True  # False for constants, and after a change that was not watched
     is_order: bool = False
-    chunk: int = 0
+    learned: bool = False  # it depends on a parameter
+    edited: bool = False  # values were masked or reset since the recurrent call
+    cloned: bool = False
+    cut: bool = False  # the graph ends between that call and it
+    behind: Any = None  # the last recurrent call that it depends on
+    detach: Any = None  # the instruction of its last detach
+
+    def become(self, call: Any, lane_dim: int | None) -> None:
+        """It holds the result of a recurrent call."""
+        self.call = self.behind = call
+        self.learned, self.lane_dim, self.state = True, lane_dim, None
+        self.edited = self.cloned = self.cut = False
+
+    def index(self, offset: Any) -> list[Any]:
+        """The index of an element, or of a tensor of them."""
+        rest = offset - self.offset
+        index = [rest - rest] * len(self.shape)
+        for d in sorted(range(len(self.shape)), key=lambda d: -self.strides[d]):
+            if self.shape[d] > 1 and self.strides[d]:
+                index[d], rest = rest // self.strides[d], rest % self.strides[d]
+        return index
 
 
 class Lane(NamedTuple):
-    """The first and the last step of one lane of a chunk, or the corners of all that it covers."""
+    """The first and the last step of one lane of a chunk, or all that a chunk covers of a root."""
 
     root: Root
-    first: tuple[int, ...]
-    last: tuple[int, ...]
-    step: tuple[int, ...] = ()  # from one step to the next; empty if unknown or not constant
-    is_range: bool = False  # the corners of all that is covered
+    first: int  # storage offsets
+    last: int
+    step: int  # from one step to the next, 0 if unknown
+    # from the last step to the first of a chunk that goes on; with x[:-1] the last is a target only
+    ahead: frozenset[int]
+    whole: bool = False  # all that a chunk covers
 
-    @property
-    def dims(self) -> set[int]:
-        """The dimensions of the root along which it moves."""
-        return nonzero(self.step or difference(self.first, self.last))
-
-    def begins_along(self, dim: int) -> bool:
-        """Whether its first step is the first of the root in a dimension, in its direction."""
-        backwards = bool(self.step) and self.step[dim] < 0
-        return self.first[dim] == (self.root.shape[dim] - 1 if backwards else 0)
-
-
-def difference(before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int, ...]:
-    """From one index of a root to another."""
-    return tuple(b - a for a, b in zip(before, after, strict=True))
-
-
-def nonzero(offset: tuple[int, ...]) -> set[int]:
-    """The dimensions in which an offset is not zero."""
-    return {dim for dim, n in enumerate(offset) if n}
+    def joined(self, second: "Lane", last: "Lane") -> "Lane":
+        """The lane from this step to the last one, for cells."""
+        step = self.step or (second.first - self.first if second.root is self.root else 0)
+        ahead = frozenset([step, 2 * step]) if step else last.ahead
+        return self if last.root is not self.root else Lane(self.root, self.first, last.last, step,
+                                                            ahead)  # fmt: skip
 
 
 class RootTable:
@@ -136,45 +126,50 @@ class RootTable:
 
     def __init__(self) -> None:
         self.roots: dict[int, Root] = {}
+        self.by_number: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
+        self.numbers = itertools.count(1)
         self.most = MAX_ROOTS
         self.samples: dict[Any, Root] = {}  # raw data by some of their values
-        self.cuts: dict[View, View] = {}  # single steps, and what the loop took them from
         self.arrays: dict[int, tuple[Any, Root]] = {}  # those that own their memory
 
     def view(self, tensor: Tensor, *, new: bool = True) -> View | None:
         """A tensor as a view of its root; `new` makes a root of raw data where there is none."""
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
-        key, version = storage_of(tensor), 0 if tensor.is_inference() else version_of(tensor)
-        root = self.roots.get(key)
-        if root is None or root.version != version:
-            if root is None and not new and base_of(tensor) is None:
+        root = self.roots.get(storage_of(tensor))
+        if root is None or root.version != (0 if tensor.is_inference() else version_of(tensor)):
+            if not new and root is None:
                 return None
             base = base_of(tensor)
             whole, changed = tensor if base is None else base, root is not None
-            root = self._add(whole)
+            root = self.add(whole)
             root.known = not changed
             root = root if changed else self._recognised(whole, root)
-        return View(root, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
+        return View(root, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(),
+                    tensor.requires_grad)  # fmt: skip
 
-    def _add(self, tensor: Tensor) -> Root:
-        storage = tensor.untyped_storage()
-        strides = tensor.stride()
-        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-        version = 0 if tensor.is_inference() else version_of(tensor)
+    def add(self, tensor: Tensor) -> Root:
+        """A new root for what a tensor holds now."""
         root = Root(
-            tuple(tensor.shape),
-            strides,
+            next(self.numbers),
             int(tensor.storage_offset()),
-            StorageWeakRef(storage),
-            version,
-            order,
+            tuple(tensor.shape),
+            tensor.stride(),
+            StorageWeakRef(tensor.untyped_storage()),
+            0 if tensor.is_inference() else version_of(tensor),
         )
-        self.roots[storage_of(tensor)] = root
+        self.roots[storage_of(tensor)] = self.by_number[root.number] = root
         if len(self.roots) > self.most:
             self.drop_freed()
-            self.most = 2 * len(self.roots) + MAX_ROOTS
         return root
+
+    def drop_freed(self) -> None:
+        """Forget the roots of freed storages."""
+        self.roots = {key: root for key, root in self.roots.items() if not root.alive.expired()}
+        self.most = 2 * len(self.roots) + MAX_ROOTS
+        self.arrays = {key: pair for key, pair in self.arrays.items() if pair[0]() is not None}
+        for key in list(self.samples)[:-256]:
+            del self.samples[key]
 
     def _recognised(self, tensor: Tensor, root: Root) -> Root:
         """The root of equal raw data, such as of the copy that the last epoch made."""
@@ -189,235 +184,217 @@ class RootTable:
         same.alive, same.version = root.alive, root.version
         return same
 
-    def result(self, op: Any, sources: list[Tensor], out: Tensor) -> Root | None:
-        """The root of what an operation computed from data; `None` for a view of them."""
+    def _resolve(self, root: Root, at: Any, kind: Kind) -> Any:
+        """The number of the element behind one at a storage offset, or behind a tensor of them."""
+        while (link := getattr(root, kind)) is not None:
+            index = root.index(at)
+            if isinstance(link, Tensor):
+                return link[tuple(index[: link.dim()])]
+            at = sum(
+                (i * n for i, n in zip(index, link.strides, strict=False)), at - at + link.offset
+            )
+            root = link.root
+        is_origin = root.call if kind == "state" else root.known
+        return root.number * SPAN + at if is_origin else at - at
+
+    def element(self, root: Root, at: int, kind: Kind = "data") -> tuple[Root, int] | None:
+        """The root and the storage offset behind an element; `None` if there is none."""
+        number, offset = divmod(int(self._resolve(root, at, kind)), SPAN)
+        origin = self.by_number.get(number)
+        return None if origin is None else (origin, offset)
+
+    def _grid(self, view: View, kind: Kind) -> Tensor:
+        """The number of each element of a tensor."""
+        offsets = torch.full((1,) * len(view.shape), view.offset)
+        for d, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
+            shape = [size if other == d else 1 for other in range(len(view.shape))]
+            offsets = offsets + stride * torch.arange(size).view(shape)
+        return self._resolve(view.root, offsets, kind).expand(view.shape)
+
+    def follow(self, op: Any, out: Tensor, target: View | None = None) -> Root | None:
+        """The root of a result; `None` for a view. `target` is what was changed in place."""
         name, args = op.name, op.args
         if out.layout is not torch.strided or not out.numel():
             return None
+        inputs = [t for t in op.inputs if not (t.is_leaf and t.requires_grad)]
         key = storage_of(out)
-        if any(storage_of(source) == key for source in sources if source.layout is out.layout):
+        dense = [t for t in inputs if t.layout is torch.strided]
+        if target is None and any(storage_of(t) == key for t in dense):
             return None
-        views = [view for source in sources if (view := self.view(source)) and view.root.known]
-        root = self._add(out)
-        root.is_order = name in ORDERS
-        root.known = bool(views) or not (op.inputs or name in FILLS)
-        if views:
-            moves = name in MOVES and views[0] == self.view(args[0])
-            self._connect(root, name if moves or name not in MOVES else "", op, views)
-        elif name in FROM_ARRAY and isinstance(args[0], np.ndarray):
-            self.copy_array(args[0], out)
-        elif root.known and not root.is_order:
-            root = self._recognised(out, root)
+        sources = [v for t in dense if storage_of(t) != key and (v := self.view(t))]
+        sources = [target, *sources] if target else [] if name in FILLS else sources
+        root = self.add(out)
+        root.learned = any([t.requires_grad for t in op.inputs] + [v.root.learned for v in sources])
+        if op.is_choice:
+            root.learned = False
+            return root
+        known = [v for v in sources if v.root.known or v.root.behind is not None]
+        root.is_order = name in ORDERS or (bool(known) and all(v.root.is_order for v in known))
+        if not known:
+            root.known = not (op.inputs or name in FILLS)
+            if name in FROM_ARRAY and isinstance(args[0], np.ndarray):
+                return self.from_array(args[0], out)
+            return self._recognised(out, root) if root.known and not root.is_order else root
+        if not self._moved(root, op, sources):
+            self._computed(root, op, known, partial=target is not None and name in WRITES)
+        depths = [link.root.depth for link in (root.data, root.state) if isinstance(link, View)]
+        root.depth = 1 + max(depths, default=0)
+        if root.depth > MAX_DEPTH:  # such as its own predictions, fed back
+            root.depth, root.data, root.state = 0, None, None
         return root
 
-    def copy_array(self, array: Any, out: Tensor) -> None:
-        """Record a tensor that has the memory or the values of a NumPy array."""
-        part = self._part_of_array(array)
-        root = self._add(out)
-        if part is None:
-            self._recognised(out, root)
-        else:
-            root.copied = part.locate
+    def _moved(self, root: Root, op: Any, sources: list[View]) -> bool:
+        """Link the result of an operation that moves elements, by moving their numbers."""
+        name = op.name
+        if name == "__getitem__" and (index := _index_as_data(sources)) is not None:
+            root.data = rows_of(index, root.shape, whole=True)
+            root.covered = [] if root.data else list(self.covered(index))
+            return True
+        moved = sources if name in JOINS else sources[:1]
+        if name in WRITES and isinstance(op.args[-1], Tensor):
+            moved = [sources[0], *(v for v in sources[-1:] if v.shape == op.args[-1].shape)]
+        if sum(math.prod(v.shape) for v in moved) > MAX_MOVED:
+            return False
+        if name == "stack" and all(v.grad for v in moved):  # the outputs of a chunk
+            root.known = False
+            return True
+        if name in JOINS:
+            mixed = len({v.root.learned for v in moved}) > 1
+            if mixed or len(moved) != len(op.args[0]) or len(set(moved)) < len(moved):
+                return False
+        elif name not in MOVES and not (name in WRITES and root.shape == moved[0].shape):
+            return False
+        links = root.data, root.state = [self._replayed(op, moved, kind) for kind in KINDS]
+        numbers = {n for link in links for n in (link // SPAN).unique().tolist()}
+        root.sources = [self.by_number[n] for n in numbers if n in self.by_number]
+        root.behind = max((r.behind for r in root.sources if r.behind), key=_serial, default=None)
+        root.edited = any(v.root.edited for v in moved) or name == "__setitem__"
+        root.cloned = all(v.root.cloned for v in moved)
+        root.cut = any(v.root.cut or (v.root.behind is not None and not v.grad) for v in moved)
+        return True
 
-    def _part_of_array(self, array: Any) -> View | None:
-        """An array as a view of the one that owns its memory."""
-        base = array
+    def _replayed(self, op: Any, moved: list[View], kind: Kind) -> Tensor:
+        """The operation on the numbers of the elements that it moves."""
+        grids: list[Any] = [self._grid(v, kind).to(op.inputs[0].device) for v in moved]
+        args = [grids if op.name in JOINS else grids[0].clone(), *op.args[1:]]
+        if op.name in WRITES:
+            args[-1] = grids[1] if len(grids) > 1 else 0
+        result = op.func(*args, **op.kwargs)
+        result = args[0] if result is None else result
+        return (result if isinstance(result, Tensor) else result[0]).cpu()
+
+    def _computed(self, root: Root, op: Any, known: list[View], *, partial: bool) -> None:
+        """Steps and lanes stay where they are, or everything is mixed."""
+        lead = op.name not in ROWWISE
+        states = [v for v in known if v.root.behind is not None]
+        states.sort(key=lambda v: -_serial(v.root.behind))
+        pure = [v for v in known if v not in states] or [v for v in states if v.root.known]
+        if states:
+            state = states[0]
+            root.behind, root.cut = state.root.behind, state.root.cut or not state.grad
+            first = View(state.root, state.offset, (), ())
+            root.state = rows_of(state, root.shape, whole=lead) or first
+            root.cloned = state.root.cloned or op.name in {"clone", "__deepcopy__"}
+            root.edited = state.root.edited or op.is_edit(len(states))
+        links = (rows_of(v, root.shape, whole=lead) for v in pure if not partial)
+        root.data = next(filter(None, links), None)
+        if root.data is None:
+            lanes = dict.fromkeys(lane for v in pure for lane in self.covered(v))
+            root.covered = list(lanes)[-MAX_LANES:]
+            root.known = bool(root.covered)
+
+    def from_array(self, array: Any, out: Tensor) -> Root:
+        """Record a tensor with the memory or the values of a NumPy array."""
+        root, base = self.add(out), array
         while isinstance(base.base, np.ndarray):
             base = base.base
         if base.dtype != array.dtype or base.dtype.kind not in "fiub" or not base.flags.writeable:
-            return None
-        reference, root = self.arrays.get(id(base), (lambda: None, None))
-        if root is None or reference() is not base:
-            whole = torch.from_numpy(base)
-            root = self._recognised(whole, self._add(whole))
-            self.arrays[id(base)] = weakref.ref(base), root
+            return self._recognised(out, root)
+        reference, whole = self.arrays.get(id(base), (lambda: None, None))
+        if whole is None or reference() is not base:
+            memory = torch.from_numpy(base)
+            whole = self._recognised(memory, self.add(memory))
+            self.arrays[id(base)] = weakref.ref(base), whole
+        self.roots[storage_of(out)] = root
         offset = (array.ctypes.data - base.ctypes.data) // array.itemsize
         strides = tuple(n // array.itemsize for n in array.strides)
-        return View(root, offset, array.shape, strides)
+        root.data = View(whole, offset, array.shape, strides)
+        return root
 
-    def _connect(self, root: Root, name: str, op: Any, views: list[View]) -> None:
-        root.depth = 1 + max(view.root.depth for view in views)
-        root.is_order |= all(view.root.is_order for view in views)
-        if root.depth > MAX_DEPTH or op.is_choice:
-            root.depth = 0  # such as its own predictions, fed back
+    def change(self, op: Any) -> None:
+        """Record a tensor that an operation changed in place."""
+        target, base = op.inputs[0], base_of(op.inputs[0])
+        whole = target if base is None else base
+        root = self.roots.get(storage_of(target))
+        view = None
+        if root is not None and not (op.name == "copy_" and base is None):
+            offset = int(whole.storage_offset())
+            view = View(root, offset, tuple(whole.shape), whole.stride(), whole.requires_grad)
+        if not self.follow(op, whole, view):
+            self.add(whole)
+
+    def lanes(self, view: View, lengths: list[int], dims: tuple[int | None, int | None],
+              starts: list[int]) -> list[Lane]:  # fmt: skip
+        """The first lanes of a chunk, whose dimensions are those of lanes and of time.
+
+        For packed data `starts` has the row where each step begins.
+        """
+        raw = view.root.data is None and not view.root.covered
+        lanes = list[Lane]()
+        for lane, count in enumerate(lengths[: FEW_LANES if raw else MAX_LANES]):
+            first, second, last = (
+                self.element(view.root, view.at({0: starts[t] + lane} if starts
+                                                else {dims[0]: lane, dims[1]: t}))
+                for t in (0, min(1, count - 1), count - 1)
+            )  # fmt: skip
+            if not (first and second and last and first[0] is second[0] is last[0]):
+                return [] if starts else list(self.covered(view))
+            root, step = first[0], second[1] - first[1]
+            step = step if first[1] + step * (count - 1) == last[1] else 0
+            strides = root.strides if count == 1 else {step} - {0}
+            ahead = frozenset(k * n for n in strides for k in (1, 2))
+            lanes.append(Lane(root, first[1], last[1], step, ahead))
+        return lanes
+
+    def covered(self, view: View) -> Iterator[Lane]:
+        """What a tensor covers of its roots: apart for each index of a dimension that joins."""
+        origin = self.element(view.root, view.offset)
+        if origin is None:
             return
-        if name in JOINS:
-            origins = {view.locate((0,) * len(view.shape)) for view in views}
-            dim = op.args[1] if name in {"stack", "cat"} and len(op.args) > 1 else 0
-            root.joined = op.kwargs.get("dim", dim)
-            moved = views if len(origins) == len(views) == len(op.args[0]) else []
-        else:
-            moved = views[:1] if name in MOVES else []
-        if name == "__getitem__" and (index := _index_as_data(views)) is not None:
-            self._compute(root, "", [index])
-        elif moved and sum(map(_count, moved)) <= MAX_INDEXED:
-            root.copied = _Numbers(op, moved).locate
-        else:
-            self._compute(root, name, views, mixed=bool(moved))
-
-    @staticmethod
-    def _compute(root: Root, name: str, views: list[View], *, mixed: bool = False) -> None:
-        """Steps and lanes stay where they are, or everything is mixed."""
-        for view in () if mixed else views:
-            lead = len(view.shape)
-            if name in ROWWISE and lead == len(root.shape):
-                lead -= 1
-            if lead and view.shape[:lead] == root.shape[:lead] and len(root.shape) <= lead + 1:
-                root.copied = partial(view.locate_lead, lead)
+        root, first = origin
+        if root.covered and first == root.offset and math.prod(view.shape) >= math.prod(root.shape):
+            yield from root.covered
+            return
+        moves = dict[int, int]()
+        for d, size in enumerate(view.shape):
+            if size == 1:
+                continue
+            near = self.element(view.root, view.at({d: 1}))
+            if near is None or near[0] is not root:
+                shape, strides = (n[:d] + n[d + 1 :] for n in (view.shape, view.strides))
+                for i in range(min(size, MAX_LANES)):
+                    yield from self.covered(View(view.root, view.at({d: i}), shape, strides))
                 return
-        lanes = [lane for view in views for lane in covered(view)]
-        root.covered = list(dict.fromkeys(lanes))[:MAX_LANES]
-        root.known = bool(root.covered)
+            moves[near[1] - first] = size
+        ahead = {k * n for n, size in moves.items() for k in (size, size + 1)}
+        yield Lane(root, first, first, 0, frozenset(ahead), whole=True)
 
-    def change(self, target: Tensor, values: list[Tensor], *, whole: bool) -> None:
-        """Record a tensor that was filled in place with other data."""
-        old = self.roots.get(storage_of(target))
-        views = list(filter(None, map(self.view, values)))
-        base = base_of(target)
-        root = self._add(target if base is None else base)
-        if whole and base is None and len(views) == 1 and views[0].shape == root.shape:
-            self._compute(root, "copy_", views)
-        else:
-            kept = [] if old is None or whole else old.covered
-            lanes = kept + [lane for view in views for lane in covered(view)]
-            root.covered = list(dict.fromkeys(lanes))[-MAX_LANES:]
-            root.known = bool(root.covered)
-            root.depth = 1 + max((v.root.depth for v in views), default=0)
 
-    def note_cut(self, source: Tensor, part: Tensor) -> None:
-        """Note that the loop takes a single step of a tensor."""
-        whole, view = self.view(source), self.view(part)
-        if whole is not None and view is not None and len(view.shape) < len(whole.shape):
-            self.cuts[view] = whole
+def _serial(call: Any) -> int:
+    return int(call.serial)
 
-    def drop_freed(self) -> None:
-        """Forget the roots of freed storages."""
-        self.roots = {key: root for key, root in self.roots.items() if not root.alive.expired()}
-        self.arrays = {key: pair for key, pair in self.arrays.items() if pair[0]() is not None}
-        while len(self.samples) > 256:
-            del self.samples[next(iter(self.samples))]
+
+def rows_of(view: View, shape: tuple[int, ...], *, whole: bool) -> View | None:
+    """A source whose rows are those of a result; `whole` if its last dimension stays too."""
+    lead = len(view.shape) - (len(view.shape) == len(shape) and not whole)
+    if (view.shape and not lead) or len(shape) > lead + 1 or view.shape[:lead] != shape[:lead]:
+        return None
+    return View(view.root, view.offset, view.shape[:lead], view.strides[:lead])
 
 
 def _index_as_data(views: list[View]) -> View | None:
     """The indices of a table, where they are the data themselves, such as numbers of words."""
     index = views[-1]
-    whole = index.shape == index.root.shape and index.root.copied is None
+    whole = index.shape == index.root.shape and index.root.data is None
     is_data = len(index.shape) > 1 or not (whole or index.root.is_order)
     return index if len(views) > 1 and is_data and not index.root.covered else None
-
-
-def _count(view: View) -> int:
-    return math.prod(view.shape)
-
-
-class _Numbers:
-    """The elements that an operation moves, by the same operation on their numbers from 1 on."""
-
-    def __init__(self, op: Any, sources: list[View]) -> None:
-        self.func, self.args, self.kwargs = op.func, op.args[1:], op.kwargs
-        self.sources, self.device = sources, op.inputs[0].device
-        self.joins = not isinstance(op.args[0], Tensor)
-        self.starts = list(accumulate(map(_count, sources), initial=1))
-        self.numbers: Tensor | None = None
-
-    def locate(self, at: tuple[int, ...]) -> Element | None:
-        """The original of the element at an index of the result."""
-        moved = self.numbers
-        if moved is None:
-            pairs = zip(self.starts, self.sources, strict=False)
-            numbers = [
-                torch.arange(start, start + _count(source), device=self.device).view(source.shape)
-                for start, source in pairs
-            ]
-            moved = self.func(numbers if self.joins else numbers[0], *self.args, **self.kwargs)
-            moved = self.numbers = (moved if isinstance(moved, Tensor) else moved[0]).cpu()
-        number, index = int(moved[at]), list[int]()
-        if number == 0:  # padding
-            return None
-        part = bisect_right(self.starts, number) - 1
-        source, rest = self.sources[part], number - self.starts[part]
-        for size in reversed(source.shape):
-            rest, i = divmod(rest, size)
-            index.insert(0, i)
-        return source.locate(tuple(index))
-
-
-def lane_ends(
-    view: View, steps: list[int], starts: list[int], lane_dim: int | None, time_dim: int | None
-) -> list[Lane] | None:
-    """The ends of the first lanes of a chunk; `None` if any of them is unknown.
-
-    `steps` are those of each lane. For packed data `starts` has the row where each step begins.
-    """
-    lanes, dims = list[Lane](), range(len(view.shape))
-    for lane, count in enumerate(steps[:MAX_LANES]):
-
-        def element(t: int, lane: int = lane) -> Element | None:
-            at = {0: starts[t] + lane} if starts else {time_dim: t, lane_dim: lane}
-            return view.locate(tuple(at.get(dim, 0) for dim in dims))
-
-        first, last = element(0), element(count - 1)
-        if first is None or last is None or first.root is not last.root or not first.root.known:
-            return None
-        step: tuple[int, ...] = ()
-        if count > 1 and (second := element(1)) is not None and second.root is first.root:
-            step = difference(first.at, second.at)
-            if difference(first.at, last.at) != tuple(n * (count - 1) for n in step):
-                step = ()
-        lanes.append(Lane(first.root, first.at, last.at, step))
-    return lanes
-
-
-def covered(view: View) -> list[Lane]:
-    """The corners of what a tensor covers of its roots, apart where they are no single range."""
-    origin = view.locate((0,) * len(view.shape))
-    if origin is None or not origin.root.known:
-        return []
-    moves, steps = dict[int, tuple[int, int]](), [0] * len(origin.at)
-    for dim, size in enumerate(view.shape):
-        if size == 1:
-            continue
-        at = tuple(int(d == dim) for d in range(len(view.shape)))
-        nearby = view.locate(at)
-        if nearby is None or nearby.root is not origin.root:
-            return _covered_rows(view, dim)
-        offset = difference(origin.at, nearby.at)
-        for d in nonzero(offset):
-            if d in moves:  # two dimensions go along one of the root: the longer move is of lanes
-                other, length = moves[d]
-                return _covered_rows(view, dim if abs(offset[d]) > length else other)
-            moves[d], steps[d] = (dim, abs(offset[d])), offset[d]
-    end = view.locate(tuple(size - 1 for size in view.shape))
-    if end is None or end.root is not origin.root:
-        return []
-    if origin.root.covered and (origin.at, end.at) == _whole(origin.root):
-        return origin.root.covered
-    return [Lane(origin.root, origin.at, end.at, tuple(steps), is_range=True)]
-
-
-def _covered_rows(view: View, dim: int) -> list[Lane]:
-    rows = (view.select(dim, i) for i in range(min(view.shape[dim], MAX_LANES)))
-    return [lane for row in rows for lane in covered(row)]
-
-
-def _whole(root: Root) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return (0,) * len(root.shape), tuple(size - 1 for size in root.shape)
-
-
-def levels(lanes: list[Lane]) -> Iterator[list[Lane]]:
-    """These lanes, then what their roots were computed from, and so on."""
-    for _ in range(MAX_LEVELS):
-        yield lanes
-        if not any(lane.root.covered for lane in lanes):
-            return
-        above = [up for lane in lanes for up in lane.root.covered or [lane]]
-        lanes = list(dict.fromkeys(above))
-
-
-def same_level(before: list[Lane], after: list[Lane]) -> tuple[list[Lane], list[Lane]] | None:
-    """The nearest levels at which two chunks read one root."""
-    pairs = product(enumerate(levels(before)), enumerate(levels(after)))
-    for (_, a), (_, b) in sorted(pairs, key=lambda pair: pair[0][0] + pair[1][0]):
-        if {lane.root for lane in a} & {lane.root for lane in b}:
-            return a, b
-    return None

@@ -31,7 +31,6 @@ from throughtime.doctor._frames import (
     user_frame,
 )
 from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep
-from throughtime.doctor._records import tensors
 from throughtime.doctor._torch_private import (
     LoaderIterator,
     is_transformed,
@@ -43,15 +42,10 @@ from throughtime.doctor.findings import Finding, FindingList
 from throughtime.doctor.rules.errors import explain, lanes_of_error
 from throughtime.doctor.rules.loop import AT, kept
 from throughtime.doctor.rules.state import StateRule
-from throughtime.doctor.watcher import MAX_OPERATIONS, Watcher
+from throughtime.doctor.watcher import Watcher, tensors
 
 MAX_NODES = 4_000  # nodes visited in the graph of a backward
 MAX_RETAINED = 12  # retained backwards measured in one line
-# where the modules are whose results are followed while operations are not watched
-FRONT_ENDS = {
-    f"torch.nn.modules.{name}"
-    for name in ("sparse", "linear", "conv", "batchnorm", "normalization", "dropout", "activation")
-}
 FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 
@@ -61,18 +55,16 @@ class LoopEvents:
 
     def __init__(self, findings: FindingList) -> None:
         self.log = Log()
-        self.watcher = Watcher(self.log)
         self.findings = findings
-        self.state = StateRule(self.watcher, findings)
-        self.watcher.on_operation = self.state.on_operation
-        self.watcher.emit = self._report
+        self.state = StateRule(self.log, self._add)
+        self.watcher = Watcher(self.log, self.state, self._report)
         self._optimizers = weakref.WeakSet[Any]()
         self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
         self._in_step = False
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
-        self._in_backward = self._off_in_step = False
+        self._in_backward = False
         self._training: dict[int, bool] = {}  # by outermost module
         self._loaders: weakref.WeakKeyDictionary[Any, SourceLine | None] = (
             weakref.WeakKeyDictionary()
@@ -92,7 +84,6 @@ class LoopEvents:
             optimizers.register_optimizer_step_post_hook(self._after_step),
         )
         self._undo += [hook.remove for hook in hooks]
-        self._wrap(torch.Tensor, "backward", self._tensor_backward)
         self._wrap(torch.autograd, "backward", self._backward)
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
@@ -101,13 +92,12 @@ class LoopEvents:
         self._wrap(DataLoader, "__init__", self._init_loader)
         self._wrap(DataLoader, "__iter__", self._iterate_loader)
         self._wrap(LoaderIterator, "__next__", self._next_batch)
-        self.watcher.on()
+        self.watcher.__enter__()
 
     def close(self) -> None:
         """Stop watching, and remove hooks and wrappers in the opposite order."""
         try:
-            self.watcher.off()
-            self.watcher.closed = True
+            self.watcher.close()
         finally:
             while self._undo:
                 self._undo.pop()()
@@ -131,7 +121,7 @@ class LoopEvents:
             fault = self.watcher.guarded(lanes_of_error, error)
             self.watcher.guarded(self._add, fault)
             return
-        self.watcher.guarded(self.watcher.table.settle_detaches)
+        self.watcher.guarded(self.watcher.settle_detaches)
         self.watcher.guarded(self.state.close)
         self.log.codes = {finding.code for finding in self.findings.items}
         self.emit(Close())
@@ -155,23 +145,21 @@ class LoopEvents:
         return self.watcher.busy or threading.get_ident() != self._thread
 
     def _watch(self, chunks: int) -> None:
-        """Watch every operation for some chunks."""
+        """Record every operation for some chunks."""
         self._watch_until = max(self._watch_until, self.log.chunk + chunks)
-        self.watcher.operations = 0
-        self.watcher.on()
+        self._set_level()
 
-    def _pause(self) -> None:
-        """After a backward: stop watching if the chunks or the operations are used up."""
-        over = self.log.chunk >= self._watch_until
+    def _set_level(self) -> None:
+        """Record every operation, or once the chunks are used up those of states and data only."""
+        watcher, over = self.watcher, self.log.chunk >= self._watch_until
         if over and self.log.chunk % PERIOD == 0:
-            self._watch(AGAIN_CHUNKS)
-        elif over and self.watcher.follows_data and self.watcher.internal_error is None:
-            self.watcher.operations = 0
-            self.watcher.on()
-        elif over or self.watcher.operations > MAX_OPERATIONS:
-            self.watcher.off()
+            self._watch_until, over = self.log.chunk + AGAIN_CHUNKS, False
+        over = over and not watcher.calls.follows_data
+        if not watcher.full and not over:
+            self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
+        watcher.full, watcher.operations = not over, 0
 
-    def _before_module(self, module: nn.Module, inputs: Any) -> None:
+    def _before_module(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or is_transformed() or self._ignored:
             return
         log = self.log
@@ -181,43 +169,17 @@ class LoopEvents:
             if self._training.setdefault(id(module), module.training) != module.training:
                 self._training[id(module)] = module.training
                 self._watch(AGAIN_CHUNKS)
-            elif self.watcher.operations > MAX_OPERATIONS:
-                self.watcher.off()
         log.depth += 1
-        if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            return
-        if log.chunk >= self._watch_until:
-            self.watcher.off()
-        if not self.watcher.active:
-            frame = user_frame(current_frame())
-            self.watcher.guarded(self.state.before_module, module, inputs, frame)
 
-    def _after_module(self, module: nn.Module, inputs: Any, result: Any) -> None:
-        if torch.compiler.is_compiling() or is_transformed() or self._ignored or not self.log.depth:
-            return
-        self.log.depth -= 1
-        if not self.watcher.active and inputs and type(module).__module__ in FRONT_ENDS:
-            self.watcher.guarded(self.watcher.pass_data_on, module, inputs[0], result)
-        if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
-            return
-        if result is not None and not self.watcher.active:
-            self.watcher.guarded(self.state.after_module, module, result)
-
-    def _tensor_backward(self, original: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Switch the mode off around `Tensor.backward`: inside, it cannot be switched."""
-        was_active = self.watcher.active
-        self.watcher.off()
-        try:
-            return original(tensor, *args, **kwargs)
-        finally:
-            if was_active:
-                self.watcher.on()
-            self._pause()
+    def _after_module(self, *_: Any) -> None:
+        if not (torch.compiler.is_compiling() or is_transformed() or self._ignored):
+            self.log.depth -= self.log.depth > 0
 
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
         frame = user_frame(current_frame())
-        if frame is None or self._in_backward:  # torch calls itself again through the mode
+        # torch calls itself again through the mode
+        if frame is None or self._in_backward or is_transformed():
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
@@ -229,15 +191,12 @@ class LoopEvents:
         root = roots[0].grad_fn if roots else None
         backward = Backward(root, line_in(frame), call_site(frame), bool(retain), is_grad)
         run = functools.partial(original, outputs, *args, **kwargs)
-        result = self._run_backward(run, roots, backward)
-        if is_grad:
-            self._pause()
-        return result
+        return self._run_backward(run, roots, backward)
 
     def _run_backward(self, run: Callable[[], Any], roots: list[Tensor], backward: Backward) -> Any:
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         if ends_chunk := not (backward.is_grad and backward.retain):
-            self.watcher.guarded(self.state.before_backward, backward)
+            self.watcher.guarded(self.state.before_backward)
             self.watcher.guarded(self._measure, backward)
         self._in_backward = True
         try:
@@ -255,6 +214,7 @@ class LoopEvents:
             backward.boundary = self.log.boundary
             self.emit(backward)
             self.watcher.guarded(self._report_kept)
+            self._set_level()
         return result
 
     def _measure(self, backward: Backward) -> None:
@@ -262,7 +222,6 @@ class LoopEvents:
         root, log = backward.root, self.log
         backward.chunk, backward.steps, backward.reads = log.chunk, log.steps, log.reads
         backward.newest = next_sequence()
-        backward.detaches, log.detaches = log.detaches, {}
         backward.versions = self._versions()
         backward.fresh = {
             id(each) for each, grad in self._last_grads.items() if _is_cleared(each, grad())
@@ -302,7 +261,7 @@ class LoopEvents:
         return self._add(next(filter(None, faults), None))
 
     def _report_kept(self) -> None:
-        for fault in kept(self.log, self.watcher.table.records.values()):
+        for fault in kept(self.log):
             self._add(fault)
 
     def _versions(self) -> dict[int, int]:
@@ -317,18 +276,15 @@ class LoopEvents:
         if self._ignored:
             return
         self._optimizers.add(optimizer)
-        self._in_step = True
         # a closure would be the user's loop
-        if not args[1:] and not kwargs and self.watcher.active:
-            self.watcher.off()
-            self._off_in_step = True
+        self._in_step = True
+        if not args[1:] and not kwargs:
+            self.watcher.pause()
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         if self._ignored:
             return
-        if self._off_in_step:
-            self._off_in_step = False
-            self.watcher.on()
+        self.watcher.resume()
         self.log.steps += 1
         self._in_step = False
         self.watcher.guarded(self._log_step, optimizer)
@@ -365,12 +321,12 @@ class LoopEvents:
                     useful.add(id(optimizer))
         line = None if self._in_step else current_line()
         clear = Clear(parameters, line, useful, self.log.reads, self._versions())
-        clear.watched = self.watcher.active
+        clear.watched = self.watcher.full
         self.emit(clear)
 
     def _from_numpy(self, original: Any, array: Any) -> Tensor:
         result = original(array)
-        self.watcher.guarded(self.watcher.data.copy_array, array, result)
+        self.watcher.guarded(self.watcher.table.from_array, array, result)
         return result
 
     def _init_loader(self, original: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
@@ -389,11 +345,7 @@ class LoopEvents:
     def _next_batch(self, original: Any, iterator: Any) -> Any:
         log = self.log
         number, is_random, line = self._iterators.get(iterator, (0, False, None))
-        log.loading = is_random
-        try:
-            batch = original(iterator)
-        finally:
-            log.loading = False
+        batch = original(iterator)
         if number:
             log.random, log.loader = is_random, line
             log.batch = number, log.batch[1] + 1

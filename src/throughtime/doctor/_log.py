@@ -45,7 +45,6 @@ class Backward:
     by_chunk: bool = False
     nodes: int = 0  # of a retained graph
     oldest: int = 0  # of a retained graph, the smallest sequence number
-    detaches: dict[Instruction, int] = field(default_factory=dict)  # before it, in a row
     reads: int = 0  # the user's reads of gradients so far
     versions: dict[int, int] = field(default_factory=dict)  # of parameters, by optimizer
     fresh: set[int] = field(default_factory=set)  # optimizers whose gradients were cleared by hand
@@ -121,7 +120,6 @@ class Log:
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader's sampler does not keep the order of time
     loader: SourceLine | None = None  # the line that decides the order of the batches
-    loading: bool = False  # such a loader collects a batch now
     crossed: set[int] = field(default_factory=set)  # chunks that an earlier chunk's state enters
     # calls of a unit in this chunk that take over a state of the same chunk
     continued: dict[Any, int] = field(default_factory=dict)
@@ -140,12 +138,14 @@ class Log:
     current: set[Instruction] = field(default_factory=set)  # and of this one
     # states that entered with a graph of an earlier chunk, by the instruction that took them
     carried: dict[Instruction, list[Variable]] = field(default_factory=dict)
-    detaches: dict[Instruction, int] = field(default_factory=dict)  # the longest series in a chunk
     used_gradients: set[Instruction] = field(default_factory=set)  # detaches whose gradient is used
     # calls of detach whose result is discarded: by the sequence number of the tensor, and those of
     # states
     lost_detaches: dict[int, Instruction] = field(default_factory=dict)
     lost_states: set[Instruction] = field(default_factory=set)
+    # the last result of each chunk that still exists
+    results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
+    targets: int = 0  # elements that the last results were compared with
     sums: dict[Instruction, Sum] = field(default_factory=dict)  # no backward went through them
     sent: set[Instruction] = field(default_factory=set)  # sums that one went through
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back

@@ -1,13 +1,16 @@
 """The watcher: a torch mode that records operations and their lines."""
 
+import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from throughtime.doctor._autograd import behind_copies
+from throughtime.doctor._calls import CELLS, LAYERS, Calls, Operation
 from throughtime.doctor._data import MOVES, RootTable
 from throughtime.doctor._frames import (
     STATE,
@@ -17,103 +20,109 @@ from throughtime.doctor._frames import (
     user_frame,
 )
 from throughtime.doctor._log import Event, Log, Sum
-from throughtime.doctor._records import (
-    COPY_OR_VIEW,
-    DETACHES,
-    EDITS,
-    GETTERS,
-    IN_PLACE_ZEROS,
-    STEPS,
-    Operation,
-    TensorRecord,
-    is_in_place,
-    operation_name,
-    puts_lanes_back,
-    tensors,
-)
-from throughtime.doctor._table import RecordTable
 from throughtime.doctor._torch_private import (
     ATTRIBUTE_GETTER,
     LEAF,
+    base_of,
     current_mode,
     is_transformed,
-    mode_depth,
-    next_sequence,
     root_of,
     sequence,
     version_of,
 )
-from throughtime.doctor.rules.layout import note_layout
+from throughtime.doctor.rules.state import StateRule
 from throughtime.errors import DiagnosisError
 
-MAX_OPERATIONS = 20_000  # operations watched without a break
-PURGE = 4_096  # operations after which freed tensors are dropped, if no backward comes
+MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
+RECURRENT = LAYERS | CELLS
+DETACHES = frozenset(["detach", "data", "detach_"])
+STEPS = {"__getitem__", "unbind", "select"}  # those that take a part
+GETTERS = {"data", "grad", "T", "mT", "H"}
+
+
+class Loss(NamedTuple):
+    """A single value with a graph: what it sums."""
+
+    tensor: Any  # a weak reference
+    lineage: frozenset[Instruction]  # what computed it and its terms
+    chunk: int
+    depth: int  # chunks that it goes through
+    passes: int  # calls of models that it goes through
+    call: int  # the last of them
 
 
 class Watcher(TorchFunctionMode):
-    """Records operations while it is the current mode, and passes on those that matter."""
+    """Records operations, and passes on those that matter."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, state: StateRule, emit: Callable[[Event], None]) -> None:
         super().__init__()
-        self.log, self.table, self.data = log, RecordTable(log), RootTable()
-        # of the rules: what follows operations, and what is called at an event
-        self.on_operation: Callable[[Operation, TensorRecord], None]
-        self.emit: Callable[[Event], None]
+        self.log, self.emit, self.table = log, emit, RootTable()
+        self.calls = state.calls = Calls(log, self.table, state.on_call)
+        self.losses: dict[int, Loss] = {}
+        # the last detaches: the result, the number of the tensor's node, the instruction
+        self.detached: list[tuple[Any, int, Instruction]] = []
+        self.kept_detaches: set[Instruction] = set()
         self._instructions: dict[tuple[int, int], Instruction] = {}
         self.busy = False  # the doctor itself is at work
+        self.paused = False  # an optimizer is at work, and this is no mode
         self.closed = False  # after the doctor; on a user's stack it then only passes on
-        self.active = False
-        # units read copies: what comes before the first unit of a chunk is always watched
-        self.follows_data = False
+        self.full = True  # every operation is recorded, not only recurrent ones and those of data
         self.internal_error: Exception | None = None
-        self.operations = 0  # recorded since it was last switched on
-        self._depth = mode_depth()
+        self.operations = 0  # recorded since the last backward
 
-    def on(self) -> None:
-        """Become the current mode, unless the user has one of their own open."""
-        if not self.active and mode_depth() == self._depth:
-            self._mark_gap()
-            self.__enter__()
-            self.active = True
-
-    def _mark_gap(self) -> None:
-        """Record a node of no instruction: those created while the watcher was off end there."""
-        if self.log.node_numbers:
-            self.log.add_node(next_sequence() - 1, None)
-
-    def off(self) -> None:
-        """Stop being the current mode, unless another is above it."""
-        if self.active and current_mode() is self:
+    def pause(self) -> None:
+        """Stop being the current mode while an optimizer is at work."""
+        if current_mode() is self:
             self.__exit__(None, None, None)
-            self.active = False
+            self.paused = True
+
+    def resume(self) -> None:
+        """Be the current mode again."""
+        if self.paused:
+            self.paused = False
+            self.__enter__()
+
+    def close(self) -> None:
+        """Stop being the current mode, unless another is above it."""
+        self.closed = True
+        if current_mode() is self:
+            self.__exit__(None, None, None)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.closed or torch.compiler.is_compiling() or is_transformed():
-            self.table.detached.clear()  # they may be used unwatched
+        if self.closed or self.busy:
             return func(*args, **kwargs)
-        if self.table.detached and not self.busy and func is not Tensor.detach:
-            self.table.settle_detaches()
+        if not self.full and operation_name(func) not in RECURRENT:
+            result = func(*args, **kwargs)
+            if func is not Tensor.detach and _is_new_data(result):
+                self._record_data(func, args, kwargs, result)
+            return result
+        if torch.compiler.is_compiling() or is_transformed():
+            self.detached.clear()  # they may be used unwatched
+            return func(*args, **kwargs)
+        if self.detached and func is not Tensor.detach:
+            self.settle_detaches()
         iterates = func is Tensor.__iter__
         if iterates:
             func = torch.unbind
         result = func(*args, **kwargs)
-        if (
-            not self.busy
-            and self.operations <= MAX_OPERATIONS
-            and (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__)
-            and (
-                not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
-            )
+        if (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__) and (
+            not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
         ):
             caller = current_frame(1)
             frame = user_frame(caller, skip_optimizer=False)
             if frame is not None:
-                self.guarded(self._record, func, args, kwargs, result, frame)
+                self.guarded(self._record, func, args, kwargs, result, frame, frame is caller)
             if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
-                self.table.detached.clear()  # a library's own
+                self.detached.clear()  # a library's own
         return iter(result) if iterates else result
+
+    def _record_data(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operation on data, once not all operations are recorded."""
+        frame = user_frame(current_frame(2), skip_optimizer=False)
+        if frame is not None and not (torch.compiler.is_compiling() or is_transformed()):
+            self.guarded(self._record, func, args, kwargs, result, frame, False)
 
     def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
         """Whether the getter of an attribute gives another form of its tensor."""
@@ -130,22 +139,10 @@ class Watcher(TorchFunctionMode):
         except DiagnosisError:
             raise
         except Exception as error:  # noqa: BLE001  # the report says that the doctor failed
-            self.internal_error, self.operations = error, MAX_OPERATIONS + 1
+            self.internal_error, self.closed = error, True
             return None
         finally:
             self.busy = was_busy
-
-    def pass_data_on(self, module: nn.Module, data: Any, result: Any) -> None:
-        """Record the data behind the outputs of a module that is called while this is off."""
-        if not isinstance(data, Tensor) or not isinstance(result, Tensor):
-            return
-        frame = user_frame(current_frame(1))
-        known = self.data.view(data, new=not data.requires_grad)
-        if frame is not None and known and self.data.view(result, new=False) is None:
-            instruction = self.instruction_at(frame)
-            name = type(module).__name__.lower()
-            op = Operation(name, None, (), {}, [data], [None], [result], instruction)
-            self.data.result(op, [data], result)
 
     def instruction_at(self, frame: FrameType) -> Instruction:
         """The instruction that a frame runs; always the same object for the same one."""
@@ -155,155 +152,184 @@ class Watcher(TorchFunctionMode):
             instruction = self._instructions[key] = Instruction(frame.f_code, frame.f_lasti)
         return instruction
 
-    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType) -> None:
-        name, instruction = operation_name(func), self.instruction_at(frame)
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, result: Any, frame: FrameType, is_direct: bool
+    ) -> None:
+        name = operation_name(func)
+        inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
         if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
             self.note_gradients(args)
             return
         self.operations += 1
-        if self.operations % PURGE == 0:
-            self._drop_freed()
-        inputs = tensors(args)
-        if kwargs:
-            inputs += tensors(tuple(kwargs.values()))
-        records = self.table.records_of(name, inputs)
-        if is_in_place(name) and inputs:
-            result = inputs[0]
-            self._record_change(inputs[0], instruction)
-            if not result.requires_grad:
-                self.data.change(result, inputs[1:], whole=name == "copy_")
-            if isinstance(root_of(result), nn.Parameter):
-                return  # it is initialized or updated by hand; its views have no graph
-        op = Operation(name, func, args, kwargs, inputs, records, tensors(result), instruction)
-        learned = [r for r in records if r is not None]
-        if op.outputs and (learned or any(t.requires_grad for t in inputs)):
-            self._record_learned(op, learned)
-        elif not is_in_place(name):
-            self._follow_data(op)
-
-    def _follow_data(self, op: Operation) -> None:
-        """Record what the results of an operation were read from, states apart."""
-        inputs = op.inputs[:1] if op.is_recurrent else op.inputs
-        sources = [t for t in inputs if not (t.is_leaf and t.requires_grad)]
-        states = {id(tensor) for tensor, _ in op.loop_inputs}
-        sources = [t for t in sources if id(t) not in states] or sources
-        single = op.is_recurrent or op.name in MOVES
-        for out in op.outputs[: 1 if single else None]:
-            if out.numel() > 1 or not out.requires_grad:
-                root = self.data.result(op, sources, out)
-                if root is None and op.name in STEPS and not op.outputs[0].requires_grad:
-                    self.data.note_cut(op.inputs[0], out)
-                elif root is not None:
-                    root.random, root.chunk = self.log.loading, self.log.chunk
-
-    def _record_change(self, target: Tensor, instruction: Instruction) -> None:
-        if target.is_inference():  # has no version counter, and no backward needs it
-            return
-        number = self.log.node_numbers[-1] if self.log.node_numbers else -1
-        self.log.in_place.append((version_of(target), target.shape, instruction, number))
-
-    def _record_learned(self, op: Operation, learned: list[TensorRecord]) -> None:
-        name, instruction, first = op.name, op.instruction, op.outputs[0]
-        # a choice, such as a sampled token, is data, and so is a gradient
-        op.is_choice = not (first.is_floating_point() or first.is_complex())
-        op.is_choice |= op.func is torch.autograd.grad and not first.requires_grad
-        passes_on = name == "requires_grad_" and learned
-        if (
-            name in IN_PLACE_ZEROS
-            or op.is_choice
-            or (first.is_leaf and first.requires_grad and not passes_on)
-        ):
-            self.table.records.pop(id(first), None)
-            self._follow_data(op)
-            return
-        self.log.current.add(instruction)
-        self._record_nodes(op)
-        if name not in DETACHES:
-            states = (r for r in learned if r.source is not None or r.repeated)
-            self.log.lost_states.update(r.lost for r in states if r.lost is not None)
-        crosses = name not in DETACHES and any(r.chunk < self.log.chunk for r in learned)
-        if crosses and instruction not in self.log.carried:
-            self._record_carried(op)
-        one = len(set(map(id, learned))) == 1 and (
-            name != "index_copy" or self.table.record_or_base(first) is learned[0]
+        self.full &= self.operations <= MAX_OPERATIONS
+        changes = is_in_place(name) and bool(inputs)
+        outputs = inputs[:1] if changes else outputs
+        if not outputs or (changes and isinstance(root_of(inputs[0]), nn.Parameter)):
+            return  # a parameter is initialized or updated by hand; its views have no graph
+        op = Operation(name, func, args, kwargs, inputs, outputs, self.instruction_at(frame))
+        if changes:
+            self._record_change(inputs[0], op)
+        first, learned = outputs[0], any(t.requires_grad for t in inputs)
+        op.is_choice = not first.requires_grad and (
+            func is torch.autograd.grad or (learned and _is_discrete(first))
         )
-        if one and (name in COPY_OR_VIEW or name in EDITS):
-            self._follow_data(op)
-            result = self.table.passed_on(op, learned[0])
-            detach, detaches = result.detach, self.log.detaches
-            if detach is not None and detach is not learned[0].detach:
-                detaches[instruction] = max(detaches.get(instruction, 0), detach.count)
-        elif puts_lanes_back(op):  # the result has states of several calls
-            result = self.table.computed(op)
-            result.source = None
-        else:
-            result = self.table.computed(op)
-            self._follow_data(op)
-            self.on_operation(op, result)
-            note_layout(self.data, op, result)
-            self._record_sum(op, result)
-        self.table.store(op.outputs, result)
+        if name in STEPS and first.dim() < inputs[0].dim():
+            self.calls.part = self.table.view(inputs[0], new=not learned)
+        if name in DETACHES and inputs[0].requires_grad and not inputs[0].is_leaf:
+            self._record_detach(op)
+        if first.grad_fn is not None and (self.full or name in RECURRENT):
+            self._record_graph(op)
+        if name in RECURRENT:
+            self.calls.layer_or_cell(op)
+            return
+        for out in () if changes else outputs[: 1 if name in MOVES else None]:
+            self.table.follow(op, out)
+        if self.full and is_direct:
+            self.calls.by_hand(op)
 
-    def _record_sum(self, op: Operation, result: TensorRecord) -> None:
+    def _record_graph(self, op: Operation) -> None:
+        """Record the results that have a graph, what they sum and what they are compared with."""
+        first, log = op.outputs[0], self.log
+        self._record_nodes(op)
+        if op.name not in DETACHES:
+            self._record_carried(op)
+        if op.name in RECURRENT:
+            return
+        log.results.setdefault(op.instruction, {})[log.chunk] = weakref.ref(first)
+        if first.numel() == 1 or op.name == "stack":
+            self._record_sum(op)
+        sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
+        if sizes and any(t.grad_fn is not None for t in op.inputs):
+            log.targets = sizes[0]
+
+    def _record_change(self, target: Tensor, op: Operation) -> None:
+        if not target.is_inference():  # which has no version counter, and no backward needs it
+            numbers = self.log.node_numbers
+            number = numbers[-1] if numbers else -1
+            self.log.in_place.append((version_of(target), target.shape, op.instruction, number))
+        if op.name not in DETACHES and op.name != "requires_grad_":
+            self.table.change(op)
+
+    def _record_detach(self, op: Operation) -> None:
+        source, instruction = op.inputs[0], op.instruction
+        number = LEAF if source.grad_fn is None else sequence(source.grad_fn)
+        self.detached.append((weakref.ref(op.outputs[0]), number, instruction))
+        view = self.table.view(source, new=False)
+        if view is not None and (call := view.root.behind) is not None:
+            view.root.detach = instruction
+            others = (c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk)
+            call.last_detach = None if any(c.has_graph for c in others) else instruction
+
+    def settle_detaches(self) -> None:
+        """At the next operation: a result that is gone before any has used it was not kept."""
+        gone = {entry[2] for entry in self.detached if entry[0]() is None}
+        for _, number, instruction in self.detached:
+            if instruction not in gone:
+                self.kept_detaches.add(instruction)
+                # nor is another detach of the same tensor lost
+                self.log.lost_states.discard(self.log.lost_detaches.get(number, instruction))
+            elif instruction not in self.kept_detaches:  # the last one of a loop is not kept either
+                self.log.lost_detaches[number] = instruction
+        self.detached.clear()
+
+    def _record_sum(self, op: Operation) -> None:
         """Count the chunks, and the forward passes within one chunk, in a sum of losses."""
         out, log = op.outputs[0], self.log
-        if op.is_recurrent or out.grad_fn is None or (out.numel() > 1 and op.name != "stack"):
-            return
-        known = [(t, r) for t, r in op.pairs() if r and t.numel() == 1 and t.grad_fn is not None]
-        sums = [r for _, r in op.loop_inputs if any(r is record for _, record in known)]
-        terms = [(t, r) for t, r in known if all(r is not each for each in sums)]
-        crosses = any(r.chunk < log.chunk for r in sums)
-        result.depth = max((r.depth + (r.chunk < log.chunk) for r in sums), default=0)
-        calls = {r.call for _, r in terms}
-        before = max((max(r.passes, 1) for r in sums), default=0)
-        result.passes = before + len(calls - {r.call for r in sums})
-        result.call = max(calls, default=result.call)
-        total = Sum(op.instruction, log.chunk, result.depth if crosses else 0, result.passes)
-        if result.passes >= MIN_UNSENT and terms:
+        known = [loss for t in op.inputs if t.numel() == 1 and t.grad_fn is not None
+                 and (loss := self.losses.get(id(t))) and loss.tensor() is t]  # fmt: skip
+        sums = [loss for loss in known if op.instruction in loss.lineage]
+        terms = [loss for loss in known if op.instruction not in loss.lineage]
+        depth = max((s.depth + (s.chunk < log.chunk) for s in sums), default=0)
+        calls = {loss.call for loss in terms} or {log.call}
+        before = max((max(s.passes, 1) for s in sums), default=0)
+        passes = before + len(calls - {s.call for s in sums})
+        lineage = frozenset([op.instruction]).union(*(loss.lineage for loss in known))
+        if out.numel() == 1:
+            self.losses[id(out)] = Loss(
+                weakref.ref(out), lineage, log.chunk, depth, passes, max(calls)
+            )
+        crosses = any(s.chunk < log.chunk for s in sums)
+        total = Sum(op.instruction, log.chunk, depth if crosses else 0, passes)
+        if passes >= MIN_UNSENT and terms:
             last = log.sums.get(op.instruction)
             if before < MIN_UNSENT and last and log.chunk <= last.chunk + 1:
                 log.sent.add(op.instruction)  # it begins anew: a value of a single chunk
                 del log.sums[op.instruction]
             if op.instruction not in log.sent:
-                total.numbers = sequence(out.grad_fn), sequence(terms[-1][0].grad_fn)
+                total.numbers = sequence(out.grad_fn), sequence(terms[-1].tensor().grad_fn)
                 log.sums[op.instruction] = total
         self.emit(total)
 
     def _record_carried(self, op: Operation) -> None:
         """Record the variables that carry states with an earlier graph into an operation."""
+        log = self.log
+        if not log.chunk or op.instruction in log.carried:
+            return
         weighted = any(t.is_leaf and t.requires_grad for t in op.inputs)  # no sum of losses
         variables = [
-            carrying_variable(tensor, current_frame())
-            for tensor, record in op.pairs()
-            if record is not None
-            and record.chunk < self.log.chunk
-            and tensor.grad_fn is not None
-            and (tensor.numel() > 1 or weighted)
+            carrying_variable(t, current_frame())
+            for t in op.inputs
+            if t.grad_fn is not None
+            and sequence(behind_copies(t.grad_fn)) <= log.boundary
+            and (t.numel() > 1 or weighted)
         ]
         if variables:
-            self.log.carried[op.instruction] = variables
+            log.carried[op.instruction] = variables
 
     def note_gradients(self, leaves: Any) -> None:
         """Note that the loop uses the gradients of tensors that were detached."""
-        for tensor in tensors(leaves):
-            record = self.table.record_of(tensor)
-            if record is not None and record.detach is not None:
-                self.log.used_gradients.add(record.detach.instruction)
+        views = (self.table.view(tensor, new=False) for tensor in tensors(leaves))
+        self.log.used_gradients |= {v.root.detach for v in views if v and v.root.detach}
 
     def _record_nodes(self, op: Operation) -> None:
+        self.log.current.add(op.instruction)
         for out in op.outputs:
             node = out.grad_fn
             number = sequence(node) if node is not None else LEAF
             if number < LEAF:
                 self.log.add_node(number, op.instruction)
 
-    def _drop_freed(self) -> None:
-        self.table.drop_freed()
-        self.data.drop_freed()
-
     def next_chunk(self) -> None:
         """Drop what the next chunk does not need; called after each backward."""
-        self.data.cuts.clear()
-        self.table.settle_detaches()
-        self.table.release_graphs()
-        self._drop_freed()
+        self.settle_detaches()
+        self.calls.chunk_start = next(self.table.numbers)
+        self.losses = {i: loss for i, loss in self.losses.items() if loss.tensor() is not None}
+        self.table.drop_freed()
+
+
+def _is_discrete(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _is_new_data(result: Any) -> bool:
+    """Whether a result is neither a view nor computed with a graph."""
+    return isinstance(result, Tensor) and not result.requires_grad and base_of(result) is None
+
+
+def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
+    """The tensors among arguments or results."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if not isinstance(tree, (tuple, list)) or not depth:
+        return []
+    return [tensor for branch in tree for tensor in tensors(branch, depth - 1)]
+
+
+def operation_name(func: Any) -> str:
+    """The name of an operation; for a getter that of the attribute."""
+    name = getattr(func, "__name__", "")
+    return (
+        str(getattr(getattr(func, "__self__", None), "__name__", "")) if name == "__get__" else name
+    )
+
+
+def is_in_place(name: str) -> bool:
+    """Whether an operation changes its first argument."""
+    return (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.startswith("_"))
+        or (
+            name.startswith("__i")
+            and name not in {"__int__", "__invert__", "__index__", "__iter__"}
+        )
+    )

@@ -30,9 +30,9 @@ from throughtime.doctor._autograd import (
 )
 from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
 from throughtime.doctor._log import Backward, Fault, Log, WeightStep
-from throughtime.doctor._records import tensors
 from throughtime.doctor._torch_private import sequence
 from throughtime.doctor.findings import BACKWARD_FIRST, LOST_DETACH, OWN_LOSS, detach_fix
+from throughtime.doctor.watcher import tensors
 
 MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
 

@@ -6,12 +6,11 @@ does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from throughtime.doctor._autograd import FREED, MeanTerm, reaches_unusable
-from throughtime.doctor._frames import Instruction, SourceLine, container_of, line_of
+from throughtime.doctor._frames import SourceLine, container_of, line_of
 from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Sum, WeightStep
-from throughtime.doctor._records import TensorRecord
 from throughtime.doctor.findings import (
     CLEAR_AFTER_STEP,
     LOST_DETACH,
@@ -19,10 +18,8 @@ from throughtime.doctor.findings import (
     OWN_LOSS,
     detach_fix,
 )
-from throughtime.doctor.rules.layout import exchanged
 
 REPEATS = 2  # steps that show a fault before it is reported
-MIN_DETACHES = 3  # one after another, a single step between them
 MAX_STEPS = 8  # steps before one that are compared with it
 MAX_REACH = 6  # chunks behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
@@ -30,15 +27,6 @@ MIN_RUNS = 2  # recordings of three chunks or more that each backward goes throu
 MIN_SUMMED = 3  # chunks that a sum goes through
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
 MAX_SEARCHES = 2  # of all objects, for what keeps the results of one line
-
-
-def detached_at_every_step(log: Log, _: Event) -> Iterator[Fault]:
-    """TT203: detaches of the last chunk, unless its gradients were passed on by hand."""
-    before = next((e for e in reversed(log.events[:-1]) if isinstance(e, Backward)), None)
-    for instruction, count in before.detaches.items() if before else ():
-        if count >= MIN_DETACHES and instruction not in log.used_gradients:
-            detail = f"{count} detaches in one chunk, a single step between them."
-            yield Fault("TT203", line_of(instruction), detail)
 
 
 def unequal_chunks_in_one_loss(_: Log, event: Backward) -> Iterator[Fault]:
@@ -225,30 +213,24 @@ def lost_detach(log: Log, _: Close) -> Iterator[Fault]:
         yield Fault("TT101", line_of(instruction), LOST_DETACH)
 
 
-def kept(log: Log, records: Iterable[TensorRecord]) -> Iterator[Fault]:
+def kept(log: Log) -> Iterator[Fault]:
     """TT104: results of several chunks that still exist, although their graphs were used."""
-    by_line: dict[Instruction, list[TensorRecord]] = {}
-    for record in records:
-        if record.chunk < log.chunk:
-            by_line.setdefault(record.instruction, []).append(record)
-    for instruction, old in by_line.items():
+    for instruction, by_chunk in list(log.results.items()):
+        alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
+        log.results[instruction] = alive
         searches = log.searches.get(instruction, 0)
-        if len({record.chunk for record in old}) < MIN_KEPT or searches == MAX_SEARCHES:
+        tensors = [t for n, ref in alive.items() if n < log.chunk and (t := ref()).grad_fn]
+        if len(tensors) < MIN_KEPT or searches == MAX_SEARCHES:
             continue
         log.searches[instruction] = searches + 1
-        tensors = [t for record in old if (t := record.ref()) is not None and t.grad_fn]
-        if len(tensors) >= MIN_KEPT and reaches_unusable(tensors[0].grad_fn, 60, FREED):
-            name = container_of(tensors)
-            if name:
-                yield Fault("TT104", line_of(instruction), f"{len(tensors)} still exist.", name)
+        if reaches_unusable(tensors[0].grad_fn, 60, FREED) and (name := container_of(tensors)):
+            yield Fault("TT104", line_of(instruction), f"{len(tensors)} still exist.", name)
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
     Backward: (
-        detached_at_every_step,
         unequal_chunks_in_one_loss,
         retained,
-        exchanged,
     ),
     WeightStep: (
         unequal_means,
@@ -258,7 +240,6 @@ AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
     ),
     Sum: (summed,),
     Close: (
-        detached_at_every_step,
         retained,
         never_sent,
         lost_detach,

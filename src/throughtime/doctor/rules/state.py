@@ -1,448 +1,434 @@
-"""Rules of the state: carried over a boundary, or carried with an endless graph.
+"""Rules of the state, over the calls of a unit in order.
 
-Codes TT202 and TT204 to TT207. A lane is a row of the batch; a recording is one unbroken
-sequence of data.
+Where each call's state comes from, and how its data lie after those of that call: a state that is
+not carried (TT201), carried with an endless graph (TT202), detached at every step (TT203), or
+carried where it does not belong (TT204 to TT208, TT210); batch and time exchanged (TT209). A lane
+is a row of the batch; a recording is one unbroken sequence of data.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from types import FrameType
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor, is_grad_enabled, nn
+from torch import Tensor
 
-from throughtime.doctor._data import Root, View
-from throughtime.doctor._frames import Instruction, SourceLine, line_of
-from throughtime.doctor._log import Backward
-from throughtime.doctor._order import ChunkOrder, deepest_roots, remember, root_of
-from throughtime.doctor._records import (
-    Operation,
-    TensorRecord,
-    Unit,
-    UnitCall,
-    has_mask,
-    numbers,
-    tensors,
-)
-from throughtime.doctor.findings import FindingList
-from throughtime.doctor.rules.passes import PassRule
-from throughtime.doctor.watcher import Watcher
+from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall
+from throughtime.doctor._data import Lane, Root
+from throughtime.doctor._frames import SourceLine, line_of
+from throughtime.doctor._log import Fault, Log
+from throughtime.doctor._order import follows, raw_roots, relation, same_start
 
 # an evaluation in one graph: chunks of a layer or steps of a cell before it is reported
 CONNECTED_CHUNKS, CONNECTED_STEPS = 4, 32
-STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
-MAX_UNITS = 8  # units in one step of a cell by hand
 LONG = 256  # steps before the only backward
+FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is reported
+REPEATS = 4  # calls on the same inputs before it is reported
+REPLAYS = 3  # chunks that are read twice before it is reported
+SMOOTHER = 0.8  # the change along time, at most, of that along lanes
+CHUNKS = 2  # chunks that show exchanged dimensions before it is reported
+TWICE = "Each chunk is read twice, the second time from the state at its end."
+BESIDE = "Each chunk goes on where the last lane ended, not where the steps ended."
+MAX_RECORDINGS = 64  # recordings remembered, the lanes of some chunks
+
+
+@dataclass
+class SameStarts:
+    """Adjacent chunks that started from the same state, such as zeros."""
+
+    call: UnitCall
+    zeros: bool
+    count: int = 0
+    lengths: set[int] = field(default_factory=set)  # of the chunks before them
+
+
+@dataclass
+class Wrap:
+    """A state that enters the beginning of the pass that it comes from, or the same inputs."""
+
+    fault: Fault
+    repeats: int  # updates before it on the same inputs, one after the other
+    ends_pass: bool  # the inputs may be all of the data
 
 
 class StateRule:
-    """Compares each call of a recurrent unit with the one that its state comes from."""
+    """The rules of the state, with what they remember of the calls so far."""
 
-    def __init__(self, watcher: Watcher, findings: FindingList) -> None:
-        self.watcher, self.findings, self.log = watcher, findings, watcher.log
-        self.units: dict[Any, Unit] = {}  # by their key
-        self.order = ChunkOrder()
-        self.passes = PassRule(watcher, findings, self.order, self.units)
+    def __init__(self, log: Log, report: Callable[[Fault], object]) -> None:
+        self.log, self.report = log, report
+        self.calls: Calls
+        self.pending: list[tuple[UnitCall, int, bool]] = []  # starts in this chunk
         self.recordings: dict[Root, None] = {}  # roots of which two adjacent chunks were read
-        # roots that a state of another recording entered, each with what reports it
-        self.entered: dict[Root, Callable[[], Any]] = {}
-        self.longest: UnitCall | None = None
-        self.running: dict[int, UnitCall] = {}  # by module, the first call in the chunk
+        self.entered: dict[Root, Fault] = {}  # roots that a state of another recording entered
+        self.exchanged: list[UnitCall] = []  # in this chunk, by what shows that batch and time are
+        self.stepwise: list[UnitCall] = []  # of the last chunk, detached at every step
 
-    def on_operation(self, op: Operation, result: TensorRecord) -> None:
-        if not op.is_recurrent:
-            self._hand_written(op, result)
-            self.passes.on_operation(op, result)
-            return
-        call = self._layer_or_cell(op, result)
-        outputs = op.outputs[1:] if op.is_layer else op.outputs
-        self.watcher.table.latest[call.unit] = outputs, call, int(op.is_layer)
-
-    def before_module(self, module: nn.Module, inputs: Any, frame: FrameType | None) -> None:
-        """Handle a layer or cell that is called while the watcher is off.
-
-        The first call in a chunk is compared; of a cell's other steps only the end is remembered.
-        """
-        log, call = self.log, self.running.pop(id(module), None)
-        data = inputs[0] if inputs else None
-        if not isinstance(data, Tensor):
-            return
-        layer, now = isinstance(module, nn.RNNBase), (log.chunk, log.batch, log.training)
-        if call is not None and not layer and (call.chunk, call.batch, call.training) == now:
-            call.begin = call.begin or replace(call)
-            call.previous, call.lanes, call.data = call.data, None, self._view(data)
-        elif frame is not None and data.dim() == (3 if layer else 2):
-            call = self._module_call(module, inputs, data, frame)
-        else:
-            return
-        self.running[id(module)] = call
-
-    def _module_call(
-        self, module: nn.Module, inputs: Any, data: Tensor, frame: FrameType
-    ) -> UnitCall:
-        layer = isinstance(module, nn.RNNBase)
-        call = self._new_call(
-            id(module.weight_ih_l0 if layer else module.weight_ih),
-            self.watcher.instruction_at(frame),
-            self._view(data),
-            *_layer_dims(data, layer, layer and module.batch_first),
-        )
-        # hooks of all modules do not receive a state that is passed by keyword
-        call.is_layer, state_known = layer, len(inputs) > 1
-        self._compare(call, tensors(inputs[1] if state_known else ()), state_known)
-        return call
-
-    def _view(self, inputs: Tensor) -> View | None:
-        """What inputs were read from; `None` if that was not watched."""
-        made_unwatched = self.watcher.follows_data and not self.watcher.active
-        return self.watcher.data.view(inputs, new=not (inputs.requires_grad or made_unwatched))
-
-    def after_module(self, module: nn.Module, result: Any) -> None:
-        """Remember the outputs of a layer or cell that was called while the watcher is off."""
-        call = self.running.get(id(module))
-        if call is not None and result is not None:
-            layer = isinstance(module, nn.RNNBase)
-            outputs = result[1] if layer else result
-            self.watcher.table.latest[call.unit] = outputs, call, int(layer)
-
-    def _new_call(
-        self,
-        key: Any,
-        instruction: Instruction,
-        data: View | None,
-        steps: int = 1,
-        lane_dim: int | None = 0,
-        time_dim: int | None = None,
-    ) -> UnitCall:
-        log = self.log
-        unit = self.units.setdefault(key, Unit(key))
-        before = unit.last.get(log.training)
-        if before is not None and before.chunk < log.chunk:
-            unit.trained = max(unit.trained, before.graph_calls)
-        return UnitCall(
-            unit,
-            instruction,
-            log.chunk,
-            log.call,
-            log.batch,
-            log.training,
-            is_grad_enabled(),
-            data,
-            steps,
-            lane_dim,
-            time_dim,
-            graph_steps=steps,
-        )
-
-    def _layer_or_cell(self, op: Operation, result: TensorRecord) -> UnitCall:
-        """A call of a layer or cell of torch."""
-        args, inputs, layer = op.args, op.inputs[0], op.is_layer
-        packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
-        state, weights = args[2:4] if packed else args[1:3]
-        dims = _layer_dims(inputs, layer, layer and args[8])
-        if packed:
-            dims = len(args[1]), None, None
-        # the outputs of all steps, then states, whose lanes are in dimension 1
-        of_state = (1 if packed or inputs.dim() > 2 else None, None)
-        lanes_and_time = [dims[1:], of_state, of_state] if layer else 2 * [(0, None)]
-        result.index = [
-            numbers(out, *where, dims[0])
-            for out, where in zip(op.outputs, lanes_and_time, strict=False)
-        ]
-        data = self._view(inputs)
-        if layer and data is not None and not data.root.random:
-            derived = data.root.copied is not None or bool(data.root.covered)
-            self.watcher.follows_data |= derived and data.root.chunk == self.log.chunk
-        call = self._new_call(id(weights[0] if layer else weights), op.instruction, data, *dims)
-        call.is_layer, call.inputs = layer, inputs.detach() if layer else None
-        result.repeated |= call.steps > 1 or call.unit in result.path
-        result.path, result.lineage = result.path | {call.unit}, result.lineage | {call.unit}
-        call.batch_sizes = args[1] if packed else None
-        self._compare(call, [state] if isinstance(state, Tensor) else list(state))
-        result.source, result.edited = call, False
-        return call
-
-    def _hand_written(self, op: Operation, result: TensorRecord) -> None:
-        """Any other operation; it is a recurrent unit if it takes in a result of its own."""
-        out, key = op.outputs[0], op.instruction
-        is_state = out.dim() in STATE_DIMS and out.numel() > 1
-        if not op.loop_inputs and is_state and self._last_of(key):
-            self._hand_written_start(op, result)
-            return
-        if not op.loop_inputs or not is_state:
-            result.source = None if out.numel() == 1 else result.source
-            return
-        states = [tensor for tensor, _ in op.loop_inputs]
-        data, lane_dim = self._data_of(op, states)
-        if data is None:
-            if all(t.requires_grad or r is not None for t, r in op.pairs()):
-                self._keep_source(op, result)  # no data, thus no mask
-            return
-        call = self._new_call(key, key, data, lane_dim=lane_dim)
-        call.masks = has_mask(op)
-        earlier = self.watcher.data.view(states[0], new=False)
-        if call.unit.first is None and earlier is not None and earlier.shape == data.shape:
-            call.unit.first = self._new_call(key, key, earlier, lane_dim=lane_dim)  # the first step
-        self._compare(call, states)
-        result.source, result.edited = call, False
-        result.index = numbers(out, lane_dim, None, 1)
-
-    def _data_of(self, op: Operation, states: list[Tensor]) -> tuple[View | None, int | None]:
-        """The data behind a step, and its dimension of lanes: an input that is no state."""
-        shape = op.outputs[0].shape
-        for tensor in op.inputs:
-            is_weight = tensor.is_leaf and tensor.requires_grad
-            if is_weight or any(tensor is state for state in states):
-                continue
-            view = self.watcher.data.view(tensor, new=not tensor.requires_grad)
-            if view is None or not view.root.known or root_of(view) is None:
-                continue
-            if tensor.dim() == len(shape) > 1 and tensor.shape[0] == shape[0]:
-                return view, 0
-            if len(shape) == 1:
-                return view, None
-        return None, None
-
-    def _keep_source(self, op: Operation, result: TensorRecord) -> None:
-        """Record a value within a step as the state of the unit that ran last in it.
-
-        Lanes that were put together from several calls are the state of none of them.
-        """
-        sources = [r.source for r in op.records if r is not None and r.source is not None]
-        units = {source.unit for source in sources}
-        if op.name in {"stack", "cat"} and len(units) < len({id(source) for source in sources}):
-            return
-        for record in op.records:
-            source = record.source if record is not None and not record.edited else None
-            if source is not None and source.unit.last.get(source.training) is source:
-                result.source, result.edited = source, False
-
-    def _hand_written_start(self, op: Operation, result: TensorRecord) -> None:
-        """An operation that took in its own result before and now does not."""
-        data, lane_dim = self._data_of(op, [])
-        if data is None:
-            return
-        call = self._new_call(op.instruction, op.instruction, data, lane_dim=lane_dim)
-        before, call.unit.first = call.unit.last[call.training], call
-        if self._at_boundary(call, before):
-            self.passes.start(call, before, [])
-        call.unit.last[call.training] = call
-        result.source, result.edited = call, False
-        result.index = numbers(op.outputs[0], lane_dim, None, 1)
-
-    def _compare(self, call: UnitCall, states: list[Tensor], state_known: bool = True) -> None:
-        """Compare a call with the one that its state comes from."""
-        records = [r for r in map(self.watcher.table.record_of_state, states) if r]
-        origins = [(r, _call_behind(r.source, call)) for r in records]
-        state, origin = next((pair for pair in origins if pair[1] is not None), (None, None))
-        call.parent = next((r.source for r in records if r.source), None)
-        # a state that is a leaf with a record was detached, to read its gradient
-        record_of = self.watcher.table.record_of
-        has_graph = any(t.requires_grad and not (t.is_leaf and record_of(t)) for t in states)
-        unit = call.unit
-        before = unit.last.get(call.training)
-        if state is not None and origin is not None:
-            call.copies = state.copies
-            if origin.chunk != call.chunk:
-                self.log.crossed.add(call.chunk)
-            elif origin.call != call.call and call.steps > 1:
-                continued = self.log.continued
-                continued[unit] = continued.get(unit, 0) + 1
-            self._count_graph(call, origin, has_graph)
-            origin.parent = None  # no older call is asked for
-            if call.steps == origin.steps == 1:
-                call.previous = origin.data
-            repeats = self.passes.repeats(call, origin)
-            if not self._at_boundary(call, origin):
-                call.start, call.begin = origin.start, origin.begin or origin
-                call.repeats = max(call.repeats, origin.repeats if call.steps == 1 else 0)
-            elif not repeats and not self.passes.start(
-                call, None if before is origin else before, states
-            ):  # nor does the state of an older chunk enter, as it entered the last one
-                self._check_carried(call, origin, state)
-        elif state_known and not records and not has_graph:
+    def on_call(self, call: UnitCall) -> None:
+        """Compare a call with the one that its state comes from, or that it follows."""
+        origin, before, unit = call.origin, call.before, call.unit
+        if call.training and (evaluation := unit.last.get(False)) is not None:
+            self._report_connected(evaluation)
+        if origin is None:
             unit.first = call
-            self.passes.starts_fresh(call)
-            if before is None or self._at_boundary(call, before):
-                self.passes.start(call, before, states)
-        else:
-            unit.first = unit.first or call
-        unit.last[call.training] = call
-        self.log.recurrent = self.log.units[unit] = call.instruction
-
-    def _last_of(self, key: Instruction) -> UnitCall | None:
-        """The last call of a unit by hand in this mode."""
-        return self.units[key].last.get(self.log.training) if key in self.units else None
-
-    def _at_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
-        """Whether a new chunk begins between two calls."""
-        if (call.chunk, call.batch, call.training, call.grad) != (
-            origin.chunk,
-            origin.batch,
-            origin.training,
-            origin.grad,
-        ):
-            return True
-        if call.call == origin.call:
-            return False
-        return (
-            call.steps > 1
-            or call.data is None
-            or origin.data is None
-            or root_of(call.data) is not root_of(origin.data)
-        )
-
-    def _check_carried(self, call: UnitCall, origin: UnitCall, state: TensorRecord) -> None:
-        order = self.order.relation(origin, call, state)
+            self._starts_fresh(call)
+            if before is None or before.position != call.position or call.steps > 1:
+                self._start(call)
+            return
+        if origin.chunk != call.chunk:
+            self.log.crossed.add(call.chunk)
+        elif call.steps > 1:
+            self.log.continued[unit] = self.log.continued.get(unit, 0) + 1
+        self._count_graph(call, origin)
+        repeats = self._repeats(call, origin)
+        if origin.chunk != call.chunk and self._is_beside(origin, call):
+            self.exchanged.append(call)
+        if repeats or (before is not origin and self._start(call)):
+            return
+        order = self._relation(origin, call)
         if order == "next":
-            self.passes.goes_on(call.unit)
-            if origin.lanes:
-                self._add_recording(origin)
-            return
-        if state.edited and order != "rows":
-            self.passes.starts_fresh(call)
-            return
-        name, line = self._name(call, state), line_of(call.instruction)
-        if call.training == origin.training and self.passes.begins_again(
-            call, origin, order, line, name
+            self._goes_on(call, origin)
+        elif call.edited and order != "rows":
+            self._starts_fresh(call)
+        else:
+            self._goes_elsewhere(call, origin, order)
+
+    def _relation(self, origin: UnitCall, call: UnitCall) -> str:
+        before = self.calls.lanes(origin)
+        if call.step not in {None, origin.steps - 1}:  # the state is not the last one of the chunk
+            before = [
+                lane._replace(last=lane.first + lane.step * (call.step or 0)) for lane in before
+            ]
+        for lane in before:
+            remember(call.unit.ends, lane.root, origin)
+        order = relation(
+            before, self.calls.lanes(call), call.rows, lambda root: self._read(call, root)
+        )
+        # single steps may lie anywhere, such as events of several users in one table
+        return "" if order == "jump" and origin.steps == call.steps == 1 else order
+
+    def _read(self, call: UnitCall, root: Root) -> list[Lane]:
+        last = call.unit.ends.get(root)
+        return [] if last is None else [x for x in self.calls.lanes(last) if x.root is root]
+
+    # --- a state that is not that of the chunk before
+
+    def _start(self, call: UnitCall) -> bool:
+        """Whether the state that started the chunk before starts this one too, which goes on."""
+        before, unit = self._on_recording(call), call.unit
+        if before is None or not call.grad or call.training is False:
+            return False
+        zeros = not any(bool(state.any()) for state in call.states)
+        if not (zeros or _equal(call.states, before.states)):
+            return False
+        order = self._relation(before, call)
+        first = unit.starts.get(self.calls.recording(call))
+        if order == "jump" or (
+            order == "again" and first is not None and not self._same_start(first, call)
         ):
+            unit.samples = True
+        drawn = self.log.random and call.batch != before.batch
+        if order != "next" or drawn or unit.samples:
+            return False
+        self.pending.append((call, before.steps, zeros))
+        return True
+
+    def _on_recording(self, call: UnitCall) -> UnitCall | None:
+        """The last call on the same recording, which may be older than the last call."""
+        before, unit, recording = call.before, call.unit, self.calls.recording(call)
+        unit.starts.setdefault(recording, call)
+        if before is not None:
+            remember(unit.ends, self.calls.recording(before), before)
+        last = unit.ends.get(recording, before)
+        return last if last is not None and last.chunk < call.chunk else before
+
+    def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
+        return same_start(self.calls.lanes(a), self.calls.lanes(b))
+
+    def before_backward(self) -> None:
+        """Judge what the whole chunk shows."""
+        self._report_detaches()
+        for call in self.exchanged:
+            if self.log.targets >= call.steps * _lanes(call):  # no samples with a label each
+                fault = Fault("TT209", line_of(call.instruction), BESIDE, after=CHUNKS)
+                self.report(fault)
+        self.exchanged.clear()
+        for call, length, zeros in self.pending:
+            self._count_start(call, length, zeros)
+        self.pending.clear()
+        self.log.targets = 0
+        for unit in self.calls.units.values():
+            call, unit.repeated = unit.repeated, None
+            if call and call.repeats + 1 >= REPEATS and abs(call.repeats + 1 - call.steps) <= 1:
+                detail = f"{call.repeats + 1} calls in a row read the same {call.steps} steps."
+                self._add("TT210", call, detail)
+
+    def _count_start(self, call: UnitCall, length: int, zeros: bool) -> None:
+        unit = call.unit
+        if 0 < self.log.targets < call.graph_steps * _lanes(call):
+            unit.samples = True  # one target for a window, which is a sample of its own
+        if unit.samples:
             return
-        code, source, detail = self._fault(call, origin, state, order, line)
+        starts = unit.fresh = unit.fresh or SameStarts(call, zeros)
+        starts.call, starts.count = call, starts.count + 1
+        starts.lengths.add(length)
+        if starts.count == FRESH_CHUNKS:
+            self._report_starts(starts)
+
+    def _report_starts(self, starts: SameStarts) -> None:
+        # slices of unequal length are independent sequences
+        if (starts.zeros and starts.call.unit.carried) or len(starts.lengths) > 1:
+            return
+        origin = "from zeros" if starts.zeros else "from the same state as before"
+        detail = f"{starts.count} times the inputs continued and the state started {origin}."
+        self._add("TT201", starts.call, detail)
+
+    def _starts_fresh(self, call: UnitCall) -> None:
+        """A new or a masked state: what was repeated before it is a sample of its own."""
+        unit = call.unit
+        if unit.wrap and unit.wrap.repeats and call.grad and call.training is not False:
+            unit.reread, unit.wrap = True, None
+
+    # --- a state that is carried
+
+    def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
+        unit = call.unit
+        unit.carried = unit.in_order = True
+        if unit.fresh and not unit.fresh.zeros:
+            unit.fresh = None
+        self._moves_on(unit)
+        self._report_wrap(unit)
+        self._add_recording(origin)
+
+    def _moves_on(self, unit: Unit) -> None:
+        """A state enters other inputs: those before were not all of the data."""
+        if unit.wrap and unit.wrap.repeats:
+            unit.wrap.ends_pass, unit.reread = False, True
+            self._report_wrap(unit)
+
+    def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
+        log, unit, line = self.log, call.unit, line_of(call.instruction)
+        name = log.state_name(call.instruction, lambda v: any(v is t for t in call.entered))
+        if call.training == origin.training and self._begins_again(call, origin, order, line, name):
+            return
+        code, source, detail = self._fault(call, origin, order, line, name)
         if code == "TT207":
-            call.unit.jumps, call.unit.in_order, call.unit.wrap = True, False, None
+            unit.jumps, unit.in_order, unit.wrap = True, False, None
         elif not code and call.training == origin.training:
-            self.passes.moves_on(call.unit)
+            self._moves_on(unit)
         if code:
-            self.findings.add(code, source, detail, name, (origin.chunk, call.chunk))
+            self.report(Fault(code, source, detail, name, (origin.chunk, call.chunk)))
 
     def _fault(
-        self, call: UnitCall, origin: UnitCall, state: TensorRecord, order: str, line: SourceLine
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
     ) -> tuple[str, SourceLine | None, str]:
         """The code of a state that does not go on in time, its line and a detail."""
         detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
         starts = order == "other" or (order == "start" and self._is_recording(origin))
-        if call.training is False and state.copies > origin.copies:
+        if call.training is False and call.cloned:
             return "", None, ""  # validation starts from a copy, training keeps its state
         if call.training != origin.training or (call.grad != origin.grad and starts):
-            new_phase = call.training != origin.training
-            trains = call.training if new_phase else call.grad
+            trains = call.training if call.training != origin.training else call.grad
             direction = "validation to training" if trains else "training to validation"
             return "TT205", line, f"It goes from {direction}."
         if new_batch and call.batch[0] == origin.batch[0] and self.log.random:
             return "TT207", self.log.loader, detail
-        if order == "rows" and not state.edited:
+        if order == "rows" and not call.edited:
             return "TT206", line, ""
         # what lies between may belong to other states, such as those of other users
-        only = call.unit.last.get(call.training) is origin
-        if order == "jump" and only and call.chunk != origin.chunk:
-            source = self.log.loader if new_batch else line
-            return "TT207", source or line, detail
+        if order == "jump" and call.before is origin and call.chunk != origin.chunk:
+            return "TT207", (self.log.loader if new_batch else line) or line, detail
+        return self._other_recording(call, origin, order, line, name)
+
+    def _other_recording(
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
+    ) -> tuple[str, SourceLine | None, str]:
+        """TT204, at once or when the next chunk shows that the data are a recording."""
         if call.chunk == origin.chunk and order in {"start", "other"}:
             call.unit.mixed = True
         elif order == "other" and not call.unit.mixed:
             return "TT204", line, ""
-        if order == "start" and starts:
-            self._enter_recording(call, origin, state, line)
+        if order == "start" and self._is_recording(origin):
+            fault = Fault("TT204", line, "", name, (origin.chunk, call.chunk))
+            for root in raw_roots(self.calls.lanes(call)):
+                remember(self.entered, root, fault)
+            if self._is_recording(call):
+                self._add_recording(call)
         return "", None, ""
-
-    def _name(self, call: UnitCall, state: TensorRecord) -> str:
-        tensor = state.ref()
-        return self.log.state_name(
-            call.instruction, lambda value: tensor is not None and value is tensor
-        )
-
-    def _enter_recording(
-        self, call: UnitCall, origin: UnitCall, state: TensorRecord, line: SourceLine
-    ) -> None:
-        """Remember a state that enters other data, which may be another recording."""
-        chunks = origin.chunk, call.chunk
-        report = partial(self.findings.add, "TT204", line, "", self._name(call, state), chunks)
-        for root in deepest_roots(call):
-            remember(self.entered, root, report)
-        if self._is_recording(call):
-            self._add_recording(call)
 
     def _add_recording(self, call: UnitCall) -> None:
         """Note that two chunks were read from these tensors: recordings, not copies of a chunk.
 
         A state that entered one of them from another recording is reported then.
         """
-        for root in deepest_roots(call):
+        for root in raw_roots(self.calls.lanes(call)) if self.calls.lanes(call) else ():
             remember(self.recordings, root, None)
             if root in self.entered:
-                self.entered.pop(root)()
+                self.report(self.entered.pop(root))
 
     def _is_recording(self, call: UnitCall) -> bool:
-        return any(root in self.recordings for root in deepest_roots(call))
+        lanes = self.calls.lanes(call)
+        return bool(lanes) and any(root in self.recordings for root in raw_roots(lanes))
 
-    def _count_graph(self, call: UnitCall, origin: UnitCall, has_graph: bool) -> None:
+    # --- the same inputs again
+
+    def _begins_again(
+        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
+    ) -> bool:
+        """Whether a state enters the inputs, or the beginning of the pass, that it comes from.
+
+        It is reported if the next chunk shows that chunks are in order, or at the end.
+        """
+        unit, in_batch = call.unit, call.batch == origin.batch != (0, 0)
+        if call.chunk == origin.chunk or not (call.grad and origin.grad):
+            return in_batch and call.repeats > 0
+        again = order == "again" or (unit.first is not None and self._same_start(unit.first, call))
+        if call.steps == 1 and self._is_same_step(origin, call):
+            again = False  # the same input at every step
+        if not (again or call.repeats):
+            return False
+        if not (call.repeats or unit.in_order):
+            return True  # no two chunks were in order so far
+        if not call.repeats:
+            self._report_wrap(unit)
+        ends_pass = again and not (call.repeats and (in_batch or unit.reread))
+        fault = Fault(
+            "TT208", line, f"The state enters at {line}.", name, (origin.chunk, call.chunk)
+        )
+        unit.wrap = Wrap(fault, call.repeats, ends_pass)
+        return True
+
+    def _report_wrap(self, unit: Unit) -> None:
+        wrap, unit.wrap = unit.wrap, None
+        if wrap is None or unit.jumps:
+            return
+        detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
+        self.report(
+            wrap.fault if wrap.ends_pass else wrap.fault._replace(code="TT210", detail=detail)
+        )
+
+    def _same_data(self, a: UnitCall, b: UnitCall) -> bool:
+        """Whether two calls begin with the same steps."""
+        if a.data is None or b.data is None or a.data.shape != b.data.shape:
+            return False
+        return a.data == b.data or self._same_start(a, b)
+
+    def _is_same_step(self, origin: UnitCall, call: UnitCall) -> bool:
+        """Whether a cell goes on with the input that it has read last."""
+        pairs = zip(self.calls.lanes(origin), self.calls.lanes(call), strict=False)
+        same = all(a.root is b.root and a.last == b.first for a, b in pairs)
+        return same or origin.latest == call.data
+
+    def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
+        """Whether the state of a call enters a call on the same inputs, with no update between.
+
+        A loader's batch is no pass over the data: any number of calls may read it.
+        """
+        unit, at_once = call.unit, call.chunk == origin.chunk
+        if not self._same_data(origin, call) or (
+            call.steps == 1 and self._is_same_step(origin, call)
+        ):
+            return False
+        call.repeats = origin.repeats + 1
+        if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
+            unit.repeated = call
+        if at_once and unit.carried and call.grad and call.chunk in self.log.crossed:
+            unit.replays += 1
+            if unit.replays == REPLAYS:
+                self._add("TT210", call, TWICE)
+        return at_once
+
+    # --- batch and time
+
+    def _is_beside(self, origin: UnitCall, call: UnitCall) -> bool:
+        """Whether a layer's inputs go on along its lanes, and change less along them, as time does.
+
+        Samples that are read in order also go on where the last lane ended. A layer with
+        batch_first=True says that lanes come first, so the inputs must show the contrary.
+        """
+        inputs, (lane_dim, time_dim) = call.inputs, call.dims
+        if inputs is None or lane_dim is None or time_dim is None or call.edited:
+            return False
+        if inputs.is_complex() or _lanes(call) < 2 or call.steps < 2 or _lanes(origin) < 2:
+            return False
+        before, after = (self.calls.swapped_lanes(each) for each in (origin, call))
+        if not before or len(before) != len(after) or not all(map(follows, before, after)):
+            return False
+        changes = (
+            inputs.double().diff(dim=dim).abs().mean() for dim in call.dims if dim is not None
+        )
+        lanes, steps = map(float, changes)
+        return lanes < steps * (SMOOTHER if time_dim == 1 else 1 / SMOOTHER)
+
+    # --- the graph
+
+    def _count_graph(self, call: UnitCall, origin: UnitCall) -> None:
         """Count the steps connected in one graph that no backward has freed."""
-        if not has_graph or origin.chunk != call.chunk:
-            old = call.unit.evaluation
-            if old is not None and call.training and old.training is False:
-                self._report_connected(call.unit)
-            return
-        call.graph_steps, call.graph_calls = origin.graph_steps + call.steps, origin.graph_calls + 1
-        call.model_calls = origin.model_calls + self._is_new_part(call, origin)
-        longer = call.graph_calls > 2 * (call.unit.trained or call.graph_calls)
-        if call.training is False or self.log.chunk == 0 or longer:
-            call.unit.evaluation = call
-        if self.longest is None or call.graph_steps > self.longest.graph_steps:
-            self.longest = call
+        if call.has_graph and origin.chunk == call.chunk:
+            call.graph_steps, call.graph_calls = (
+                origin.graph_steps + call.steps,
+                origin.graph_calls + 1,
+            )
+            call.parts = origin.parts + 1
 
-    def _is_new_part(self, call: UnitCall, origin: UnitCall) -> bool:
-        """Whether two calls read parts of the data that the loop treats as chunks of their own."""
-        cuts = self.watcher.data.cuts
-        wholes = [cuts.get(data) for data in (origin.data, call.data) if data is not None]
-        if len(wholes) == 2 and None not in wholes:
-            return wholes[0] != wholes[1]
-        return (origin.call, origin.batch) != (call.call, call.batch)
-
-    def _report_connected(self, unit: Unit) -> None:
-        call, unit.evaluation = unit.evaluation, None
-        if call is None:
-            return
-        limit = CONNECTED_CHUNKS if call.steps > 1 else CONNECTED_STEPS
-        if call.chunk == self.log.chunk and call.graph_calls >= limit:
+    def _report_connected(self, call: UnitCall) -> None:
+        """A graph that grows: in an evaluation, before any backward, or longer than all others."""
+        limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
+        trained = call.unit.trained
+        endless = (
+            call.training is False or not self.log.chunk or call.graph_calls > 2 * (trained or LONG)
+        )
+        if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
-            self.findings.add("TT202", line_of(call.instruction), detail)
+            self._add("TT202", call, detail)
+        # a cell that runs through one sequence is no stream
+        if self.log.chunk == 1 and not call.chunk and call.graph_steps >= LONG and (
+            call.steps > call.count or 0 < 2 * call.parts <= call.graph_steps
+        ):  # fmt: skip
+            self._add("TT202", call, f"{call.graph_steps} steps were kept for the only backward.")
 
-    def before_backward(self, backward: Backward) -> None:
-        self.passes.before_backward(backward)
+    def _report_detaches(self) -> None:
+        """Detaches of the last chunk, unless its gradients were passed on by hand."""
+        for call in self.stepwise:
+            at = call.stepwise
+            if at is not None and at not in self.log.used_gradients:
+                detail = (
+                    f"{MIN_DETACHES} detaches in one chunk or more, a single step between them."
+                )
+                self.report(Fault("TT203", line_of(at), detail))
+        calls = (call for unit in self.calls.units.values() for call in unit.last.values())
+        self.stepwise = [call for call in calls if call.stepwise and call.chunk == self.log.chunk]
 
     def close(self) -> None:
-        self.passes.close()
-        for unit in self.units.values():
-            self._report_connected(unit)
-        longest = self.longest
-        if self.log.chunk != 1 or longest is None or longest.chunk != 0:
-            return
-        # a cell that runs through one sequence is no stream
-        several = longest.steps > 1 or 0 < 2 * longest.model_calls <= longest.graph_steps
-        if longest.graph_steps >= LONG and several:
-            detail = f"{longest.graph_steps} steps were kept for the only backward."
-            self.findings.add("TT202", line_of(longest.instruction), detail)
+        """Judge what the end of the loop shows."""
+        self._report_detaches()
+        for unit in self.calls.units.values():
+            if unit.fresh and unit.fresh.count >= FRESH_CHUNKS - 1:
+                self._report_starts(unit.fresh)
+            if unit.wrap and unit.wrap.ends_pass:
+                self._report_wrap(unit)
+            for call in unit.last.values():
+                self._report_connected(call)
+
+    def _add(self, code: str, call: UnitCall, detail: str) -> None:
+        self.report(Fault(code, line_of(call.instruction), detail))
 
 
-def _call_behind(source: UnitCall | None, call: UnitCall) -> UnitCall | None:
-    """The last call of the same unit behind a state, unless data masked the state since.
-
-    A step by hand has several units if several operations take in data or an earlier result.
-    """
-    for _ in range(MAX_UNITS):
-        if source is None or source.unit == call.unit:
-            return source
-        source = None if source.masks or call.masks else source.parent
-    return None
+def _lanes(call: UnitCall) -> int:
+    lane_dim = call.dims[0]
+    return 1 if lane_dim is None or call.data is None else call.data.shape[lane_dim]
 
 
-def _layer_dims(
-    inputs: Tensor, layer: bool, batch_first: bool
-) -> tuple[int, int | None, int | None]:
-    """The number of steps, and the dimensions of lanes and of time in the inputs."""
-    if not layer:
-        return 1, 0 if inputs.dim() == 2 else None, None
-    if inputs.dim() == 2:
-        return len(inputs), None, 0
-    return inputs.shape[int(batch_first)], int(not batch_first), int(batch_first)
+def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two chunks started from the same values."""
+    return bool(states) and all(
+        a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
+        for a, b in zip_longest(states, others)
+    )
+
+
+def remember(table: dict[Any, Any], key: Root | None, value: object) -> None:
+    """Store a value and drop the oldest: a finished recording need not stay in memory."""
+    table.pop(key, None)
+    table[key] = value
+    if len(table) > MAX_RECORDINGS:
+        del table[next(iter(table))]

@@ -1,0 +1,378 @@
+"""The calls of recurrent units, and where their states come from.
+
+A unit is a recurrent layer or cell of torch, or an instruction that takes in its own result beside
+data. A call of it covers the steps that it takes in one chunk: the chunk of a layer, or the steps
+of a cell one after another.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from throughtime.doctor._data import (
+    EDITS,
+    JOINS,
+    MAX_LANES,
+    MOVES,
+    WRITES,
+    Lane,
+    Root,
+    RootTable,
+    View,
+    rows_of,
+)
+from throughtime.doctor._frames import Instruction
+from throughtime.doctor._log import Log
+from throughtime.doctor._torch_private import sequence, storage_of
+
+LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+STATE_DIMS = {1, 2, 4, 5}  # of a state by hand: units, lanes of them, channels of images or volumes
+MIN_DETACHES = 3  # one after another, a single step between them
+MAX_PARENTS = 8  # units in one step of a cell by hand
+COPIES_OR_VIEWS = (
+    {"detach", "data", "detach_", "to", "float", "double", "half", "clone", "contiguous", "cpu"}
+    | {"cuda", "type", "__deepcopy__", "requires_grad_", "index_copy"}
+    | MOVES
+    | JOINS
+)
+
+
+@dataclass(slots=True, eq=False)
+class Operation:
+    """One operation on tensors."""
+
+    name: str
+    func: Any
+    args: Any
+    kwargs: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    instruction: Instruction
+    is_choice: bool = False  # its result is data, although it depends on parameters
+
+    def is_edit(self, states: int) -> bool:
+        """Whether it may mask or reset values of a state: a factor other than 0 and 1 does not."""
+        others = sum(1 for t in self.inputs if t.dim() and not (t.is_leaf and t.requires_grad))
+        numbers = [a for a in self.args if isinstance(a, (int, float))]
+        constant = "mul" in self.name and any(n in {0, 1} for n in numbers)
+        return self.name not in COPIES_OR_VIEWS and (others > states or constant)
+
+
+@dataclass(eq=False)
+class Unit:
+    """A recurrent layer or cell, or an instruction that takes in its own result, with its past."""
+
+    key: Any  # the id of its first weight, or the instruction
+    confirmed: bool = True  # it took in a result of its own
+    last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
+    first: "UnitCall | None" = None  # the first call of its pass over the data
+    carried: bool = False  # a state entered the next chunk in time
+    in_order: bool = False  # the last one did
+    replays: int = 0  # chunks that were read twice, the second time from the state at their end
+    jumps: bool = False  # a state jumped in time
+    mixed: bool = False  # it reads several tensors within one chunk
+    samples: bool = False  # its chunks are samples of their own
+    reread: bool = False  # it reads each chunk several times
+    repeated: "UnitCall | None" = None  # the last call of several on the same inputs
+    trained: int = 0  # the most steps connected before a backward
+    fresh: Any = None  # its chunks that started from one state
+    wrap: Any = None  # its state that entered what it comes from
+    ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # the last call by recording,
+    starts: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # and the first
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class UnitCall:
+    """The steps of a unit in one chunk."""
+
+    unit: Unit
+    instruction: Instruction
+    serial: int
+    chunk: int
+    model_call: int
+    batch: tuple[int, int]
+    training: bool | None
+    grad: bool
+    data: View | None  # the inputs of its first call, without the state,
+    dims: tuple[int | None, int | None] = (0, None)  # and their dimensions of lanes and of time
+    steps: int = 1
+    batch_sizes: Tensor | None = None  # of packed data, the lanes at each step
+    count: int = 1  # calls of the layer or cell
+    second: View | None = None  # the data of the second and of the last of them
+    latest: View | None = None
+    origin: "UnitCall | None" = None  # the call that its state comes from,
+    rows: list[int] | None = None  # the lane in it of each lane,
+    step: int | None = None  # its step, if it is not the last,
+    edited: bool = False  # and what happened to the state since
+    cloned: bool = False
+    has_graph: bool = False
+    parents: "tuple[UnitCall, ...]" = ()  # calls of other units behind its state
+    states: list[Tensor] = field(default_factory=list)  # as they entered, without graph
+    outputs: list[Tensor] = field(default_factory=list)  # of its last step, without graph
+    before: "UnitCall | None" = None  # the last call of the unit
+    graph_steps: int = 0  # steps connected in one graph
+    graph_calls: int = 1  # calls of the unit connected in one graph
+    part: View | None = None  # of which its steps are taken,
+    parts: int = 0  # and the changes of it
+    inputs: Tensor | None = None  # of a layer, without their graph
+    repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
+    run: int = 0  # steps in a row whose state was detached, the last ones
+    stepwise: Instruction | None = None  # what detached every step
+    entered: list[Tensor] = field(default_factory=list)  # the states
+    known_lanes: list[Lane] | None = None
+    last_detach: Instruction | None = None  # of its last state
+
+    @property
+    def position(self) -> tuple[Any, ...]:
+        """The chunk, the batch and the mode."""
+        return self.chunk, self.batch, self.training, self.grad
+
+
+class Calls:
+    """Makes calls of operations, and hands each new one to `on_call`."""
+
+    part: View | None = None  # of which the loop took the last single step
+
+    def __init__(self, log: Log, table: RootTable, on_call: Callable[[UnitCall], None]) -> None:
+        self.log, self.table, self.on_call = log, table, on_call
+        self.units: dict[Any, Unit] = {}  # by their key
+        self.serials = itertools.count()
+        self.follows_data = False  # the data of a layer are computed in each chunk,
+        self.chunk_start = 0  # whose first root has this number
+
+    def layer_or_cell(self, op: Operation) -> None:
+        """A layer or cell of torch."""
+        args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
+        packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
+        state, weights = args[2:4] if packed else args[1:3]
+        time_dim = None if packed or not layer else int(args[8] and inputs.dim() > 2)
+        call = self._new(id(weights[0] if layer else weights), op, self._data(inputs))
+        if packed:
+            call.steps, call.dims, call.batch_sizes = len(args[1]), (None, None), args[1]
+        elif time_dim is not None:
+            call.steps = inputs.shape[time_dim]
+            call.dims = (None if inputs.dim() == 2 else 1 - time_dim), time_dim
+        elif inputs.dim() == 1:
+            call.dims = None, None
+        call.inputs = inputs.detach() if layer else None
+        states = [state] if isinstance(state, Tensor) else list(state)
+        of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
+        data, dims = call.data, call.dims
+        # what a front-end computes is followed in all chunks
+        if layer and data is not None and data.root.number >= self.chunk_start:
+            self.follows_data |= data.root.data is not None or bool(data.root.covered)
+        call = self._add(call, states, of_state)
+        for i, out in enumerate(op.outputs):
+            root = self.table.add(out)
+            root.become(call, of_state)
+            if layer and not i:
+                root.lane_dim, root.time_dim = dims
+            root.data = data and rows_of(data, root.shape, whole=False)
+            root.known = root.data is not None
+            root.depth = 1 + (data.root.depth if data else 0)
+        call.outputs = [t.detach() for t in (op.outputs[1:] if layer else op.outputs)]
+
+    def _data(self, tensor: Tensor) -> View | None:
+        """What inputs were read from; `None` if that is not known."""
+        view = self.table.view(tensor, new=not tensor.requires_grad)
+        return view if view and (view.root.known or view.root.data is not None) else None
+
+    def by_hand(self, op: Operation) -> None:
+        """Any other operation; it is a step of a unit if it takes in a result of its own."""
+        out, key = op.outputs[0], op.instruction
+        root = self.table.roots.get(storage_of(out))
+        if root is None or not root.learned or op.name in MOVES | WRITES:
+            return
+        if out.dim() not in STATE_DIMS or out.numel() < 2:
+            return
+        fluid = [t for t in op.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
+        views = [self.table.view(t, new=not t.requires_grad) for t in fluid]
+        pairs = list(zip(fluid, views, strict=True))
+        own = [t for t, v in pairs if self._behind(v, key) is not None]
+        lane_dim = None if out.dim() == 1 else 0
+        data = None
+        for t, v in pairs:
+            fits = lane_dim is None or (t.dim() == out.dim() and len(t) == len(out))
+            learned = any(each.root.learned for other, each in pairs if each and other is not t)
+            is_mask = op.name in EDITS and v and not v.root.learned
+            if fits and learned and not is_mask and not any(t is each for each in own):
+                data = data or self._data(t)
+        if data is None:
+            return
+        call = self._new(key, op, data, confirmed=bool(own))
+        call.dims = lane_dim, None
+        call = self._add(call, own, lane_dim)
+        call.parents = tuple(
+            v.root.behind for v in views if v and v.root.behind not in {None, call}
+        )
+        root.become(call, lane_dim)
+        root.depth = 1 + data.root.depth
+
+    def _behind(self, view: View | None, key: Any) -> UnitCall | None:
+        """The last call of a unit behind a state."""
+        pending, visited = [view and view.root.behind], list[UnitCall]()
+        while pending and len(visited) < MAX_PARENTS:
+            call = pending.pop(0)
+            if call is None or call in visited:
+                continue
+            if call.unit.key == key:
+                return call
+            visited.append(call)
+            pending += call.parents
+        return None
+
+    def _new(
+        self, key: Any, op: Operation, data: View | None, *, confirmed: bool = True
+    ) -> UnitCall:
+        log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
+        unit.confirmed |= confirmed
+        before = unit.last.get(log.training)
+        if before is not None and before.chunk < log.chunk:
+            unit.trained = max(unit.trained, before.graph_calls)
+        return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
+                    log.training, torch.is_grad_enabled(), data, latest=data, before=before,
+                    part=self.part)  # fmt: skip
+
+    def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
+        """Add a call, or its steps to the one that its state comes from."""
+        unit, log = call.unit, self.log
+        views = [self.table.view(t, new=False) for t in states]
+        state = next((v for v in views if self._behind(v, unit.key) is not None), None)
+        origin = self._behind(state, unit.key)
+        last = unit.last.get(call.training)
+        is_known = not any(v is not None and v.root.learned for v in views)
+        if is_known and last is not None and _is_copy(states, last.outputs):
+            origin, call.cloned = last, True
+        if state is not None:
+            is_known = self._rows(call, state, lane_dim)
+        call.has_graph = any(v is not None and v.grad and not v.root.cut for v in views) and any(
+            not t.is_leaf for t in states
+        )
+        numbers = (sequence(t.grad_fn) for t in states if t.grad_fn is not None)
+        log.lost_states |= {log.lost_detaches[n] for n in numbers if n in log.lost_detaches}
+        others = (v.root.behind for v in views if v and v.root.behind)
+        call.parents = tuple(c for c in others if c.unit is not unit)
+        call.graph_steps = call.steps
+        if unit.confirmed:
+            log.recurrent = log.units[unit] = call.instruction
+        if origin is not None and origin is last and not self._is_boundary(call, origin):
+            return self._continued(origin, call)
+        call.origin = origin
+        if origin is not None:
+            origin.origin = origin.before = None  # no older call is asked for
+        call.states, call.entered = [t.detach().clone() for t in states], states
+        if call.before is not None:
+            call.before.before, call.before.outputs = None, []
+        if unit.confirmed and (is_known and (origin is not None or not call.has_graph)):
+            self.on_call(call)
+        else:
+            unit.first = unit.first or call
+        call.entered, call.inputs = [], None
+        unit.last[call.training] = call
+        return call
+
+    def _continued(self, call: UnitCall, step: UnitCall) -> UnitCall:
+        """The call with one more step."""
+        if step.has_graph:
+            call.graph_steps, call.graph_calls = call.graph_steps + step.steps, call.graph_calls + 1
+        is_cut = step.steps == 1 and not step.has_graph and call.last_detach is not None
+        call.run = call.run + 1 if is_cut else 0
+        if call.run + 1 >= MIN_DETACHES:
+            call.stepwise = call.last_detach
+        call.parts += self.part != call.part
+        call.part = self.part
+        call.steps, call.count = call.steps + step.steps, call.count + 1
+        call.second, call.latest = call.second or step.data, step.data
+        call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
+        call.known_lanes = call.last_detach = None
+        return call
+
+    def _is_boundary(self, call: UnitCall, origin: UnitCall) -> bool:
+        """Whether a new chunk begins between two calls."""
+        if call.position != origin.position:
+            return True
+        if call.model_call == origin.model_call:
+            return False
+        first, latest, now = map(self._first, (origin.data, origin.latest, call.data))
+        again = now == first != latest
+        return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
+
+    def _first(self, view: View | None) -> tuple[Root, int] | None:
+        return None if view is None else self.table.element(view.root, view.offset)
+
+    def _rows(self, call: UnitCall, state: View, lane_dim: int | None) -> bool:
+        """Note which lane of the call before each lane of a state comes from, and its step.
+
+        Returns:
+            Whether all of them come from one call.
+        """
+        call.edited, call.cloned = state.root.edited, state.root.cloned
+        size = 1 if lane_dim is None else state.shape[lane_dim]
+        at = [state.at({lane_dim: lane}) for lane in range(min(size, MAX_LANES))]
+        elements = [self.table.element(state.root, offset, "state") for offset in at]
+        known = [e for e in elements if e is not None]
+        if len(known) < len(elements) or len({root.call for root, _ in known}) > 1:
+            return call.edited
+        root = known[0][0]
+        indices = [root.index(offset) for _, offset in known]
+        if root.lane_dim is not None:
+            rows = [index[root.lane_dim] for index in indices]
+            call.rows = rows if len(set(rows)) > 1 or len(rows) == 1 else None
+        if root.time_dim is not None:
+            call.step = indices[0][root.time_dim]
+        return True
+
+    def recording(self, call: UnitCall) -> Root | None:
+        """The oldest root known behind the inputs of a call."""
+        if call.data is None:
+            return None
+        element = self.table.element(call.data.root, call.data.offset)
+        root = call.data.root if element is None else element[0]
+        while root.covered:
+            root = root.covered[0].root
+        return root
+
+    def lanes(self, call: UnitCall) -> list[Lane]:
+        """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
+        if call.known_lanes is None:
+            views = [v for v in (call.data, call.second, call.latest) if v is not None]
+            parts = [self._lanes(call, view) for view in (views if call.count > 1 else views[:1])]
+            if len({part[0].root for part in parts if part}) > 1:  # each step was computed alone
+                parts = [[up for x in part for up in x.root.covered or [x]] for part in parts]
+            call.known_lanes = parts[0] if parts else []
+            if len(parts) == 3:
+                call.known_lanes = [a.joined(b, c) for a, b, c in zip(*parts, strict=False)]
+        return call.known_lanes
+
+    def swapped_lanes(self, call: UnitCall) -> list[Lane]:
+        """The lanes if those that the layer takes for lanes were steps."""
+        lane_dim, time_dim = call.dims
+        if call.data is None or lane_dim is None or call.count > 1:
+            return []
+        shape = call.data.shape
+        lengths = [shape[lane_dim]] * shape[time_dim or 0]
+        return self.table.lanes(call.data, lengths, (time_dim, lane_dim), [])
+
+    def _lanes(self, call: UnitCall, view: View) -> list[Lane]:
+        lane_dim, time_dim = call.dims
+        if (sizes := call.batch_sizes) is not None:
+            lengths = [int((sizes > lane).sum()) for lane in range(min(int(sizes[0]), MAX_LANES))]
+            return self.table.lanes(view, lengths, call.dims, (sizes.cumsum(0) - sizes).tolist())
+        steps = 1 if time_dim is None else view.shape[time_dim]
+        return self.table.lanes(view, [steps] * (1 if lane_dim is None else view.shape[lane_dim]),
+                                call.dims, [])  # fmt: skip
+
+
+def _is_copy(states: list[Tensor], outputs: list[Tensor]) -> bool:
+    """Whether states without a graph have the values of outputs that are not all zeros."""
+    return bool(states) and len(states) == len(outputs) and all(
+        not a.requires_grad
+        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        and bool((a == b).all() & b.any())
+        for a, b in zip(states, outputs, strict=True)
+    )  # fmt: skip
