@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 135, 100, 60
+MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 128, 100, 60
 PRAGMA = re.compile(r"\s*# (noqa|pyright:|type:).*$")  # as ruff, do not count them in a line
 BANNED = frozenset(["found", "given", "told", "made", "had", "there", "place", "way", "side"])
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|\d+")
@@ -68,7 +68,7 @@ PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(32_250, 25_000),
     "kernels, nn": Part(15_997, 16_000),
-    "carry": Part(25_670, 20_000, modules=11),
+    "carry": Part(26_777, 20_000, modules=11),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(28_917, 18_000),

@@ -28,7 +28,7 @@ from throughtime.carry.carried import Carried, running
 from throughtime.deploy.chain import Array, Chain, Recurrence
 from throughtime.deploy.session import KEY
 from throughtime.deploy.source import constants, identifier, operations, render
-from throughtime.errors import MissingExtraError, ModelError
+from throughtime.errors import MissingExtraError, ModelError, one_line
 from throughtime.kernels import reference
 from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, RNN_TANH
 from throughtime.nn.fuse import FUSED
@@ -225,7 +225,7 @@ def _plain_layers(net: nn.Module) -> Generator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the error that began it, or of one that the net itself raised."""
+    """The begin of the error that began it, or of one that the net itself raised."""
     while not isinstance(error, ModelError) and (before := error.__cause__ or error.__context__):
         error = before
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
+    return (one_line(error) or type(error).__name__)[:300]
