@@ -40,6 +40,8 @@ STATE_NAME = re.compile(
 
 def parameters_of(method: Callable[..., Any]) -> list[inspect.Parameter]:
     """The parameters of a method by name, without self; those by keyword alone are the last."""
+    if not callable(method):  # forward = None, as some write
+        return []
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p for p in inspect.signature(method).parameters.values() if p.kind not in variable]
 

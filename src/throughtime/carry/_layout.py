@@ -80,7 +80,7 @@ class OutputLayout:
 
     @classmethod
     def of(
-        cls, path: Path, y: Tensor, orders: Sequence[Order], sizes: tuple[int, int, int], call: str
+        cls, path: Path, y: Tensor, orders: Sequence[Order], sizes: tuple[int, int, int], dims: int
     ) -> "OutputLayout | None":
         """The layout of a tensor with one output for each step and lane; None for others.
 
@@ -89,11 +89,11 @@ class OutputLayout:
             y: what a call returned.
             orders: of dimensions that it may have, the usual first.
             sizes: T, B, and the steps of the context, which may have outputs as well.
-            call: what one call of the module runs: of a chunk of one step, outputs may have time.
+            dims: of the inputs of a chunk: outputs of a step that have as many have time.
         """
         shape: tuple[int, ...] = tuple(y.shape)
         first, (steps, lanes, context) = orders[0], sizes
-        has_time = steps > 1 or (call == "last" and len(shape) > 2)
+        has_time = steps > 1 or len(shape) >= max(3, dims)
         for skip in dict.fromkeys((context, 0)) if shape and y.is_floating_point() else ():
             both = steps + skip, lanes
             fits = [

@@ -199,7 +199,7 @@ def _stateless(search: Search) -> str:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module says what it computes."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward not in (None, nn.Module.forward)
 
 
 def _call(search: Search) -> str:

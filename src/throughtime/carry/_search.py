@@ -363,7 +363,7 @@ class Search:
             leaves = [((*p, *key), y) for p in paths for key, y in tensor_paths(item_at(result, p))]
         orders = (c.order, *ORDERS) if c.call == "chunk" else (TIME_FIRST, LANES_FIRST)
         sizes = len(x), x.shape[1], c.hints.context
-        fits = [OutputLayout.of(path, y, orders, sizes, c.call) for path, y in leaves]
+        fits = [OutputLayout.of(path, y, orders, sizes, x.dim()) for path, y in leaves]
         layouts = [layout for layout in fits if layout is not None]
         if not layouts or (self.hints.several and None in fits):
             raise MisfitError(

@@ -184,7 +184,7 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
     if hints != Hints(batch_first=hints.batch_first) or is_script:
         return UnknownAdapter(module, hints)
     # not the forward of a subclass
-    home = type(module).forward.__module__ or ""  # of a class without a file
+    home = getattr(type(module).forward, "__module__", None) or ""  # of a class without a file
     if isinstance(module, RECURRENT) and home.startswith(("torch.nn.", "throughtime.nn.")):
         if getattr(module, "bidirectional", False):
             raise bidirectional_error(name or type(module).__name__)
