@@ -408,7 +408,7 @@ class ModuleAdapter(Adapter):
         if not c.is_bare:
             y, after[STATE] = self._run(x, state[STATE], context)
             return y, after
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting():
             raise ModelError(
                 f"{type(self.module).__name__} pads inside, so that the first steps of a recording"
                 " take other calls than the later ones, and no exported file has both. Pad the"

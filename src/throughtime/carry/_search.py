@@ -241,8 +241,9 @@ class Search:
         orders += [FEATURES_FIRST] if x.dim() == 3 and x.is_floating_point() else []
         if hints.batch_first is not None:
             orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
-        calls: Any = [hints.call] if hints.call in CALLS else CALLS
-        for is_bare, call in product((False, True)[: 1 + bool(hints.context)], calls):
+        calls = [hints.call] if hints.call in CALLS else CALLS
+        ways: Any = product((False, True)[: 1 + bool(hints.context)], calls)
+        for is_bare, call in ways:
             for order in orders[:1] if call == "step" or hints.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:
                     for base in self._places(Convention(hints, call, order, drop), x):
