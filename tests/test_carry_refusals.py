@@ -82,7 +82,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     (
         "no recurrent layer",
         lambda: nn.Linear(FEATURES, HIDDEN),
-        r"Linear cannot be carried: it has no recurrent layer",
+        r"Linear cannot be carried: no recurrent layer",
     ),
     (
         "chain without state",

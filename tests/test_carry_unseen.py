@@ -207,6 +207,17 @@ def test_gradients_of_convolutions_are_those_of_one_call() -> None:
     assert max(float((a - b).abs().max()) for a, b in zip(*pairs, strict=True)) < EXACT
 
 
+def test_the_start_of_convolutions_is_right_after_training_too() -> None:
+    """A ReLU that is dead at the first weights hides what zeros before the inputs change."""
+    module, x = Convolutions(recurrent=False), inputs()
+    with torch.no_grad():
+        module.first.bias.fill_(-5.0)  # type: ignore[union-attr]
+    net = tt.carry(module, x, context=CONTEXT)
+    with torch.no_grad():
+        module.first.bias.fill_(0.5)  # type: ignore[union-attr]
+        assert _spoiled(module, net, x) < EXACT
+
+
 def test_a_convolution_without_padding_starts_after_zeros() -> None:
     module, x = Unpadded(), inputs()
     net = tt.carry(module, x, context=4)

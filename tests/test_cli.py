@@ -462,14 +462,6 @@ def test_advice_is_an_option_of_the_command(trained: tuple[Path, Path], tmp_path
     )
 
 
-def test_what_holds_for_many_files_is_said_once(tmp_path: Path) -> None:
-    for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.csv").write_text("u,v\n" + "1,2\n" * 50, encoding="utf-8")
-    complained = run("train", tmp_path, ok=False)
-    assert complained.count("which columns are the targets?") == 1
-    assert all(f"{name}.csv" in complained for name in "abc")
-
-
 def test_a_target_that_is_an_input_of_the_same_step_is_refused(tmp_path: Path) -> None:
     path = csv_file(tmp_path, "u,v")
     for inputs in ("u", "u,v"):

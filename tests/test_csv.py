@@ -170,6 +170,8 @@ def test_a_first_line_of_values_is_no_header(
 
 
 REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in malformed_files.py
+    "the columns that pandas counts": ("0,1,2\n3,4,5\n", "'2'\\], which may be names or"),
+    "years over decimals": ("2019,2020\n1.5,-2.5\n", "'2020'\\], which may be names or"),
     "names or values": (
         "N,1,2\nV,2,3\n",
         "the first line is \\['N', '1', '2'\\], which may be names or",

@@ -204,6 +204,10 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception],
     [
         ({"stream": recordings()}, "got a list, expected .*Stream"),
         ({"schedule": "cosine"}, "got a str, expected .*LRScheduler"),
+        (
+            {"schedule": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)]), 1)},
+            "rate of another optimizer",
+        ),
         ({"optimizer": tt.optim.Adam(nn.Linear(2, 2).parameters())}, "none of the net's weights"),
     ],
 )

@@ -197,6 +197,9 @@ def fit(
         "patience= and ReduceLROnPlateau count validations; give recordings as valid=": (
             valid is None and (patience or isinstance(schedule, ReduceLROnPlateau))
         ),
+        "schedule= changes the rate of another optimizer: make it of the one that is passed": (
+            schedule is not None and schedule.optimizer is not optimizer
+        ),
         "the optimizer has none of the net's weights, so nothing would be trained: make it of"
         " net.parameters()": weights.isdisjoint(net.parameters()),
     }

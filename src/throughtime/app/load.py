@@ -209,7 +209,12 @@ def task_of(sources: Iterable[RowSource]) -> Task:
 
 def task_remark(config: Config) -> str:
     """Why a run has its task, where no setting names it."""
-    return f"--task {config.task}, by the values of the targets"
+    reasons = {
+        "classify": "targets are text or few whole numbers, each a class",
+        "multilabel": "targets are several columns of 0 and 1, each a label by itself",
+        "regress": "targets are numbers",
+    }
+    return f"{reasons[config.task or 'regress']}: --task {config.task}"
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from throughtime.distributed import Ranks
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
+from throughtime.gradient import seed_generators
 from throughtime.stream.manifest import join_faults
 
 _SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
@@ -61,7 +62,7 @@ class Training:
         check_device(config.device)
         dataset, own = open_dataset(config), own_class(config)
         self.config, self.folder, self.ranks = config, folder, ranks
-        torch.manual_seed(config.seed)
+        seed_generators(config.seed, torch.device(config.device))
         changed = [
             name for name in _SIZES if getattr(config, name) != Config.model_fields[name].default
         ]

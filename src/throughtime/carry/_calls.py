@@ -416,7 +416,7 @@ class ModuleAdapter(Adapter):
             )
         # one call for the lanes that have seen as many steps
         ys, states, order = list[Tensor](), list[State](), list[Tensor]()
-        for seen in state[SEEN].unique().tolist():
+        for seen in state[SEEN].unique().tolist() or [0]:
             order.append(lanes := (state[SEEN] == seen).nonzero().flatten())
             rows = trees.select(state[STATE], lanes) if c.lanes.dims else ()
             y, end = self._run(x[context - seen :, lanes], rows, seen)

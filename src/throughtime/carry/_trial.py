@@ -212,13 +212,14 @@ def perturb(module: nn.Module) -> None:
     """Add noise to all weights and buffers: a layer that starts at zero hides what is below it.
 
     Weights get noise of their own size, at least .1, and stay positive where all of them were, as
-    under a root; buffers keep their zeros and signs.
+    under a root. Biases become positive, since a ReLU hides negative ones; buffers keep their zeros
+    and signs.
     """
     with torch.no_grad():
         for i, p in enumerate(module.parameters()):
             if p.is_floating_point() and p.numel():
                 spread = max(0.1, float(p.detach().square().mean().sqrt()))
-                is_positive = bool((p > 0).all())
+                is_positive = p.dim() == 1 or bool((p > 0).all())
                 p.add_(random_normal(p.shape, i).to(p) * spread)
                 p.copy_(p.abs() if is_positive else p)
         for i, b in enumerate(module.buffers()):

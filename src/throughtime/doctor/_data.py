@@ -205,10 +205,10 @@ class RootTable:
 
     def _grid(self, view: View, kind: Kind) -> Tensor:
         """The number of each element of a tensor."""
-        offsets = torch.full((1,) * len(view.shape), view.offset)
+        offsets = torch.full((1,) * len(view.shape), view.offset, device="cpu")
         for d, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
             shape = [size if other == d else 1 for other in range(len(view.shape))]
-            offsets = offsets + stride * torch.arange(size).view(shape)
+            offsets = offsets + stride * torch.arange(size, device="cpu").view(shape)
         return self._resolve(view.root, offsets, kind).expand(view.shape)
 
     def follow(self, op: Any, out: Tensor, target: View | None = None) -> Root | None:

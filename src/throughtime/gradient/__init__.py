@@ -1,6 +1,6 @@
 """Gradient policies: how credit flows back through time."""
 
-from throughtime._device import generators, set_generators
+from throughtime._device import generators, seed_generators, set_generators
 from throughtime.gradient.exact import Exact
 from throughtime.gradient.executor import Update
 from throughtime.gradient.objective import LossFn, Objective, Scaler, SequenceLoss
@@ -26,5 +26,6 @@ __all__ = [
     "Window",
     "generators",
     "rollout",
+    "seed_generators",
     "set_generators",
 ]

@@ -112,10 +112,17 @@ class CsvFile:
         kinds = [[self._kind_of(field) for field in row] for row in (*rows[:2], rows[0])[:2]]
         values = {*kinds[0]} - {UNKNOWN}
         like = all(a == b or UNKNOWN in (a, b) for a, b in zip(*kinds, strict=False))
-        if TEXT not in values and values and (like or {*kinds[0]} == {NUMBER}):
-            return ()
         names, fault = tuple(name.strip() for name in rows[0]), ""
-        if len(rows) > 1 and like and values - {TEXT}:
+        # as pandas names columns, or years above decimals
+        whole = all(map(str.isdecimal, names)) and len({*names}) == len(names)
+        counts = len(names) > 2 and names == (*map(str, range(len(names))),)
+        decimals = len(rows) > 1 and not any(
+            field.strip().lstrip("+-").isdecimal() for field in rows[1]
+        )
+        may_be = whole and (counts or (like and decimals))
+        if TEXT not in values and values and (like or {*kinds[0]} == {NUMBER}) and not may_be:
+            return ()
+        if may_be or (len(rows) > 1 and like and values - {TEXT}):
             fault = "which may be names or values like those below; is it a header? Add one, "
         elif "" in names or len({*names}) < len(names):
             fault = "expected distinct column names; " + (
