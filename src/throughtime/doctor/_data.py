@@ -113,10 +113,12 @@ class Lane(NamedTuple):
     ahead: frozenset[int]
     whole: bool = False  # all that a chunk covers
 
-    def joined(self, second: "Lane", last: "Lane") -> "Lane":
+    def joined(self, second: "Lane", last: "Lane", count: int) -> "Lane":
         """The lane from this step to the last one, for cells."""
         step = self.step or (second.first - self.first if second.root is self.root else 0)
         ahead = frozenset([step, 2 * step]) if step else last.ahead
+        if last.last - self.first != step * (count - 1):
+            ahead = frozenset[int]()  # steps are passed over: it may go on anywhere
         return self if last.root is not self.root else Lane(self.root, self.first, last.last, step,
                                                             ahead)  # fmt: skip
 
@@ -205,10 +207,9 @@ class RootTable:
 
     def _grid(self, view: View, kind: Kind) -> Tensor:
         """The number of each element of a tensor."""
-        offsets = torch.full((1,) * len(view.shape), view.offset)
-        for d, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
-            shape = [size if other == d else 1 for other in range(len(view.shape))]
-            offsets = offsets + stride * torch.arange(size).view(shape)
+        indices = map(torch.from_numpy, np.indices(view.shape))
+        offset = torch.tensor(view.offset, device="cpu")
+        offsets = sum((n * i for n, i in zip(view.strides, indices, strict=True)), offset)
         return self._resolve(view.root, offsets, kind).expand(view.shape)
 
     def follow(self, op: Any, out: Tensor, target: View | None = None) -> Root | None:

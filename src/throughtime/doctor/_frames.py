@@ -206,19 +206,17 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
     return next(filter(None, (_path_in(each, matches) for each in user_frames(frame))), "")
 
 
-def _paths_in(frame: FrameType, matches: Callable[[Any], bool]) -> Iterator[str]:
-    """The paths from the variables of this frame, see `variable_path`."""
-    if frame.f_code.co_name in COMPREHENSIONS:
-        return
-    for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
-        path = None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
-        if path:
-            yield path
-
-
 def _path_in(frame: FrameType | None, matches: Callable[[Any], bool]) -> str:
-    """The first of these paths; empty if there is none."""
-    return next(_paths_in(frame, matches), "") if frame is not None else ""
+    """The path from a variable of this frame, see `variable_path`; empty if there is none."""
+    if frame is None or frame.f_code.co_name in COMPREHENSIONS:
+        return ""
+    variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
+    paths = (
+        _search(value, matches, name, MAX_PATH_DEPTH)
+        for name, value in variables
+        if not name.startswith("__")
+    )
+    return next(filter(None, paths), "")
 
 
 def call_site(frame: FrameType | None) -> int:

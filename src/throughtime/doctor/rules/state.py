@@ -8,12 +8,9 @@ is a row of the batch; a recording is one unbroken sequence of data.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
-
-from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall
+from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall, equal
 from throughtime.doctor._data import Lane, Root
 from throughtime.doctor._frames import SourceLine, line_of
 from throughtime.doctor._log import Fault, Log
@@ -101,7 +98,11 @@ class StateRule:
         for lane in before:
             remember(call.unit.ends, lane.root, origin)
         order = relation(
-            before, self.calls.lanes(call), call.rows, lambda root: self._read(call, root)
+            before,
+            self.calls.lanes(call),
+            origin.steps,
+            call.rows,
+            lambda root: self._read(call, root),
         )
         # single steps may lie anywhere, such as events of several users in one table
         return "" if order == "jump" and origin.steps == call.steps == 1 else order
@@ -118,7 +119,7 @@ class StateRule:
         if before is None or not call.grad or call.training is False:
             return False
         zeros = not any(bool(state.any()) for state in call.states)
-        if not (zeros or _equal(call.states, before.states)):
+        if not (zeros or equal(call.states, before.states)):
             return False
         order = self._relation(before, call)
         first = unit.starts.get(self.calls.recording(call))
@@ -149,8 +150,7 @@ class StateRule:
         self._report_detaches()
         for call in self.exchanged:
             if self.log.targets >= call.steps * _lanes(call):  # no samples with a label each
-                fault = Fault("TT209", line_of(call.instruction), BESIDE, after=CHUNKS)
-                self.report(fault)
+                self.report(Fault("TT209", line_of(call.instruction), BESIDE, after=CHUNKS))
         self.exchanged.clear()
         for call, length, zeros in self.pending:
             self._count_start(call, length, zeros)
@@ -260,14 +260,13 @@ class StateRule:
 
         A state that entered one of them from another recording is reported then.
         """
-        for root in raw_roots(self.calls.lanes(call)) if self.calls.lanes(call) else ():
+        for root in raw_roots(self.calls.lanes(call)):
             remember(self.recordings, root, None)
             if root in self.entered:
                 self.report(self.entered.pop(root))
 
     def _is_recording(self, call: UnitCall) -> bool:
-        lanes = self.calls.lanes(call)
-        return bool(lanes) and any(root in self.recordings for root in raw_roots(lanes))
+        return not self.recordings.keys().isdisjoint(raw_roots(self.calls.lanes(call)))
 
     # --- the same inputs again
 
@@ -282,8 +281,7 @@ class StateRule:
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return in_batch and call.repeats > 0
         again = order == "again" or (unit.first is not None and self._same_start(unit.first, call))
-        if call.steps == 1 and self._is_same_step(origin, call):
-            again = False  # the same input at every step
+        again = again and not self._is_same_step(origin, call)  # the same input at every step
         if not (again or call.repeats):
             return False
         if not (call.repeats or unit.in_order):
@@ -316,7 +314,7 @@ class StateRule:
         """Whether a cell goes on with the input that it has read last."""
         pairs = zip(self.calls.lanes(origin), self.calls.lanes(call), strict=False)
         same = all(a.root is b.root and a.last == b.first for a, b in pairs)
-        return same or origin.latest == call.data
+        return call.steps == 1 and (same or origin.latest == call.data)
 
     def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs, with no update between.
@@ -324,9 +322,7 @@ class StateRule:
         A loader's batch is no pass over the data: any number of calls may read it.
         """
         unit, at_once = call.unit, call.chunk == origin.chunk
-        if not self._same_data(origin, call) or (
-            call.steps == 1 and self._is_same_step(origin, call)
-        ):
+        if not self._same_data(origin, call) or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
         if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
@@ -348,15 +344,16 @@ class StateRule:
         inputs, (lane_dim, time_dim) = call.inputs, call.dims
         if inputs is None or lane_dim is None or time_dim is None or call.edited:
             return False
-        if inputs.is_complex() or _lanes(call) < 2 or call.steps < 2 or _lanes(origin) < 2:
+        if inputs.is_complex() or min(_lanes(call), call.steps, _lanes(origin)) < 2:
             return False
         before, after = (self.calls.swapped_lanes(each) for each in (origin, call))
-        if not before or len(before) != len(after) or not all(map(follows, before, after)):
+        if not before or before[0].whole or len(before) != len(after):
             return False
-        changes = (
-            inputs.double().diff(dim=dim).abs().mean() for dim in call.dims if dim is not None
+        if not all(map(follows, before, after)):
+            return False
+        lanes, steps = (
+            float(inputs.double().diff(dim=dim).abs().mean()) for dim in (lane_dim, time_dim)
         )
-        lanes, steps = map(float, changes)
         return lanes < steps * (SMOOTHER if time_dim == 1 else 1 / SMOOTHER)
 
     # --- the graph
@@ -373,9 +370,10 @@ class StateRule:
     def _report_connected(self, call: UnitCall) -> None:
         """A graph that grows: in an evaluation, before any backward, or longer than all others."""
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
-        trained = call.unit.trained
         endless = (
-            call.training is False or not self.log.chunk or call.graph_calls > 2 * (trained or LONG)
+            call.training is False
+            or not self.log.chunk
+            or call.graph_calls > 2 * (call.unit.trained or LONG)
         )
         if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
@@ -416,14 +414,6 @@ class StateRule:
 def _lanes(call: UnitCall) -> int:
     lane_dim = call.dims[0]
     return 1 if lane_dim is None or call.data is None else call.data.shape[lane_dim]
-
-
-def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether two chunks started from the same values."""
-    return bool(states) and all(
-        a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
-        for a, b in zip_longest(states, others)
-    )
 
 
 def remember(table: dict[Any, Any], key: Root | None, value: object) -> None:
