@@ -171,7 +171,7 @@ class Calls:
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
         dims = call.dims
         # what a front-end computes is followed in all chunks
-        if layer and data is not None and data.root.number >= self.chunk_start:
+        if layer and data and data.root.number >= self.chunk_start:
             self.follows_data |= data.root.data is not None or bool(data.root.covered)
         call = self._add(call, states, of_state)
         for i, out in enumerate(op.outputs):
@@ -193,7 +193,7 @@ class Calls:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
         out = op.outputs[0]
         root = self.table.roots.get(storage_of(out))
-        if root is None or not root.learned or op.name in MOVES | WRITES:
+        if not root or not root.learned or op.name in MOVES | WRITES:
             return
         if out.dim() not in STATE_DIMS or out.numel() < 2:
             return
@@ -212,7 +212,7 @@ class Calls:
             is_mask = op.name in EDITS and v and not v.root.learned
             if fits and learned and not is_mask and not any(t is each for each in own):
                 data = data or self._data(t)
-        if data is None:
+        if not data:
             return
         call = self._new(key, op, data, confirmed=bool(own))
         call.dims = lane_dim, None
@@ -228,7 +228,7 @@ class Calls:
         pending, visited = [view and view.root.behind], list[UnitCall]()
         while pending and len(visited) < MAX_PARENTS:
             call = pending.pop(0)
-            if call is None or call in visited:
+            if not call or call in visited:
                 continue
             if call.unit.key == key:
                 return call
@@ -242,7 +242,7 @@ class Calls:
         log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
         unit.confirmed |= confirmed
         before = unit.last.get(log.training)
-        if before is not None and before.chunk < log.chunk:
+        if before and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
         return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
                     log.training, torch.is_grad_enabled(), data, latest=data, before=before,
@@ -256,14 +256,14 @@ class Calls:
         origin = self._behind(state, unit.key)
         last = unit.last.get(call.training)
         is_known = not any(v and v.root.learned for v in views)
-        if is_known and last is not None and _is_copy(states, last.outputs):
+        if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        if state is not None:
+        if state:
             is_known = self._rows(call, state, lane_dim)
         call.has_graph = any(v and v.grad and not v.root.cut for v in views) and any(
             not t.is_leaf for t in states
         )
-        numbers = (sequence(t.grad_fn) for t in states if t.grad_fn is not None)
+        numbers = (sequence(t.grad_fn) for t in states if t.grad_fn)
         log.lost_states |= {log.lost_detaches[n] for n in numbers if n in log.lost_detaches}
         others = (v.root.behind for v in views if v and v.root.behind)
         call.parents = tuple(c for c in others if c.unit is not unit)
@@ -273,12 +273,12 @@ class Calls:
         if origin and origin is last and not self._is_boundary(call, origin):
             return self._continued(origin, call)
         call.origin = origin
-        if origin is not None:
+        if origin:
             origin.origin = origin.before = None  # no older call is asked for
         call.states, call.entered = [t.detach().clone() for t in states], states
-        if call.before is not None:
+        if call.before:
             call.before.before, call.before.outputs = None, []
-        if unit.confirmed and (is_known and (origin is not None or not call.has_graph)):
+        if unit.confirmed and (is_known and (origin or not call.has_graph)):
             self.on_call(call)
         else:
             unit.first = unit.first or call
@@ -290,7 +290,7 @@ class Calls:
         """The call with one more step."""
         if step.has_graph:
             call.graph_steps, call.graph_calls = call.graph_steps + step.steps, call.graph_calls + 1
-        is_cut = step.steps == 1 and not step.has_graph and call.last_detach is not None
+        is_cut = step.steps == 1 and not step.has_graph and call.last_detach
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
@@ -306,14 +306,14 @@ class Calls:
         """Whether a new chunk begins between two calls."""
         if call.position != origin.position:
             return True
-        if call.model_call == origin.model_call or call.data is None:
+        if call.model_call == origin.model_call or not call.data:
             return False
         first, latest, now = map(self._first, (origin.data, origin.latest, call.data))
         again = now == first != latest
         return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
 
     def _first(self, view: View | None) -> tuple[Root, int] | None:
-        return None if view is None else self.table.element(view.root, view.offset)
+        return self.table.element(view.root, view.offset) if view else None
 
     def _rows(self, call: UnitCall, state: View, lane_dim: int | None) -> bool:
         """Note which lane of the call before each lane of a state comes from, and its step.
@@ -339,7 +339,7 @@ class Calls:
 
     def recording(self, call: UnitCall) -> Root | None:
         """The oldest root known behind the inputs of a call."""
-        if call.data is None:
+        if not call.data:
             return None
         root, *_ = self._first(call.data) or [call.data.root]
         while root.covered:
@@ -363,7 +363,7 @@ class Calls:
     def swapped_lanes(self, call: UnitCall) -> list[Lane]:
         """The lanes if those that the layer takes for lanes were steps."""
         lane_dim, time_dim = call.dims
-        if call.data is None or lane_dim is None or call.count > 1:
+        if not call.data or lane_dim is None or call.count > 1:
             return []
         shape = call.data.shape
         lengths = [shape[lane_dim]] * shape[time_dim or 0]

@@ -198,7 +198,7 @@ class Log:
 
     def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
         """The path of a state: as recorded where it entered, or of the first value that matches."""
-        variables = self.carried.get(instruction, []) if instruction is not None else []
+        variables = self.carried.get(instruction, []) if instruction else []
         paths = (variable.path for variable in variables)
         return next(filter(None, paths), "") or variable_path(matches, current_frame())
 

@@ -275,7 +275,7 @@ class FindingList:
         Raises:
             DiagnosisError: under `strict`.
         """
-        if line is None or code in self.ignore:
+        if not line or code in self.ignore:
             return None
         self.evidence[code, line] += 1
         known = ((f.code, f.file, f.line) for f in self.items)

@@ -120,7 +120,7 @@ class Watcher(TorchFunctionMode):
     def _record_for(self, caller: FrameType, *operation: Any) -> None:
         """Record an operation that the user's code or a library has called."""
         frame = user_frame(caller, skip_optimizer=False)
-        if frame is not None:
+        if frame:
             self.guarded(self._record, *operation, frame, frame is caller)
         if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
             self.detached.clear()  # a library's own
@@ -178,7 +178,7 @@ class Watcher(TorchFunctionMode):
             self.calls.part = self.table.view(inputs[0], new=not learned)
         if name in DETACHES and inputs[0].requires_grad and not inputs[0].is_leaf:
             self._record_detach(op)
-        if first.grad_fn is not None and (self.full or name in RECURRENT):
+        if first.grad_fn and (self.full or name in RECURRENT):
             self._record_graph(op)
         if name in RECURRENT:
             self.calls.layer_or_cell(op)
@@ -200,7 +200,7 @@ class Watcher(TorchFunctionMode):
         if first.numel() == 1 or op.name == "stack":
             self._record_sum(op)
         sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
-        if sizes and any(t.grad_fn is not None for t in op.inputs):
+        if sizes and any(t.grad_fn for t in op.inputs):
             # one comparison at each step, or of the whole chunk
             before = log.targets if op.instruction is log.compared_at else 0
             log.compared_at, log.targets = op.instruction, before + sizes[0]
@@ -219,7 +219,7 @@ class Watcher(TorchFunctionMode):
         number = LEAF if source.grad_fn is None else sequence(source.grad_fn)
         self.detached.append((weakref.ref(op.outputs[0]), number, instruction))
         view = self.table.view(source, new=False)
-        if view is not None and (call := view.root.behind) is not None:
+        if view and (call := view.root.behind):
             view.root.detach = instruction
             others = [c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk]
             at = None if any(c.has_graph for c in others) else instruction
@@ -241,7 +241,7 @@ class Watcher(TorchFunctionMode):
     def _record_sum(self, op: Operation) -> None:
         """Count the chunks, and the forward passes within one chunk, in a sum of losses."""
         out, log = op.outputs[0], self.log
-        known = [loss for t in op.inputs if t.numel() == 1 and t.grad_fn is not None
+        known = [loss for t in op.inputs if t.numel() == 1 and t.grad_fn
                  and (loss := self.losses.get(id(t))) and loss.tensor() is t]  # fmt: skip
         sums = [loss for loss in known if op.instruction in loss.lineage]
         terms = [loss for loss in known if op.instruction not in loss.lineage]
@@ -275,7 +275,7 @@ class Watcher(TorchFunctionMode):
         variables = [
             carrying_variable(t, current_frame())
             for t in op.inputs
-            if t.grad_fn is not None
+            if t.grad_fn
             and sequence(behind_copies(t.grad_fn)) <= log.boundary
             and (t.numel() > 1 or weighted)
         ]
@@ -291,7 +291,7 @@ class Watcher(TorchFunctionMode):
         self.log.current.add(op.instruction)
         for out in op.outputs:
             node = out.grad_fn
-            number = sequence(node) if node is not None else LEAF
+            number = sequence(node) if node else LEAF
             if number < LEAF:
                 self.log.add_node(number, op.instruction)
 

@@ -23,9 +23,11 @@ FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is repor
 REPEATS = 4  # calls on the same inputs before it is reported
 REPLAYS = 3  # chunks that are read twice before it is reported
 SMOOTHER = 0.8  # the change along time, at most, of that along lanes
+MIN_DRAWN = 3  # steps and lanes whose order shows that they are exchanged
 CHUNKS = 2  # chunks that show exchanged dimensions before it is reported
 TWICE = "Each chunk is read twice, the second time from the state at its end."
 BESIDE = "Each chunk goes on where the last lane ended, not where the steps ended."
+DRAWN = "What it takes for steps is drawn at random, and its lanes lie in order."
 MAX_RECORDINGS = 64  # recordings remembered, the lanes of some chunks
 
 
@@ -63,12 +65,12 @@ class StateRule:
     def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
         origin, before, unit = call.origin, call.before, call.unit
-        if call.training and (evaluation := unit.last.get(False)) is not None:
+        if call.training and (evaluation := unit.last.get(False)):
             self._report_connected(evaluation)
-        if origin is None:
+        if not origin:
             unit.first = call
             self._starts_fresh(call)
-            if before is None or before.position != call.position or call.steps > 1:
+            if not before or before.position != call.position or call.steps > 1:
                 self._start(call)
             return
         if origin.chunk != call.chunk:
@@ -109,23 +111,21 @@ class StateRule:
 
     def _read(self, call: UnitCall, root: Root) -> list[Lane]:
         last = call.unit.ends.get(root)
-        return [] if last is None else [x for x in self.calls.lanes(last) if x.root is root]
+        return [x for x in self.calls.lanes(last) if x.root is root] if last else []
 
     # --- a state that is not that of the chunk before
 
     def _start(self, call: UnitCall) -> bool:
         """Whether the state that started the chunk before starts this one too, which goes on."""
         before, unit = self._on_recording(call), call.unit
-        if before is None or not call.grad or call.training is False:
+        if not before or not call.grad or call.training is False:
             return False
         zeros = not any(bool(state.any()) for state in call.states)
         if not (zeros or equal(call.states, before.states)):
             return False
         order = self._relation(before, call)
         first = unit.starts.get(self.calls.recording(call))
-        if order == "jump" or (
-            order == "again" and first is not None and not self._same_start(first, call)
-        ):
+        if order == "jump" or (order == "again" and first and not self._same_start(first, call)):
             unit.samples = True
         drawn = self.log.random and call.batch != before.batch
         if order != "next" or drawn or unit.samples:
@@ -137,10 +137,10 @@ class StateRule:
         """The last call on the same recording, which may be older than the last call."""
         before, unit, recording = call.before, call.unit, self.calls.recording(call)
         unit.starts.setdefault(recording, call)
-        if before is not None:
+        if before:
             remember(unit.ends, self.calls.recording(before), before)
         last = unit.ends.get(recording, before)
-        return last if last is not None and last.chunk < call.chunk else before
+        return last if last and last.chunk < call.chunk else before
 
     def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
         return same_start(self.calls.lanes(a), self.calls.lanes(b))
@@ -150,7 +150,7 @@ class StateRule:
         self._report_detaches()
         for call in self.exchanged:
             if self.log.targets >= call.steps * _lanes(call):  # no samples with a label each
-                self.report(Fault("TT209", line_of(call.instruction), BESIDE, after=CHUNKS))
+                self._add("TT209", call, BESIDE, CHUNKS)
         self.exchanged.clear()
         for call, length, zeros in self.pending:
             self._count_start(call, length, zeros)
@@ -185,6 +185,8 @@ class StateRule:
     def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
         unit = call.unit
+        if call.before and self._is_drawn(call.before, call):
+            self._add("TT209", call, DRAWN, CHUNKS)
         if unit.wrap and unit.wrap.repeats and call.grad and call.training is not False:
             unit.reread, unit.wrap = True, None
 
@@ -297,7 +299,7 @@ class StateRule:
 
     def _report_wrap(self, unit: Unit) -> None:
         wrap, unit.wrap = unit.wrap, None
-        if wrap is None or unit.jumps:
+        if not wrap or unit.jumps:
             return
         detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
         self.report(
@@ -306,7 +308,7 @@ class StateRule:
 
     def _same_data(self, a: UnitCall, b: UnitCall) -> bool:
         """Whether two calls begin with the same steps."""
-        if a.data is None or b.data is None or a.data.shape != b.data.shape:
+        if not a.data or not b.data or a.data.shape != b.data.shape:
             return False
         return a.data == b.data or self._same_start(a, b)
 
@@ -356,6 +358,16 @@ class StateRule:
         )
         return lanes < steps * (SMOOTHER if time_dim == 1 else 1 / SMOOTHER)
 
+    def _is_drawn(self, before: UnitCall, call: UnitCall) -> bool:
+        """Whether a layer's steps are drawn anew for each chunk, and its lanes lie in order."""
+        along_lanes = [lane.step for lane in self.calls.swapped_lanes(call)]
+        if not along_lanes or not all(along_lanes) or min(call.steps, _lanes(call)) < MIN_DRAWN:
+            return False
+        pairs = zip(self.calls.lanes(before), self.calls.lanes(call), strict=False)
+        return any(
+            not (a.step or b.step) and a.last - a.first != b.last - b.first < 0 for a, b in pairs
+        )
+
     # --- the graph
 
     def _count_graph(self, call: UnitCall, origin: UnitCall) -> None:
@@ -388,7 +400,7 @@ class StateRule:
         """Detaches of the last chunk, unless its gradients were passed on by hand."""
         for call in self.stepwise:
             at = call.stepwise
-            if at is not None and at not in self.log.used_gradients:
+            if at and at not in self.log.used_gradients:
                 detail = (
                     f"{MIN_DETACHES} detaches in one chunk or more, a single step between them."
                 )
@@ -407,13 +419,13 @@ class StateRule:
             for call in unit.last.values():
                 self._report_connected(call)
 
-    def _add(self, code: str, call: UnitCall, detail: str) -> None:
-        self.report(Fault(code, line_of(call.instruction), detail))
+    def _add(self, code: str, call: UnitCall, detail: str, after: int = 1) -> None:
+        self.report(Fault(code, line_of(call.instruction), detail, after=after))
 
 
 def _lanes(call: UnitCall) -> int:
     lane_dim = call.dims[0]
-    return 1 if lane_dim is None or call.data is None else call.data.shape[lane_dim]
+    return 1 if lane_dim is None or not call.data else call.data.shape[lane_dim]
 
 
 def remember(table: dict[Any, Any], key: Root | None, value: object) -> None:
