@@ -381,7 +381,7 @@ class Calls:
 
 def _is_copy(states: list[Tensor], outputs: list[Tensor]) -> bool:
     """Whether states without a graph have the values of outputs that are not all zeros."""
-    is_new = all(not a.requires_grad and bool(a.any()) for a in states)
+    is_new = all(not a.requires_grad and a.any() for a in states)
     return is_new and equal(states, outputs)
 
 

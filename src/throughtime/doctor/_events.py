@@ -213,7 +213,7 @@ class LoopEvents:
             self.watcher.guarded(self.watcher.next_chunk)
             backward.boundary = self.log.boundary
             self.emit(backward)
-            self.watcher.guarded(self._report_kept)
+            self.watcher.guarded(lambda: [self._add(fault) for fault in kept(self.log)])
             self._set_level()
         return result
 
@@ -259,10 +259,6 @@ class LoopEvents:
         nodes = (root.grad_fn for root in roots if root.grad_fn)
         faults = (explain(self.log, message, node, backward) for node in nodes)
         return self._add(next(filter(None, faults), None))
-
-    def _report_kept(self) -> None:
-        for fault in kept(self.log):
-            self._add(fault)
 
     def _versions(self) -> dict[int, int]:
         """The in-place changes of the first and the last parameter of each optimizer."""

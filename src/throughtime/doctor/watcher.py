@@ -168,8 +168,8 @@ class Watcher(TorchFunctionMode):
         if not outputs:
             return
         op = Operation(name, func, args, kwargs, inputs, outputs, self.instruction_at(frame))
-        if changes:
-            self._record_change(inputs[0], op)
+        if changes and self._record_change(inputs[0], op):
+            return
         first, learned = outputs[0], any(t.requires_grad for t in inputs)
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and _is_discrete(first))
@@ -205,14 +205,20 @@ class Watcher(TorchFunctionMode):
             before = log.targets if op.instruction is log.compared_at else 0
             log.compared_at, log.targets = op.instruction, before + sizes[0]
 
-    def _record_change(self, target: Tensor, op: Operation) -> None:
+    def _record_change(self, target: Tensor, op: Operation) -> bool:
+        """Record a change in place.
+
+        Returns:
+            Whether it changes a parameter, by hand or to initialize it; its views have no graph.
+        """
         if not target.is_inference():  # which has no version counter, and no backward needs it
             numbers = self.log.node_numbers
             number = numbers[-1] if numbers else -1
             self.log.in_place.append((version_of(target), target.shape, op.instruction, number))
-        # a parameter is initialized or updated by hand; its views have no graph
-        if not isinstance(root_of(target), nn.Parameter) and op.name not in KEPT_IN_PLACE:
+        is_parameter = isinstance(root_of(target), nn.Parameter)
+        if not is_parameter and op.name not in KEPT_IN_PLACE:
             self.table.change(op)
+        return is_parameter
 
     def _record_detach(self, op: Operation) -> None:
         source, instruction = op.inputs[0], op.instruction
