@@ -34,7 +34,7 @@ def is_leaf(node: Any) -> bool:
 
 def children(node: Any) -> list[Any]:
     """The `next_functions` of a node, without None."""
-    return [child for child, _ in node.next_functions if child is not None]
+    return [child for child, _ in node.next_functions if child]
 
 
 def reachable_nodes(root: Any, limit: int = MAX_NODES, above: int = -1) -> Iterator[Any]:
@@ -171,7 +171,7 @@ def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
 
 def _path_to(node: Any, parents: dict[Any, Any]) -> list[Any]:
     path = [node]
-    while (node := parents[node]) is not None:
+    while node := parents[node]:
         path.insert(0, node)
     return path
 

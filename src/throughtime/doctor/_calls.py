@@ -8,10 +8,11 @@ of a cell one after another.
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from throughtime.doctor._data import (
     EDITS,
@@ -67,7 +68,7 @@ class Operation:
 class Unit:
     """A recurrent layer or cell, or an instruction that takes in its own result, with its past."""
 
-    key: Any  # the id of its first weight, or the instruction
+    key: Any  # the id of its first weight, or the instruction and the object that it belongs to
     confirmed: bool = True  # it took in a result of its own
     last: "dict[bool | None, UnitCall]" = field(default_factory=dict)  # its last call by mode
     first: "UnitCall | None" = None  # the first call of its pass over the data
@@ -151,7 +152,13 @@ class Calls:
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
         time_dim = None if packed or not layer else int(args[8] and inputs.dim() > 2)
-        call = self._new(id(weights[0] if layer else weights), op, self._data(inputs))
+        weight, data = weights[0] if layer else weights, self._data(inputs)
+        # weights that are no parameters may be made anew for each call
+        key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
+        own = data and data.root.behind
+        if own and own.unit.key == key and self._first(own.latest) in {None, self._first(data)}:
+            data = None  # its own prediction, which has no place in the data
+        call = self._new(key, op, data)
         if packed:
             call.steps, call.dims, call.batch_sizes = len(args[1]), (None, None), args[1]
         elif time_dim is not None:
@@ -162,9 +169,9 @@ class Calls:
         call.inputs = inputs.detach() if layer else None
         states = [state] if isinstance(state, Tensor) else list(state)
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
-        data, dims = call.data, call.dims
+        dims = call.dims
         # what a front-end computes is followed in all chunks
-        if layer and data is not None and data.root.number >= self.chunk_start:
+        if layer and data and data.root.number >= self.chunk_start:
             self.follows_data |= data.root.data is not None or bool(data.root.covered)
         call = self._add(call, states, of_state)
         for i, out in enumerate(op.outputs):
@@ -182,18 +189,21 @@ class Calls:
         view = self.table.view(tensor, new=not tensor.requires_grad)
         return view if view and (view.root.known or view.root.data is not None) else None
 
-    def by_hand(self, op: Operation) -> None:
+    def by_hand(self, op: Operation, frame: FrameType) -> None:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
-        out, key = op.outputs[0], op.instruction
+        out = op.outputs[0]
         root = self.table.roots.get(storage_of(out))
-        if root is None or not root.learned or op.name in MOVES | WRITES:
+        if not root or not root.learned or op.name in MOVES | WRITES:
             return
         if out.dim() not in STATE_DIMS or out.numel() < 2:
             return
+        # two layers of one class run the same instruction
+        is_method = frame.f_code.co_varnames[:1] == ("self",)
+        key = op.instruction, id(frame.f_locals.get("self")) if is_method else 0
         fluid = [t for t in op.inputs if t.dim() and not (t.is_leaf and t.requires_grad)]
         views = [self.table.view(t, new=not t.requires_grad) for t in fluid]
         pairs = list(zip(fluid, views, strict=True))
-        own = [t for t, v in pairs if self._behind(v, key) is not None]
+        own = [t for t, v in pairs if self._behind(v, key)]
         lane_dim = None if out.dim() == 1 else 0
         data = None
         for t, v in pairs:
@@ -202,7 +212,7 @@ class Calls:
             is_mask = op.name in EDITS and v and not v.root.learned
             if fits and learned and not is_mask and not any(t is each for each in own):
                 data = data or self._data(t)
-        if data is None:
+        if not data:
             return
         call = self._new(key, op, data, confirmed=bool(own))
         call.dims = lane_dim, None
@@ -218,7 +228,7 @@ class Calls:
         pending, visited = [view and view.root.behind], list[UnitCall]()
         while pending and len(visited) < MAX_PARENTS:
             call = pending.pop(0)
-            if call is None or call in visited:
+            if not call or call in visited:
                 continue
             if call.unit.key == key:
                 return call
@@ -232,7 +242,7 @@ class Calls:
         log, unit = self.log, self.units.setdefault(key, Unit(key, confirmed))
         unit.confirmed |= confirmed
         before = unit.last.get(log.training)
-        if before is not None and before.chunk < log.chunk:
+        if before and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
         return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
                     log.training, torch.is_grad_enabled(), data, latest=data, before=before,
@@ -242,33 +252,33 @@ class Calls:
         """Add a call, or its steps to the one that its state comes from."""
         unit, log = call.unit, self.log
         views = [self.table.view(t, new=False) for t in states]
-        state = next((v for v in views if self._behind(v, unit.key) is not None), None)
+        state = next((v for v in views if self._behind(v, unit.key)), None)
         origin = self._behind(state, unit.key)
         last = unit.last.get(call.training)
-        is_known = not any(v is not None and v.root.learned for v in views)
-        if is_known and last is not None and _is_copy(states, last.outputs):
+        is_known = not any(v and v.root.learned for v in views)
+        if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        if state is not None:
+        if state:
             is_known = self._rows(call, state, lane_dim)
-        call.has_graph = any(v is not None and v.grad and not v.root.cut for v in views) and any(
+        call.has_graph = any(v and v.grad and not v.root.cut for v in views) and any(
             not t.is_leaf for t in states
         )
-        numbers = (sequence(t.grad_fn) for t in states if t.grad_fn is not None)
+        numbers = (sequence(t.grad_fn) for t in states if t.grad_fn)
         log.lost_states |= {log.lost_detaches[n] for n in numbers if n in log.lost_detaches}
         others = (v.root.behind for v in views if v and v.root.behind)
         call.parents = tuple(c for c in others if c.unit is not unit)
         call.graph_steps = call.steps
         if unit.confirmed:
             log.recurrent = log.units[unit] = call.instruction
-        if origin is not None and origin is last and not self._is_boundary(call, origin):
+        if origin and origin is last and not self._is_boundary(call, origin):
             return self._continued(origin, call)
         call.origin = origin
-        if origin is not None:
+        if origin:
             origin.origin = origin.before = None  # no older call is asked for
         call.states, call.entered = [t.detach().clone() for t in states], states
-        if call.before is not None:
+        if call.before:
             call.before.before, call.before.outputs = None, []
-        if unit.confirmed and (is_known and (origin is not None or not call.has_graph)):
+        if unit.confirmed and (is_known and (origin or not call.has_graph)):
             self.on_call(call)
         else:
             unit.first = unit.first or call
@@ -280,14 +290,14 @@ class Calls:
         """The call with one more step."""
         if step.has_graph:
             call.graph_steps, call.graph_calls = call.graph_steps + step.steps, call.graph_calls + 1
-        is_cut = step.steps == 1 and not step.has_graph and call.last_detach is not None
+        is_cut = step.steps == 1 and not step.has_graph and call.last_detach
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
         call.parts += self.part != call.part
         call.part = self.part
-        call.steps, call.count = call.steps + step.steps, call.count + 1
-        call.second, call.latest = call.second or step.data, step.data
+        call.second = step.data if call.count == 1 else call.second
+        call.steps, call.count, call.latest = call.steps + step.steps, call.count + 1, step.data
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph
         call.known_lanes = call.last_detach = None
         return call
@@ -296,14 +306,14 @@ class Calls:
         """Whether a new chunk begins between two calls."""
         if call.position != origin.position:
             return True
-        if call.model_call == origin.model_call:
+        if call.model_call == origin.model_call or not call.data:
             return False
         first, latest, now = map(self._first, (origin.data, origin.latest, call.data))
         again = now == first != latest
         return call.steps > 1 or again or self.recording(call) is not self.recording(origin)
 
     def _first(self, view: View | None) -> tuple[Root, int] | None:
-        return None if view is None else self.table.element(view.root, view.offset)
+        return self.table.element(view.root, view.offset) if view else None
 
     def _rows(self, call: UnitCall, state: View, lane_dim: int | None) -> bool:
         """Note which lane of the call before each lane of a state comes from, and its step.
@@ -329,10 +339,9 @@ class Calls:
 
     def recording(self, call: UnitCall) -> Root | None:
         """The oldest root known behind the inputs of a call."""
-        if call.data is None:
+        if not call.data:
             return None
-        element = self.table.element(call.data.root, call.data.offset)
-        root = call.data.root if element is None else element[0]
+        root, *_ = self._first(call.data) or [call.data.root]
         while root.covered:
             root = root.covered[0].root
         return root
@@ -340,19 +349,21 @@ class Calls:
     def lanes(self, call: UnitCall) -> list[Lane]:
         """Where the lanes of a call, or the first of them, begin and end; empty if unknown."""
         if call.known_lanes is None:
-            views = [v for v in (call.data, call.second, call.latest) if v is not None]
-            parts = [self._lanes(call, view) for view in (views if call.count > 1 else views[:1])]
+            views = [call.data, call.second, call.latest][: 3 if call.count > 1 else 1]
+            parts = [] if None in views else [self._lanes(call, v) for v in views if v]
             if len({part[0].root for part in parts if part}) > 1:  # each step was computed alone
                 parts = [[up for x in part for up in x.root.covered or [x]] for part in parts]
             call.known_lanes = parts[0] if parts else []
             if len(parts) == 3:
-                call.known_lanes = [a.joined(b, c) for a, b, c in zip(*parts, strict=False)]
+                call.known_lanes = [
+                    a.joined(b, c, call.count) for a, b, c in zip(*parts, strict=False)
+                ]
         return call.known_lanes
 
     def swapped_lanes(self, call: UnitCall) -> list[Lane]:
         """The lanes if those that the layer takes for lanes were steps."""
         lane_dim, time_dim = call.dims
-        if call.data is None or lane_dim is None or call.count > 1:
+        if not call.data or lane_dim is None or call.count > 1:
             return []
         shape = call.data.shape
         lengths = [shape[lane_dim]] * shape[time_dim or 0]
@@ -370,9 +381,16 @@ class Calls:
 
 def _is_copy(states: list[Tensor], outputs: list[Tensor]) -> bool:
     """Whether states without a graph have the values of outputs that are not all zeros."""
-    return bool(states) and len(states) == len(outputs) and all(
-        not a.requires_grad
-        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-        and bool((a == b).all() & b.any())
-        for a, b in zip(states, outputs, strict=True)
-    )  # fmt: skip
+    is_new = all(not a.requires_grad and a.any() for a in states)
+    return is_new and equal(states, outputs)
+
+
+def equal(states: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether states have the same values."""
+    return (
+        bool(states)
+        and len(states) == len(others)
+        and all(
+            a.device == b.device and torch.equal(a, b) for a, b in zip(states, others, strict=True)
+        )
+    )

@@ -113,10 +113,12 @@ class Lane(NamedTuple):
     ahead: frozenset[int]
     whole: bool = False  # all that a chunk covers
 
-    def joined(self, second: "Lane", last: "Lane") -> "Lane":
+    def joined(self, second: "Lane", last: "Lane", count: int) -> "Lane":
         """The lane from this step to the last one, for cells."""
         step = self.step or (second.first - self.first if second.root is self.root else 0)
         ahead = frozenset([step, 2 * step]) if step else last.ahead
+        if last.last - self.first != step * (count - 1):
+            ahead = frozenset[int]()  # steps are passed over: it may go on anywhere
         return self if last.root is not self.root else Lane(self.root, self.first, last.last, step,
                                                             ahead)  # fmt: skip
 
@@ -137,8 +139,8 @@ class RootTable:
         if tensor.layout is not torch.strided or not tensor.numel():
             return None
         root = self.roots.get(storage_of(tensor))
-        if root is None or root.version != (0 if tensor.is_inference() else version_of(tensor)):
-            if not new and root is None:
+        if not root or root.version != (0 if tensor.is_inference() else version_of(tensor)):
+            if not (new or root):
                 return None
             base = base_of(tensor)
             whole, changed = tensor if base is None else base, root is not None
@@ -201,14 +203,13 @@ class RootTable:
         """The root and the storage offset behind an element; `None` if there is none."""
         number, offset = divmod(int(self._resolve(root, at, kind)), SPAN)
         origin = self.by_number.get(number)
-        return None if origin is None else (origin, offset)
+        return (origin, offset) if origin else None
 
     def _grid(self, view: View, kind: Kind) -> Tensor:
         """The number of each element of a tensor."""
-        offsets = torch.full((1,) * len(view.shape), view.offset, device="cpu")
-        for d, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True)):
-            shape = [size if other == d else 1 for other in range(len(view.shape))]
-            offsets = offsets + stride * torch.arange(size, device="cpu").view(shape)
+        indices = map(torch.from_numpy, np.indices(view.shape, sparse=True))
+        offset = torch.tensor(view.offset, device="cpu")
+        offsets = sum((n * i for n, i in zip(view.strides, indices, strict=True)), offset)
         return self._resolve(view.root, offsets, kind).expand(view.shape)
 
     def follow(self, op: Any, out: Tensor, target: View | None = None) -> Root | None:
@@ -228,7 +229,7 @@ class RootTable:
         if op.is_choice:
             root.learned = False
             return root
-        known = [v for v in sources if v.root.known or v.root.behind is not None]
+        known = [v for v in sources if v.root.known or v.root.behind]
         root.is_order = name in ORDERS or (bool(known) and all(v.root.is_order for v in known))
         if not known:
             root.known = not (op.inputs or name in FILLS)
@@ -246,7 +247,7 @@ class RootTable:
     def _moved(self, root: Root, op: Any, sources: list[View]) -> bool:
         """Link the result of an operation that moves elements, by moving their numbers."""
         name = op.name
-        if name == "__getitem__" and (index := _index_as_data(sources)) is not None:
+        if name == "__getitem__" and (index := _index_as_data(sources)):
             root.data = rows_of(index, root.shape, whole=True)
             root.covered = [] if root.data else list(self.covered(index))
             return True
@@ -270,7 +271,7 @@ class RootTable:
         root.behind = max((r.behind for r in root.sources if r.behind), key=_serial, default=None)
         root.edited = any(v.root.edited for v in moved) or name == "__setitem__"
         root.cloned = all(v.root.cloned for v in moved)
-        root.cut = any(v.root.cut or (v.root.behind is not None and not v.grad) for v in moved)
+        root.cut = any(v.root.cut or (v.root.behind and not v.grad) for v in moved)
         return True
 
     def _replayed(self, op: Any, moved: list[View], kind: Kind) -> Tensor:
@@ -286,7 +287,7 @@ class RootTable:
     def _computed(self, root: Root, op: Any, known: list[View], *, partial: bool) -> None:
         """Steps and lanes stay where they are, or everything is mixed."""
         lead = op.name not in ROWWISE
-        states = [v for v in known if v.root.behind is not None]
+        states = [v for v in known if v.root.behind]
         states.sort(key=lambda v: -_serial(v.root.behind))
         pure = [v for v in known if v not in states] or [v for v in states if v.root.known]
         if states:
@@ -327,7 +328,7 @@ class RootTable:
         whole = target if base is None else base
         root = self.roots.get(storage_of(target))
         view = None
-        if root is not None and not (op.name == "copy_" and base is None):
+        if root and not (op.name == "copy_" and base is None):
             offset = int(whole.storage_offset())
             view = View(root, offset, tuple(whole.shape), whole.stride(), whole.requires_grad)
         if not self.follow(op, whole, view):
@@ -359,7 +360,7 @@ class RootTable:
     def covered(self, view: View) -> Iterator[Lane]:
         """What a tensor covers of its roots: apart for each index of a dimension that joins."""
         origin = self.element(view.root, view.offset)
-        if origin is None:
+        if not origin:
             return
         root, first = origin
         if root.covered and first == root.offset and math.prod(view.shape) >= math.prod(root.shape):
@@ -370,7 +371,7 @@ class RootTable:
             if size == 1:
                 continue
             near = self.element(view.root, view.at({d: 1}))
-            if near is None or near[0] is not root:
+            if not near or near[0] is not root:
                 shape, strides = (n[:d] + n[d + 1 :] for n in (view.shape, view.strides))
                 for i in range(min(size, MAX_LANES)):
                     yield from self.covered(View(view.root, view.at({d: i}), shape, strides))

@@ -113,7 +113,7 @@ class LoopEvents:
                 self._add(fault)
 
     def _add(self, fault: Fault | None) -> Finding | None:
-        return None if fault is None else self.findings.add(*fault)
+        return self.findings.add(*fault) if fault else None
 
     def end(self, error: BaseException | None) -> None:
         """Report what the end of the loop shows."""
@@ -179,7 +179,7 @@ class LoopEvents:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
         frame = user_frame(current_frame())
         # torch calls itself again through the mode
-        if frame is None or self._in_backward or is_transformed():
+        if not frame or self._in_backward or is_transformed():
             return original(outputs, *args, **kwargs)
         is_grad = original.__name__ == "grad"
         retain = kwargs.get("retain_graph", args[1 + is_grad] if len(args) > 1 + is_grad else False)
@@ -203,7 +203,7 @@ class LoopEvents:
             result = run()
         except RuntimeError as error:
             finding = self.watcher.guarded(self._explain, str(error), roots, backward)
-            if finding is not None:
+            if finding:
                 error.add_note(f"tt.doctor: {finding}")
             raise
         finally:
@@ -213,7 +213,7 @@ class LoopEvents:
             self.watcher.guarded(self.watcher.next_chunk)
             backward.boundary = self.log.boundary
             self.emit(backward)
-            self.watcher.guarded(self._report_kept)
+            self.watcher.guarded(lambda: [self._add(fault) for fault in kept(self.log)])
             self._set_level()
         return result
 
@@ -256,13 +256,9 @@ class LoopEvents:
                 del sums[instruction]
 
     def _explain(self, message: str, roots: list[Tensor], backward: Backward) -> Finding | None:
-        nodes = (root.grad_fn for root in roots if root.grad_fn is not None)
+        nodes = (root.grad_fn for root in roots if root.grad_fn)
         faults = (explain(self.log, message, node, backward) for node in nodes)
         return self._add(next(filter(None, faults), None))
-
-    def _report_kept(self) -> None:
-        for fault in kept(self.log):
-            self._add(fault)
 
     def _versions(self) -> dict[int, int]:
         """The in-place changes of the first and the last parameter of each optimizer."""

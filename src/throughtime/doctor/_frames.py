@@ -107,7 +107,7 @@ def user_frame(frame: FrameType | None, *, skip_optimizer: bool = True) -> Frame
 
     Frames of `torch.optim` are skipped; with `skip_optimizer=False` they also give `None`.
     """
-    while frame is not None:
+    while frame:
         owner = file_owner(frame.f_code.co_filename)
         if owner == USER:
             return frame
@@ -120,7 +120,7 @@ def user_frame(frame: FrameType | None, *, skip_optimizer: bool = True) -> Frame
 def user_frames(frame: FrameType | None) -> list[FrameType]:
     """The user's frames from this one outwards, as `user_frame` gives them."""
     frames: list[FrameType] = []
-    while (frame := user_frame(frame)) is not None:
+    while frame := user_frame(frame):
         frames.append(frame)
         frame = frame.f_back
     return frames
@@ -162,7 +162,7 @@ def remove_doctor_frames(error: BaseException) -> None:
 
 def _without_doctor(trace: TracebackType | None) -> TracebackType | None:
     kept: list[TracebackType] = []
-    while trace is not None:
+    while trace:
         code = trace.tb_frame.f_code
         if code.co_filename.startswith(f"{DOCTOR}{os.sep}"):
             # a function of torch hands itself to the mode, which calls it again
@@ -178,7 +178,7 @@ def _without_doctor(trace: TracebackType | None) -> TracebackType | None:
 
 def called_by_trainer(frame: FrameType | None) -> bool:
     """Whether Lightning or Ignite code is between this frame and the user's."""
-    while frame is not None and file_owner(frame.f_code.co_filename) != USER:
+    while frame and file_owner(frame.f_code.co_filename) != USER:
         if str(frame.f_globals.get("__name__", "")).startswith(
             ("lightning.", "pytorch_lightning.", "ignite.")
         ):
@@ -206,19 +206,17 @@ def variable_path(matches: Callable[[Any], bool], frame: FrameType | None) -> st
     return next(filter(None, (_path_in(each, matches) for each in user_frames(frame))), "")
 
 
-def _paths_in(frame: FrameType, matches: Callable[[Any], bool]) -> Iterator[str]:
-    """The paths from the variables of this frame, see `variable_path`."""
-    if frame.f_code.co_name in COMPREHENSIONS:
-        return
-    for name, value in sorted(frame.f_locals.items(), key=lambda item: item[0] != "self"):
-        path = None if name.startswith("__") else _search(value, matches, name, MAX_PATH_DEPTH)
-        if path:
-            yield path
-
-
 def _path_in(frame: FrameType | None, matches: Callable[[Any], bool]) -> str:
-    """The first of these paths; empty if there is none."""
-    return next(_paths_in(frame, matches), "") if frame is not None else ""
+    """The path from a variable of this frame, see `variable_path`; empty if there is none."""
+    if frame is None or frame.f_code.co_name in COMPREHENSIONS:
+        return ""
+    variables = sorted(frame.f_locals.items(), key=lambda item: item[0] != "self")
+    paths = (
+        _search(value, matches, name, MAX_PATH_DEPTH)
+        for name, value in variables
+        if not name.startswith("__")
+    )
+    return next(filter(None, paths), "")
 
 
 def call_site(frame: FrameType | None) -> int:
@@ -239,19 +237,19 @@ def carrying_variable(tensor: Tensor, frame: FrameType | None) -> Variable:
         )
 
     frame, passed = user_frame(frame), False
-    while frame is not None and frame.f_code.co_name in COMPREHENSIONS:
+    while frame and frame.f_code.co_name in COMPREHENSIONS:
         frame = user_frame(frame.f_back)
     if frame is None:
         return Variable("", None, is_argument=False)
     path = _path_in(frame, matches)
-    while frame is not None:
+    while frame:
         is_argument = _in_arguments(frame, matches)
         outer = user_frame(frame.f_back)
         outer_path = _path_in(outer, matches)
         if not outer_path or not (is_argument or frame.f_code.co_name == "forward"):
             break
         frame, path, passed = outer, outer_path, passed or is_argument
-    return Variable(path, line_in(frame) if frame is not None else None, passed)
+    return Variable(path, line_in(frame) if frame else None, passed)
 
 
 def _in_arguments(frame: FrameType, matches: Callable[[Any], bool]) -> bool:

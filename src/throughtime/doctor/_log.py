@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from throughtime.doctor._autograd import MeanTerm
@@ -145,7 +146,8 @@ class Log:
     lost_states: set[Instruction] = field(default_factory=set)
     # the last result of each chunk that still exists
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
-    targets: int = 0  # elements that the last results were compared with
+    targets: int = 0  # elements that the last results were compared with, and where
+    compared_at: Instruction | None = None
     sums: dict[Instruction, Sum] = field(default_factory=dict)  # no backward went through them
     sent: set[Instruction] = field(default_factory=set)  # sums that one went through
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
@@ -167,25 +169,21 @@ class Log:
 
     def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""
-        result: list[WeightStep] = []
-        for event in reversed(self.events):
-            if isinstance(event, WeightStep) and event.optimizer == optimizer:
-                result.append(event)
-                if len(result) == most:
-                    break
-        return result
+        steps = (
+            event
+            for event in reversed(self.events)
+            if isinstance(event, WeightStep) and event.optimizer == optimizer
+        )
+        return list(islice(steps, most))
 
     def before(self, step: WeightStep) -> list[Event]:
         """The events between a step and the step of the same optimizer before it."""
-        result: list[Event] = []
-        passed = False
-        for event in reversed(self.events):
-            if isinstance(event, WeightStep) and event.optimizer == step.optimizer and passed:
-                break
-            if passed:
-                result.append(event)
-            passed |= event is step
-        return result[::-1]
+        past = self.events[: self.events.index(step)]
+
+        def is_later(event: Event) -> bool:
+            return not isinstance(event, WeightStep) or event.optimizer != step.optimizer
+
+        return list(takewhile(is_later, reversed(past)))[::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""
@@ -200,7 +198,7 @@ class Log:
 
     def state_name(self, instruction: Instruction | None, matches: Callable[[Any], bool]) -> str:
         """The path of a state: as recorded where it entered, or of the first value that matches."""
-        variables = self.carried.get(instruction, []) if instruction is not None else []
+        variables = self.carried.get(instruction, []) if instruction else []
         paths = (variable.path for variable in variables)
         return next(filter(None, paths), "") or variable_path(matches, current_frame())
 

@@ -17,13 +17,15 @@ def follows(before: Lane, after: Lane) -> bool:
 def relation(
     before: list[Lane],
     after: list[Lane],
+    steps: int,
     rows: list[int] | None,
     read: Callable[[Root], list[Lane]],
 ) -> str:
     """How two chunks lie in time, the state of the first in the second.
 
-    `rows[b]` is the lane of `before` whose state lane `b` of `after` has. `read` gives the lanes of
-    the last chunk that was read from a root, as far as known.
+    The first has that number of steps. `rows[b]` is the lane of `before` whose state lane `b` of
+    `after` has. `read` gives the lanes of the last chunk that was read from a root, as far as
+    known.
 
     Returns:
         "next": every lane goes on; "rows": every lane goes on from another lane; "jump": it goes on
@@ -32,9 +34,19 @@ def relation(
         "": uncertain.
     """
     before, after = same_level(before, after)
-    if not before or not after or (rows is None and len(before) != len(after)):
+    if not before or not after:
         return ""
-    rows = list(range(len(after))) if rows is None or after[0].whole else rows
+    if before[0].whole:  # a convolution may read the end of the last chunk again, as context
+        before = [
+            a._replace(
+                ahead=a.ahead | {m - m % (steps * n) for m in a.ahead for n in a.root.strides if n}
+            )
+            for a in before
+        ]
+    if rows is None or after[0].whole:
+        if len(before) != len(after):  # some lanes may have ended
+            return ""
+        rows = list(range(len(after)))
     pairs = [(before[i], lane) for i, lane in zip(rows, after, strict=False) if i < len(before)]
     if all(follows(a, b) for a, b in pairs):
         return "next" if pairs else ""

@@ -73,7 +73,8 @@ CODES: dict[str, tuple[str, str]] = {
         "the state of one recording enters the next",
         (
             "before each recording, set the state to what it was before the first one, such as"
-            " zeros; where single lanes begin, state = tt.state.reset(state, initial, where)"
+            " zeros; where single lanes begin, h = torch.where(begins[:, None], 0, h), with a bool"
+            " for each lane in begins"
         ),
     ),
     "TT205": (
@@ -274,7 +275,7 @@ class FindingList:
         Raises:
             DiagnosisError: under `strict`.
         """
-        if line is None or code in self.ignore:
+        if not line or code in self.ignore:
             return None
         self.evidence[code, line] += 1
         known = ((f.code, f.file, f.line) for f in self.items)

@@ -1,5 +1,6 @@
 """The watcher: a torch mode that records operations and their lines."""
 
+import re
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -37,7 +38,10 @@ MAX_OPERATIONS = 20_000  # all of them recorded, from one backward to the next
 MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
+KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
 STEPS = {"__getitem__", "unbind", "select"}  # those that take a part
+# add_, __setitem__ and __iadd__, but not __int__ and so on
+IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
 GETTERS = {"data", "grad", "T", "mT", "H"}
 
 
@@ -95,10 +99,10 @@ class Watcher(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self.full and operation_name(func) not in RECURRENT:
             result = func(*args, **kwargs)
-            if func is not Tensor.detach and _is_new_data(result):
-                self._record_data(func, args, kwargs, result)
+            if func is not Tensor.detach and _is_new_data(result) and not _is_replaced():
+                self._record_for(current_frame(1), func, args, kwargs, result)
             return result
-        if torch.compiler.is_compiling() or is_transformed():
+        if _is_replaced():
             self.detached.clear()  # they may be used unwatched
             return func(*args, **kwargs)
         if self.detached and func is not Tensor.detach:
@@ -110,19 +114,16 @@ class Watcher(TorchFunctionMode):
         if (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__) and (
             not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
         ):
-            caller = current_frame(1)
-            frame = user_frame(caller, skip_optimizer=False)
-            if frame is not None:
-                self.guarded(self._record, func, args, kwargs, result, frame, frame is caller)
-            if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
-                self.detached.clear()  # a library's own
+            self._record_for(current_frame(1), func, args, kwargs, result)
         return iter(result) if iterates else result
 
-    def _record_data(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record an operation on data, once not all operations are recorded."""
-        frame = user_frame(current_frame(2), skip_optimizer=False)
-        if frame is not None and not (torch.compiler.is_compiling() or is_transformed()):
-            self.guarded(self._record, func, args, kwargs, result, frame, False)
+    def _record_for(self, caller: FrameType, *operation: Any) -> None:
+        """Record an operation that the user's code or a library has called."""
+        frame = user_frame(caller, skip_optimizer=False)
+        if frame:
+            self.guarded(self._record, *operation, frame, frame is caller)
+        if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
+            self.detached.clear()  # a library's own
 
     def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
         """Whether the getter of an attribute gives another form of its tensor."""
@@ -164,11 +165,11 @@ class Watcher(TorchFunctionMode):
         self.full &= self.operations <= MAX_OPERATIONS
         changes = is_in_place(name) and bool(inputs)
         outputs = inputs[:1] if changes else outputs
-        if not outputs or (changes and isinstance(root_of(inputs[0]), nn.Parameter)):
-            return  # a parameter is initialized or updated by hand; its views have no graph
+        if not outputs:
+            return
         op = Operation(name, func, args, kwargs, inputs, outputs, self.instruction_at(frame))
-        if changes:
-            self._record_change(inputs[0], op)
+        if changes and self._record_change(inputs[0], op):
+            return
         first, learned = outputs[0], any(t.requires_grad for t in inputs)
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and _is_discrete(first))
@@ -177,7 +178,7 @@ class Watcher(TorchFunctionMode):
             self.calls.part = self.table.view(inputs[0], new=not learned)
         if name in DETACHES and inputs[0].requires_grad and not inputs[0].is_leaf:
             self._record_detach(op)
-        if first.grad_fn is not None and (self.full or name in RECURRENT):
+        if first.grad_fn and (self.full or name in RECURRENT):
             self._record_graph(op)
         if name in RECURRENT:
             self.calls.layer_or_cell(op)
@@ -185,7 +186,7 @@ class Watcher(TorchFunctionMode):
         for out in () if changes else outputs[: 1 if name in MOVES else None]:
             self.table.follow(op, out)
         if self.full and is_direct:
-            self.calls.by_hand(op)
+            self.calls.by_hand(op, frame)
 
     def _record_graph(self, op: Operation) -> None:
         """Record the results that have a graph, what they sum and what they are compared with."""
@@ -199,26 +200,37 @@ class Watcher(TorchFunctionMode):
         if first.numel() == 1 or op.name == "stack":
             self._record_sum(op)
         sizes = [t.numel() for t in op.inputs if t.dim() and not t.requires_grad]
-        if sizes and any(t.grad_fn is not None for t in op.inputs):
-            log.targets = sizes[0]
+        if sizes and any(t.grad_fn for t in op.inputs):
+            # one comparison at each step, or of the whole chunk
+            before = log.targets if op.instruction is log.compared_at else 0
+            log.compared_at, log.targets = op.instruction, before + sizes[0]
 
-    def _record_change(self, target: Tensor, op: Operation) -> None:
+    def _record_change(self, target: Tensor, op: Operation) -> bool:
+        """Record a change in place.
+
+        Returns:
+            Whether it changes a parameter, by hand or to initialize it; its views have no graph.
+        """
         if not target.is_inference():  # which has no version counter, and no backward needs it
             numbers = self.log.node_numbers
             number = numbers[-1] if numbers else -1
             self.log.in_place.append((version_of(target), target.shape, op.instruction, number))
-        if op.name not in DETACHES and op.name != "requires_grad_":
+        is_parameter = isinstance(root_of(target), nn.Parameter)
+        if not is_parameter and op.name not in KEPT_IN_PLACE:
             self.table.change(op)
+        return is_parameter
 
     def _record_detach(self, op: Operation) -> None:
         source, instruction = op.inputs[0], op.instruction
         number = LEAF if source.grad_fn is None else sequence(source.grad_fn)
         self.detached.append((weakref.ref(op.outputs[0]), number, instruction))
         view = self.table.view(source, new=False)
-        if view is not None and (call := view.root.behind) is not None:
+        if view and (call := view.root.behind):
             view.root.detach = instruction
-            others = (c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk)
-            call.last_detach = None if any(c.has_graph for c in others) else instruction
+            others = [c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk]
+            at = None if any(c.has_graph for c in others) else instruction
+            for each in (call, *others):
+                each.last_detach = at
 
     def settle_detaches(self) -> None:
         """At the next operation: a result that is gone before any has used it was not kept."""
@@ -235,7 +247,7 @@ class Watcher(TorchFunctionMode):
     def _record_sum(self, op: Operation) -> None:
         """Count the chunks, and the forward passes within one chunk, in a sum of losses."""
         out, log = op.outputs[0], self.log
-        known = [loss for t in op.inputs if t.numel() == 1 and t.grad_fn is not None
+        known = [loss for t in op.inputs if t.numel() == 1 and t.grad_fn
                  and (loss := self.losses.get(id(t))) and loss.tensor() is t]  # fmt: skip
         sums = [loss for loss in known if op.instruction in loss.lineage]
         terms = [loss for loss in known if op.instruction not in loss.lineage]
@@ -269,7 +281,7 @@ class Watcher(TorchFunctionMode):
         variables = [
             carrying_variable(t, current_frame())
             for t in op.inputs
-            if t.grad_fn is not None
+            if t.grad_fn
             and sequence(behind_copies(t.grad_fn)) <= log.boundary
             and (t.numel() > 1 or weighted)
         ]
@@ -285,7 +297,7 @@ class Watcher(TorchFunctionMode):
         self.log.current.add(op.instruction)
         for out in op.outputs:
             node = out.grad_fn
-            number = sequence(node) if node is not None else LEAF
+            number = sequence(node) if node else LEAF
             if number < LEAF:
                 self.log.add_node(number, op.instruction)
 
@@ -295,6 +307,11 @@ class Watcher(TorchFunctionMode):
         self.calls.chunk_start = next(self.table.numbers)
         self.losses = {i: loss for i, loss in self.losses.items() if loss.tensor() is not None}
         self.table.drop_freed()
+
+
+def _is_replaced() -> bool:
+    """Whether torch compiles or transforms the operations."""
+    return torch.compiler.is_compiling() or is_transformed()
 
 
 def _is_discrete(tensor: Tensor) -> bool:
@@ -325,11 +342,4 @@ def operation_name(func: Any) -> str:
 
 def is_in_place(name: str) -> bool:
     """Whether an operation changes its first argument."""
-    return (
-        name == "__setitem__"
-        or (name.endswith("_") and not name.startswith("_"))
-        or (
-            name.startswith("__i")
-            and name not in {"__int__", "__invert__", "__index__", "__iter__"}
-        )
-    )
+    return IN_PLACE.fullmatch(name) is not None

@@ -47,7 +47,7 @@ def explain(log: Log, message: str, root: Any, backward: Backward) -> Fault | No
 def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
     """A tensor that was changed in place."""
     changed = changed_tensor(root, message)
-    if changed is None:
+    if not changed:
         return None
     user = log.instruction_of(sequence(changed.node))
     detail = f"It is needed by the operation at {line_of(user)}." if user else ""
@@ -70,7 +70,7 @@ def _lines_of_change(log: Log, changed: ChangedTensor) -> list[SourceLine]:
     number, shape = sequence(changed.node), changed.shape
     later = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
     step = next((each for each in later if id(changed.parameter) in each.parameters), None)
-    if step is not None:
+    if step:
         return [step.line] if step.line else []
     changes = [
         (list(of), instruction)
@@ -190,7 +190,7 @@ def lanes_of_error(error: BaseException | None) -> Fault | None:
     """TT211 or TT209: an error of a layer or cell whose state has other lanes than its inputs."""
     trace = error.__traceback__ if error is not None else None
     line, values = None, dict[str, Any]()
-    while trace is not None:
+    while trace:
         frame = trace.tb_frame
         if user_frame(frame) is frame:
             line = SourceLine(frame.f_code.co_filename, trace.tb_lineno)

@@ -69,7 +69,7 @@ def _unequal(line: SourceLine, terms: list[MeanTerm]) -> Iterator[Fault]:
 def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT302: gradients that were cleared before a step used them."""
     lost, kept, clear, used = _cleared(log, event)
-    if clear is None or event.line is None:
+    if not clear or not event.line:
         return
     steps = log.steps_of(event.optimizer, MAX_STEPS)
     unused = (clear.watched and not used) or log.crossed_since(steps[1].chunk if steps[1:] else 0)
@@ -96,7 +96,7 @@ def _cleared(
         elif isinstance(event, WeightStep):
             kept = []
         elif isinstance(event, Clear) and event.parameters & step.parameters:
-            if kept and event.line is not None and step.optimizer in event.useful:
+            if kept and event.line and step.optimizer in event.useful:
                 clear, lost = event, lost + kept
                 versions = (each.versions.get(step.optimizer) for each in (kept[-1], event))
                 used |= any(b.retain for b in kept) or kept[-1].reads != event.reads

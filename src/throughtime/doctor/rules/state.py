@@ -8,12 +8,9 @@ is a row of the batch; a recording is one unbroken sequence of data.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
-from torch import Tensor
-
-from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall
+from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall, equal
 from throughtime.doctor._data import Lane, Root
 from throughtime.doctor._frames import SourceLine, line_of
 from throughtime.doctor._log import Fault, Log
@@ -26,9 +23,11 @@ FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is repor
 REPEATS = 4  # calls on the same inputs before it is reported
 REPLAYS = 3  # chunks that are read twice before it is reported
 SMOOTHER = 0.8  # the change along time, at most, of that along lanes
+MIN_DRAWN = 3  # steps and lanes whose order shows that they are exchanged
 CHUNKS = 2  # chunks that show exchanged dimensions before it is reported
 TWICE = "Each chunk is read twice, the second time from the state at its end."
 BESIDE = "Each chunk goes on where the last lane ended, not where the steps ended."
+DRAWN = "What it takes for steps is drawn at random, and its lanes lie in order."
 MAX_RECORDINGS = 64  # recordings remembered, the lanes of some chunks
 
 
@@ -66,12 +65,12 @@ class StateRule:
     def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
         origin, before, unit = call.origin, call.before, call.unit
-        if call.training and (evaluation := unit.last.get(False)) is not None:
+        if call.training and (evaluation := unit.last.get(False)):
             self._report_connected(evaluation)
-        if origin is None:
+        if not origin:
             unit.first = call
             self._starts_fresh(call)
-            if before is None or before.position != call.position or call.steps > 1:
+            if not before or before.position != call.position or call.steps > 1:
                 self._start(call)
             return
         if origin.chunk != call.chunk:
@@ -101,30 +100,32 @@ class StateRule:
         for lane in before:
             remember(call.unit.ends, lane.root, origin)
         order = relation(
-            before, self.calls.lanes(call), call.rows, lambda root: self._read(call, root)
+            before,
+            self.calls.lanes(call),
+            origin.steps,
+            call.rows,
+            lambda root: self._read(call, root),
         )
         # single steps may lie anywhere, such as events of several users in one table
         return "" if order == "jump" and origin.steps == call.steps == 1 else order
 
     def _read(self, call: UnitCall, root: Root) -> list[Lane]:
         last = call.unit.ends.get(root)
-        return [] if last is None else [x for x in self.calls.lanes(last) if x.root is root]
+        return [x for x in self.calls.lanes(last) if x.root is root] if last else []
 
     # --- a state that is not that of the chunk before
 
     def _start(self, call: UnitCall) -> bool:
         """Whether the state that started the chunk before starts this one too, which goes on."""
         before, unit = self._on_recording(call), call.unit
-        if before is None or not call.grad or call.training is False:
+        if not before or not call.grad or call.training is False:
             return False
         zeros = not any(bool(state.any()) for state in call.states)
-        if not (zeros or _equal(call.states, before.states)):
+        if not (zeros or equal(call.states, before.states)):
             return False
         order = self._relation(before, call)
         first = unit.starts.get(self.calls.recording(call))
-        if order == "jump" or (
-            order == "again" and first is not None and not self._same_start(first, call)
-        ):
+        if order == "jump" or (order == "again" and first and not self._same_start(first, call)):
             unit.samples = True
         drawn = self.log.random and call.batch != before.batch
         if order != "next" or drawn or unit.samples:
@@ -136,10 +137,10 @@ class StateRule:
         """The last call on the same recording, which may be older than the last call."""
         before, unit, recording = call.before, call.unit, self.calls.recording(call)
         unit.starts.setdefault(recording, call)
-        if before is not None:
+        if before:
             remember(unit.ends, self.calls.recording(before), before)
         last = unit.ends.get(recording, before)
-        return last if last is not None and last.chunk < call.chunk else before
+        return last if last and last.chunk < call.chunk else before
 
     def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
         return same_start(self.calls.lanes(a), self.calls.lanes(b))
@@ -149,8 +150,7 @@ class StateRule:
         self._report_detaches()
         for call in self.exchanged:
             if self.log.targets >= call.steps * _lanes(call):  # no samples with a label each
-                fault = Fault("TT209", line_of(call.instruction), BESIDE, after=CHUNKS)
-                self.report(fault)
+                self._add("TT209", call, BESIDE, CHUNKS)
         self.exchanged.clear()
         for call, length, zeros in self.pending:
             self._count_start(call, length, zeros)
@@ -185,6 +185,8 @@ class StateRule:
     def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
         unit = call.unit
+        if call.before and self._is_drawn(call.before, call):
+            self._add("TT209", call, DRAWN, CHUNKS)
         if unit.wrap and unit.wrap.repeats and call.grad and call.training is not False:
             unit.reread, unit.wrap = True, None
 
@@ -260,14 +262,13 @@ class StateRule:
 
         A state that entered one of them from another recording is reported then.
         """
-        for root in raw_roots(self.calls.lanes(call)) if self.calls.lanes(call) else ():
+        for root in raw_roots(self.calls.lanes(call)):
             remember(self.recordings, root, None)
             if root in self.entered:
                 self.report(self.entered.pop(root))
 
     def _is_recording(self, call: UnitCall) -> bool:
-        lanes = self.calls.lanes(call)
-        return bool(lanes) and any(root in self.recordings for root in raw_roots(lanes))
+        return not self.recordings.keys().isdisjoint(raw_roots(self.calls.lanes(call)))
 
     # --- the same inputs again
 
@@ -282,8 +283,7 @@ class StateRule:
         if call.chunk == origin.chunk or not (call.grad and origin.grad):
             return in_batch and call.repeats > 0
         again = order == "again" or (unit.first is not None and self._same_start(unit.first, call))
-        if call.steps == 1 and self._is_same_step(origin, call):
-            again = False  # the same input at every step
+        again = again and not self._is_same_step(origin, call)  # the same input at every step
         if not (again or call.repeats):
             return False
         if not (call.repeats or unit.in_order):
@@ -299,7 +299,7 @@ class StateRule:
 
     def _report_wrap(self, unit: Unit) -> None:
         wrap, unit.wrap = unit.wrap, None
-        if wrap is None or unit.jumps:
+        if not wrap or unit.jumps:
             return
         detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
         self.report(
@@ -308,7 +308,7 @@ class StateRule:
 
     def _same_data(self, a: UnitCall, b: UnitCall) -> bool:
         """Whether two calls begin with the same steps."""
-        if a.data is None or b.data is None or a.data.shape != b.data.shape:
+        if not a.data or not b.data or a.data.shape != b.data.shape:
             return False
         return a.data == b.data or self._same_start(a, b)
 
@@ -316,7 +316,7 @@ class StateRule:
         """Whether a cell goes on with the input that it has read last."""
         pairs = zip(self.calls.lanes(origin), self.calls.lanes(call), strict=False)
         same = all(a.root is b.root and a.last == b.first for a, b in pairs)
-        return same or origin.latest == call.data
+        return call.steps == 1 and (same or origin.latest == call.data)
 
     def _repeats(self, call: UnitCall, origin: UnitCall) -> bool:
         """Whether the state of a call enters a call on the same inputs, with no update between.
@@ -324,9 +324,7 @@ class StateRule:
         A loader's batch is no pass over the data: any number of calls may read it.
         """
         unit, at_once = call.unit, call.chunk == origin.chunk
-        if not self._same_data(origin, call) or (
-            call.steps == 1 and self._is_same_step(origin, call)
-        ):
+        if not self._same_data(origin, call) or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
         if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
@@ -348,16 +346,27 @@ class StateRule:
         inputs, (lane_dim, time_dim) = call.inputs, call.dims
         if inputs is None or lane_dim is None or time_dim is None or call.edited:
             return False
-        if inputs.is_complex() or _lanes(call) < 2 or call.steps < 2 or _lanes(origin) < 2:
+        if inputs.is_complex() or min(_lanes(call), call.steps, _lanes(origin)) < 2:
             return False
         before, after = (self.calls.swapped_lanes(each) for each in (origin, call))
-        if not before or len(before) != len(after) or not all(map(follows, before, after)):
+        if not before or before[0].whole or len(before) != len(after):
             return False
-        changes = (
-            inputs.double().diff(dim=dim).abs().mean() for dim in call.dims if dim is not None
+        if not all(map(follows, before, after)):
+            return False
+        lanes, steps = (
+            float(inputs.double().diff(dim=dim).abs().mean()) for dim in (lane_dim, time_dim)
         )
-        lanes, steps = map(float, changes)
         return lanes < steps * (SMOOTHER if time_dim == 1 else 1 / SMOOTHER)
+
+    def _is_drawn(self, before: UnitCall, call: UnitCall) -> bool:
+        """Whether a layer's steps are drawn anew for each chunk, and its lanes lie in order."""
+        along_lanes = [lane.step for lane in self.calls.swapped_lanes(call)]
+        if not along_lanes or not all(along_lanes) or min(call.steps, _lanes(call)) < MIN_DRAWN:
+            return False
+        pairs = zip(self.calls.lanes(before), self.calls.lanes(call), strict=False)
+        return any(
+            not (a.step or b.step) and a.last - a.first != b.last - b.first < 0 for a, b in pairs
+        )
 
     # --- the graph
 
@@ -373,9 +382,10 @@ class StateRule:
     def _report_connected(self, call: UnitCall) -> None:
         """A graph that grows: in an evaluation, before any backward, or longer than all others."""
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
-        trained = call.unit.trained
         endless = (
-            call.training is False or not self.log.chunk or call.graph_calls > 2 * (trained or LONG)
+            call.training is False
+            or not self.log.chunk
+            or call.graph_calls > 2 * (call.unit.trained or LONG)
         )
         if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
@@ -390,7 +400,7 @@ class StateRule:
         """Detaches of the last chunk, unless its gradients were passed on by hand."""
         for call in self.stepwise:
             at = call.stepwise
-            if at is not None and at not in self.log.used_gradients:
+            if at and at not in self.log.used_gradients:
                 detail = (
                     f"{MIN_DETACHES} detaches in one chunk or more, a single step between them."
                 )
@@ -409,21 +419,13 @@ class StateRule:
             for call in unit.last.values():
                 self._report_connected(call)
 
-    def _add(self, code: str, call: UnitCall, detail: str) -> None:
-        self.report(Fault(code, line_of(call.instruction), detail))
+    def _add(self, code: str, call: UnitCall, detail: str, after: int = 1) -> None:
+        self.report(Fault(code, line_of(call.instruction), detail, after=after))
 
 
 def _lanes(call: UnitCall) -> int:
     lane_dim = call.dims[0]
-    return 1 if lane_dim is None or call.data is None else call.data.shape[lane_dim]
-
-
-def _equal(states: list[Tensor], others: list[Tensor]) -> bool:
-    """Whether two chunks started from the same values."""
-    return bool(states) and all(
-        a is not None and b is not None and a.shape == b.shape and bool((a == b).all())
-        for a, b in zip_longest(states, others)
-    )
+    return 1 if lane_dim is None or not call.data else call.data.shape[lane_dim]
 
 
 def remember(table: dict[Any, Any], key: Root | None, value: object) -> None:
