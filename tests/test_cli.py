@@ -124,7 +124,7 @@ def test_every_format_trains_and_is_scored(
 ) -> None:
     data, columns = written(tmp_path)
     said = run("train", data, *columns, *SMALL, "--out", tmp_path / "run")
-    assert "frames/s" in said
+    assert "steps/s" in said
     assert "scores on the unbroken recordings of 'valid'" in said
     rows = RunFolder(tmp_path / "run").read_metrics()
     assert rows[0]["kind"] == "data"

@@ -159,7 +159,7 @@ def test_predictions_within_the_data_are_no_recordings(tmp_path: Path) -> None:
     settings = [*SETTINGS, "--updates", "2", "--hidden", "4", "--lanes", "2"]
     run("train", data, *settings, "--out", data / "run")
     run("predict", data / "run", data, "--split", "all", "--out", data / "p")
-    assert "4 recordings, 800 frames to train on" in run(
+    assert "4 recordings, 800 steps to train on" in run(
         "train", data, *settings, "--out", tmp_path / "again"
     )
 

@@ -79,14 +79,14 @@ def progress_line(row: Row) -> str:
     Example:
         >>> times = {"training_seconds": 25.0, "frames": 312_500, "waiting": 0.03}
         >>> print(progress_line({"update": 50, "updates": 200, "loss": 0.25, "rmse": 0.5} | times))
-        update 50/200  loss 0.2500  0:01:15 left  12.5k frames/s  rmse 0.500  waiting for data 3%
+        update 50/200  loss 0.2500  0:01:15 left  12.5k steps/s  rmse 0.500  waiting for data 3%
     """
     update, total, seconds = row["update"], row["updates"], row["training_seconds"]
     rate = row["frames"] / max(seconds, 1e-3)
     speed = f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
     left = duration((total - update) * seconds / update)
     parts = [f"update {update}/{total}", f"loss {row['loss']:.4f}", f"{left} left"]
-    parts += [f"{speed} frames/s"]
+    parts += [f"{speed} steps/s"]
     parts += [f"{name} {row[name]:.3f}" for name in _SHOWN if name in row]
     return "  ".join([*parts, f"waiting for data {row['waiting']:.0%}"])
 
@@ -125,7 +125,7 @@ def _print_start(training: Training) -> None:
     dataset, spec, config = training.dataset, training.dataset.spec, training.config
     out.print(
         f"{counted(len(dataset.train), 'recording')},"
-        f" {counted(sum(map(len, dataset.train)), 'frame')} to train on, {len(dataset.valid)}"
+        f" {counted(sum(map(len, dataset.train)), 'step')} to train on, {len(dataset.valid)}"
         " held out; " + "; ".join(dataset.remarks)
     )
     layout, stream, count = spec.layout, training.stream, training.ranks.count
