@@ -619,7 +619,8 @@ def test_scores_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
     folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run"))
     write_report(load_run(folder.path))
-    for content in ("{", '{"split": "test"}'):
+    cut = '{"split": "test", "metrics": {}, "recordings": {}, "classes": {"a": {"stepz": 1}}}'
+    for content in ("{", '{"split": "test"}', cut):
         folder.scores("test").write_text(content, encoding="utf-8")
         with pytest.raises(
             RunError, match=r"scores-test\.json: not scores that `throughtime eval` wrote"

@@ -157,6 +157,8 @@ def _scores(run: Run, rows: Sequence[Row], names: Sequence[str]) -> dict[str, di
             scores[content["split"]] = content
         for content in scores.values():
             metrics, many = content["metrics"], content["recordings"]
+            numbers = [row["steps"] for row in content.get("classes", {}).values()]
+            sum(numbers, start=sum(n for row in content.get("confusion", ()) for n in row))
             shown = many if len(many) <= _MOST else {}
             caption = f"{counted(len(many), 'whole recording')}, the state carried."
             tables = scores_table(columns, metrics, shown, caption), baseline_table(metrics)

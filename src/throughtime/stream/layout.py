@@ -340,7 +340,8 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     if not pairs:
         return
     texts = [c if c == target else f"{c} = {target}" for c, target in pairs.items()]
-    others = [c for c in _columns(inputs) if c not in pairs] or [*pairs][:-1]
+    others = [c for c in _columns(inputs) if c not in pairs]
+    others = others or [c for c, target in pairs.items() if c == target][:-1]
     choice = f"inputs={listed(others, quoted=True)}"
     if task is None:
         choice = f"tt.recording(..., {choice}, targets='{[*pairs.values()][-1]}')"
