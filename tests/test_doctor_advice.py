@@ -1,9 +1,8 @@
 """The doctor's advice, followed literally: the loop runs, and the fault is gone."""
 
-import linecache
-import runpy
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,33 +10,34 @@ import torch
 from torch import nn
 
 import throughtime as tt
+from cases.check import Case, cases
 from throughtime.doctor import Doctor
 
-BROKEN = Path(__file__).parent / "cases" / "broken"
 AFTER_BACKWARD = "between chunks: "
 WITH_IMPORT = " (import throughtime as tt)"
 
 
-def diagnosed(script: Path) -> tuple[Doctor, str]:
-    """The doctor after a run of a script, and the error of the run."""
-    error, doctor = "", tt.doctor()
+def diagnosed(case: Case) -> tuple[Doctor, str]:
+    """The doctor after a run of a case, and the error of the run."""
+    error, doctor, run = "", tt.doctor(), case.load()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             with doctor:
-                runpy.run_path(str(script), run_name="__main__")
+                run()
         except RuntimeError as raised:
             error = str(raised)
     return doctor, error
 
 
-def follow(script: Path, line: int, fix: str) -> str:
-    """The text of a script with the advice of a finding put in, word by word."""
-    lines = script.read_text(encoding="utf-8").splitlines()
+def follow(case: Case, line: int, fix: str) -> str:
+    """The text of a case's file with the advice of a finding put in, word by word."""
+    lines = case.path.read_text(encoding="utf-8").splitlines()
     statement = fix.removesuffix(WITH_IMPORT)
     if statement.startswith(AFTER_BACKWARD):
         statement = statement.removeprefix(AFTER_BACKWARD)
-        at = next(i for i, text in enumerate(lines) if ".backward(" in text)
+        own = range(case.start - 1, case.start - 1 + len(case.source.splitlines()))
+        at = next(i for i in own if ".backward(" in lines[i])
         indent = lines[at][: -len(lines[at].lstrip())]
         lines.insert(at + 1, indent + statement)
     else:
@@ -63,12 +63,11 @@ def follow(script: Path, line: int, fix: str) -> str:
     ],
 )
 def test_a_script_that_follows_the_advice_runs_without_a_finding(name: str, tmp_path: Path) -> None:
-    script, repaired = BROKEN / f"{name}.py", tmp_path / f"{name}.py"
-    doctor, _ = diagnosed(script)
+    case, repaired = cases("broken")[name], tmp_path / "repaired.py"
+    doctor, _ = diagnosed(case)
     finding = doctor.findings[0]
-    repaired.write_text(follow(script, finding.line, finding.fix), encoding="utf-8")
-    linecache.checkcache()
-    again, error = diagnosed(repaired)
+    repaired.write_text(follow(case, finding.line, finding.fix), encoding="utf-8")
+    again, error = diagnosed(replace(case, path=repaired))
     assert not error
     assert not again.findings
 
@@ -198,12 +197,17 @@ REPAIRS: dict[str, tuple[tuple[str, str], ...]] = {
 
 def check_repaired(name: str, changes: Iterable[tuple[str, str]], folder: Path) -> None:
     """The case has no finding once the lines are changed as advised."""
-    script, text = folder / f"{name}.py", (BROKEN / f"{name}.py").read_text(encoding="utf-8")
+    case, repaired = cases("broken")[name], folder / "repaired.py"
+    text = case.path.read_text(encoding="utf-8") + "\n\n"
+    own = source = case.source + "\n\n"
     for before, after in changes:
-        assert before in text
-        text = text.replace(before, after)
-    script.write_text(text, encoding="utf-8")
-    doctor, error = diagnosed(script)
+        if before in source:
+            source = source.replace(before, after)
+        else:  # of all cases in the file: an import
+            assert before in text
+            text = text.replace(before, after, 1)
+    repaired.write_text(text.replace(own, source), encoding="utf-8")
+    doctor, error = diagnosed(replace(case, path=repaired))
     assert not error
     assert not doctor.findings
 
@@ -529,6 +533,6 @@ ADVICE: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
 @pytest.mark.parametrize("name", ADVICE)
 def test_a_case_has_the_advice_that_repairs_it(name: str, tmp_path: Path) -> None:
     advice, changes = ADVICE[name]
-    doctor, _ = diagnosed(BROKEN / f"{name}.py")
+    doctor, _ = diagnosed(cases("broken")[name])
     assert any(advice in finding.fix for finding in doctor.findings), str(doctor)
     check_repaired(name, changes, tmp_path)

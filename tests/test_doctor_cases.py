@@ -4,39 +4,33 @@ import contextlib
 import io
 import json
 import re
-import runpy
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-CASES = Path(__file__).parent / "cases"
-MARK = re.compile(r"# <- (TT\d{3})\s*$")
+from cases.check import Case, cases
+
 pytestmark = pytest.mark.slow
 
 
-def scripts(group: str) -> list[Path]:
-    return sorted((CASES / group).glob("*.py"))
-
-
-def examine(path: Path) -> dict[str, Any]:
-    """The findings of the doctor, and how the script ended."""
+def examine(case: Case) -> dict[str, Any]:
+    """The findings of the doctor, and how the case ended."""
     from throughtime.doctor import doctor
 
-    error, d = "", doctor()
+    error, d, run = "", doctor(), case.load()
     with (
         contextlib.redirect_stdout(io.StringIO()),
         contextlib.redirect_stderr(io.StringIO()),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore")  # a script's own warnings are not tested here
+        warnings.simplefilter("ignore")  # a case's own warnings are not tested here
         try:
             with d:
-                runpy.run_path(str(path), run_name="__main__")
+                run()
         except RuntimeError as raised:
             error = str(raised)
     return {
@@ -46,11 +40,10 @@ def examine(path: Path) -> dict[str, Any]:
     }
 
 
-def have_layers(path: Path, traced: bool) -> bool:
-    """Whether a script has recurrent layers, and a trace takes what they do."""
-    source = path.read_text(encoding="utf-8")
-    refused = traced and re.search(r"pack_|dropout=", source)
-    return not refused and re.search(r"nn\.(LSTM|GRU|RNN)\(", source) is not None
+def have_layers(case: Case, traced: bool) -> bool:
+    """Whether a case has recurrent layers, and a trace takes what they do."""
+    refused = traced and re.search(r"pack_|dropout=", case.source)
+    return not refused and re.search(r"nn\.(LSTM|GRU|RNN)\(", case.source) is not None
 
 
 def replace_layers(layers: str) -> list[Any]:
@@ -80,7 +73,7 @@ def group(request: pytest.FixtureRequest) -> str:
 
 
 def examine_group(group: str, layers: str) -> dict[str, Any]:
-    """Examine all scripts of a group in one process, each under a doctor of its own."""
+    """Examine all cases of a group in one process, each under a doctor of its own."""
     words = [sys.executable, __file__, group, layers]
     result = subprocess.run(words, capture_output=True, text=True, check=False, timeout=600)
     assert result.returncode == 0, result.stderr[-4000:]
@@ -92,28 +85,24 @@ def test_each_case_is_diagnosed(group: str, layers: str) -> None:
     results = examine_group(group, layers)
     assert len(results) >= ((40 if group == "broken" else 20) if layers == "torch" else 30)
     wrong = [
-        f"{path.name}: {results[path.name]}"
-        for path in scripts(group)
-        if path.name in results and not right(path, results[path.name])
+        f"{name}: {results[name]}"
+        for name, case in cases(group).items()
+        if name in results and not right(case, results[name])
     ]
     print(f"{group}, {layers}: {len(wrong)} of {len(results)} wrong", *wrong, sep="\n")
     assert len(wrong) <= (len(results) // 20 if group == "broken" else 0), "\n".join(wrong)
 
 
-def right(path: Path, result: dict[str, Any]) -> bool:
+def right(case: Case, result: dict[str, Any]) -> bool:
     """Whether the findings name some marked line with its code, and no unmarked line."""
-    source = path.read_text(encoding="utf-8")
-    marked = {
-        (m[1], i) for i, line in enumerate(source.splitlines(), 1) if (m := MARK.search(line))
-    }
-    findings = {(code, line) for code, line, file in result["findings"] if file == str(path)}
-    same_file = all(file == str(path) for _, _, file in result["findings"])
+    findings = {(code, line) for code, line, file in result["findings"] if file == str(case.path)}
+    same_file = all(file == str(case.path) for _, _, file in result["findings"])
     return (
         not result["internal_error"]
-        and findings <= marked
-        and bool(findings) == bool(marked)
+        and findings <= case.marks
+        and bool(findings) == bool(case.marks)
         and same_file
-        and bool(result["error"]) == ("# raises:" in source)
+        and bool(result["error"]) == bool(case.raises)
     )
 
 
@@ -124,9 +113,9 @@ if __name__ == "__main__":
     print(
         json.dumps(
             {
-                path.name: examine(path)
-                for path in scripts(sys.argv[1])
-                if not others or have_layers(path, sys.argv[2].endswith("traced"))
+                name: examine(case)
+                for name, case in cases(sys.argv[1]).items()
+                if not others or have_layers(case, sys.argv[2].endswith("traced"))
             }
         )
     )

@@ -1,19 +1,20 @@
 """Run every case by itself and check its form, its ending and its error, without the doctor."""
 
-from __future__ import annotations
-
 import ast
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 MARK = re.compile(r"# <- (TT\d{3})\s*$")
-RAISES = re.compile(r"^# raises: (.+)$", re.MULTILINE)
+RAISES = re.compile(r"^    # raises: (.+)$", re.MULTILINE)
 KINDS = {
     "second time": "RuntimeError: Trying to backward through the graph a second time",
     "in-place": "modified by an inplace operation",
@@ -21,84 +22,115 @@ KINDS = {
 }
 
 
-def marks(source: str) -> list[tuple[int, str]]:
-    """Expected findings: (line, code) of every marked line."""
-    matches = ((number, MARK.search(line)) for number, line in enumerate(source.splitlines(), 1))
-    return [(number, match[1]) for number, match in matches if match]
+@dataclass(frozen=True)
+class Case:
+    """A function with a docstring, and what stands before it since the last one.
+
+    Attributes:
+        path: of its file.
+        name: of the function.
+        start: the first of its lines.
+        source: its lines.
+    """
+
+    path: Path
+    name: str
+    start: int
+    source: str
+
+    @property
+    def marks(self) -> set[tuple[str, int]]:
+        """The codes and lines of all marked lines."""
+        lines = enumerate(self.source.splitlines(), self.start)
+        return {(mark[1], number) for number, line in lines if (mark := MARK.search(line))}
+
+    @property
+    def raises(self) -> str | None:
+        """The kind of error that it raises."""
+        found = RAISES.search(self.source)
+        return found and found[1]
+
+    def load(self) -> Callable[[], None]:
+        """The function, in a module of its own."""
+        spec = importlib.util.spec_from_file_location(f"case_{self.path.stem}", self.path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # of its dataclasses
+        spec.loader.exec_module(module)
+        return getattr(module, self.name)
 
 
-def form_faults(path: Path, source: str) -> list[str]:
-    """Faults of the case as a file."""
-    marked, raises, tree = marks(source), RAISES.search(source), ast.parse(source)
+def cases(group: str) -> dict[str, Case]:
+    """The broken or the healthy cases, by name."""
+    found: dict[str, Case] = {}
+    for path in sorted((HERE / group).glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        lines, start = text.splitlines(), 1
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                start = (node.end_lineno or 0) + 1
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
+                end = node.end_lineno or 0
+                source = "\n".join(lines[start - 1 : end])
+                assert node.name not in found, f"two cases are called {node.name}"
+                found[node.name] = Case(path, node.name, start, source)
+                start = end + 1
+    return found
+
+
+def form_faults(case: Case) -> list[str]:
+    """Faults of the case as it is written."""
     faults: list[str] = []
-    if not (ast.get_docstring(tree) and source.startswith('"""')):
-        faults.append("the first line is no docstring")
-    if 'if __name__ == "__main__":\n    main()\n' not in source:
-        faults.append("main() is not called under the guard")
-    if path.parent.name == "broken" and len({code for _, code in marked}) != 1:
-        faults.append(f"a broken case has lines marked with one code, this one has {marked}")
-    if path.parent.name == "healthy" and (marked or raises):
+    broken, codes = case.path.parent.name == "broken", {code for code, _ in case.marks}
+    if broken and len(codes) != 1:
+        faults.append(f"a broken case has lines marked with one code, this one has {codes}")
+    if not broken and (codes or case.raises):
         faults.append("a healthy case has no marked line and raises nothing")
-    if raises and raises[1] not in KINDS:
-        faults.append(f"unknown kind {raises[1]!r}, known are {sorted(KINDS)}")
+    if case.raises and case.raises not in KINDS:
+        faults.append(f"unknown kind {case.raises!r}, known are {sorted(KINDS)}")
     return faults
 
 
-def run(path: Path) -> subprocess.CompletedProcess[str]:
-    """Run the case in a process of its own, in an empty folder that it must leave empty."""
+def run_faults(case: Case) -> list[str]:
+    """Faults of how the case ends, in a process and an empty folder of its own."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         result = subprocess.run(
-            [sys.executable, str(path)],
+            [sys.executable, __file__, "--run", case.path.parent.name, case.name],
             cwd=folder,
-            env=environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
             capture_output=True,
             text=True,
             timeout=300,
             check=False,
         )
         if left := sorted(path.name for path in Path(folder).iterdir()):
-            result.returncode, result.stderr = 99, f"left files behind: {left}"
-    return result
-
-
-def run_faults(path: Path, source: str) -> list[str]:
-    """Faults of how the case ends."""
-    raises, result = RAISES.search(source), run(path)
+            return [f"left files behind: {left}"]
     last = result.stderr.strip().splitlines()[-1:] or [""]
-    if raises is None:
+    if case.raises is None:
         return [] if result.returncode == 0 else [f"ended with {result.returncode}: {last[0]}"]
-    expected = KINDS.get(raises[1], raises[1])
+    expected = KINDS[case.raises]
     if result.returncode == 1 and "RuntimeError" in result.stderr and expected in result.stderr:
         return []
     return [f"expected {expected!r}, ended with {result.returncode}: {last[0]}"]
 
 
-def check(path: Path) -> list[str]:
-    """All faults of a case."""
-    source = path.read_text()
-    return form_faults(path, source) or run_faults(path, source)
-
-
-def main() -> int:
+def main(names: list[str]) -> int:
     """Check the cases named on the command line, or all of them."""
-    chosen = [Path(name).resolve() for name in sys.argv[1:]]
-    paths = chosen or sorted(
-        path for kind in ("broken", "healthy") for path in (HERE / kind).glob("*.py")
-    )
-    names = [path.stem for path in paths]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    for name in duplicates:
-        print(f"{name}: two cases have this name")
+    every = cases("broken") | cases("healthy")
+    chosen = [every[name] for name in names or every]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        results = list(pool.map(check, paths))
-    for path, faults in zip(paths, results, strict=True):
+        results = list(pool.map(lambda case: form_faults(case) or run_faults(case), chosen))
+    for case, faults in zip(chosen, results, strict=True):
         for fault in faults:
-            print(f"{path.parent.name}/{path.name}: {fault}")
-    faulty = len(duplicates) + sum(map(bool, results))
-    print(f"{len(paths)} cases, {faulty} with faults")
+            print(f"{case.path.parent.name}/{case.path.name}: {case.name}: {fault}")
+    faulty = sum(map(bool, results))
+    print(f"{len(chosen)} cases, {faulty} with faults")
     return 1 if faulty else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["--run"]:
+        cases(sys.argv[2])[sys.argv[3]].load()()
+    else:
+        sys.exit(main(sys.argv[1:]))

@@ -112,10 +112,10 @@ class CsvFile:
         kinds = [[self._kind_of(field) for field in row] for row in (*rows[:2], rows[0])[:2]]
         values = {*kinds[0]} - {UNKNOWN}
         like = all(a == b or UNKNOWN in (a, b) for a, b in zip(*kinds, strict=False))
-        names, fault = tuple(name.strip() for name in rows[0]), ""
+        fault, names = "", tuple(name.strip() for name in rows[0])
         # as pandas names columns, or years above decimals
-        whole = all(map(str.isdecimal, names)) and len({*names}) == len(names)
-        counts = len(names) > 2 and names == (*map(str, range(len(names))),)
+        whole = all(name.isdecimal() for name in names) and len({*names}) == len(names)
+        counts = len(names) > 2 and [*map(str, range(len(names)))] == [*names]
         decimals = len(rows) > 1 and not any(
             field.strip().lstrip("+-").isdecimal() for field in rows[1]
         )
@@ -126,7 +126,9 @@ class CsvFile:
             fault = "which may be names or values like those below; is it a header? Add one, "
         elif "" in names or len({*names}) < len(names):
             fault = "expected distinct column names; " + (
-                "mend it, " if names[0] else "is it an index of pandas? to_csv(path, index=False), "
+                "mend it, "
+                if rows[0][0].strip()
+                else "is it an index of pandas? to_csv(path, index=False), "
             )
         if fault:
             raise DataError(f"{self.path}: the first line is {[*names]}, {fault}{_PANDAS}")

@@ -1,0 +1,584 @@
+"""Healthy loops over text."""
+
+import random
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+
+
+class Recommender(nn.Module):
+    def __init__(self, items, n=10):
+        super().__init__()
+        self.items = nn.Embedding(items, n)
+        self.gru = nn.GRU(n, n)
+        self.n = n
+
+    def forward(self, clicks, h):
+        y, h = self.gru(self.items(clicks).unsqueeze(1), h)
+        return y.squeeze(1) @ self.items.weight.t(), h
+
+
+def a_state_for_each_user():
+    """Visits of several users are interleaved; each user's state is kept by name, detached, and
+    used when that user comes again.
+    """
+    torch.manual_seed(2009)
+    model = Recommender(12)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    histories = {name: torch.randint(3, (49,)).cumsum(0) % 12 for name in ("ann", "ben", "cleo")}
+    place = dict.fromkeys(histories, 0)
+    memory = {name: torch.zeros(1, 1, model.n) for name in histories}
+    visits = [
+        "ann",
+        "ben",
+        "ann",
+        "cleo",
+        "cleo",
+        "ben",
+        "ann",
+        "cleo",
+        "ben",
+        "ann",
+        "ben",
+        "cleo",
+    ]
+    for name in visits:
+        at = place[name]
+        clicks, clicked_next = histories[name][at : at + 12], histories[name][at + 1 : at + 13]
+        scores, after = model(clicks, memory[name])
+        loss = nn.functional.cross_entropy(scores, clicked_next)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        memory[name] = after.detach()
+        place[name] = at + 12
+
+
+VERSE = "the woods are lovely dark and deep but i have promises to keep and miles to go before " * 4
+
+
+class RNNModel(nn.Module):
+    def __init__(self, vocab, n=14):
+        super().__init__()
+        self.encoder, self.rnn = nn.Embedding(vocab, n), nn.LSTM(n, n)
+        self.drop, self.decoder = nn.Dropout(0.3), nn.Linear(n, vocab)
+
+    def forward(self, x, state):
+        raw, state = self.rnn(self.encoder(x), state)
+        dropped = self.drop(raw)
+        return self.decoder(dropped), state, raw, dropped
+
+
+def activation_penalties():
+    """A language model with penalties on its outputs and on their change: two more terms in one
+    loss and one backward.
+    """
+    torch.manual_seed(2016)
+    chars = sorted(set(VERSE))
+    ids = torch.tensor([chars.index(c) for c in VERSE])
+    data = ids[: len(ids) // 4 * 4].view(4, -1).t().contiguous()
+    model = RNNModel(len(chars))
+    optimizer = torch.optim.ASGD(model.parameters(), lr=0.5, t0=0, lambd=0.0)
+    state, i = (torch.zeros(1, 4, 14), torch.zeros(1, 4, 14)), 0
+    while i < len(data) - 2:
+        length = int(torch.randint(6, 14, ()))
+        length = min(length, len(data) - 1 - i)
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate * length / 10
+        state = tuple(s.detach() for s in state)
+        logits, state, raw, dropped = model(data[i : i + length], state)
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), data[i + 1 : i + 1 + length].flatten()
+        )
+        loss = loss + 2.0 * dropped.pow(2).mean()
+        if length > 1:
+            loss = loss + (raw[1:] - raw[:-1]).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
+        i += length
+
+
+def buckets(sentences, batch):
+    by_length = {}
+    for sentence in sentences:
+        by_length.setdefault(len(sentence), []).append(sentence)
+    batches = [
+        group[i : i + batch] for group in by_length.values() for i in range(0, len(group), batch)
+    ]
+    random.shuffle(batches)
+    return [torch.stack(group, 1) for group in batches]
+
+
+class Model(nn.Module):
+    def __init__(self, vocab=12):
+        super().__init__()
+        self.embed, self.rnn, self.out = (
+            nn.Embedding(vocab, 8),
+            nn.LSTM(8, 12),
+            nn.Linear(12, vocab),
+        )
+
+    def forward(self, words, state):
+        y, state = self.rnn(self.embed(words), state)
+        return self.out(y), state
+
+
+def bucketed_sentences():
+    """Independent sentences in buckets of one length, a new zero state for every batch."""
+    random.seed(118)
+    torch.manual_seed(118)
+    sentences = [torch.randint(12, (random.choice([6, 9, 13]),)) for _ in range(40)]
+    model = Model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for words in buckets(sentences, batch=4):
+        state = (torch.zeros(1, words.size(1), 12), torch.zeros(1, words.size(1), 12))
+        logits, state = model(words[:-1], state)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), words[1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def chapters_of_one_book():
+    """The chapters lie in a list, but each goes on where the one before ends: one book, one state,
+    made once and carried over the chapter ends.
+    """
+    torch.manual_seed(2101)
+    book = torch.randint(4, (301,)).cumsum(0) % 17
+    chapters = [book[a : b + 1] for a, b in ((0, 90), (90, 170), (170, 300))]
+    embed, gru, out = nn.Embedding(17, 8), nn.GRU(8, 8), nn.Linear(8, 17)
+    modules = nn.ModuleList([embed, gru, out])
+    optimizer = torch.optim.Adam(modules.parameters(), lr=3e-3)
+    h = torch.zeros(1, 8)
+    for number, chapter in enumerate(chapters):
+        for i in range(0, len(chapter) - 1, 10):
+            y, h = gru(embed(chapter[i : i + 10]), h.detach())
+            loss = nn.functional.cross_entropy(out(y), chapter[i + 1 : i + 11])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(number, loss.item())
+
+
+CORPUS = (
+    "so much depends upon a red wheel barrow glazed with rain water beside the white chickens " * 6
+)
+
+
+class RNNModel2(nn.Module):
+    def __init__(self, vocab, hidden=16):
+        super().__init__()
+        self.encoder, self.drop = nn.Embedding(vocab, hidden), nn.Dropout(0.2)
+        self.rnn = nn.LSTM(hidden, hidden, num_layers=2, dropout=0.2)
+        self.decoder = nn.Linear(hidden, vocab)
+        self.decoder.weight = self.encoder.weight
+        self.hidden = hidden
+
+    def forward(self, ids, state):
+        y, state = self.rnn(self.drop(self.encoder(ids)), state)
+        return self.decoder(self.drop(y)), state
+
+    def init_state(self, lanes):
+        return torch.zeros(2, lanes, self.hidden), torch.zeros(2, lanes, self.hidden)
+
+
+def repackage(state):
+    return state.detach() if isinstance(state, torch.Tensor) else tuple(map(repackage, state))
+
+
+def language_model():
+    """A language model on adjacent batches: the corpus lies in lanes, and row i of each batch goes
+    on with row i of the one before.
+    """
+    torch.manual_seed(117)
+    letters = {c: i for i, c in enumerate(sorted(set(CORPUS)))}
+    ids = torch.tensor([letters[c] for c in CORPUS])
+    lanes, bptt = 4, 10
+    source = ids[: len(ids) // lanes * lanes].view(lanes, -1).t().contiguous()
+    model, criterion = RNNModel2(len(letters)), nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model.train()
+    state = model.init_state(lanes)
+    for i in range(0, len(source) - 1, bptt):
+        length = min(bptt, len(source) - 1 - i)
+        state = repackage(state)
+        model.zero_grad()
+        logits, state = model(source[i : i + length], state)
+        loss = criterion(logits.flatten(0, 1), source[i + 1 : i + 1 + length].flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+
+
+def packed_words_in_order():
+    """Chunks of running texts are packed in the order of their lengths; the states are put into
+    that order, and back into that of the texts.
+    """
+    torch.manual_seed(0)
+    embed, lstm, head = nn.Embedding(20, 6), nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 20)
+    parameters = [*embed.parameters(), *lstm.parameters(), *head.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    texts = torch.randint(20, (5, 200))
+    at, state = [0] * 5, None
+    for _ in range(8):
+        lengths = torch.randint(5, 15, (5,)).tolist()
+        order = sorted(range(5), key=lambda i: -lengths[i])
+        longest = max(lengths)
+        tokens = torch.stack([texts[i, at[i] : at[i] + longest + 1] for i in order])
+        counts = torch.tensor([lengths[i] for i in order])
+        packed = pack_padded_sequence(embed(tokens[:, :-1]), counts, batch_first=True)
+        if state is not None:
+            state = tuple(s[:, order] for s in state)
+        out, state = lstm(packed, state)
+        back = sorted(range(5), key=order.__getitem__)
+        state = tuple(s.detach()[:, back] for s in state)
+        target = pack_padded_sequence(tokens[:, 1:], counts, batch_first=True).data
+        loss = nn.functional.cross_entropy(head(out.data), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for i in order:
+            at[i] += lengths[i]
+
+
+class Encoder(nn.Module):
+    def __init__(self, vocab, n=8):
+        super().__init__()
+        self.emb, self.cell, self.out = nn.Embedding(vocab, n), nn.GRUCell(n, n), nn.Linear(n, 2)
+        self.n = n
+
+    def forward(self, ids):
+        h = torch.zeros(len(ids), self.n)
+        real = (ids != 0).float().unsqueeze(-1)
+        for t in range(ids.size(1)):
+            h = self.cell(self.emb(ids[:, t]), h) * real[:, t]
+        return self.out(h)
+
+
+def left_pad(sentences, length):
+    rows = [torch.cat([torch.zeros(length - len(s), dtype=torch.long), s]) for s in sentences]
+    return torch.stack(rows)
+
+
+def padded_on_the_left():
+    """Sentences are padded on the left, and the state is held at zero until the first word, where
+    its gradient rightly ends.
+    """
+    torch.manual_seed(2003)
+    sentences = [torch.randint(1, 30, (n,)) for n in (5, 12, 8, 3, 9, 12, 6, 10)]
+    labels = torch.tensor([int(s.float().mean() > 15) for s in sentences])
+    model = Encoder(30)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for epoch in range(4):
+        order = torch.randperm(8)
+        for rows in order.split(4):
+            ids = left_pad([sentences[i] for i in rows], 12)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids), labels[rows])
+            loss.backward()
+            optimizer.step()
+        print(epoch, loss.item())
+
+
+TEXT = "round the rugged rocks the ragged rascal ran and ran and ran until he could not run " * 4
+CHARS = sorted(set(TEXT))
+
+
+class CharRNN(nn.Module):
+    def __init__(self, n=16):
+        super().__init__()
+        self.embed = nn.Embedding(len(CHARS), n)
+        self.lstm = nn.LSTM(n, n, 2, dropout=0.1)
+        self.out = nn.Linear(n, len(CHARS))
+
+    def forward(self, x, hidden):
+        y, hidden = self.lstm(self.embed(x), hidden)
+        return self.out(y), hidden
+
+
+@torch.no_grad()
+def sample(net, prime, size):
+    net.eval()
+    hidden, text = None, prime
+    for c in prime:
+        logits, hidden = net(torch.tensor([[CHARS.index(c)]]), hidden)
+    for _ in range(size):
+        i = torch.multinomial(logits[-1, 0].softmax(-1), 1).item()
+        text += CHARS[i]
+        logits, hidden = net(torch.tensor([[i]]), hidden)
+    net.train()
+    return text
+
+
+def sampling_between_chunks():
+    """Every few chunks a text is sampled, with a state of its own and without gradients; training
+    goes on from the state where it was.
+    """
+    torch.manual_seed(2012)
+    ids = torch.tensor([CHARS.index(c) for c in TEXT])
+    rows = ids[: len(ids) // 3 * 3].view(3, -1).t()
+    net = CharRNN()
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    hidden = None
+    for step, i in enumerate(range(0, len(rows) - 13, 12)):
+        logits, hidden = net(rows[i : i + 12], hidden)
+        hidden = tuple(h.data for h in hidden)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[i + 1 : i + 13].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 4 == 3:
+            print(sample(net, "ra", 20))
+
+
+def state_by_keyword():
+    """The state is carried and detached, and passed by its keyword, after the head was trained
+    alone for a while.
+    """
+    torch.manual_seed(202)
+    lstm, cell, head = nn.LSTM(2, 6), nn.GRUCell(2, 6), nn.Linear(6, 1)
+    optimizer = torch.optim.Adam([*lstm.parameters(), *cell.parameters(), *head.parameters()])
+    stream = torch.randn(240, 2, 2).cumsum(0) / 10
+    for _ in range(10):
+        optimizer.zero_grad()
+        head(torch.randn(4, 6)).square().mean().backward()
+        optimizer.step()
+    state, h = None, torch.zeros(2, 6)
+    for chunk in stream.split(12):
+        y, state = lstm(chunk, hx=state)
+        loss = head(y).square().mean()
+        for x in chunk:
+            h = cell(x, hx=h)
+            loss = loss + head(h).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state, h = tuple(part.detach() for part in state), h.detach()
+
+
+STORY = "an old man lived in the mountains with a dog and the dog lived there with an old man"
+
+
+def sums_divided_at_the_end():
+    """Sums of losses over chunks of any length; the gradients are divided once by the number of
+    tokens before the step.
+    """
+    torch.manual_seed(2108)
+    chars = sorted(set(STORY))
+    ids = torch.tensor([chars.index(c) for c in STORY])
+    table, lstm, out = nn.Embedding(len(chars), 8), nn.LSTM(8, 8), nn.Linear(8, len(chars))
+    model = nn.ModuleList([table, lstm, out])
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for epoch in range(4):
+        state, count, total = None, 0, 0.0
+        optimizer.zero_grad()
+        for x, y in zip(ids[:-1].split(20), ids[1:].split(20)):
+            hidden, state = lstm(table(x), state)
+            state = (state[0].detach(), state[1].detach())
+            loss = nn.functional.cross_entropy(out(hidden), y, reduction="sum")
+            loss.backward()
+            count += len(y)
+            total += loss.item()
+        for p in model.parameters():
+            p.grad /= count
+        optimizer.step()
+        print(epoch, total / count)
+
+
+class Seq2Seq(nn.Module):
+    def __init__(self, vocab, n=10):
+        super().__init__()
+        self.emb = nn.Embedding(vocab, n)
+        self.encoder = nn.GRU(n, n, batch_first=True, bidirectional=True)
+        self.bridge = nn.Linear(2 * n, n)
+        self.attend = nn.Linear(n, 2 * n)
+        self.decoder = nn.GRUCell(3 * n, n)
+        self.out = nn.Linear(n, vocab)
+
+    def forward(self, source, target, ratio):
+        memory, h = self.encoder(self.emb(source))
+        hidden = torch.tanh(self.bridge(torch.cat([h[0], h[1]], -1)))
+        token, logits = target[:, 0], []
+        for t in range(1, target.size(1)):
+            weight = torch.softmax((memory @ self.attend(hidden).unsqueeze(-1)).squeeze(-1), -1)
+            context = (weight.unsqueeze(1) @ memory).squeeze(1)
+            hidden = self.decoder(torch.cat([self.emb(token), context], -1), hidden)
+            logits.append(self.out(hidden))
+            forced = random.random() < ratio
+            token = target[:, t] if forced else logits[-1].argmax(-1).detach()
+        return torch.stack(logits, 1)
+
+
+def teacher_forcing_and_sampling():
+    """Sequence to sequence with attention: at some steps the decoder is given its own choice,
+    which is detached, as an id must be; its state is not.
+    """
+    torch.manual_seed(2011)
+    random.seed(2011)
+    model = Seq2Seq(14)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for iteration in range(12):
+        source = torch.randint(1, 14, (6, 7))
+        target = torch.cat([torch.zeros(6, 1, dtype=torch.long), source.flip(1)], 1)
+        logits = model(source, target, ratio=1.0 - iteration / 24)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+class Layer(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.q, self.kv, self.proj = (
+            nn.Linear(dim, dim),
+            nn.Linear(dim, 2 * dim),
+            nn.Linear(dim, dim),
+        )
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x, mem):
+        context = torch.cat([mem, x], dim=1)
+        k, v = self.kv(context).chunk(2, -1)
+        visible = torch.ones(x.size(1), context.size(1), dtype=torch.bool).tril(mem.size(1))
+        return self.norm(
+            x + self.proj(F.scaled_dot_product_attention(self.q(x), k, v, attn_mask=visible))
+        )
+
+
+class TransformerXL(nn.Module):
+    def __init__(self, vocab, dim=16, layers=2, mem_len=12):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.layers = nn.ModuleList(Layer(dim) for _ in range(layers))
+        self.head = nn.Linear(dim, vocab)
+        self.dim, self.mem_len = dim, mem_len
+
+    def init_mems(self, batch):
+        return [torch.zeros(batch, 0, self.dim) for _ in self.layers]
+
+    def forward(self, tokens, mems):
+        x, new_mems = self.embed(tokens), []
+        for layer, mem in zip(self.layers, mems):
+            with torch.no_grad():
+                new_mems.append(torch.cat([mem, x], dim=1)[:, -self.mem_len :])
+            x = layer(x, mem)
+        return self.head(x), new_mems
+
+
+def transformer_memory():
+    """A Transformer-XL memory: hidden vectors of the segments before, kept without a graph and
+    carried from segment to segment.
+    """
+    torch.manual_seed(102)
+    tokens = torch.randint(3, (2, 81)).cumsum(1) % 9
+    model = TransformerXL(9)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    mems = model.init_mems(2)
+    for i in range(0, 80, 8):
+        logits, mems = model(tokens[:, i : i + 8], mems)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, i + 1 : i + 9].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+
+
+class CharModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(9, 6, sparse=True)
+        self.cell = nn.LSTMCell(6, 10)
+        self.fc = nn.Linear(10, 9)
+
+    def forward(self, ids, state):
+        logits = []
+        for e in self.embed(ids).unbind(0):
+            state = self.cell(e, state)
+            logits.append(self.fc(state[0]))
+        return torch.stack(logits), state
+
+
+def two_optimizers():
+    """Sparse gradients for the embedding and dense ones for the rest: two optimizers, both cleared
+    and stepped at every chunk.
+    """
+    torch.manual_seed(122)
+    ids = torch.randint(3, (101, 2)).cumsum(0) % 9
+    model = CharModel()
+    optimizers = [
+        torch.optim.SparseAdam(model.embed.parameters(), lr=1e-3),
+        torch.optim.Adam([*model.cell.parameters(), *model.fc.parameters()], lr=1e-3),
+    ]
+    state = {"h": torch.zeros(2, 10), "c": torch.zeros(2, 10)}
+    for i in range(0, 100, 10):
+        logits, (h, c) = model(ids[i : i + 10], (state["h"], state["c"]))
+        state = {"h": h.detach(), "c": c.detach()}
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[i + 1 : i + 11].flatten())
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+TEXT2 = "peter piper picked a peck of pickled peppers " * 5
+CHARS2 = sorted(set(TEXT2))
+
+
+class Model2(nn.Module):
+    def __init__(self, n=16, context=40):
+        super().__init__()
+        self.token, self.place = nn.Embedding(len(CHARS2), n), nn.Embedding(context, n)
+        self.qkv, self.mlp, self.out = (
+            nn.Linear(n, 3 * n),
+            nn.Linear(n, n),
+            nn.Linear(n, len(CHARS2)),
+        )
+
+    def forward(self, ids, cache=None):
+        past = 0 if cache is None else cache[0].size(1)
+        where = torch.arange(past, past + ids.size(1))
+        x = self.token(ids) + self.place(where)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if cache is not None:
+            k, v = torch.cat([cache[0], k], 1), torch.cat([cache[1], v], 1)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=cache is None)
+        return self.out(x + torch.relu(self.mlp(x))), (k, v)
+
+
+@torch.no_grad()
+def write(model, first, length):
+    ids, cache, text = torch.tensor([[CHARS2.index(first)]]), None, first
+    for _ in range(length):
+        logits, cache = model(ids, cache)
+        ids = torch.multinomial(logits[:, -1].softmax(-1), 1)
+        text += CHARS2[ids.item()]
+    return text
+
+
+def writing_with_a_cache():
+    """A small transformer learns on random excerpts. Text is written under no_grad with a cache of
+    keys and values that grows with each letter.
+    """
+    torch.manual_seed(2126)
+    ids = torch.tensor([CHARS2.index(c) for c in TEXT2])
+    model = Model2()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(12):
+        at = torch.randint(len(ids) - 25, (4,))
+        x = torch.stack([ids[i : i + 24] for i in at])
+        y = torch.stack([ids[i + 1 : i + 25] for i in at])
+        logits, _ = model(x)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 6 == 5:
+            print(write(model, "p", 30))

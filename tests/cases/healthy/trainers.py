@@ -1,0 +1,172 @@
+"""Healthy loops under Lightning and Ignite."""
+
+import lightning as L
+import torch
+from ignite.contrib.engines import Tbptt_Events, create_supervised_tbptt_trainer
+from ignite.engine import Engine, Events
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(2, 8), nn.Linear(8, 2)
+
+    def forward(self, x, hidden=None):
+        y, hidden = self.rnn(x, hidden)
+        return self.head(y), hidden
+
+
+def ignite_contrib_trainer():
+    """Ignite's TBPTT trainer as it is meant: whole sequences, which it splits, with the state
+    carried inside each.
+    """
+    torch.manual_seed(133)
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    trainer = create_supervised_tbptt_trainer(net, optimizer, nn.MSELoss(), tbtt_step=10)
+    losses = []
+    trainer.add_event_handler(
+        Tbptt_Events.TIME_ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output)
+    )
+    trainer.add_event_handler(Events.COMPLETED, lambda engine: print(sum(losses) / len(losses)))
+    sequences = [torch.randn(41, 4, 2).cumsum(0) / 6 for _ in range(3)]
+    trainer.run([(s[:-1], s[1:]) for s in sequences], max_epochs=1)
+
+
+def ignite_update():
+    """Ignite with an update function: the state is detached before use and made anew at every
+    epoch; evaluation has its own.
+    """
+    torch.manual_seed(134)
+    gru, head = nn.GRU(2, 8), nn.Linear(8, 2)
+    optimizer = torch.optim.Adam([*gru.parameters(), *head.parameters()], lr=1e-3)
+
+    def update(engine, batch):
+        x, y = batch
+        optimizer.zero_grad()
+        out, engine.state.hidden = gru(x, engine.state.hidden.detach())
+        loss = nn.functional.mse_loss(head(out), y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    @torch.no_grad()
+    def inference(engine, batch):
+        x, y = batch
+        out, engine.state.hidden = gru(x, engine.state.hidden)
+        return nn.functional.mse_loss(head(out), y).item()
+
+    trainer, evaluator = Engine(update), Engine(inference)
+
+    @trainer.on(Events.EPOCH_STARTED)
+    @evaluator.on(Events.EPOCH_STARTED)
+    def reset(engine):
+        engine.state.hidden = torch.zeros(1, 3, 8)
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def validate(engine):
+        print(engine.state.epoch, engine.state.output, evaluator.run(valid).output)
+
+    walk, other = torch.randn(81, 3, 2).cumsum(0) / 10, torch.randn(41, 3, 2).cumsum(0) / 10
+    valid = list(zip(other[:-1].split(10), other[1:].split(10)))
+    trainer.run(list(zip(walk[:-1].split(10), walk[1:].split(10))), max_epochs=2)
+
+
+class Carried(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.out = nn.GRU(1, 8, batch_first=True), nn.Linear(8, 1)
+        self.train_hidden = self.val_hidden = None
+
+    def on_train_epoch_start(self):
+        self.train_hidden = None
+
+    def on_validation_epoch_start(self):
+        self.val_hidden = None
+
+    def loss(self, batch, h):
+        x, y = batch
+        z, h = self.rnn(x, h)
+        return nn.functional.mse_loss(self.out(z), y), h.detach()
+
+    def training_step(self, batch, batch_idx):
+        loss, self.train_hidden = self.loss(batch, self.train_hidden)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        loss, self.val_hidden = self.loss(batch, self.val_hidden)
+        self.log("val_loss", loss)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def loader_of(wave):
+    return DataLoader(
+        TensorDataset(wave[:-1].view(-1, 10, 1), wave[1:].view(-1, 10, 1)), batch_size=1
+    )
+
+
+def lightning_carried():
+    """Lightning, automatic optimization: windows in order, self.hidden detached, another state for
+    validation.
+    """
+    L.seed_everything(132, verbose=False)
+    time = torch.arange(101) * 0.1
+    trainer = L.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(
+        Carried(),
+        loader_of(time.sin().unsqueeze(-1)),
+        loader_of((3 * time[:61]).cos().unsqueeze(-1)),
+    )
+
+
+class ManualTBPTT(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.lstm, self.head = nn.LSTM(1, 8, batch_first=True), nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        state = None
+        for x, y in zip(batch[0].split(10, 1), batch[1].split(10, 1)):
+            if state is not None:
+                state = tuple(s.detach() for s in state)
+            out, state = self.lstm(x, state)
+            loss = nn.functional.mse_loss(self.head(out), y)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+def lightning_manual():
+    """Lightning, manual optimization: each batch is split over time, the state carried and
+    detached, one step per chunk.
+    """
+    L.seed_everything(131, verbose=False)
+    x = torch.randn(4, 61, 1).cumsum(1) / 8
+    trainer = L.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(
+        ManualTBPTT(), DataLoader(TensorDataset(x[:, :-1], x[:, 1:]), batch_size=2, shuffle=True)
+    )
