@@ -341,7 +341,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
         return
     texts = [c if c == target else f"{c} = {target}" for c, target in pairs.items()]
     others = [c for c in _columns(inputs) if c not in pairs]
-    others = others or [c for c, target in pairs.items() if c == target][:-1]
+    others = others or [c for c, name in pairs.items() if c.rpartition(".")[2] == name][:-1]
     choice = f"inputs={listed(others, quoted=True)}"
     if task is None:
         choice = f"tt.recording(..., {choice}, targets='{[*pairs.values()][-1]}')"
