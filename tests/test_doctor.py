@@ -445,12 +445,10 @@ def test_the_fixture_fails_a_test_whose_loop_has_a_fault(tmp_path: Path) -> None
     (tmp_path / "conftest.py").write_text(
         "from throughtime.testing.plugin import doctor, doctor_ignores\n", encoding="utf-8"
     )
-    loop = (
-        "gru = torch.nn.GRU(3, 4)\n    for x in torch.randn(120, 2, 3).split(10):"
-        " gru(x{})[0].square().mean().backward()\n"
-    )
-    broken = f"import torch\ndef test_broken(doctor):\n    {loop.format('')}"
-    sound = f"def test_sound(doctor):\n    {loop.format('.clone() * torch.rand(()) ')}"
+    loop = "gru = torch.nn.GRU(3, 4)\n    for x in {}: gru(x)[0].square().mean().backward()\n"
+    one, many = "torch.randn(120, 2, 3).split(10)", "[torch.randn(10, 2, 3) for _ in range(12)]"
+    broken = f"import torch\ndef test_broken(doctor):\n    {loop.format(one)}"
+    sound = f"def test_sound(doctor):\n    {loop.format(many)}"
     (tmp_path / "test_loop.py").write_text(broken + sound, encoding="utf-8")
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_loop.py"]
     result = subprocess.run(
