@@ -396,12 +396,13 @@ class Laboratory:
         adapter: Any = self.adapter
         self.restore()
         rows = [attributes(self.module)]
-        for _ in range(2):
+        has_numbers = any(type(value) in (int, float) for value in rows[0].values())
+        for _ in range(2 * has_numbers):
             self.run(self.x, state=self._starts[0], restore=False)
             rows.append(attributes(self.module))
         counts = {
-            key: value + 1000 * (value - rows[1][key])
-            for key, value in rows[2].items()
+            key: value + 1000 * (value - rows[-2][key])
+            for key, value in rows[-1].items()
             if type(value) in (int, float) and len({row.get(key) for row in rows}) == 3
         }
         if counts:
