@@ -482,9 +482,7 @@ class ModuleAdapter(Adapter):
                 if type(result) is tuple and len(result) == 2:
                     return result
                 what = f"{len(result)} items" if type(result) is tuple else type(result).__name__
-                raise MisfitError(
-                    f"call returned {what}, expected (outputs, next state): write the two of them"
-                )
+                raise MisfitError(f"call returned {what}, expected (outputs, next state)")
             if self._hooks is not None:
                 is_call = isinstance(state, PortCall)
                 call = state if is_call else PortCall(state or {}, len(x), before)

@@ -123,7 +123,7 @@ class CsvFile:
         if TEXT not in values and values and (like or {*kinds[0]} == {NUMBER}) and not may_be:
             return ()
         if may_be or (len(rows) > 1 and like and values - {TEXT}):
-            fault = "which may be names or values like those below; is it a header? Add one, "
+            fault = "which may be names or values like those below: write a header with letters, "
         elif "" in names or len({*names}) < len(names):
             fault = "expected distinct column names; " + (
                 "mend it, "
