@@ -37,7 +37,7 @@ class Case:
         hidden: H.
         classes: C.
         goal: for "train" and "horizon" how many times as fast as by hand, at least, on one thread;
-            for the others how many times the time without, at most.
+            for the others how many times the time without, at most; None: the cost is shown alone.
         layers: recurrent ones.
         steps: T of a chunk, or the horizon.
         stride: steps between two updates of "horizon"; default T.
@@ -56,7 +56,7 @@ class Case:
     inputs: int
     hidden: int
     classes: int
-    goal: float
+    goal: float | None
     layers: int = 1
     steps: int = 100
     stride: int = 0
@@ -81,7 +81,7 @@ class Case:
         """Whether the goal is a price, at most, and not a gain, at least."""
         return self.kind in {"resets", "trace", "class", "exact"}
 
-    def goal_at(self, threads: int, narrow: bool) -> float:
+    def goal_at(self, threads: int, narrow: bool) -> float | None:
         """What is aimed at with so many threads; `narrow`: without AVX-512."""
         return self.goal if self.at_most or (threads == 1 and not narrow) else NARROW_GOAL
 
@@ -160,7 +160,7 @@ _PLAIN: dict[tuple[Cell, str], tuple[float, float | None]] = {
 }
 
 
-def _priced(kind: Kind, goal: float) -> list[Case]:
+def _priced(kind: Kind, goal: float | None) -> list[Case]:
     """What is paid beside plain updates, at both sizes."""
     result: list[Case] = []
     for name, like in (("b1-h50", _ONE), ("b32-h128", _MANY)):
@@ -206,7 +206,7 @@ _ALL = [
     replace(_WIDE, name="words-lstm-2x650-f32", classes=10_000, vocabulary=10_000, goal=1.4),
     *_strides(),
     *_priced("resets", 1.05),
-    *_priced("trace", 1.02),
+    *_priced("trace", None),  # runs layers step by step under autograd
     *_priced("class", 1.15),
     *_exact(),
 ]

@@ -111,6 +111,8 @@ def _ratio(row: Row) -> str:
 def _goal(row: Row) -> str:
     case = CASES[row["case"]]
     goal = case.goal_at(row["threads"], row["level"] != WIDE)
+    if goal is None:
+        return ""
     beyond = case.stretch if case.stretch is not None and goal == case.goal else None
     return f"{'≤' if case.at_most else '≥'} {goal:g}" + ("" if beyond is None else f" ({beyond:g})")
 
@@ -118,6 +120,8 @@ def _goal(row: Row) -> str:
 def _met(row: Row) -> str:
     case, middle = CASES[row["case"]], _sides(row)[1]["ratio"][1]
     goal = case.goal_at(row["threads"], row["level"] != WIDE)
+    if goal is None:
+        return ""
     if middle > goal if case.at_most else middle < goal:
         return "**not met**"
     return (
