@@ -57,21 +57,16 @@ def test_chunks_and_resets_give_what_each_recording_alone_gives() -> None:
 @pytest.mark.parametrize("name", ["net.onnx", "net.c", "net.js"])
 def test_exported_files_count_as_the_net_does(name: str, tmp_path: Path) -> None:
     """Each file is verified against the net; ONNX and a live net also step by step."""
-    layers = (nn.LSTM(3, 8), nn.RNN(3, 8, nonlinearity="relu"), nn.GRU(3, 4, num_layers=2))
     x = sensors(300)
-    for layer in layers:
-        chain = nn.Sequential(Standardise(3, steps=40), layer, nn.Linear(layer.hidden_size, 2))
-        net = tt.carry(chain, x).eval()
-        written = tt.export(net, tmp_path / name, inputs=x, steps=2_000)
-        assert written.verification is not None
-        assert written.verification.error < 1e-5
+    net = nn.Sequential(Standardise(3, steps=40), nn.GRU(3, 4, num_layers=2), nn.Linear(4, 2))
+    net = tt.carry(net, x).eval()
+    written = tt.export(net, tmp_path / name, inputs=x, steps=2_000)
+    assert written.verification is not None
+    assert written.verification.error < 1e-5
+    if name == "net.onnx":
         expected, _ = tt.predict(net, x[:, 0])
-        live = tt.Predictor(net)
-        steps = np.concatenate([np.asarray(live.step(row.numpy())) for row in x])
-        np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)
-        if name == "net.onnx":
-            session = Session(tmp_path / name)
-            steps = np.concatenate([session.step(row.numpy()) for row in x])
+        for live in (tt.Predictor(net), Session(tmp_path / name)):
+            steps = np.concatenate([np.asarray(live.step(row.numpy())) for row in x])
             np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)
 
 
