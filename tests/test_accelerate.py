@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,8 +73,6 @@ def accelerated(
     lanes: int = 4,
     dtype: torch.dtype = torch.float64,
     gradient: Any = None,
-    max_norm: float = 0.05,
-    count: int = COUNT,
 ) -> dict[str, Any]:
     """Weights and learning rate after so many updates with the adapter."""
     net, optimizer, scheduler = prepare(accelerator, *parts(dtype))
@@ -85,38 +82,9 @@ def accelerated(
         ),
         0,
     )
-    while done < count:
-        for _ in run:
-            accelerator.clip_grad_norm_(net.parameters(), max_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            done += 1
-            if done == count:
-                break
-    return {"weights": weights(net), "lr": scheduler.get_last_lr()}
-
-
-def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
-    """The same by plain autograd, with states detached between strides."""
-    net, optimizer, scheduler = parts()
-    own_stream, done = tt.Stream(recordings(LENGTHS, outputs=1), 4, STRIDE), 0
     while done < COUNT:
-        chunks, state = list(own_stream), net.initial_state(4)
-        for group in (chunks[i : i + several] for i in range(0, len(chunks), several)):
-            losses: list[Tensor] = []
-            for chunk in group:
-                y, state = net(chunk.inputs, tt.state.detach(state), chunk.resets)
-                losses.append(
-                    (y[chunk.mask].flatten() - chunk.valid_pairs(y)[1].flatten()).square().sum()
-                )
-            valid = [chunk.valid_steps for chunk in group]
-            (
-                sum(losses) / sum(valid)
-                if weighed
-                else sum(map(torch.div, losses, valid)) / len(group)
-            ).backward()  # pyright: ignore[reportAttributeAccessIssue]  # a sum of tensors is one
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+        for _ in run:
+            accelerator.clip_grad_norm_(net.parameters(), 0.05)
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
@@ -126,25 +94,19 @@ def by_hand(several: int = 1, *, weighed: bool = True) -> dict[str, Any]:
     return {"weights": weights(net), "lr": scheduler.get_last_lr()}
 
 
-@pytest.mark.parametrize("several", [1, 4])
-def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(several: int) -> None:
-    result, expected = (
-        accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several)),
-        by_hand(several),
-    )
-    assert apart(result["weights"], expected["weights"]) < 1e-12
-    assert result["lr"] == expected["lr"] == [0.5 * 0.7**5]
-    wrong = by_hand(several, weighed=False) if several > 1 else by_hand(2)
-    assert apart(wrong["weights"], expected["weights"]) > 1e-4
-
-
-def half(*, autocast: bool) -> dict[str, Tensor]:
-    """The plain loop of updates in float32, under torch's autocast or not."""
-    net, optimizer, scheduler = parts(torch.float32)
-    own_stream, done = stream(dtype=torch.float32), 0
-    with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+def plain(
+    dtype: torch.dtype = torch.float64,
+    gradient: Any = None,
+    several: int = 1,
+    *,
+    autocast: bool = False,
+) -> dict[str, Any]:
+    """The same by the plain loop of updates."""
+    net, optimizer, scheduler = parts(dtype)
+    own, done, gradient = stream(dtype=dtype), 0, gradient or tt.Truncated(STRIDE)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         while done < COUNT:
-            for _ in tt.updates(net, own_stream, LOSS, gradient=tt.Truncated(STRIDE, 15)):
+            for _ in tt.updates(net, own, LOSS, gradient=gradient, accumulate=several):
                 torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -152,17 +114,24 @@ def half(*, autocast: bool) -> dict[str, Tensor]:
                 done += 1
                 if done == COUNT:
                     break
-    return weights(net)
+    return {"weights": weights(net), "lr": scheduler.get_last_lr()}
+
+
+@pytest.mark.parametrize("several", [1, 4])
+def test_updates_under_an_accelerator_give_the_weights_of_a_plain_loop(several: int) -> None:
+    result = accelerated(Accelerator(cpu=True, gradient_accumulation_steps=several))
+    expected = plain(several=several)
+    assert apart(result["weights"], expected["weights"]) < 1e-12
+    assert result["lr"] == expected["lr"] == [0.5 * 0.7**5]
+    assert apart(plain(several=several + 1)["weights"], expected["weights"]) > 1e-4
 
 
 def test_mixed_precision_is_that_of_torch_autocast() -> None:
-    result = accelerated(
-        Accelerator(cpu=True, mixed_precision="bf16"),
-        dtype=torch.float32,
-        gradient=tt.Truncated(STRIDE, 15),
-    )
-    assert apart(result["weights"], half(autocast=True)) < 1e-6
-    assert apart(result["weights"], half(autocast=False)) > 1e-5  # a mutant: no autocast
+    accelerator, policy = Accelerator(cpu=True, mixed_precision="bf16"), tt.Truncated(STRIDE, 15)
+    result = accelerated(accelerator, dtype=torch.float32, gradient=policy)["weights"]
+    lower, full = (plain(torch.float32, policy, autocast=on)["weights"] for on in (True, False))
+    assert apart(result, lower) < 1e-6
+    assert apart(result, full) > 1e-5  # a mutant: no autocast
 
 
 def test_a_net_is_moved_and_registered_but_not_wrapped() -> None:

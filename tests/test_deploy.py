@@ -24,7 +24,7 @@ from plugin_players import play_nam, play_rtneural
 from throughtime.carry import Carried
 from throughtime.deploy import export as exporting
 from throughtime.deploy import session, source, verify
-from throughtime.deploy.chain import Dense, read_chain
+from throughtime.deploy.chain import Chain, Dense, read_chain
 from throughtime.deploy.export import Export
 from throughtime.deploy.session import FORMAT
 from throughtime.errors import ConfigError, DataError, ModelError
@@ -721,18 +721,6 @@ def test_runners_of_the_page_have_ten_lines_at_most() -> None:
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
 
 
-class Residual(nn.Module):
-    """The inputs are added to the outputs, as in models of amplifiers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.readout = nn.LSTM(3, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        y, state = self.layer(x, state)
-        return self.readout(y) + x, state
-
-
 class Squeezed(nn.Module):
     """One number a step, without a dimension of its own."""
 
@@ -755,7 +743,10 @@ def test_an_example_that_the_net_does_not_take_is_refused(tmp_path: Path) -> Non
         *(torch.zeros(shape) for shape in ((9, 4), (9, 1, 2, 3), (9,), (0, 3))),
         *(torch.ones(9, 3, dtype=kind) for kind in (torch.int16, torch.cfloat, torch.bool)),
         *("ecg.npy", {"inputs": X}, None),
-        *(torch.randn(9, 3).index_fill(1, torch.tensor(2), value) for value in (torch.nan, torch.inf)),
+        *(
+            torch.randn(9, 3).index_fill(1, torch.tensor(2), value)
+            for value in (torch.nan, torch.inf)
+        ),
         torch.full((9, 3), 1e300, dtype=torch.float64),
     ]
     for suffix in ("onnx", "c"):
@@ -782,10 +773,6 @@ def twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            Residual,
-            r"`return self.readout\(y\) \+ x, state` in Residual.forward stands in the way",
-        ),
         (Cells, r"`h, c = .*` in Cells\.forward stands in the way"),
         (OTHERS["gelu"], "'1', a GELU"),
         (nested, "'0', a Sequential, with a state of its own, stands in the way"),

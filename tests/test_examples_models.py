@@ -78,31 +78,6 @@ def test_chunks_of_an_example_are_the_whole(example: Example) -> None:
     assert {"whole", "reset", "lanes", "value", "credit"} < {law.name for law in laws}
 
 
-@every_example
-def test_the_gradient_in_chunks_is_that_of_the_whole(example: Example) -> None:
-    """Through the state, chunk by chunk, single steps among them."""
-    net, x = example.net(), example.inputs(23)
-    weigh = torch.randn(23, 2, *net(x, net.initial_state(2))[0].shape[2:], dtype=torch.float64)
-
-    def gradient(*lengths: int) -> Tensor:
-        outputs, state = list[Tensor](), net.initial_state(2)
-        for piece in x.split(lengths):
-            y, state = net(piece, state)
-            outputs.append(y)
-        found = torch.autograd.grad(
-            (torch.cat(outputs) * weigh).sum(),
-            list(net.parameters()),
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        return torch.cat([g.flatten() for g in found])
-
-    whole = gradient(23)
-    assert (gradient(6, 1, 7, 1, 1, 7) - whole).abs().max() < max(
-        1e-10, 100 * example.tolerance
-    ) * whole.abs().max().clamp(min=1.0)
-
-
 def test_a_spiking_layer_keeps_nothing_of_a_call() -> None:
     """No graph that would be held, no potential that would be seen."""
     net, x = EXAMPLES[2].net(), EXAMPLES[2].inputs(6)

@@ -16,9 +16,24 @@ from torch.nn.utils import parametrizations, parametrize
 
 import throughtime as tt
 from recurrences import needs_kernels
-from strategies import FEATURES, HIDDEN, HidesLayer, HidesTwoLayers, Row, apart, gradients, in_chunks, inputs, recordings, remembering, start, states_apart
+from strategies import (
+    FEATURES,
+    HIDDEN,
+    HidesLayer,
+    HidesTwoLayers,
+    Row,
+    apart,
+    gradients,
+    in_chunks,
+    inputs,
+    recordings,
+    remembering,
+    start,
+    states_apart,
+)
 from throughtime.carry import Carried
 from throughtime.errors import DataError
+from throughtime.nn.layers import Recurrent
 
 fusing: Any = import_module("throughtime.nn.fuse")  # the function has the name of its module
 pytestmark = needs_kernels
@@ -223,27 +238,6 @@ def test_resets_of_another_shape_are_refused() -> None:
     net, x = fused(by_name["lstm"]), inputs(5, 2)
     with pytest.raises(DataError, match=r"resets have shape \(2, 5\), expected \(5, 2\)"):
         net(x, start(net, x), torch.zeros(2, 5, dtype=torch.bool))
-
-
-def test_trace_and_doctor_see_a_fused_net() -> None:
-    """The doctor looks on through a mode of torch, in which torch's own layers play."""
-    pair = by_name["hides-layer"].net(), fused(by_name["hides-layer"])
-    x, norms = inputs(12, 2), list[Any]()
-    for net in pair:
-        with tt.trace(net) as trace:
-            y, _ = net(x, start(net, x))
-            y.square().sum().backward()
-        norms.append(trace)
-    plain_norms, fused_norms = (actual.last.norms for actual in norms)
-    assert len(plain_norms) > 5
-    for name, expected in plain_norms.items():
-        torch.testing.assert_close(fused_norms[name], expected, rtol=1e-9, atol=0)
-    with tt.doctor() as doctor:
-        state = start(pair[1], x)
-        for chunk in inputs(36, 2).split(12):
-            y, state = pair[1](chunk, tt.state.detach(state))
-            y.sum().backward()
-    assert not doctor.findings
 
 
 def test_carry_fuses_only_when_asked() -> None:

@@ -19,9 +19,18 @@ from torch.nn.utils import parametrizations, prune, rnn
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import throughtime as tt
-from recurrences import LAYERS, call_and_grad, every_layer, leaves_of, max_difference, needs_kernels, random_state, reset_by_hand, tolerance, twin_layers
+from recurrences import (
+    LAYERS,
+    call_and_grad,
+    every_layer,
+    leaves_of,
+    max_difference,
+    needs_kernels,
+    random_state,
+    tolerance,
+    twin_layers,
+)
 from throughtime.errors import DataError
-from throughtime.kernels import reference
 
 pytestmark = needs_kernels
 
@@ -168,7 +177,9 @@ class Alone(nn.Module):
                 first, last = start == 0 and not bool(resets[0, b]), stop == len(x)
                 enters = torch.where(self.ahead, first, last)
                 state = tuple(leaf[:, b : b + 1] * enters for leaf in leaves)
-                y, end = self.layer(x[start:stop, b : b + 1], state if len(state) == 2 else state[0])
+                y, end = self.layer(
+                    x[start:stop, b : b + 1], state if len(state) == 2 else state[0]
+                )
                 parts.append((y, leaves_of(end)))
             outputs.append(torch.cat([y for y, _ in parts]))
             pairs = zip(parts[-1][1], parts[0][1], strict=True)
@@ -188,7 +199,7 @@ def test_resets_are_the_same_where_torch_runs(name: str, way: str) -> None:
         name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32
     )
     x, resets = torch.randn(17, 3, 4, dtype=plain.weight_ih_l0.dtype), torch.rand(17, 3) < 0.3
-    expected, _ = reset_by_hand(copy.deepcopy(plain).float(), x.float(), resets)
+    expected, _ = Alone(copy.deepcopy(plain).float())(x.float(), None, resets)
     if way == "mode":
         with torch.overrides.BaseTorchFunctionMode():
             assert tt.nn.backend(fused, x).name == "torch.nn"

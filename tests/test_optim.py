@@ -227,7 +227,9 @@ def test_a_norm_that_is_no_number_does_what_torchs_does(number: float, runs: str
             if optimizer is pair.torchs:
                 clip_grad_norm_(params, 1.0)
             optimizer.step()
-    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(pair.mine, pair.theirs, strict=True))
+    assert all(
+        torch.equal(a.isnan(), b.isnan()) for a, b in zip(pair.mine, pair.theirs, strict=True)
+    )
     assert any(param.isnan().any() for param in pair.mine)
     assert not pair.ours.norm < float("inf")
     assert was_compiled(pair.ours) == (runs == "compiled")

@@ -53,21 +53,16 @@ def test_a_wrong_reference_is_detected(cell: Cell) -> None:
     data = LayerCase.draw(cell, 13, 3, 5, 7, often=0.3)
     right = run_and_grad(data, reference.run)
 
-    def late(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
+    def late(cell: Any, x: Any, states: States, weights: Weights, resets: Tensor) -> Any:
         return reference.run(cell, x, states, weights, resets.roll(1, 0))
 
-    def mixed(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
-        return reference.run(cell, x, (states[0].roll(1, 0), *states[1:]), weights, resets)
+    def mixed(cell: Any, x: Any, states: States, *rest: Any) -> Any:
+        return reference.run(cell, x, (states[0].roll(1, 0), *states[1:]), *rest)
 
-    def unbiased(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
+    def unbiased(cell: Any, x: Any, states: States, weights: Weights, resets: Tensor) -> Any:
         assert weights.b_hh is not None
-        return reference.run(
-            cell,
-            x,
-            states,
-            weights._replace(b_hh=weights.b_hh * (torch.arange(len(weights.b_hh)) >= 7)),
-            resets,
-        )
+        kept = weights.b_hh * (torch.arange(len(weights.b_hh)) >= 7)
+        return reference.run(cell, x, states, weights._replace(b_hh=kept), resets)
 
     data_kept = LayerCase(
         cell,
@@ -293,19 +288,18 @@ def test_outputs_may_be_changed_in_place(cell: Cell) -> None:
 
 
 @every_cell
-@both_types
-def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, dtype: torch.dtype) -> None:
-    for size in (
-        (7, 9, 16, 50),
-        (64, 16, 64, 128),
-        (33, 1, 40, 200),
-    ):  # small, and enough work for two
-        data = LayerCase.draw(cell, *size, often=0.1).to(dtype)
+@pytest.mark.parametrize("kind", ["f64", "f32", "autocast"])
+def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, kind: str) -> None:
+    # small, enough work for two, and for two with products in bfloat16
+    for size in ((7, 9, 16, 50), (64, 16, 64, 128), (23, 19, 100, 310)):
+        data = LayerCase.draw(cell, *size, often=0.1)
         actual = list[list[Tensor]]()
         for threads in (1, 2):
             torch.set_num_threads(threads)
             try:
-                actual.append(run_and_grad(data, recurrent.run))
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    data = data if kind == "f64" else data.to(torch.float32)
+                    actual.append(run_and_grad(data, recurrent.run))
             finally:
                 torch.set_num_threads(1)
         assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
