@@ -2,7 +2,6 @@
 
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -256,49 +255,6 @@ def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) 
     assert written.verification.error < 1e-5
 
 
-MODELS: dict[str, tuple[str, Callable[[], Tensor]]] = {  # of the page of models
-    "min_gru": ("MinGRU", lambda: torch.randn(50, 2, 2)),
-    "spiking": ("Spiking", lambda: torch.randint(2, (50, 2, 2)).to(torch.float32)),
-    "conv_lstm": ("ConvLSTM", lambda: torch.rand(50, 2, 1, 6, 6)),
-    "transformer_xl": ("TransformerXL", lambda: torch.randint(4, (50, 2))),
-    "state_space": ("Mamba", lambda: torch.randint(4, (50, 2))),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "min_gru",
-        "conv_lstm",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in MODELS
-            if name not in {"min_gru", "conv_lstm"}
-        ),
-    ],
-)
-def test_a_model_of_the_page_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
-    kind, inputs = MODELS[name]
-    folder = Path(__file__).parent.parent / "examples" / "models"
-    make = runpy.run_path(str(folder / f"{name}.py"))[kind]
-    net = tt.carry(make(2, 4) if name == "min_gru" else make()).eval()
-    x = inputs()
-    written = tt.export(
-        net, tmp_path / "net.onnx", inputs=x, steps=300 if name == "conv_lstm" else STEPS
-    )
-    assert written.verification is not None
-    assert written.verification.error < 1e-5
-    session = tt.deploy.Session(tmp_path / "net.onnx", 2, on_nan="hold")
-    predictor = tt.Predictor(net, 2, on_nan="hold")
-    for part in pieces(x):
-        np.testing.assert_allclose(session(part.numpy()), predictor(part).numpy(), atol=1e-5)
-    if x.is_floating_point():
-        x[1, 0].fill_(torch.nan)
-        expected = predictor(x[:3]).numpy()
-        np.testing.assert_allclose(session(x[:3].numpy()), expected, atol=1e-5, equal_nan=True)
-        np.testing.assert_allclose(session.step(x[5].numpy()), predictor(x[5:6])[0], atol=1e-5)
-
-
 @pytest.mark.slow
 def test_a_net_of_doubles_is_written_in_its_own_type_unless_it_is_a_chain(tmp_path: Path) -> None:
     _, chain = exported(tmp_path, lambda: CHAINS["lstm"]().double(), "chain.onnx")
@@ -347,17 +303,12 @@ def test_lanes_are_independent_in_onnx(lanes: int, gru: Any) -> None:
     x = torch.randn(60, lanes, 3)
     session = tt.deploy.Session(path, lanes)
     got = np.concatenate([session(part.numpy()) for part in pieces(x)])
-    expected, _ = net(x, net.initial_state(lanes))
-    assert close(got, expected.detach())
-    session.reset(lanes=[lanes - 1])
-    again = session(x.numpy())
-    assert close(again[:, -1], expected[:, -1].detach())
-    if lanes > 1:
-        assert not close(again[:, 0], expected[:, 0].detach())
-    before, last = session.state, lanes - 1
+    expected = net(x, net.initial_state(lanes))[0].detach()
+    assert close(got, expected)
+    last, before = lanes - 1, session.state
     broken = {leaf: value.copy() for leaf, value in before.items()}
     for value in broken.values():
-        value.reshape(*value.shape[-2:])[last] = np.nan
+        value[:, last] = np.nan
     session.state = broken
     got = session(x[:5].numpy())
     assert np.isnan(got[:, last]).any()
@@ -365,7 +316,9 @@ def test_lanes_are_independent_in_onnx(lanes: int, gru: Any) -> None:
     assert np.array_equal(got[:, :last], session(x[:5].numpy())[:, :last])
     session.state = broken
     session.reset(lanes=[last])
-    assert close(session(x.numpy())[:, last], expected[:, last].detach())
+    again = session(x.numpy())
+    assert close(again[:, last], expected[:, last])
+    assert lanes == 1 or not close(again[:, 0], expected[:, 0])
 
 
 def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[Carried, Path], tmp_path: Path):
@@ -751,7 +704,7 @@ def test_an_example_that_the_net_does_not_take_is_refused(tmp_path: Path) -> Non
     ]
     for suffix in ("onnx", "c"):
         for inputs in wrongs:
-            with pytest.raises(DataError, match="expected|example|not take|lane 0"):
+            with pytest.raises(DataError, match=r"expected|example|not take|lane 0"):
                 export(CHAINS["lstm"](), tmp_path / f"net.{suffix}", inputs)
         for words in (torch.full((9,), 11), torch.tensor([3, -1]), torch.eye(11)):
             with pytest.raises(DataError, match="not take"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import snntorch as snn
 import torch
@@ -76,6 +77,29 @@ def test_chunks_of_an_example_are_the_whole(example: Example) -> None:
     torch.manual_seed(1)
     laws = tt.testing.check_carry(example.net(), example.inputs(28), tolerance=example.tolerance)
     assert {"whole", "reset", "lanes", "value", "credit"} < {law.name for law in laws}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(e, marks=[] if e.name in {"min_gru", "conv_lstm"} else pytest.mark.slow)
+        for e in EXAMPLES
+    ],
+    ids=lambda example: example.name,
+)
+def test_an_example_is_exported_step_by_step(example: Example, tmp_path: Path) -> None:
+    net, x = example.net().float().eval(), example.inputs(50)
+    x = x.float() if x.is_floating_point() else x
+    written = tt.export(net, tmp_path / "net.onnx", inputs=x, steps=300)
+    assert written.verification is not None
+    assert written.verification.error < 1e-5
+    session = tt.deploy.Session(tmp_path / "net.onnx", 2, on_nan="hold")
+    predictor = tt.Predictor(net, 2, on_nan="hold")
+    if x.is_floating_point():
+        x[10, 0].fill_(torch.nan)
+    for part in x.split([1, 2, 7, 40]):
+        expected = predictor(part).numpy()
+        np.testing.assert_allclose(session(part.numpy()), expected, atol=1e-5, equal_nan=True)
 
 
 def test_a_spiking_layer_keeps_nothing_of_a_call() -> None:

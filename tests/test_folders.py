@@ -133,17 +133,6 @@ def test_columns_that_are_excluded_and_times_are_no_inputs(tmp_path: Path) -> No
     assert dataset(tmp_path).spec.layout.inputs[-1] == "changepoint"
 
 
-def test_a_name_that_no_recording_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    anomaly_files(tmp_path)
-    with pytest.raises(DataError, match=r"--exclude changepoin: no .*; did you mean 'changepoint'"):
-        dataset(tmp_path, exclude=["changepoin"])
-    for role in ("inputs", "targets"):
-        with pytest.raises(
-            ConfigError, match="--exclude Current: Current is among the inputs or targets"
-        ):
-            dataset(tmp_path, exclude=["Current"], **{role: ["Current"]})
-
-
 def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_path: Path) -> None:
     path = anomaly_files(tmp_path) / "other/9.csv"
     lines = path.read_text().splitlines()

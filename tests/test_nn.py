@@ -7,6 +7,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, cast
 
@@ -195,23 +196,15 @@ class Alone(nn.Module):
 @pytest.mark.parametrize("way", ["autocast", "mode", "bfloat16"])
 def test_resets_are_the_same_where_torch_runs(name: str, way: str) -> None:
     """What the kernel does not take: torch's layer between resets, or the definition."""
-    plain, fused = twin_layers(
-        name, 4, 6, num_layers=2, dtype=torch.bfloat16 if way == "bfloat16" else torch.float32
-    )
-    x, resets = torch.randn(17, 3, 4, dtype=plain.weight_ih_l0.dtype), torch.rand(17, 3) < 0.3
-    expected, _ = Alone(copy.deepcopy(plain).float())(x.float(), None, resets)
-    if way == "mode":
-        with torch.overrides.BaseTorchFunctionMode():
-            assert tt.nn.backend(fused, x).name == "torch.nn"
-            y, _ = fused(x, resets=resets)
-    elif way == "autocast":
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.overrides.BaseTorchFunctionMode():
-            assert tt.nn.backend(fused, x).name == "torch.nn"
-            y, state = fused(x, resets=resets)
-        assert {t.dtype for t in (y, *leaves_of(state))} == {torch.float32}
-    else:
+    dtype = torch.bfloat16 if way == "bfloat16" else torch.float32
+    plain, fused = twin_layers(name, 4, 6, num_layers=2, dtype=dtype)
+    x, resets = torch.randn(17, 3, 4, dtype=dtype), torch.rand(17, 3) < 0.3
+    expected, _ = Alone(plain.float())(x.float(), None, resets)
+    watched = nullcontext() if way == "bfloat16" else torch.overrides.BaseTorchFunctionMode()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"), watched:
         assert tt.nn.backend(fused, x).name == "torch.nn"
-        y, _ = fused(x, resets=resets)
+        y, state = fused(x, resets=resets)
+    assert {t.dtype for t in (y, *leaves_of(state))} == {dtype}
     assert max_difference([y], [expected]) < (1e-5 if way == "mode" else 0.05)
 
 

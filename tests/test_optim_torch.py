@@ -94,26 +94,19 @@ def test_loading_another_state_counts_at_the_next_step() -> None:
 
 @needs_core
 def test_parameters_that_move_or_change_type_are_followed() -> None:
-    mine, theirs = nn.LSTM(3, 4), nn.LSTM(3, 4)
-    theirs.load_state_dict(mine.state_dict())
-    ours, torchs = (
-        optim.SGD(mine.parameters(), lr=0.1, max_norm=1e9),
-        torch.optim.SGD(theirs.parameters(), lr=0.1),
-    )
-    for net, optimizer in ((mine, ours), (theirs, torchs)):
-        steps(optimizer, list(net.parameters()), 0, 2)
+    race = Race("sgd", torch.float32, max_norm=1e9)
+    race.run(0, 2)
+    for params, optimizer in race.sides:
         optimizer.zero_grad()
-        net.double()
-        steps(optimizer, list(net.parameters()), 2, 4)
-        for param in net.parameters():
+        for param in params:
+            param.data = param.data.double()
+    race.run(2, 4)
+    for params, _ in race.sides:
+        for param in params:
             param.data = param.data.clone()
-        steps(optimizer, list(net.parameters()), 4, 6)
-    assert was_compiled(ours)
-    assert all(param.dtype == torch.float64 for param in mine.parameters())
-    assert (
-        max_difference([flattened(list(mine.parameters()))], [flattened(list(theirs.parameters()))])
-        < 1e-6
-    )
+    race.run(4, 6)
+    assert was_compiled(race.ours)
+    assert race.apart < 1e-6
 
 
 @pytest.mark.parametrize("rule", PAIRS)
