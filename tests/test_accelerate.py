@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
+from plain_loop import plain_loop
 from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.carry import Carried
@@ -35,7 +36,7 @@ from throughtime.integrations.accelerate import prepare, updates
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_train.py"
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
 STRIDE, COUNT = 7, 50
-LOSS = nn.MSELoss()
+LOSS, POLICY = nn.MSELoss(), tt.Truncated(7)
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +78,7 @@ def accelerated(
     """Weights and learning rate after so many updates with the adapter."""
     net, optimizer, scheduler = prepare(accelerator, *parts(dtype))
     run, done = (
-        updates(
-            accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or tt.Truncated(STRIDE)
-        ),
+        updates(accelerator, net, stream(lanes, dtype), LOSS, gradient=gradient or POLICY),
         0,
     )
     while done < COUNT:
@@ -96,24 +95,16 @@ def accelerated(
 
 def plain(
     dtype: torch.dtype = torch.float64,
-    gradient: Any = None,
+    gradient: Any = POLICY,
     several: int = 1,
     *,
     autocast: bool = False,
 ) -> dict[str, Any]:
     """The same by the plain loop of updates."""
     net, optimizer, scheduler = parts(dtype)
-    own, done, gradient = stream(dtype=dtype), 0, gradient or tt.Truncated(STRIDE)
+    options: Any = {"stop": COUNT, "clip": 0.05, "accumulate": several, "after": scheduler.step}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        while done < COUNT:
-            for _ in tt.updates(net, own, LOSS, gradient=gradient, accumulate=several):
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-                done += 1
-                if done == COUNT:
-                    break
+        plain_loop(net, stream(dtype=dtype), optimizer, gradient, **options)
     return {"weights": weights(net), "lr": scheduler.get_last_lr()}
 
 
@@ -147,7 +138,7 @@ def test_a_net_is_moved_and_registered_but_not_wrapped() -> None:
 def test_accumulate_around_the_body_is_refused() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     net, optimizer, _ = prepare(accelerator, *parts())
-    run = iter(updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE)))
+    run = iter(updates(accelerator, net, stream(), LOSS, gradient=POLICY))
     next(run)
     with accelerator.accumulate(net):
         optimizer.step()
@@ -236,7 +227,7 @@ def test_saved_and_loaded_states_resume_to_the_bit(
 def test_positions_of_another_number_of_processes_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     net, _, _ = prepare(accelerator, *parts())
-    run = updates(accelerator, net, stream(), LOSS, gradient=tt.Truncated(STRIDE))
+    run = updates(accelerator, net, stream(), LOSS, gradient=POLICY)
     position = run.state_dict()["positions"][0]
     with pytest.raises(
         DataError, match=r"positions of 2 processes, .* and there are 1: start as many again"

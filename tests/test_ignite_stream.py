@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
+from plain_loop import plain_loop
 from test_ignite import same, weights
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError
@@ -65,26 +66,11 @@ POLICIES: dict[str, Callable[[], Any]] = {
 
 
 def by_hand(
-    policy: str, epochs: int, net: Carried | None = None, accumulate: int = 1
+    policy: str, epochs: int, **options: Any
 ) -> tuple[list[Tensor], list[tuple[float, int]]]:
-    net = net_of() if net is None else net
-    optimizer, own_stream, records = adam(net), stream(), list[tuple[float, int]]()
+    net = net_of()
     torch.manual_seed(7)
-    gradient, policy_state = POLICIES[policy](), None
-    for _ in range(epochs):
-        updates = tt.updates(
-            net,
-            own_stream,
-            nn.MSELoss(),
-            gradient=gradient,
-            policy_state=policy_state,
-            accumulate=accumulate,
-        )
-        for update in updates:
-            optimizer.step()
-            optimizer.zero_grad()
-            records.append((update.loss.item(), update.steps))
-        policy_state = updates.policy_state
+    records = plain_loop(net, stream(), adam(net), POLICIES[policy](), epochs=epochs, **options)
     return weights(net), records
 
 
@@ -183,16 +169,7 @@ def test_terminate_stops_after_the_present_update(end: str) -> None:
     )
     state: Any = trainer.run(stream())
     assert state.updates == 4
-    plain, optimizer = net_of(), None
-    optimizer = adam(plain)
-    for done, _ in enumerate(
-        tt.updates(plain, stream(), nn.MSELoss(), gradient=tt.Truncated(stride=10)), 1
-    ):
-        optimizer.step()
-        optimizer.zero_grad()
-        if done == 4:
-            break
-    assert same(weights(net), weights(plain))
+    assert same(weights(net), by_hand("truncated", 1, stop=4)[0])
 
 
 @pytest.mark.parametrize("update", [3, 13, 25])

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import throughtime as tt
 from horizons import ForgetfulAdaptive, RecordingAdaptive
+from plain_loop import plain_loop
 from strategies import recordings
 from throughtime.errors import ConfigError, DataError
 from throughtime.gradient import Policy
@@ -89,13 +90,10 @@ def test_clipping_and_accumulation_are_those_of_the_plain_loop(
 
 
 def test_global_step_counts_updates_and_a_training_step_spans_many(tmp_path: Path) -> None:
-    updates = sum(
-        1 for _ in tt.updates(net_of(), stream_of(), nn.MSELoss(), gradient=tt.Truncated(10, 25))
-    )
     module, trainer = Module(), trainer_of(tmp_path, max_epochs=1)
     trainer.fit(module, Loader(stream_of(), chunks=4))
-    assert trainer.global_step == updates == len(module.rates)
-    assert trainer.num_training_batches == math.ceil(updates / 4)
+    assert trainer.global_step == len(module.rates) == 24
+    assert trainer.num_training_batches == 6
 
 
 @pytest.mark.parametrize("stop", [6, 31])
@@ -179,12 +177,10 @@ def test_plateau_follows_the_logged_value(tmp_path: Path) -> None:
 def test_logged_loss_of_an_epoch_is_the_mean_over_its_valid_steps(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, max_epochs=1)
     trainer.fit(Module(), Loader(stream_of(), 5))
-    net, total, steps = net_of(), 0.0, 0
+    net = net_of()
     optimizer = torch.optim.Adam(net.parameters(), LR)
-    for update in tt.updates(net, stream_of(), nn.MSELoss(), gradient=tt.Truncated(10, 25)):
-        total, steps = total + update.loss.item() * update.steps, steps + update.steps
-        optimizer.step()
-        optimizer.zero_grad()
+    records = plain_loop(net, stream_of(), optimizer, tt.Truncated(10, 25), epochs=1)
+    total, steps = sum(loss * steps for loss, steps in records), sum(n for _, n in records)
     assert trainer.callback_metrics["train_loss_epoch"].item() == pytest.approx(
         total / steps, rel=1e-6
     )
@@ -199,11 +195,8 @@ def test_mixed_precision_is_that_of_autocast(tmp_path: Path) -> None:
     trainer_of(tmp_path, precision="bf16-mixed").fit(module, Loader(stream(), 4))
     net, mine = net_of().float(), stream()
     optimizer = torch.optim.Adam(net.parameters(), LR)
-    for _ in range(2):
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            for _ in tt.updates(net, mine, nn.MSELoss(), gradient=tt.Truncated(10, 25)):
-                optimizer.step()
-                optimizer.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        plain_loop(net, mine, optimizer, tt.Truncated(10, 25), epochs=2)
     assert torch.equal(weights(module.net), weights(net))
     assert (weights(net).double() - plain()).abs().max() > 1e-5
 
