@@ -4,11 +4,9 @@ checkpoints and processes.
 Shapes: `T` steps, `B` lanes.
 """
 
-import importlib
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -30,7 +28,7 @@ from plain_loop import plain_loop
 from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError, DataError, MissingExtraError
+from throughtime.errors import ConfigError, DataError
 from throughtime.integrations.accelerate import prepare, updates
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "accelerate_train.py"
@@ -156,13 +154,6 @@ def test_accelerators_that_shard_are_refused() -> None:
     accelerator.state.distributed_type = DistributedType.FSDP
     with pytest.raises(ConfigError, match="of type FSDP, which adds up or shards"):
         prepare(accelerator, *parts())
-
-
-def test_without_accelerate_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "throughtime.integrations.accelerate")
-    with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[accelerate\]'"):
-        importlib.import_module("throughtime.integrations.accelerate")
 
 
 def run_updates(

@@ -5,7 +5,6 @@ Each fault is first shown in the original, which is installed, so that no test c
 it.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from ignite.handlers import Checkpoint, DiskSaver
 from torch import Tensor, nn
 
 import throughtime as tt
-from throughtime.errors import ConfigError, DataError, MissingExtraError, RunError
+from throughtime.errors import ConfigError, DataError, RunError
 from throughtime.integrations.ignite import Tbptt_Events, create_supervised_tbptt_trainer
 
 SCRIPT = """
@@ -319,16 +318,6 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         trainer = trainer_of(create_supervised_tbptt_trainer, nn.GRU(3, 3), **options)[0]
         with pytest.raises(DataError, match="batch"):
             trainer.run([batch])
-
-
-def test_without_ignite_the_import_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [
-        name for name in sys.modules if name.startswith("throughtime.integrations.ignite")
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "ignite.engine", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'throughtime\[ignite\]'"):
-        __import__("throughtime.integrations.ignite")
 
 
 def test_a_plain_script_needs_no_attribute_in_an_old_checkpoint() -> None:

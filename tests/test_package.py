@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import importlib
 import pickle
 import re
 import subprocess
@@ -144,3 +145,22 @@ def test_the_check_of_optional_dependencies_can_fail() -> None:
 def test_the_package_is_pickled_by_name() -> None:
     """Ray sends functions that use `tt` to its workers so."""
     assert pickle.loads(pickle.dumps(tt)) is tt  # of this line
+
+
+@pytest.mark.parametrize(
+    ("extra", "needed"),
+    [
+        ("ignite", "ignite.engine"),
+        ("accelerate", "accelerate"),
+        ("lightning", "lightning.pytorch"),
+    ],
+)
+def test_without_an_extra_the_import_says_what_to_install(
+    extra: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"throughtime.integrations.{extra}"
+    for name in [name for name in sys.modules if name.startswith(module)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(errors.MissingExtraError, match=rf"pip install 'throughtime\[{extra}\]'"):
+        importlib.import_module(module)
