@@ -29,7 +29,7 @@ from throughtime.deploy.session import FORMAT
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.nn.affine import Affine
 
-STEPS = 3_000
+STEPS = 1_000
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 needs_wasm = pytest.mark.skipif(
     wasm_compiler() is None, reason="needs clang with wasm-ld, or the package ziglang"
@@ -226,17 +226,24 @@ def close(got: Any, expected: Tensor) -> bool:
     return bool(np.abs(np.asarray(got) - expected.numpy()).max() < 1e-6)
 
 
-QUICK = [
-    *("lstm two", "gru", "relu bare", "standardised", "between", "words", "class", "internal"),
-    *("learned start", "bare layer", "normalised", "images"),
-]
+# with a branch of each template
+OPERATIONS = (
+    *("lstm two", "relu bare", "standardised", "between", "words", "learned start", "normalised"),
+)
+READ = ("gru", "class", "internal", "bare layer", "images")  # in ways that no template sees
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in OPERATIONS for kind in ("onnx", "c", "js")),
+        *((name, "onnx") for name in READ),
+    ],
+)
 def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: Path) -> None:
     _, written = exported(tmp_path, CHAINS[name], f"net.{kind}")
-    assert written.verification is not None
+    if written.verification is None:
+        pytest.skip("needs gcc, or Node.js")
     assert written.verification.steps == STEPS
     assert written.verification.error < 1e-6
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
@@ -250,7 +257,7 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     ],
 )
 def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
-    _, written = exported(tmp_path, OTHERS[name], "net.onnx")
+    _, written = exported(tmp_path, OTHERS[name], "net.onnx", steps=200)
     assert written.verification is not None
     assert written.verification.error < 1e-5
 
@@ -796,13 +803,14 @@ def _without_readout_bias(chain: Chain) -> None:
 
 
 PLANTED: list[Any] = [
-    *((fault, nn.LSTM, 1.0) for fault in (_swapped, _without_bias)),
-    *((fault, nn.GRU, 2.0) for fault in (_transposed, _without_readout_bias)),
+    (_swapped, nn.LSTM, 1.0, "onnx"),
+    pytest.param(_without_bias, nn.LSTM, 1.0, "c", marks=needs_compiler),
+    pytest.param(_transposed, nn.GRU, 2.0, "js", marks=needs_node),
+    (_without_readout_bias, nn.GRU, 2.0, "onnx"),
 ]
 
 
-@pytest.mark.parametrize("suffix", FORMATS)
-@pytest.mark.parametrize(("fault", "layer", "std"), PLANTED)
+@pytest.mark.parametrize(("fault", "layer", "std", "suffix"), PLANTED)
 def test_a_net_that_amplifies_rounding_is_exported_and_no_planted_error_is(
     fault: Any, layer: Any, std: float, suffix: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -816,7 +824,7 @@ def test_a_net_that_amplifies_rounding_is_exported_and_no_planted_error_is(
     def make() -> nn.Module:
         return amplifying(layer, std)
 
-    _, written = exported(tmp_path, make, f"net.{suffix}")
+    _, written = exported(tmp_path, make, f"net.{suffix}", steps=300)
     assert written.verification is not None
     assert written.verification.error > 1e-5
     for path in written.paths:
@@ -824,7 +832,7 @@ def test_a_net_that_amplifies_rounding_is_exported_and_no_planted_error_is(
     monkeypatch.setattr(exporting, "read_chain", planted)
     for message in ("differs|computes other|check fails", "the file differs from the net"):
         with pytest.raises(ModelError, match=message):
-            exported(tmp_path, make, f"net.{suffix}")
+            exported(tmp_path, make, f"net.{suffix}", steps=300)
         monkeypatch.setattr(session, "TOLERANCE", 1e30)
         monkeypatch.setattr(source, "TOLERANCE", 1e30)
     assert list(tmp_path.iterdir()) == []
@@ -907,7 +915,7 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
     """Large inputs saturate a net, which then amplifies nothing."""
     torch.manual_seed(0)
     net, quiet = tt.carry(amplifying()), torch.full((700, 3), 30.0)
-    options: Any = {"inputs": torch.randn(50, 3), "steps": 20_000, "classes": ("a", "b")}
+    options: Any = {"inputs": torch.randn(50, 3), "steps": 2_000, "classes": ("a", "b")}
     written = tt.export(net, tmp_path / "net.onnx", stream=quiet, **options)
     assert written.recorded is not None
     assert written.verification is not None

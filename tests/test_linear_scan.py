@@ -356,6 +356,9 @@ def test_batches_of_scans_by_vmap() -> None:
     torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-12)
 
 
+SHAPES = {"gates": (6, 2, 3), "inputs": (6, 2, 3), "state": (2, 3)}
+
+
 @pytest.mark.parametrize(
     ("error", "given"),
     [
@@ -366,14 +369,13 @@ def test_batches_of_scans_by_vmap() -> None:
         (StateError, {"initial": torch.ones(2, 4)}),
         (DataError, {"resets": torch.ones(6, 3, dtype=torch.bool)}),
         (DataError, {"resets": torch.ones(6, 2)}),
-        (DataError, dict.fromkeys(("gates", "inputs", "state"), torch.ones(2, 3).long())),
+        (DataError, {name: torch.ones(shape).long() for name, shape in SHAPES.items()}),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
     error: type[Exception], given: dict[str, Tensor]
 ) -> None:
-    shapes = {"gates": (6, 2, 3), "inputs": (6, 2, 3), "state": (2, 3)}
-    whole: dict[str, Any] = {name: torch.ones(shape) for name, shape in shapes.items()}
+    whole: dict[str, Any] = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     with pytest.raises(error, match="|".join(given)):
         linear_scan(**whole | given)
 
