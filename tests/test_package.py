@@ -66,14 +66,16 @@ def test_all_is_complete_and_every_name_resolves() -> None:
         _ = tt.Online
 
 
-def test_functions_keep_their_names_when_their_submodules_are_imported() -> None:
+def test_public_names_are_functions_beside_their_modules_and_load_nothing_optional() -> None:
     code = (
         "import throughtime.carry, throughtime.doctor, throughtime.predict, throughtime.updates\n"
         "import throughtime as tt, types\n"
         "for name in ('carry', 'doctor', 'predict', 'updates'):\n"
         "    assert isinstance(getattr(tt, name), types.FunctionType), name\n"
     )
-    assert "throughtime" in loaded_by(code)
+    loaded = loaded_by(f"{code}from throughtime import *")
+    assert {"throughtime", "torch", "numpy"} <= loaded
+    assert not loaded & set(OPTIONAL)
 
 
 DOCUMENTED = [Path(__file__).parent.parent / "README.md", *DOCS.rglob("*.md")]
@@ -128,12 +130,6 @@ def test_import_loads_neither_torch_nor_an_optional_dependency() -> None:
     loaded = loaded_by("import throughtime")
     assert "throughtime" in loaded
     assert not loaded & {"torch", "numpy", *OPTIONAL}
-
-
-def test_public_names_load_no_optional_dependency() -> None:
-    loaded = loaded_by("from throughtime import *")
-    assert {"throughtime", "torch", "numpy"} <= loaded
-    assert not loaded & set(OPTIONAL)
 
 
 def test_the_check_of_optional_dependencies_can_fail() -> None:
