@@ -279,8 +279,8 @@ def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
     x, resets = torch.randn(3, 7, 2, 4), torch.rand(7, 2) < 0.2
     params = {n: p.detach() for n, p in layer.named_parameters()}
 
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        with lower():
+    def loss(weights: dict[str, Tensor], x: Tensor, *, on: bool = True) -> Tensor:
+        with lower(on=on):
             y, _ = torch.func.functional_call(layer, weights, (x, None, resets))
         return y.square().mean()
 
@@ -289,6 +289,9 @@ def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
         live = {n: p.clone().requires_grad_() for n, p in params.items()}
         alone = torch.autograd.grad(loss(live, x[k]), list(live.values()))
         assert max_difference([g[k] for g in each.values()], alone) < CLOSE
+    exact = torch.func.grad(loss)(params, x[0], on=False)
+    gap = max_difference([g[0] for g in each.values()], list(exact.values()))
+    assert (gap > 1e-5) == ROUNDS
 
 
 @every_layer

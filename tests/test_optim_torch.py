@@ -82,12 +82,15 @@ def test_loading_another_state_counts_at_the_next_step() -> None:
     race = Race("adam", max_norm=1e9)
     race.run(0, 3)
     race.ours.load_state_dict(copy.deepcopy(race.torchs.state_dict()))
+    race.run(3, 5)
     for params, optimizer in race.sides:
         optimizer.state[params[0]]["exp_avg"] = torch.ones(7, 5, dtype=torch.float64)
+    race.run(5, 6)
+    for params, optimizer in race.sides:
         del optimizer.state[params[1]]
         optimizer.state[params[5]] = dict(optimizer.state[params[5]])
         optimizer.state[params[6]]["exp_avg_sq"].data = torch.ones(16, 50, dtype=torch.float64)
-    race.run(3, 6)
+    race.run(6, 9)
     assert max_difference([flattened(race.mine)], [flattened(race.theirs)]) < 1e-12
     assert was_compiled(race.ours)
 
