@@ -93,7 +93,7 @@ def select_backend(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
 class Race:
     """Our optimizer and torch's side by side, on parameters that begin alike."""
 
-    def __init__(self, rule: str, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    def __init__(self, rule: str, dtype: torch.dtype = torch.float64, /, **options: Any) -> None:
         self.mine, self.theirs = make_params(dtype), make_params(dtype)
         max_norm = options.pop("max_norm", None)
         self.ours = PAIRS[rule][0](self.mine, lr=0.1, max_norm=max_norm, **options)

@@ -477,7 +477,7 @@ def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) 
     for name, options in wrongs:
         with pytest.raises(ConfigError, match="|".join(options) or "expected"):
             exported(tmp_path, CHAINS["lstm"], name, **options)
-    broken = CHAINS["lstm"]()
+    broken: Any = CHAINS["lstm"]()
     nn.init.constant_(broken[0].bias_hh_l0, torch.nan)
     for net in (broken, CHAINS["lstm"]().bfloat16()):
         for name in ("net.c", "net.onnx"):
@@ -779,7 +779,7 @@ def test_numbers_of_lanes_are_whole_and_those_of_the_session(gru: Any) -> None:
 def amplifying(layer: Callable[..., nn.RNNBase] = nn.RNN, std: float = 0.28) -> nn.Module:
     """Its recurrent weights are so large that it amplifies rounding."""
     net = nn.Sequential(layer(3, 32), nn.Linear(32, 2))
-    nn.init.normal_(net[0].weight_hh_l0, std=std)
+    nn.init.normal_(net[0].get_parameter("weight_hh_l0"), std=std)
     return net
 
 

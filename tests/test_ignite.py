@@ -279,7 +279,7 @@ class Speaking(nn.Module):
 
 def test_nested_batches_are_cut_along_time_and_static_parts_go_whole() -> None:
     audio, y = batches(1, 7)[0]
-    meta = {"speaker": torch.arange(6.0).view(3, 2), "name": "ann"}
+    meta: dict[str, Any] = {"speaker": torch.arange(6.0).view(3, 2), "name": "ann"}
     batch = {"x": {"audio": audio, "meta": meta, "pair": (y, None)}, "y": y}
     options: Any = {"prepare_batch": lambda batch, **_: (batch["x"], batch["y"])}
     with pytest.raises(TypeError):
