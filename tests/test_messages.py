@@ -190,6 +190,8 @@ def test_the_repr_of_a_recording_fits_a_screen() -> None:
     recordings = [
         tt.recording(wide, targets=names[:300]),
         tt.recording(wide, targets=names[0], classes=range(5000)),
+        tt.recording(wide, targets=names[0], ahead=1),
+        tt.recording(wide, start=1),
         *tt.Stream({"inputs": np.zeros((5, 3000)), "static": np.zeros(3000)}, 1, 5).recordings,
     ]
     for recording in recordings:

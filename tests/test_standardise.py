@@ -63,21 +63,32 @@ def test_exported_files_count_as_the_net_does(name: str, tmp_path: Path) -> None
             np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    data.mkdir()
-    for number in range(6):
-        rows = [
-            f"{x:.4f},{x > number}" for x in np.random.default_rng(number).normal(number, 1, 90)
-        ]
-        (data / f"{number}.csv").write_text("\n".join(["u,anomaly", *rows]))
+@pytest.fixture(scope="module")
+def offsets(tmp_path_factory: Any) -> Path:
+    """Recordings with levels and scales of their own, far apart, and anomalies within them."""
+    folder, draw = tmp_path_factory.mktemp("offsets"), np.random.default_rng(0)
+    lines = ["id,split,inputs"]
+    for i in range(20):
+        state = np.zeros(900, int)
+        begin = draw.integers(450, 650)
+        state[begin : begin + 200] = 1
+        x = draw.normal(size=(900, 3)) * 0.5 + state[:, None] * np.array([1.5, -1.5, 1.0])
+        x = x * np.exp(draw.normal(size=3) * 0.3) + draw.normal(size=3) * 20
+        rows = [f"{u:.4f},{v:.4f},{w:.4f},{s}" for (u, v, w), s in zip(x, state, strict=True)]
+        (folder / f"r{i}.csv").write_text("\n".join(["u,v,w,anomaly", *rows]))
+        lines.append(f"r{i},{'train' if i < 12 else 'valid' if i < 15 else 'test'},r{i}.csv")
+    (folder / "recordings.csv").write_text("\n".join(lines))
+    return folder
+
+
+def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: Path) -> None:
     options = ("--targets", "anomaly", "--updates", "2", "--standardise", "recording")
-    run("train", data, *options, "--out", tmp_path / "run")
+    run("train", offsets, *options, "--out", tmp_path / "run")
     net = tt.load_run(tmp_path / "run").net
     with pytest.raises(ModelError, match="Train it with --standardise first:400"):
-        tt.Predictor(net).step(np.zeros((1, 1)))
+        tt.Predictor(net).step(np.zeros((1, 3)))
     said = run("export", tmp_path / "run", "--out", tmp_path / "net.onnx", ok=False)
     assert "Train it with --standardise first:400" in said
-    run("predict", tmp_path / "run", data / "5.csv", "--out", tmp_path / "p.npy")
-    said = run("train", data, *options[:-1], "last:3", "--out", tmp_path / "no", ok=False)
+    run("predict", tmp_path / "run", offsets / "r19.csv", "--out", tmp_path / "p.npy")
+    said = run("train", offsets, *options[:-1], "last:3", "--out", tmp_path / "no", ok=False)
     assert "--standardise last:3: expected split, recording, none or first:N" in said
