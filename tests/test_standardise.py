@@ -1,6 +1,7 @@
 """Standardisation by the first steps of a recording, as they arrive, and by whole recordings."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
