@@ -747,6 +747,13 @@ def test_what_is_in_the_way_of_a_chain_is_named(
         export(make(), tmp_path / "net.c")
 
 
+def test_what_torch_cannot_export_is_said_in_a_line_of_its_own(tmp_path: Path) -> None:
+    orthogonal = parametrizations.orthogonal(nn.Linear(8, 8))
+    with pytest.raises(ModelError, match="torch cannot export a step of Sequential") as caught:
+        export(nn.Sequential(nn.GRUCell(3, 8), orthogonal), tmp_path / "net.onnx")
+    assert "\x1b" not in str(caught.value)
+
+
 def test_a_readout_with_parametrized_weights_is_one_of_a_chain(tmp_path: Path) -> None:
     readout = parametrizations.weight_norm(nn.Linear(8, 2))
     written = export(nn.Sequential(nn.GRU(3, 8), readout), tmp_path / "net.c")
@@ -781,6 +788,26 @@ def amplifying(layer: Callable[..., nn.RNNBase] = nn.RNN, std: float = 0.28) -> 
     net = nn.Sequential(layer(3, 32), nn.Linear(32, 2))
     nn.init.normal_(net[0].get_parameter("weight_hh_l0"), std=std)
     return net
+
+
+def test_a_chaotic_net_is_exported_and_held_to_single_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> nn.Module:
+        return amplifying(std=0.5)
+
+    def other(*args: Any) -> Any:
+        chain = read_chain(*args)
+        dense = next(op for op in chain.operations if isinstance(op, Dense))
+        dense.weight[:] *= 1 + 6e-5  # within the tolerance of the vector
+        return chain
+
+    _, written = exported(tmp_path, make, "net.onnx")
+    assert written.verification is not None
+    assert written.verification.error > 0.1
+    monkeypatch.setattr(exporting, "read_chain", other)
+    with pytest.raises(ModelError, match="single steps, the file differs"):
+        exported(tmp_path, make, "other.onnx")
 
 
 def _swapped(chain: Chain) -> None:
