@@ -13,16 +13,10 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from strategies import recordings
-from throughtime.gradient import Policy
 from throughtime.integrations.lightning import Loader, StreamModule
 
 LANES = 4  # of all ranks
 LENGTHS = (150, 90, 205, 33, 160, 7)
-POLICIES: dict[str, Policy] = {
-    "horizon": tt.Truncated(10, 25),
-    "exact": tt.Exact(cut_every=15),
-    "accumulated": tt.Truncated(5),
-}
 
 
 class Module(StreamModule):
@@ -32,16 +26,10 @@ class Module(StreamModule):
         return torch.optim.Adam(self.parameters(), 1e-2)
 
 
-def module(name: str) -> Module:
+def module() -> Module:
     torch.manual_seed(1)
     net = tt.carry(nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))).double()
-    return Module(
-        net,
-        nn.MSELoss(),
-        gradient=POLICIES[name],
-        clip=0.5,
-        accumulate=2 if name == "accumulated" else 1,
-    )
+    return Module(net, nn.MSELoss(), gradient=tt.Truncated(5, 25), clip=0.5, accumulate=2)
 
 
 def loader(ranks: int, seed: int = 0) -> Loader:
@@ -69,22 +57,20 @@ def weights(net: nn.Module) -> Tensor:
 
 def main(folder: Path, ranks: int) -> None:
     """Weights and losses by name."""
-    results: dict[str, Any] = {}
-    for name in POLICIES:
-        net, fit = module(name), trainer(folder, ranks, enable_checkpointing=False)
-        fit.fit(net, loader(ranks), loader(ranks, seed=3))
-        results[name] = {
-            "weights": weights(net),
-            "updates": fit.global_step,
-            "logged": {k: v.item() for k, v in fit.callback_metrics.items()},
-        }
+    net, fit = module(), trainer(folder, ranks, enable_checkpointing=False)
+    fit.fit(net, loader(ranks), loader(ranks, seed=3))
+    results: dict[str, Any] = {
+        "weights": weights(net),
+        "updates": fit.global_step,
+        "logged": {k: v.item() for k, v in fit.callback_metrics.items()},
+    }
     saver = ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1, filename="{step}")
-    trainer(folder, ranks, callbacks=[saver], max_steps=21).fit(module("horizon"), loader(ranks))
-    again = module("horizon")
+    trainer(folder, ranks, callbacks=[saver], max_steps=21).fit(module(), loader(ranks))
+    again = module()
     trainer(folder, ranks, enable_checkpointing=False).fit(
         again, loader(ranks), loader(ranks, seed=3), ckpt_path=folder / "step=21.ckpt"
     )
-    results["resumed"] = {"weights": weights(again)}
+    results["resumed"] = weights(again)
     torch.save(results, folder / f"{torch.distributed.get_rank() if ranks > 1 else 0}.pt")
 
 

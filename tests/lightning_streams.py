@@ -1,6 +1,5 @@
 """Shared by the tests of Lightning on a stream: net, stream, module, trainer, loop by hand."""
 
-import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,14 +10,15 @@ import torch
 from torch import Tensor, nn
 
 import throughtime as tt
+from plain_loop import plain_loop
 from strategies import recordings
 from throughtime.carry import Carried
 from throughtime.gradient import Policy, Update
 
-pl = pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
-from lightning.pytorch import Trainer  # noqa: E402
+pytest.importorskip("lightning.pytorch", reason="needs the extra 'lightning'")
+from lightning.pytorch import Trainer
 
-from throughtime.integrations.lightning import Loader, StreamModule  # noqa: E402
+from throughtime.integrations.lightning import Loader, StreamModule
 
 EXPECTED = [
     pytest.mark.filterwarnings(
@@ -93,34 +93,15 @@ def plain(
     policy: Callable[[], Policy] = lambda: tt.Truncated(10, 25),
     *,
     epochs: int = 2,
-    clip: float | None = None,
-    accumulate: int = 1,
-    stop: float = math.inf,
+    stop: float | None = None,
     dropout: float = 0.0,
+    **options: Any,
 ) -> Tensor:
     """The loop by hand."""
-    net, stream, gradient, count = net_of(dropout), stream_of(), policy(), 0
-    policy_state = None
+    net, stream = net_of(dropout), stream_of()
     optimizer = torch.optim.Adam(net.parameters(), LR)
     torch.manual_seed(5)
-    for _ in range(epochs):
-        updates = tt.updates(
-            net,
-            stream,
-            nn.MSELoss(),
-            gradient=gradient,
-            policy_state=policy_state,
-            accumulate=accumulate,
-        )
-        for _ in updates:
-            if clip is not None:
-                nn.utils.clip_grad_norm_(net.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            count += 1
-            if count >= stop:
-                return weights(net)
-        policy_state = updates.policy_state
+    plain_loop(net, stream, optimizer, policy(), epochs=epochs, stop=stop, **options)
     return weights(net)
 
 

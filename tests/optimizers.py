@@ -88,3 +88,27 @@ def select_backend(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(optim, "need", lambda _: None)
         monkeypatch.setattr(optim, "why_missing", lambda: "a test took it away")
     return path
+
+
+class Race:
+    """Our optimizer and torch's side by side, on parameters that begin alike."""
+
+    def __init__(self, rule: str, dtype: torch.dtype = torch.float64, /, **options: Any) -> None:
+        self.mine, self.theirs = make_params(dtype), make_params(dtype)
+        max_norm = options.pop("max_norm", None)
+        self.ours = PAIRS[rule][0](self.mine, lr=0.1, max_norm=max_norm, **options)
+        self.torchs = PAIRS[rule][1](self.theirs, lr=0.1, **options)
+
+    @property
+    def sides(self) -> list[tuple[list[nn.Parameter], Any]]:
+        return [(self.mine, self.ours), (self.theirs, self.torchs)]
+
+    def run(self, start: int, stop: int) -> None:
+        for params, optimizer in self.sides:
+            steps(optimizer, params, start, stop)
+
+    @property
+    def apart(self) -> float:
+        """The largest difference of weights and state."""
+        ours, torchs = ([flattened(p), *state_vectors(o)] for p, o in self.sides)
+        return max_difference(ours, torchs)

@@ -179,21 +179,3 @@ def random_state(layer: nn.RNNBase, lanes: int | None) -> Any:
     return (
         (h, torch.randn(*rows, layer.hidden_size, dtype=dtype)) if isinstance(layer, nn.LSTM) else h
     )
-
-
-def reset_by_hand(
-    layer: nn.RNNBase, x: Tensor, resets: Tensor, hx: Any = None
-) -> tuple[Tensor, Any]:
-    """The oracle of resets: torch.nn step by step, time first, with zeros in lanes that reset."""
-    outputs = list[Tensor]()
-    state = hx
-    for step, new in zip(x, resets, strict=True):
-        if state is not None:
-            kept = [
-                torch.where(new.view(1, -1, 1), torch.zeros_like(leaf), leaf)
-                for leaf in leaves_of(state)
-            ]
-            state = tuple(kept) if isinstance(layer, nn.LSTM) else kept[0]
-        y, state = layer(step.unsqueeze(0), state)
-        outputs.append(y)
-    return torch.cat(outputs), state

@@ -1,9 +1,7 @@
 """Exported files compute what the net computes, with a state of the caller's."""
 
-import itertools
 import json
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -20,19 +18,18 @@ from benchmarks.wasm import WASM_FLAGS, wasm_compiler
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-import raw_nets
 import throughtime as tt
 from plugin_players import play_nam, play_rtneural
 from throughtime.carry import Carried
 from throughtime.deploy import export as exporting
 from throughtime.deploy import session, source, verify
-from throughtime.deploy.chain import Dense, read_chain
+from throughtime.deploy.chain import Chain, Dense, read_chain
 from throughtime.deploy.export import Export
 from throughtime.deploy.session import FORMAT
 from throughtime.errors import ConfigError, DataError, ModelError
 from throughtime.nn.affine import Affine
 
-STEPS = 3_000
+STEPS = 1_000
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 needs_wasm = pytest.mark.skipif(
     wasm_compiler() is None, reason="needs clang with wasm-ld, or the package ziglang"
@@ -43,13 +40,16 @@ FORMATS = [
     pytest.param("c", marks=needs_compiler),
     pytest.param("js", marks=needs_node),
 ]
-LAYERS: dict[str, Callable[..., nn.RNNBase]] = {
-    "lstm": nn.LSTM,
-    "gru": tt.nn.GRU,
-    "rnn": nn.RNN,
-    "relu": lambda *args, **options: nn.RNN(*args, nonlinearity="relu", **options),
+LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
+    "lstm": lambda: nn.LSTM(3, 8),
+    "lstm two": lambda: nn.LSTM(3, 8, 2),
+    "lstm bare": lambda: nn.LSTM(3, 8, bias=False),
+    "gru": lambda: tt.nn.GRU(3, 8),
+    "gru two": lambda: tt.nn.GRU(3, 8, 2),
+    "gru bare": lambda: tt.nn.GRU(3, 8, bias=False),
+    "rnn": lambda: nn.RNN(3, 8),
+    "relu bare": lambda: nn.RNN(3, 8, bias=False, nonlinearity="relu"),
 }
-VARIANTS: dict[str, dict[str, Any]] = {"": {}, "two": {"num_layers": 2}, "bare": {"bias": False}}
 
 
 class Sigmoids(nn.Module):
@@ -112,22 +112,6 @@ class Cells(nn.Module):
         return torch.stack(outputs), {"h": h, "c": c}
 
 
-class MinGRU(nn.Module):
-    """A parallel scan: no chain either."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.value, self.readout = nn.Linear(3, 8), nn.Linear(3, 8), nn.Linear(8, 2)
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.gate.weight.new_zeros(lanes, 8)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        z = torch.sigmoid(self.gate(x))
-        y = tt.linear_scan(1 - z, z * self.value(x), h)
-        return self.readout(y), y[-1]
-
-
 def standardised() -> nn.Module:
     first, last = Affine(3, inverse=False), Affine(2, inverse=True)
     for values, number in ((first.shift, 1e4), (first.scale, 3), (last.shift, 5), (last.scale, 2)):
@@ -170,10 +154,8 @@ def images() -> nn.Module:
 
 CHAINS: dict[str, Callable[[], nn.Module]] = {
     **{
-        f"{kind} {name}".strip(): lambda kind=kind, extra=extra: nn.Sequential(
-            LAYERS[kind](3, 8, **extra), nn.Linear(8, 2)
-        )
-        for kind, (name, extra) in itertools.product(LAYERS, VARIANTS.items())
+        name: lambda layer=layer: nn.Sequential(layer(), nn.Linear(8, 2))
+        for name, layer in LAYERS.items()
     },
     "projected": lambda: nn.Sequential(nn.LSTM(3, 8, proj_size=5), nn.Linear(5, 2)),
     "standardised": standardised,
@@ -202,7 +184,6 @@ class LastOutput(nn.Module):
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "cells": Cells,
     "last output": LastOutput,
-    "scan": MinGRU,
     "gelu": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.GELU(), nn.Linear(8, 2)),
     "bare cell": lambda: nn.GRUCell(3, 5),
 }
@@ -245,17 +226,24 @@ def close(got: Any, expected: Tensor) -> bool:
     return bool(np.abs(np.asarray(got) - expected.numpy()).max() < 1e-6)
 
 
-QUICK = [
-    *("lstm two", "gru", "relu bare", "standardised", "between", "words", "class", "internal"),
-    *("learned start", "bare layer", "normalised", "images"),
-]
+# with a branch of each template
+OPERATIONS = (
+    *("lstm two", "relu bare", "standardised", "between", "words", "learned start", "normalised"),
+)
+READ = ("gru", "class", "internal", "bare layer", "images")  # in ways that no template sees
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, kind) for name in OPERATIONS for kind in ("onnx", "c", "js")),
+        *((name, "onnx") for name in READ),
+    ],
+)
 def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: Path) -> None:
     _, written = exported(tmp_path, CHAINS[name], f"net.{kind}")
-    assert written.verification is not None
+    if written.verification is None:
+        pytest.skip("needs gcc, or Node.js")
     assert written.verification.steps == STEPS
     assert written.verification.error < 1e-6
     assert [path.exists() for path in written.paths] == [True] * (2 if kind == "c" else 1)
@@ -269,66 +257,9 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
     ],
 )
 def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
-    _, written = exported(tmp_path, OTHERS[name], "net.onnx")
+    _, written = exported(tmp_path, OTHERS[name], "net.onnx", steps=200)
     assert written.verification is not None
     assert written.verification.error < 1e-5
-
-
-MODELS: dict[str, tuple[str, Callable[[], Tensor]]] = {  # of the page of models
-    "min_gru": ("MinGRU", lambda: torch.randn(50, 2, 2)),
-    "spiking": ("Spiking", lambda: torch.randint(2, (50, 2, 2)).to(torch.float32)),
-    "conv_lstm": ("ConvLSTM", lambda: torch.rand(50, 2, 1, 6, 6)),
-    "transformer_xl": ("TransformerXL", lambda: torch.randint(4, (50, 2))),
-    "state_space": ("Mamba", lambda: torch.randint(4, (50, 2))),
-}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "min_gru",
-        "conv_lstm",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in MODELS
-            if name not in {"min_gru", "conv_lstm"}
-        ),
-    ],
-)
-def test_a_model_of_the_page_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
-    kind, inputs = MODELS[name]
-    folder = Path(__file__).parent.parent / "examples" / "models"
-    make = runpy.run_path(str(folder / f"{name}.py"))[kind]
-    net = tt.carry(make(2, 4) if name == "min_gru" else make()).eval()
-    x = inputs()
-    written = tt.export(
-        net, tmp_path / "net.onnx", inputs=x, steps=300 if name == "conv_lstm" else STEPS
-    )
-    assert written.verification is not None
-    assert written.verification.error < 1e-5
-    session = tt.deploy.Session(tmp_path / "net.onnx", 2, on_nan="hold")
-    predictor = tt.Predictor(net, 2, on_nan="hold")
-    for part in pieces(x):
-        np.testing.assert_allclose(session(part.numpy()), predictor(part).numpy(), atol=1e-5)
-    if x.is_floating_point():
-        x[1, 0].fill_(torch.nan)
-        expected = predictor(x[:3]).numpy()
-        np.testing.assert_allclose(session(x[:3].numpy()), expected, atol=1e-5, equal_nan=True)
-        np.testing.assert_allclose(session.step(x[5].numpy()), predictor(x[5:6])[0], atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_raw_inputs_far_from_zero_cost_no_digits(kind: str, tmp_path: Path) -> None:
-    def raw() -> nn.Module:
-        """As of a converter: its mean is 10,000 times its deviation."""
-        first = Affine(3, inverse=False)
-        first.shift.fill_(2e4)
-        first.scale.fill_(2)
-        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
-
-    _, written = exported(tmp_path, raw, f"net.{kind}", steps=20_000)
-    assert written.verification is not None
-    assert written.verification.error < 1e-6
 
 
 @pytest.mark.slow
@@ -339,58 +270,6 @@ def test_a_net_of_doubles_is_written_in_its_own_type_unless_it_is_a_chain(tmp_pa
     _, other = exported(tmp_path, lambda: Cells().double(), "other.onnx")
     assert other.verification is not None
     assert other.verification.error < 1e-14
-
-
-@pytest.mark.parametrize("kind", ["c", "js"])
-def test_what_is_no_chain_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="'1', a GELU"):
-        exported(tmp_path, OTHERS["gelu"], f"net.{kind}")
-    with pytest.raises(ModelError, match=r"`h, c = .*` in Cells\.forward stands in the way"):
-        exported(tmp_path, Cells, f"net.{kind}")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_differs_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(*args: Any) -> Any:
-        chain = read_chain(*args)
-        dense = next(op for op in chain.operations if isinstance(op, Dense))
-        dense.weight[0, 0] += 1e-3
-        return chain
-
-    monkeypatch.setattr(exporting, "read_chain", other)
-    for name in ("net.onnx", "net.c", "net.js"):
-        with pytest.raises(ModelError, match=r"differs|computes other|check fails"):
-            exported(tmp_path, CHAINS["lstm"], name)
-    assert list(tmp_path.iterdir()) == []
-
-
-def chaotic() -> nn.Module:
-    """A difference in the last digit is one of all digits after some ten steps."""
-    layer = nn.RNN(3, 32)
-    nn.init.normal_(layer.get_parameter("weight_hh_l0"), std=0.5)
-    return nn.Sequential(layer, nn.Linear(32, 2))
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_chaotic_net_is_exported_and_held_to_its_first_steps(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, written = exported(tmp_path, chaotic, f"net.{kind}", steps=20_000)
-    assert written.verification is not None
-    assert written.verification.error > 0.1
-    if kind == "onnx":
-        vector = tt.deploy.Session(written.paths[0]).description["conformance"]
-        assert 2 <= len(vector["inputs"]) <= 16
-
-    def other(*args: Any) -> Any:
-        chain = read_chain(*args)
-        dense = next(op for op in chain.operations if isinstance(op, Dense))
-        dense.weight[:] *= 1 + 6e-5  # within the tolerance of the vector
-        return chain
-
-    monkeypatch.setattr(exporting, "read_chain", other)
-    with pytest.raises(ModelError, match="single steps, the file differs"):
-        exported(tmp_path, chaotic, f"other.{kind}", steps=20_000)
 
 
 def explosive() -> nn.Module:
@@ -425,34 +304,28 @@ def test_recurrent_weights_are_verified_where_no_second_step_can_be_compared(
         exported(tmp_path, explosive, f"other.{suffix}", steps=1_000)
 
 
-@pytest.mark.parametrize("lanes", [1, 2, 8, 9, 33])
-@pytest.mark.parametrize(
-    "name", ["lstm two", "relu", pytest.param("cells", marks=pytest.mark.slow)]
-)
-def test_lanes_are_independent_in_onnx(name: str, lanes: int, tmp_path: Path) -> None:
-    net, written = exported(tmp_path, (CHAINS | OTHERS)[name], "net.onnx", steps=100)
+@pytest.mark.parametrize("lanes", [1, 9])
+def test_lanes_are_independent_in_onnx(lanes: int, gru: Any) -> None:
+    net, path = gru
     x = torch.randn(60, lanes, 3)
-    session = tt.deploy.Session(written.paths[0], lanes)
+    session = tt.deploy.Session(path, lanes)
     got = np.concatenate([session(part.numpy()) for part in pieces(x)])
-    expected, _ = net(x, net.initial_state(lanes))
-    assert close(got, expected.detach())
-    session.reset(lanes=[lanes - 1])
-    again = session(x.numpy())
-    assert close(again[:, -1], expected[:, -1].detach())
-    if lanes > 1:
-        assert not close(again[:, 0], expected[:, 0].detach())
-    before, last = session.state, lanes - 1
+    expected = net(x, net.initial_state(lanes))[0].detach()
+    assert close(got, expected)
+    last, before = lanes - 1, session.state
     broken = {leaf: value.copy() for leaf, value in before.items()}
     for value in broken.values():
-        value.reshape(*value.shape[-2:])[last] = np.nan
+        value[:, last] = np.nan
     session.state = broken
     got = session(x[:5].numpy())
-    assert np.isnan(got[:, last]).any() or name == "relu"  # onnxruntime's Relu of NaN is 0
+    assert np.isnan(got[:, last]).any()
     session.state = before
     assert np.array_equal(got[:, :last], session(x[:5].numpy())[:, :last])
     session.state = broken
     session.reset(lanes=[last])
-    assert close(session(x.numpy())[:, last], expected[:, last].detach())
+    again = session(x.numpy())
+    assert close(again[:, last], expected[:, last])
+    assert lanes == 1 or not close(again[:, 0], expected[:, 0])
 
 
 def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[Carried, Path], tmp_path: Path):
@@ -489,19 +362,18 @@ def test_missing_steps_are_left_out_as_by_a_predictor(gru: Any, on_nan: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("x", "message"),
+    ("x", "step"),
     [
-        (np.zeros((5, 2, 4), np.float32), r"\(5, 2, 4\).*expected \(T, 2, 3\) float32"),
-        (np.zeros((5, 1, 3), np.float32), "lanes=B"),
-        (np.zeros((0, 2, 3), np.float32), r"\(0, 2, 3\): a call takes at least one step"),
-        (np.zeros((5, 2, 3), np.complex64), "complex64"),
+        *((np.zeros(shape, np.float32), False) for shape in ((5, 2, 4), (5, 1, 3), (0, 2, 3))),
+        (np.zeros((5, 2, 3), np.complex64), False),
+        *((np.zeros(shape, np.float32), True) for shape in ((3,), (1, 3), (1, 2, 3))),
     ],
 )
-def test_inputs_that_do_not_fit_are_refused(x: Any, message: str, gru: Any) -> None:
+def test_inputs_that_do_not_fit_are_refused(x: Any, step: bool, gru: Any) -> None:
     session = tt.deploy.Session(gru[1], 2)
     before = session.state
-    with pytest.raises(ValueError, match=message):
-        session(x)
+    with pytest.raises(ValueError, match=re.escape(str(x.shape))):
+        (session.step if step else session)(x)
     assert all(np.array_equal(before[name], leaf) for name, leaf in session.state.items())
 
 
@@ -509,18 +381,17 @@ def test_a_file_cut_short_or_foreign_is_refused(gru: Any, tmp_path: Path) -> Non
     content = gru[1].read_bytes()
     bare = onnx.load_from_string(content)
     del bare.metadata_props[:]
-    cases = {
-        "cut": (content[: len(content) // 2], "onnxruntime cannot load it; copy it again"),
-        "empty": (b"", "onnxruntime cannot load it"),
-        "foreign": (bare.SerializeToString(), "no ONNX file that tt.export wrote"),
-        "version": (content.replace(FORMAT.encode(), b"throughtime.export/9"), "export/9"),
-    }
-    for name, (changed, message) in cases.items():
-        path = tmp_path / f"{name}.onnx"
+    path = tmp_path / "net.onnx"
+    for changed, message in (
+        (content[: len(content) // 2], "cannot load it"),
+        (b"", "cannot load it"),
+        (bare.SerializeToString(), "no ONNX file that tt.export wrote"),
+        (content.replace(FORMAT.encode(), b"throughtime.export/9"), "export/9"),
+    ):
         path.write_bytes(changed)
         with pytest.raises(ValueError, match=message):
             tt.deploy.Session(path)
-    with pytest.raises(FileNotFoundError, match=r"missing\.onnx"):
+    with pytest.raises(FileNotFoundError):
         tt.deploy.Session(tmp_path / "missing.onnx")
 
 
@@ -552,29 +423,15 @@ assert {"torch", "throughtime"}.isdisjoint(sys.modules)
 """
 
 
-def session_of_a_folder(folder: Path, python: str) -> None:
-    """The session beside a model, run by a Python, computes what the net computes."""
-    net, written = exported(folder, CHAINS["gru two"], "net.onnx", with_session=True)
-    assert written.paths == (folder / "net.onnx", folder / "session.py")
-    x = torch.randn(50, 2, 3)
-    np.save(folder / "x.npy", x.numpy())
-    subprocess.run([python, "-c", ALONE], cwd=folder, check=True)
-    assert close(np.load(folder / "y.npy"), net(x, net.initial_state(2))[0].detach())
-
-
 def test_the_session_beside_a_model_needs_neither_torch_nor_throughtime(tmp_path: Path) -> None:
-    session_of_a_folder(tmp_path, sys.executable)
-    with pytest.raises(ConfigError, match=r"net\.c needs no session, which runs \.onnx files"):
+    net, written = exported(tmp_path, CHAINS["gru two"], "net.onnx", with_session=True)
+    assert written.paths == (tmp_path / "net.onnx", tmp_path / "session.py")
+    x = torch.randn(50, 2, 3)
+    np.save(tmp_path / "x.npy", x.numpy())
+    subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, check=True)
+    assert close(np.load(tmp_path / "y.npy"), net(x, net.initial_state(2))[0].detach())
+    with pytest.raises(ConfigError, match="needs no session"):
         exported(tmp_path, CHAINS["lstm"], "net.c", with_session=True)
-
-
-@pytest.mark.slow
-def test_the_session_runs_in_an_environment_of_numpy_and_onnxruntime(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "numpy", "onnxruntime"], check=True)
-    (tmp_path / "net").mkdir()
-    session_of_a_folder(tmp_path / "net", python)
 
 
 def test_the_package_imports_no_torch_for_a_session(gru: tuple[Carried, Path]) -> None:
@@ -608,39 +465,36 @@ def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
     assert described(tmp_path / "my-net.2.h")["rate"] == 360
 
 
-def test_names_and_types_that_no_format_has_are_refused(tmp_path: Path) -> None:
-    net = tt.carry(CHAINS["lstm"]())
-    x = torch.randn(10, 3)
-    with pytest.raises(ConfigError, match=r"expected \.onnx, \.c, \.js"):
-        tt.export(net, tmp_path / "net.pt", inputs=x)
-    with pytest.raises(ConfigError, match="3 classes"):
-        tt.export(net, tmp_path / "net.c", inputs=x, classes=("a", "b", "c"))
-    with pytest.raises(DataError, match="expected an example"):
-        tt.export(net, tmp_path / "net.c", inputs=x[0])
-    with torch.no_grad():
-        next(net.parameters())[0, 0] = torch.nan
-    for name in ("net.c", "net.onnx"):
-        with pytest.raises(ModelError, match=r"'0.weight_ih_l0' is not finite"):
-            tt.export(net, tmp_path / name, inputs=x)
+def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) -> None:
+    wrongs: list[tuple[str, dict[str, Any]]] = [
+        ("net.pt", {}),
+        *(("net.onnx", {"rate": rate}) for rate in (-1.0, float("nan"))),
+        *(("net.onnx", {"classes": names}) for names in ("ab", (0, 1), ("a", "b", "c"))),
+        ("net.onnx", {"details": {"state": 1, "patient": 2}}),
+        *(("net.onnx", {"details": {"made": value}}) for value in (object(), float("nan"))),
+        ("net.onnx", {"steps": -3}),
+    ]
+    for name, options in wrongs:
+        with pytest.raises(ConfigError, match="|".join(options) or "expected"):
+            exported(tmp_path, CHAINS["lstm"], name, **options)
+    broken: Any = CHAINS["lstm"]()
+    nn.init.constant_(broken[0].bias_hh_l0, torch.nan)
+    for net in (broken, CHAINS["lstm"]().bfloat16()):
+        for name in ("net.c", "net.onnx"):
+            with pytest.raises(ModelError, match=r"'0\.\w+' is"):
+                exported(tmp_path, lambda net=net: net, name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_steps_are_checked_and_none_is_said_to_verify_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="steps=-3: expected"):
-        exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=-3)
     _, written = exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=0)
-    (remark,) = written.remarks
-    assert remark.startswith("not verified")
+    assert written.verification is None
+    assert written.remarks[0].startswith("not verified")
 
 
 @pytest.mark.parametrize(
     ("name", "file"),
     [
-        ("lstm", "net.nam"),
         ("lstm two", "net.nam"),
         ("lstm bare", "net.nam"),
         ("lstm two", "net.json"),
-        ("lstm bare", "net.json"),
         ("gru two", "net.json"),
         ("gru bare", "net.json"),
         ("audio", "net.json"),
@@ -667,40 +521,24 @@ def test_files_of_audio_plugins_compute_what_the_net_computes(
     assert content["sample_rate" if file == "net.nam" else "samplerate"] == 48_000
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "message"),
-    [
-        ("gru", "net.nam", "has gru, nn.Linear"),
-        ("projected", "net.nam", "without projection"),
-        ("projected", "net.json", "no lstm with a projection"),
-        ("rnn", "net.json", "no rnn_tanh"),
-        ("learned start", "net.json", "from a state of zeros"),
-        ("words", "net.json", "no nn.Embedding"),
-        ("normalised", "net.json", "no nn.LayerNorm"),
-        ("audio", "net.nam", "has standardisation, lstm, nn.Linear"),
-        ("standardised", "net.json", "no elu"),
-        ("coarse", "net.json", r"shift is 1e\+05 times its scale, .* too many digits"),
-        ("cells", "net.nam", "`h, c = .*` in Cells.forward stands in the way"),
-    ],
-)
-def test_what_an_audio_plugin_does_not_have_is_refused(
-    name: str, file: str, message: str, tmp_path: Path
-) -> None:
-    def coarse() -> nn.Module:
-        """Its shift is 1e5 times its scale: folded into float32 weights, digits are lost."""
-        first = Affine(3, inverse=False)
-        first.shift.fill_(1e5)
-        return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
+def coarse() -> nn.Module:
+    """Its shift is 1e5 times its scale: folded into float32 weights, digits are lost."""
+    first = Affine(3, inverse=False)
+    first.shift.fill_(1e5)
+    return nn.Sequential(first, nn.LSTM(3, 8), nn.Linear(8, 2))
 
-    with pytest.raises(ModelError, match=message):
-        exported(tmp_path, (CHAINS | OTHERS | {"audio": audio, "coarse": coarse})[name], file)
+
+def test_what_an_audio_plugin_does_not_have_is_refused(tmp_path: Path) -> None:
+    nets = CHAINS | OTHERS | {"audio": audio, "coarse": coarse}
+    for name in ("gru", "projected", "audio", "cells"):
+        with pytest.raises(ModelError):
+            exported(tmp_path, nets[name], "net.nam")
+    for name in ("projected", "rnn", "learned start", "words", "normalised", "standardised"):
+        with pytest.raises(ModelError, match="RTNeural"):
+            exported(tmp_path, nets[name], "net.json")
+    with pytest.raises(ModelError, match="too many digits"):
+        exported(tmp_path, coarse, "net.json")
     assert list(tmp_path.iterdir()) == []
-
-
-def every_chain(*quick: str) -> Any:
-    """All of them, those that are not quick in the slow run."""
-    rest = [pytest.param(name, marks=pytest.mark.slow) for name in CHAINS if name not in quick]
-    return pytest.mark.parametrize("name", [*quick, *rest])
 
 
 def described(header: Path) -> Any:
@@ -748,7 +586,7 @@ int main(void) {
 
 
 @needs_compiler
-@every_chain("lstm two", "gru", "relu", "class", "words")
+@pytest.mark.parametrize("name", ["lstm two", "gru", "relu bare", "words"])
 def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: Path) -> None:
     exported(tmp_path, CHAINS[name], "net.c", steps=10)
     (tmp_path / "main.c").write_text(MAIN_OF_INDICES if name == "words" else MAIN)
@@ -843,26 +681,6 @@ def test_runners_of_the_page_have_ten_lines_at_most() -> None:
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
 
 
-def chain() -> nn.Module:
-    return nn.Sequential(nn.LSTM(3, 8), nn.Linear(8, 2))
-
-
-def net_of_words() -> nn.Module:
-    return nn.Sequential(nn.Embedding(9, 4), nn.GRU(4, 8), nn.Linear(8, 2))
-
-
-class Residual(nn.Module):
-    """The inputs are added to the outputs, as in models of amplifiers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.readout = nn.LSTM(3, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        y, state = self.layer(x, state)
-        return self.readout(y) + x, state
-
-
 class Squeezed(nn.Module):
     """One number a step, without a dimension of its own."""
 
@@ -875,111 +693,32 @@ class Squeezed(nn.Module):
         return self.readout(y).squeeze(-1), state
 
 
-class Cell(nn.Module):
-    """A net that is no chain."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.readout = nn.GRUCell(3, 8), nn.Linear(8, 2)
-
-    def forward(self, x: Tensor, h: Any = None) -> Any:
-        h, outputs = x.new_zeros(x.shape[1], 8) if h is None else h, list[Tensor]()
-        for step in x:
-            h = self.cell(step, h)
-            outputs.append(self.readout(h))
-        return torch.stack(outputs), h
-
-
 def export(module: nn.Module, path: Path, inputs: Any = X, **options: Any) -> Export:
     settings: dict[str, Any] = {"steps": 200, **options}
     return tt.export(tt.carry(module), path, inputs=inputs, **settings)
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    return export(chain(), tmp_path_factory.mktemp("net") / "net.onnx").paths[0]
-
-
-@pytest.fixture
-def x() -> Any:
-    return np.random.default_rng(0).standard_normal((40, 2, 3)).astype(np.float32)
-
-
-@pytest.mark.parametrize(
-    ("make", "inputs", "message"),
-    [
-        (chain, torch.zeros(9, 4), r"not take the example, \(9, 1, 4\) .*net expects 3"),
-        (chain, torch.zeros(9, 1, 2, 3), r"not take the example, \(9, 1, 2, 3\)"),
-        (chain, torch.ones(9, 3, dtype=torch.int16), r"whole numbers .* convert features first"),
-        (
-            chain,
-            torch.zeros(9, 3, dtype=torch.cfloat),
-            r"type torch.complex64, expected an example",
+def test_an_example_that_the_net_does_not_take_is_refused(tmp_path: Path) -> None:
+    wrongs: list[Any] = [
+        *(torch.zeros(shape) for shape in ((9, 4), (9, 1, 2, 3), (9,), (0, 3))),
+        *(torch.ones(9, 3, dtype=kind) for kind in (torch.int16, torch.cfloat, torch.bool)),
+        *("ecg.npy", {"inputs": X}, None),
+        *(
+            torch.randn(9, 3).index_fill(1, torch.tensor(2), value)
+            for value in (torch.nan, torch.inf)
         ),
-        (chain, torch.zeros(9, 3, dtype=torch.bool), r"type torch.bool, expected an example"),
-        (chain, torch.zeros(9), r"shape \(9,\) .* numbers \(T, D\) or \(T, B, D\), images"),
-        (chain, torch.zeros(0, 3), r"shape \(0, 3\)"),
-        (chain, "ecg.npy", "inputs is a str, expected an example"),
-        (chain, {"inputs": X}, "inputs is a dict, expected an example"),
-        (chain, None, "inputs is a NoneType, expected an example"),
-        (
-            net_of_words,
-            torch.full((9,), 9),
-            r"not take .* torch.int64 from 9 to 9: index out of range",
-        ),
-        (
-            net_of_words,
-            torch.tensor([3, -1]),
-            "torch.int64 from -1 to 3: index out of range",
-        ),
-        (
-            net_of_words,
-            torch.arange(100) // 10,
-            "torch.int64 from 0 to 9: index out of range",
-        ),
-        (net_of_words, torch.eye(9), "not take the example"),
-    ],
-)
-@pytest.mark.parametrize("suffix", ["onnx", "c"])
-def test_an_example_that_the_net_does_not_take_is_refused(
-    make: Callable[[], nn.Module], inputs: Any, message: str, suffix: str, tmp_path: Path
-) -> None:
-    with pytest.raises(DataError, match=message):
-        export(make(), tmp_path / f"net.{suffix}", inputs)
+        torch.full((9, 3), 1e300, dtype=torch.float64),
+    ]
+    for suffix in ("onnx", "c"):
+        for inputs in wrongs:
+            with pytest.raises(DataError, match=r"expected|example|not take|lane 0"):
+                export(CHAINS["lstm"](), tmp_path / f"net.{suffix}", inputs)
+        for words in (torch.full((9,), 11), torch.tensor([3, -1]), torch.eye(11)):
+            with pytest.raises(DataError, match="not take"):
+                export(CHAINS["words"](), tmp_path / f"net.{suffix}", words)
+    with pytest.raises(DataError, match="the net expects 3"):
+        export(CHAINS["lstm"](), tmp_path / "net.onnx", stream=torch.zeros(50, 4))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rate": -1.0}, "rate=-1.0: expected steps per second, above 0"),
-        ({"rate": float("nan")}, "rate=nan"),
-        ({"classes": "ab"}, "classes='ab': expected names"),
-        ({"classes": (0, 1)}, r"classes=\(0, 1\): expected names"),
-        ({"details": {"state": 1, "patient": 2}}, "details: state belongs to every file"),
-        ({"details": {"conformance": 1}}, "details: conformance belongs"),
-        ({"details": {"made": object()}}, "details: .*not JSON serializable"),
-        ({"details": {"gain": float("nan")}}, "details: .*JSON"),
-    ],
-)
-def test_settings_that_no_description_can_have_are_refused(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        export(chain(), tmp_path / "net.onnx", **options)
-
-
-def test_a_recording_of_another_width_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"have 4 features in each step, the net expects 3: .* in a stream"
-    ):
-        export(chain(), tmp_path / "net.onnx", stream=torch.zeros(50, 4))
-
-
-def test_weights_of_half_precision_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'0.weight_ih_l0' is torch.bfloat16, .* float32"):
-        export(chain().bfloat16(), tmp_path / "net.onnx")
 
 
 def nested() -> nn.Module:
@@ -994,11 +733,8 @@ def twice() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            Residual,
-            r"`return self.readout\(y\) \+ x, state` in Residual.forward stands in the way",
-        ),
-        (Cell, r"in Cell.forward stands in the way"),
+        (Cells, r"`h, c = .*` in Cells\.forward stands in the way"),
+        (OTHERS["gelu"], "'1', a GELU"),
         (nested, "'0', a Sequential, with a state of its own, stands in the way"),
         (twice, "a GRU that is called twice stands in the way"),
         (lambda: nn.GRUCell(3, 5), "a net without an nn.LSTM, .* stands in the way"),
@@ -1016,17 +752,15 @@ def test_what_torch_cannot_export_is_said_in_a_line_of_its_own(tmp_path: Path) -
     with pytest.raises(ModelError, match="torch cannot export a step of Sequential") as caught:
         export(nn.Sequential(nn.GRUCell(3, 8), orthogonal), tmp_path / "net.onnx")
     assert "\x1b" not in str(caught.value)
-    assert "step 3/3" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", ["c", "onnx"])
-def test_a_readout_with_parametrized_weights_is_one_of_a_chain(suffix: str, tmp_path: Path) -> None:
+def test_a_readout_with_parametrized_weights_is_one_of_a_chain(tmp_path: Path) -> None:
     readout = parametrizations.weight_norm(nn.Linear(8, 2))
-    written = export(nn.Sequential(nn.GRU(3, 8), readout), tmp_path / f"net.{suffix}")
+    written = export(nn.Sequential(nn.GRU(3, 8), readout), tmp_path / "net.c")
     assert written.verification is None or written.verification.error < 1e-6
 
 
-@pytest.mark.parametrize("make", [Squeezed, Cell])
+@pytest.mark.parametrize("make", [Squeezed, Cells])
 def test_an_export_step_by_step_leaves_the_net_in_its_mode(
     make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
@@ -1039,85 +773,93 @@ def test_an_export_step_by_step_leaves_the_net_in_its_mode(
     np.testing.assert_allclose(session(X.numpy()), y[:, 0].detach(), atol=1e-6)
 
 
-@pytest.mark.parametrize("lanes", [2, [-1], [0.5], "a", [True, False], [[0], [2]]])
-def test_lanes_to_reset_are_numbers_of_lanes(lanes: Any, path: Path) -> None:
-    with pytest.raises(ValueError, match="the session has lanes 0 to 1"):
-        tt.deploy.Session(path, lanes=2).reset(lanes)
+def test_numbers_of_lanes_are_whole_and_those_of_the_session(gru: Any) -> None:
+    wrong: Any
+    for wrong in (2, [-1], [0.5], "a", [True, False], [[0], [2]]):
+        with pytest.raises(ValueError, match="the session has lanes 0 to 1"):
+            tt.deploy.Session(gru[1], lanes=2).reset(wrong)
+    for wrong in (0, 2.5, "2", True):
+        with pytest.raises(ValueError, match="lanes="):
+            tt.deploy.Session(gru[1], lanes=wrong)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lanes": 0}, "lanes=0: expected a whole number, at least 1"),
-        ({"lanes": 2.5}, "lanes=2.5"),
-        ({"lanes": "2"}, "lanes='2'"),
-        ({"lanes": True}, "lanes=True"),
-    ],
-)
-def test_settings_of_a_session_are_whole_numbers(
-    options: dict[str, Any], message: str, path: Path
+def amplifying(layer: Callable[..., nn.RNNBase] = nn.RNN, std: float = 0.28) -> nn.Module:
+    """Its recurrent weights are so large that it amplifies rounding."""
+    net = nn.Sequential(layer(3, 32), nn.Linear(32, 2))
+    nn.init.normal_(net[0].get_parameter("weight_hh_l0"), std=std)
+    return net
+
+
+def test_a_chaotic_net_is_exported_and_held_to_single_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        tt.deploy.Session(path, **options)
+    def make() -> nn.Module:
+        return amplifying(std=0.5)
+
+    def other(*args: Any) -> Any:
+        chain = read_chain(*args)
+        dense = next(op for op in chain.operations if isinstance(op, Dense))
+        dense.weight[:] *= 1 + 6e-5  # within the tolerance of the vector
+        return chain
+
+    _, written = exported(tmp_path, make, "net.onnx")
+    assert written.verification is not None
+    assert written.verification.error > 0.1
+    monkeypatch.setattr(exporting, "read_chain", other)
+    with pytest.raises(ModelError, match="single steps, the file differs"):
+        exported(tmp_path, make, "other.onnx")
 
 
-RAW_FORMATS = [
-    "onnx",
-    pytest.param("c", marks=pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")),
-    pytest.param("js", marks=pytest.mark.skipif(not shutil.which("node"), reason="needs Node.js")),
+def _swapped(chain: Chain) -> None:
+    """The first two gates of the recurrent weights change places."""
+    layer, size = chain.layers[0], chain.layers[0].hidden
+    layer.hh[: 2 * size] = np.roll(layer.hh[: 2 * size], size, axis=0)
+
+
+def _transposed(chain: Chain) -> None:
+    layer, size = chain.layers[-1], chain.layers[-1].hidden
+    layer.hh[-size:] = layer.hh[-size:].T.copy()
+
+
+def _without_bias(chain: Chain) -> None:
+    chain.layers[0].b_ih[:] = 0
+
+
+def _without_readout_bias(chain: Chain) -> None:
+    next(op for op in chain.operations if isinstance(op, Dense)).bias[:] = 0
+
+
+PLANTED: list[Any] = [
+    (_swapped, nn.LSTM, 1.0, "onnx"),
+    pytest.param(_without_bias, nn.LSTM, 1.0, "c", marks=needs_compiler),
+    pytest.param(_transposed, nn.GRU, 2.0, "js", marks=needs_node),
+    (_without_readout_bias, nn.GRU, 2.0, "onnx"),
 ]
-# those that amplify most
-QUICK_RAW = [
-    ("weather", "gru", 2, 1),
-    ("weather", "lstm", 1, 0),
-    ("weather", "lstm", 2, 0),
-]
-TABLE = [
-    pytest.param(case, marks=[] if case in QUICK_RAW else pytest.mark.slow)
-    for case in raw_nets.NETS
-]
-PLANTED = [
-    pytest.param(error, case, marks=[] if case[:3] == QUICK_RAW[k % 3][:3] else pytest.mark.slow)
-    for k, error in enumerate(raw_nets.ERRORS)
-    for case in (("weather", "gru", 1, 0), ("weather", "gru", 2, 1), ("weather", "lstm", 2, 0))
-]
 
 
-def test_the_table_has_36_nets_and_the_planted_errors_are_more_than_12() -> None:
-    assert len(TABLE) == 36
-    assert len(PLANTED) >= 12
-
-
-@pytest.mark.parametrize("case", TABLE)
-def test_a_net_trained_on_raw_units_is_refused_in_no_format(case: Any, tmp_path: Path) -> None:
-    net = raw_nets.trained(*case)
-    x, _ = raw_nets.signal(case[0], 1, 99)
-    for suffix in ("onnx", "c", "js"):
-        written = tt.export(net, tmp_path / f"net.{suffix}", inputs=x[:, 0], steps=20_000)
-        assert written.paths[0].exists()
-        if written.verification is not None:
-            _, error, drift = written.verification
-            assert error <= 2e-5 + (verify.MARGIN + 1) * (drift or 0.0)  # outputs are below 20
-
-
-@pytest.mark.parametrize("suffix", RAW_FORMATS)
-@pytest.mark.parametrize(("error", "case"), PLANTED)
-def test_a_file_with_a_planted_error_is_refused(
-    error: str, case: Any, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("fault", "layer", "std", "suffix"), PLANTED)
+def test_a_net_that_amplifies_rounding_is_exported_and_no_planted_error_is(
+    fault: Any, layer: Any, std: float, suffix: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """By the conformance vector, and by verification where the vector tolerates everything."""
 
     def planted(*args: Any) -> Any:
         chain = read_chain(*args)
-        raw_nets.ERRORS[error](chain)
+        fault(chain)
         return chain
 
-    net = raw_nets.trained(*case, scaled=error == "missing standardisation")
-    x, _ = raw_nets.signal(case[0], 1, 99)
+    def make() -> nn.Module:
+        return amplifying(layer, std)
+
+    _, written = exported(tmp_path, make, f"net.{suffix}", steps=300)
+    assert written.verification is not None
+    assert written.verification.error > 1e-5
+    for path in written.paths:
+        path.unlink()
     monkeypatch.setattr(exporting, "read_chain", planted)
     for message in ("differs|computes other|check fails", "the file differs from the net"):
         with pytest.raises(ModelError, match=message):
-            tt.export(net, tmp_path / f"net.{suffix}", inputs=x[:, 0], steps=20_000)
+            exported(tmp_path, make, f"net.{suffix}", steps=300)
         monkeypatch.setattr(session, "TOLERANCE", 1e30)
         monkeypatch.setattr(source, "TOLERANCE", 1e30)
     assert list(tmp_path.iterdir()) == []
@@ -1137,31 +879,29 @@ class Doubled(nn.Module):
 """
 
 
-@pytest.mark.parametrize("suffix", ["c", "js"])
 def test_a_class_that_was_typed_in_a_prompt_is_exported_or_its_line_is_named(
-    suffix: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     names: dict[str, Any] = {"nn": nn}
     exec(PROMPT.replace("FACTOR", "y"), names)
-    written = export(names["Doubled"](), tmp_path / f"net.{suffix}")
+    written = export(names["Doubled"](), tmp_path / "net.c")
     assert written.verification is None or written.verification.error < 1e-6
     exec(PROMPT.replace("FACTOR", "y * 2"), names)
     with pytest.raises(ModelError, match=r"^line 10 in Doubled\.forward stands in the way"):
-        export(names["Doubled"](), tmp_path / f"other.{suffix}")
+        export(names["Doubled"](), tmp_path / "other.c")
 
 
-@pytest.mark.parametrize("suffix", ["onnx", "c", "js"])
-def test_images_are_taken_as_predict_takes_them(suffix: str, tmp_path: Path) -> None:
+def test_images_are_taken_as_predict_takes_them(tmp_path: Path) -> None:
     net = tt.carry(nn.Sequential(nn.Flatten(2), nn.GRU(12, 8), nn.Linear(8, 2))).eval()
     for x in (torch.randn(20, 1, 3, 4), torch.randn(20, 3, 4), torch.randn(20, 2, 1, 3, 4)):
-        written = tt.export(net, tmp_path / f"net.{suffix}", inputs=x, steps=200)
+        written = tt.export(net, tmp_path / "net.c", inputs=x, steps=200)
         assert written.verification is None or written.verification.error < 1e-6
         if x.dim() < 5:
             assert tt.predict(net, x)[0].shape == (20, 2)
 
 
-def test_two_threads_cannot_call_one_session(path: Path, x: Any) -> None:
-    session = tt.deploy.Session(path, lanes=2)
+def test_two_threads_cannot_call_one_session(gru: Any) -> None:
+    session, x = tt.deploy.Session(gru[1], lanes=2), np.ones((40, 2, 3), np.float32)
     runtime, entered, leave = session._runtime, threading.Event(), threading.Event()
 
     class Slow:
@@ -1185,19 +925,6 @@ def test_two_threads_cannot_call_one_session(path: Path, x: Any) -> None:
     session.step(x[0])
 
 
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (np.zeros(3, np.float32), r"shape \(3,\) and type float32, expected \(2, 3\) float32"),
-        (np.zeros((1, 3), np.float32), r"shape \(1, 3\) .* expected \(2, 3\)"),
-        (np.zeros((1, 2, 3), np.float32), r"shape \(1, 2, 3\) .* expected \(2, 3\)"),
-    ],
-)
-def test_a_step_of_another_shape_is_refused_as_a_step(step: Any, message: str, path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        tt.deploy.Session(path, lanes=2).step(step)
-
-
 def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Path]) -> None:
     x = np.random.default_rng(0).standard_normal((10, 3)).astype(np.float32)
     first = tt.deploy.Session(gru[1])
@@ -1211,26 +938,11 @@ def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Pat
     assert any(not np.array_equal(kept[k], v) for k, v in first.state.items())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
-def test_an_example_that_is_not_finite_is_refused_by_step_and_column(
-    value: float, tmp_path: Path
-) -> None:
-    net = tt.carry(CHAINS["lstm"]())
-    x = torch.randn(10, 3, dtype=torch.float64)
-    x[4, 2] = value
-    for name in ("net.onnx", "net.c", "net.js"):
-        with pytest.raises(DataError, match=r"step 4, lane 0, column 2.*inputs="):
-            tt.export(net, tmp_path / name, inputs=x)
-    with pytest.raises(DataError, match="step 4, lane 1, column 2"):
-        tt.export(net, tmp_path / "net.c", inputs=torch.stack([torch.zeros_like(x), x], dim=1))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
     """Large inputs saturate a net, which then amplifies nothing."""
     torch.manual_seed(0)
     net, quiet = tt.carry(amplifying()), torch.full((700, 3), 30.0)
-    options: Any = {"inputs": torch.randn(50, 3), "steps": 20_000, "classes": ("a", "b")}
+    options: Any = {"inputs": torch.randn(50, 3), "steps": 2_000, "classes": ("a", "b")}
     written = tt.export(net, tmp_path / "net.onnx", stream=quiet, **options)
     assert written.recorded is not None
     assert written.verification is not None
@@ -1238,10 +950,3 @@ def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:
     assert "amplifies rounding" in written.verification.summary
     found = tt.deploy.Session(written.paths[0]).description["verified"]
     assert found == {"steps": 700, "error": written.recorded.error, "drift": None}
-
-
-def amplifying() -> nn.Module:
-    """Its recurrent weights are so large that it amplifies rounding."""
-    layer = nn.RNN(3, 32)
-    nn.init.normal_(layer.get_parameter("weight_hh_l0"), std=0.28)
-    return nn.Sequential(layer, nn.Linear(32, 2))

@@ -34,7 +34,7 @@ def test_files_of_all_sub_folders_are_recordings_named_by_their_paths(tmp_path: 
     ]
 
 
-@pytest.mark.parametrize("valid", ["valid", "val", "validation", "Validation"])
+@pytest.mark.parametrize("valid", ["val", "Validation"])
 def test_sub_folders_called_like_splits_are_splits(valid: str, tmp_path: Path) -> None:
     folder = make(tmp_path / "d", "train/x/1.csv", "train/2.csv", f"{valid}/1.csv", "test/1.csv")
     assert sorted(names_of(folder)) == sorted(
@@ -53,9 +53,7 @@ def test_sub_folders_called_like_splits_are_splits(valid: str, tmp_path: Path) -
 
 def test_recordings_beside_or_in_two_splits_are_refused(tmp_path: Path) -> None:
     folder = make(tmp_path / "a", "train/1.csv", "2.csv", "more/3.csv")
-    with pytest.raises(
-        DataError, match=r"\['2.csv', 'more/3.csv'\] lie beside the folders of the splits train"
-    ):
+    with pytest.raises(DataError, match=r"\['2.csv', 'more/3.csv'\]"):
         find_recordings(folder)
     folder = make(tmp_path / "b", "train/1.csv", "train/test/1.csv")
     with pytest.raises(
@@ -135,17 +133,6 @@ def test_columns_that_are_excluded_and_times_are_no_inputs(tmp_path: Path) -> No
     assert dataset(tmp_path).spec.layout.inputs[-1] == "changepoint"
 
 
-def test_a_name_that_no_recording_has_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    anomaly_files(tmp_path)
-    with pytest.raises(DataError, match=r"--exclude changepoin: no .*; did you mean 'changepoint'"):
-        dataset(tmp_path, exclude=["changepoin"])
-    for role in ("inputs", "targets"):
-        with pytest.raises(
-            ConfigError, match="--exclude Current: Current is among the inputs or targets"
-        ):
-            dataset(tmp_path, exclude=["Current"], **{role: ["Current"]})
-
-
 def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_path: Path) -> None:
     path = anomaly_files(tmp_path) / "other/9.csv"
     lines = path.read_text().splitlines()
@@ -158,18 +145,10 @@ def test_rows_that_go_back_in_time_are_refused_unless_times_are_excluded(tmp_pat
     assert len(dataset(tmp_path, exclude=["datetime"]).train) == 4
 
 
-def test_columns_of_text_are_named_with_what_to_do(tmp_path: Path) -> None:
+def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = anomaly_files(tmp_path / "a") / "valve1" / "0.csv"
-    lines = path.read_text().splitlines()
-    rest = [line.split(";") for line in lines[1:]]
-    rows = [";".join([row[0], "open", *row[2:]]) for row in rest]
-    path.write_text("\n".join([lines[0], *rows]))
-    with pytest.raises(
-        DataError,
-        match=r"column 'Current' of the inputs holds text, such as 'open'.*exclude=\['Current'\]",
-    ):
-        dataset(path)
-    path.write_text("\n".join([lines[0], ";A;l/min;;", *lines[1:]]))
+    first, *lines = path.read_text().splitlines()
+    path.write_text("\n".join([first, ";A;l/min;;", *lines]))
     with pytest.raises(DataError, match=r"'Current' .*'A', expected .* line .* of units"):
         dataset(path)
 

@@ -6,7 +6,6 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import copy
 import logging
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -16,21 +15,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import throughtime as tt
-from policy_data import PolicyData, data_for, deviation, plain, policy_gradients
 from recurrences import needs_kernels
 from strategies import (
     FEATURES,
     HIDDEN,
-    NETS,
     HidesLayer,
     HidesTwoLayers,
     Row,
     apart,
-    every_net,
     gradients,
     in_chunks,
     inputs,
-    named,
     recordings,
     remembering,
     start,
@@ -39,7 +34,6 @@ from strategies import (
 from throughtime.carry import Carried
 from throughtime.errors import DataError
 from throughtime.nn.layers import Recurrent
-from throughtime.testing import check_carry
 
 fusing: Any = import_module("throughtime.nn.fuse")  # the function has the name of its module
 pytestmark = needs_kernels
@@ -77,24 +71,18 @@ class InPieces(HidesLayer):
 
 
 FUSED = (
-    *NETS,
-    Row(
-        "two-layers-deep",
-        lambda: nn.Sequential(
-            nn.GRU(FEATURES, 5, num_layers=2), nn.RNN(5, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 2)
-        ),
-    ),
+    Row("lstm", lambda: nn.LSTM(FEATURES, HIDDEN)),
+    Row("chain", lambda: nn.Sequential(nn.GRU(FEATURES, 5, 2), nn.RNN(5, HIDDEN), nn.Tanh())),
+    Row("batch-first", lambda: nn.Sequential(nn.LSTM(FEATURES, 5, batch_first=True))),
+    Row("hides-layer", lambda: HidesLayer(batch_first=True)),
+    Row("hides-two-layers", HidesTwoLayers),
     Row("takes-resets", Takes),
     Row("takes-resets-batch-first", lambda: Takes(batch_first=True)),
     Row("in-pieces", InPieces),
     Row("hidden-in-a-chain", lambda: nn.Sequential(HidesLayer(outputs=FEATURES), HidesTwoLayers())),
 )
-every_fused_net = pytest.mark.parametrize("row", FUSED, ids=lambda row: row.name)
-SPLIT = {row.name for row in NETS if "cell" in row.name or "state" in row.name} | {
-    *("learnt-start", "in-pieces", "takes-resets", "takes-resets-batch-first"),
-    *("hides-layer", "hides-layer-batch-first", "hides-two-layers", "hidden-in-a-chain"),
-}
-WHOLE = {row.name for row in FUSED} - SPLIT - {"sequential", "sequential-of-user-modules"}
+WHOLE = {"lstm", "chain", "batch-first"}
+by_name = {row.name: row for row in FUSED}
 
 
 def fused(row: Row) -> Carried:
@@ -188,80 +176,39 @@ def test_parametrized_layers_are_fused_with_their_parametrization() -> None:
     assert (layer(x)[0] - expected).abs().max() < EXACT
 
 
-@every_net
-def test_fused_net_is_the_net(row: Row) -> None:
-    net, mine, x = row.net(), fused(row), inputs(31, 3)
-    resets = torch.rand(31, 3) < 0.15
-    (y, state, gradient), (expected, end, full) = (
-        everything(mine, x, resets),
-        everything(net, x, resets),
-    )
+@pytest.mark.parametrize("row", FUSED, ids=lambda row: row.name)
+def test_resets_inside_the_call_are_those_of_torch_nn_between_calls(row: Row) -> None:
+    """And those inside do not split it."""
+    net, plain, calls = fused(row), row.net(), list[int]()
+    x, resets = inputs(31, 3), torch.rand(31, 3) < 0.15
+    resets[7] = True  # one of them at the first step of a chunk
+    # a module that hides its layers shows how it calls them
+    everything(net, x, torch.zeros_like(resets))
+    assert net.adapter.takes_resets() == (row.name in WHOLE)
+    (y, state, grads), (expected, end, full) = (everything(n, x, resets) for n in (net, plain))
     assert (y - expected).abs().max() < EXACT
     assert states_apart(state, end) < EXACT
-    assert apart(gradient, full) < EXACT
-    assert [law.name for law in check_carry(mine, x[:28])] == [
-        law.name for law in check_carry(net, x[:28])
-    ]
-
-
-@every_fused_net
-def test_resets_inside_the_call_are_resets_between_calls(
-    row: Row, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, x, resets = fused(row), inputs(31, 3), torch.rand(31, 3) < 0.15
-    resets[7] = True  # one of them at the first step of a chunk
-    everything(
-        net, x, torch.zeros_like(resets)
-    )  # a module that hides its layers shows how it calls them
-    whole = net.adapter.takes_resets()
-    actual = everything(net, x, resets)
-    monkeypatch.setattr(type(net.adapter), "takes_resets", lambda *_: False)
-    apart_calls = everything(net, x, resets)
-    assert whole == (row.name in WHOLE)
-    assert (actual[0] - apart_calls[0]).abs().max() < EXACT
-    assert states_apart(actual[1], apart_calls[1]) < EXACT
-    assert apart(actual[2], apart_calls[2]) < EXACT
+    assert apart(grads, full) < EXACT
     late = everything(net, x, resets.roll(1, 0))  # the mutant: a step too late
-    assert (late[0] - apart_calls[0]).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize("name", sorted(WHOLE))
-def test_resets_do_not_split_the_call(name: str) -> None:
-    row = next(row for row in FUSED if row.name == name)
-    net, calls = fused(row), list[int]()
-    x, resets = inputs(20, 3), torch.rand(20, 3) < 0.3
-    state = start(net, x)
-    assert net.adapter.takes_resets()  # with a trial, where one is needed
+    assert (late[0] - expected).abs().max() > 1e-3
     layer = next(m for m in net.modules() if isinstance(m, Recurrent))
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    net(x, state, resets)
-    assert calls == [1]
-    torch.manual_seed(0)
-    split, counted = row.net(), list[int]()
-    if not any(isinstance(m, Recurrent) for m in split.modules()):
-        next(m for m in split.modules() if isinstance(m, nn.RNNBase)).register_forward_pre_hook(
-            lambda *_: counted.append(1)
-        )
-        split(x, start(split, x), resets)
-        assert len(counted) > 5
+    net(x, start(net, x), resets)
+    assert (len(calls) == 1) == (row.name in WHOLE)
 
 
 @pytest.mark.parametrize("name", ["hides-layer", "hides-two-layers", "hidden-in-a-chain"])
 def test_whether_the_call_stays_whole_does_not_depend_on_the_calls_before(name: str) -> None:
     """A resumed run is a new net in the middle of a stream: it gives the same bits."""
-    row = next(row for row in FUSED if row.name == name)
     x, resets = inputs(20, 2), torch.rand(20, 2) < 0.3
-    old, new = fused(row), fused(row)
+    old, new = fused(by_name[name]), fused(by_name[name])
     for lanes in (1, 2, 3):
         old(inputs(7, lanes), start(old, inputs(7, lanes)))
     drawn = torch.get_rng_state()
-    (y, state, gradient), (again, end, same) = (
-        everything(old, x, resets),
-        everything(new, x, resets),
-    )
+    results = [everything(net, x, resets) for net in (old, new)]
     assert torch.equal(torch.get_rng_state(), drawn)
-    assert torch.equal(y, again)
-    assert states_apart(state, end) == apart(gradient, same) == 0
+    assert torch.equal(results[0][0], results[1][0])
+    assert states_apart(results[0][1], results[1][1]) == apart(results[0][2], results[1][2]) == 0
 
 
 class WithItsOwn(HidesLayer):
@@ -288,91 +235,9 @@ def test_resets_of_the_module_s_own_are_kept() -> None:
 
 
 def test_resets_of_another_shape_are_refused() -> None:
-    net, x = fused(named("lstm")), inputs(5, 2)
+    net, x = fused(by_name["lstm"]), inputs(5, 2)
     with pytest.raises(DataError, match=r"resets have shape \(2, 5\), expected \(5, 2\)"):
         net(x, start(net, x), torch.zeros(2, 5, dtype=torch.bool))
-
-
-POLICIES: dict[str, Callable[[], Any]] = {
-    "truncated": lambda: tt.Truncated(stride=7),
-    "overlapping": lambda: tt.Truncated(stride=5, horizon=13),
-    "exact": lambda: tt.Exact(chunk=6),
-    "adaptive": lambda: tt.Adaptive(tolerance=0.2, min=4, max=16),
-}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    "name", ["lstm", "two-layers-deep", "hides-layer", "takes-resets", "in-pieces"]
-)
-def test_every_policy_has_the_gradients_of_torch_nn(policy: str, name: str) -> None:
-    row = next(row for row in FUSED if row.name == name)
-    net, mine = row.net(), fused(row)
-    data = data_for(net, 41, 2, resets=0.08, masked=0.1)
-    make = POLICIES[policy]
-    expected = policy_gradients(net, [data.chunk], make())
-    assert len(expected) > 1 or policy == "exact"
-    assert deviation(policy_gradients(mine, [data.chunk], make()), expected) < 1e-11
-
-
-def test_policies_on_fused_nets_are_plain_autograd() -> None:
-    """The same against one backward pass for every stretch, written by hand."""
-    net, whole = fused(named("hides-layer")), [0, 10, 20, 30]
-    data = PolicyData.draw(30, 3, 1, resets=0.1)
-    assert (
-        deviation(
-            policy_gradients(net, [data.chunk], tt.Truncated(stride=10)), plain(net, data, whole)
-        )
-        < EXACT
-    )
-
-
-@pytest.mark.parametrize(
-    "name", ["lstm", pytest.param("gru", marks=pytest.mark.slow), "hides-layer", "takes-resets"]
-)
-def test_whatever_runs_a_net_runs_a_fused_one(name: str) -> None:
-    row = next(row for row in FUSED if row.name == name)
-    pair = row.net(), fused(row)
-    x, resets = inputs(33, 2), torch.rand(33, 2) < 0.1
-    width = pair[0](x, start(pair[0], x))[0].shape[2]
-    data = recordings([40, 31, 57], outputs=width)
-    actual = list[list[Tensor]]()
-    for net in pair:
-        x_live = x.clone().requires_grad_()
-        rolled, _ = tt.rollout(net, x_live, start(net, x), resets=resets, chunk=8)
-        (dx,) = torch.autograd.grad(rolled.square().sum(), x_live)
-        predictor = tt.Predictor(net, lanes=2)
-        steps = torch.cat(
-            [predictor(part, new) for part, new in zip(x.split(4), resets.split(4), strict=True)]
-        )
-        scored = tt.evaluate(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss())
-        reached = tt.reach(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss(), max_lag=20)
-        audited = tt.audit(net, tt.Stream(data, lanes=2, chunk=16), nn.MSELoss(), horizons=(8, 16))
-        numbers = [scored.loss, *reached.norms, audited.norm, *(row.bias for row in audited.rows)]
-        actual.append([rolled.detach(), dx, steps.detach(), torch.tensor(numbers)])
-    assert all((a - b).abs().max() < 1e-10 for a, b in zip(*actual, strict=True))
-
-
-def test_trace_and_doctor_see_a_fused_net() -> None:
-    """The doctor looks on through a mode of torch, in which torch's own layers play."""
-    pair = named("hides-layer").net(), fused(named("hides-layer"))
-    x, norms = inputs(12, 2), list[Any]()
-    for net in pair:
-        with tt.trace(net) as trace:
-            y, _ = net(x, start(net, x))
-            y.square().sum().backward()
-        norms.append(trace)
-    plain_norms, fused_norms = (actual.last.norms for actual in norms)
-    assert len(plain_norms) > 5
-    for name, expected in plain_norms.items():
-        torch.testing.assert_close(fused_norms[name], expected, rtol=1e-9, atol=0)
-    with tt.doctor() as doctor:
-        state = start(pair[1], x)
-        for chunk in inputs(36, 2).split(12):
-            y, state = pair[1](chunk, tt.state.detach(state))
-            y.sum().backward()
-    assert not doctor.findings
 
 
 def test_carry_fuses_only_when_asked() -> None:

@@ -4,7 +4,6 @@ loop, or refused.
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from horizons import RecordingAdaptive
+import throughtime as tt
 from throughtime.errors import RunError
 from throughtime.gradient import Update
 from throughtime.integrations.lightning import Loader
@@ -38,16 +37,14 @@ UPDATES = 24  # of an epoch, in 12 training steps
 def resumed(
     folder: Path,
     at: int,
-    forget: Callable[[dict[str, Any]], None] = lambda _: None,
     *,
-    kind: type[Module] = Module,
     max_epochs: int = 2,
     **settings: Any,
 ) -> Tensor:
     """Train to the end of the epoch of update `at`, save, continue in a new module and trainer."""
     saver = ModelCheckpoint(folder, every_n_train_steps=at, save_top_k=-1, filename="{step}")
     module, trainer = (
-        kind(net_of(0.3), **settings),
+        Module(net_of(0.3), **settings),
         trainer_of(
             folder, enable_checkpointing=True, callbacks=[saver], max_epochs=-(-at // UPDATES)
         ),
@@ -55,10 +52,7 @@ def resumed(
     torch.manual_seed(5)
     trainer.fit(module, Loader(stream_of(), 2), loader_of_validation())
     path = folder / f"step={at}.ckpt"
-    saved = torch.load(path, weights_only=False)
-    forget(saved)
-    torch.save(saved, path)
-    module = kind(net_of(0.3), **settings)
+    module = Module(net_of(0.3), **settings)
     torch.manual_seed(99)
     trainer_of(folder, max_epochs=max_epochs).fit(
         module, Loader(stream_of(), 2), loader_of_validation(), ckpt_path=path
@@ -67,12 +61,16 @@ def resumed(
 
 
 @pytest.mark.parametrize(
-    "at",
-    [3, pytest.param(8, marks=pytest.mark.slow), 24, pytest.param(27, marks=pytest.mark.slow), 48],
-    ids=lambda at: f"update-{at}",
+    ("at", "gradient"),
+    [(3, None), (24, None), (27, tt.Adaptive(0.05, 5, 40, every=4))],
+    ids=["update-3", "update-24", "adaptive-27"],
 )
-def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(at: int, tmp_path: Path) -> None:
-    assert torch.equal(resumed(tmp_path, at, max_epochs=3), plain(epochs=3, dropout=0.3))
+def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(
+    at: int, gradient: Any, tmp_path: Path
+) -> None:
+    policy = gradient or tt.Truncated(10, 25)
+    expected = plain(lambda: policy, epochs=3, dropout=0.3)
+    assert torch.equal(resumed(tmp_path, at, max_epochs=3, gradient=policy), expected)
 
 
 def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
@@ -84,32 +82,6 @@ def test_a_batch_ends_where_a_checkpoint_is_due(tmp_path: Path) -> None:
     )
     assert torch.equal(weights(module.net), plain())
     assert {int(path.stem.split("=")[1]) for path in tmp_path.glob("*.ckpt")} == {10, 20, 30, 40}
-
-
-def of(saved: dict[str, Any]) -> dict[str, Any]:
-    return saved["throughtime"][0]
-
-
-@pytest.mark.parametrize("horizon", [None, 5], ids=["law", "mutant"])
-def test_resume_in_the_second_epoch_continues_with_its_horizon(
-    horizon: int | None, tmp_path: Path
-) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=27, save_top_k=-1, filename="{step}")
-    policies = [RecordingAdaptive(0.05, 5, 40, every=4) for _ in range(2)]
-    whole, later = (Module(gradient=policy) for policy in policies)
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=3).fit(
-        whole, Loader(stream_of(), 2)
-    )
-    path = tmp_path / "step=27.ckpt"
-    saved = torch.load(path, weights_only=False)
-    assert (saved["epoch"], of(saved)["updates"]["policy"]["memory"]["horizon"]) == (1, 40)
-    if horizon is not None:
-        of(saved)["updates"]["policy"]["memory"]["horizon"] = horizon
-        torch.save(saved, path)
-    trainer_of(tmp_path, max_epochs=3).fit(later, Loader(stream_of(), 2), ckpt_path=path)
-    count = len(policies[1].record)
-    assert (policies[1].record == policies[0].record[-count:]) is (horizon is None)
-    assert torch.equal(weights(later.net), weights(whole.net)) is (horizon is None)
 
 
 def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same_bits(
@@ -143,7 +115,7 @@ def test_an_epoch_cut_short_is_followed_by_another_order_and_resumes_to_the_same
     assert torch.equal(weights(again.net), weights(module.net))
 
 
-@pytest.mark.parametrize(("stop", "chunks"), [(8, 4), (24, 1), (6, 4)])
+@pytest.mark.parametrize(("stop", "chunks"), [(24, 1), (6, 4)])
 def test_a_checkpoint_saved_after_max_steps_goes_on_to_the_same_bits(
     stop: int, chunks: int, tmp_path: Path
 ) -> None:
@@ -183,25 +155,17 @@ def test_a_checkpoint_of_an_exception_makes_the_lost_update_again(tmp_path: Path
     assert torch.equal(weights(module.net), plain())
 
 
-def test_a_checkpoint_without_a_position_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_position_or_of_two_ranks_is_refused(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
     trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
         Module(), Loader(stream_of(), 2)
     )
-    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
-    del saved["throughtime"]
-    torch.save(saved, tmp_path / "none.ckpt")
-    with pytest.raises(RunError, match="the checkpoint of step 8 holds no position in a stream"):
-        trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "none.ckpt")
-
-
-def test_checkpoint_of_two_ranks_is_refused_on_one(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(tmp_path, every_n_train_steps=8, save_top_k=-1, filename="{step}")
-    trainer_of(tmp_path, enable_checkpointing=True, callbacks=[saver], max_epochs=1).fit(
-        Module(), Loader(stream_of(), 2)
-    )
-    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=False)
-    saved["throughtime"] *= 2
-    torch.save(saved, tmp_path / "two.ckpt")
-    with pytest.raises(RunError, match="written by 2 ranks, and 1 continue from it"):
-        trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=tmp_path / "two.ckpt")
+    path = tmp_path / "step=8.ckpt"
+    saved = torch.load(path, weights_only=False)
+    for positions, message in (
+        (saved["throughtime"] * 2, "written by 2 ranks, and 1 continue from it"),
+        ([], "the checkpoint of step 8 holds no position in a stream"),
+    ):
+        torch.save(saved | {"throughtime": positions}, path)
+        with pytest.raises(RunError, match=message):
+            trainer_of(tmp_path).fit(Module(), Loader(stream_of(), 2), ckpt_path=path)

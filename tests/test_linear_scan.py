@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from examples.policies.rtrl import RTRL
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import throughtime as tt
-from throughtime.carry import Carried
 from throughtime.errors import DataError, StateError
 from throughtime.kernels import scan
 from throughtime.kernels.scan import linear_scan
@@ -160,90 +158,38 @@ def no_gate_credit(gates: Tensor, *rest: Any, **more: Any) -> Tensor:
     return loop(gates.detach(), *rest, **more)
 
 
-def late_credit(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
+def late_credit(gates: Tensor, *rest: Any, **more: Any) -> Tensor:
     """The gate is blamed with the state after it, where the one before it was due."""
-    states = loop(gates, inputs, state, resets, initial=initial)
-    before = loop(gates.detach(), inputs, state, resets, initial=initial)
+    states, before = loop(gates, *rest, **more), loop(gates.detach(), *rest, **more)
     return before + gates * states.detach() - (gates * states).detach()
 
 
-def cut_credit(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
+def cut_credit(gates: Tensor, inputs: Tensor, state: Tensor, resets: Any, **more: Any) -> Tensor:
     """Credit ends in the middle."""
-    middle = len(gates) // 2
-    halves = [slice(middle), slice(middle, None)]
-    parts = [None if resets is None else resets[half] for half in halves]
-    first = loop(gates[halves[0]], inputs[halves[0]], state, parts[0], initial=initial)
-    return torch.cat(
-        [
-            first,
-            loop(
-                gates[halves[1]], inputs[halves[1]], first[-1].detach(), parts[1], initial=initial
-            ),
-        ]
-    )
+    middle, parts = len(gates) // 2, list[Tensor]()
+    for half in (slice(middle), slice(middle, None)):
+        parts.append(loop(gates[half], inputs[half], state, resets[half], **more))
+        state = parts[-1][-1].detach()
+    return torch.cat(parts)
 
 
-def unconjugated(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
+def unconjugated(*given: Any, **more: Any) -> Tensor:
     """Complex credit through the gates as they are."""
-    states = loop(gates, inputs, state, resets, initial=initial)
+    states = loop(*given, **more)
     return torch.complex(states.real, states.imag.detach()) if states.is_complex() else states
 
 
-def resets_forgotten(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
-    del resets, initial
+def resets_forgotten(gates: Tensor, inputs: Tensor, state: Tensor, *_: Any, **__: Any) -> Tensor:
     return loop(gates, inputs, state)
 
 
-def start_forgotten(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
+def start_forgotten(*given: Any, initial: Tensor) -> Tensor:
     del initial
-    return loop(gates, inputs, state, resets)
+    return loop(*given)
 
 
-def quotients(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
+def quotients(gates: Tensor, inputs: Tensor, state: Tensor, *_: Any, **__: Any) -> Tensor:
     """By cumulative products, which underflow, and divide by gates that are zero."""
-    del resets, initial
     products = gates.cumprod(0)
     return products * (state + (inputs / products).cumsum(0))
 
@@ -296,83 +242,6 @@ def test_gates_and_inputs_broadcast_and_their_gradients_are_summed() -> None:
             None,
         )
         assert deviation(linear_scan, drawn) < 1e-12
-
-
-@pytest.mark.usefixtures("way")
-def test_the_scan_is_linear_in_inputs_and_state() -> None:
-    a, b = Case.draw(61, seed=1), Case.draw(61, seed=2)
-    both = linear_scan(a.gates, 2 * a.inputs - 3 * b.inputs, 2 * a.state - 3 * b.state)
-    apart = 2 * linear_scan(a.gates, a.inputs, a.state) - 3 * linear_scan(
-        a.gates, b.inputs, b.state
-    )
-    torch.testing.assert_close(both, apart, rtol=0, atol=1e-12)
-    assert not torch.allclose(both, linear_scan(a.gates, 2 * a.inputs - 3 * b.inputs, a.state))
-
-
-@given(st.integers(1, 99), st.sampled_from([0.0, 0.1]))
-def test_two_halves_with_the_state_carried_are_the_whole(split: int, often: float) -> None:
-    case = Case.draw(100, often=often)
-
-    def halves(
-        gates: Tensor,
-        inputs: Tensor,
-        state: Tensor,
-        resets: Tensor | None = None,
-        *,
-        initial: Tensor | None = None,
-    ) -> Tensor:
-        parts = (resets, resets) if resets is None else (resets[:split], resets[split:])
-        first = linear_scan(gates[:split], inputs[:split], state, parts[0], initial=initial)
-        return torch.cat(
-            [
-                first,
-                linear_scan(gates[split:], inputs[split:], first[-1], parts[1], initial=initial),
-            ]
-        )
-
-    assert deviation(halves, case) < 1e-12
-
-
-class Layer(nn.Module):
-    """Turned inputs, a scan, and a learnt start."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.into = nn.Linear(3, 4), nn.Linear(3, 4)
-        self.start = nn.Parameter(torch.randn(4))
-
-    def initial_state(self, lanes: int) -> Tensor:
-        return self.start.expand(lanes, 4)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        states = linear_scan(1 + 0.1 * self.gate(x).tanh(), self.into(x), state)
-        return states, states[-1]
-
-
-def layer() -> Carried:
-    torch.manual_seed(3)
-    return tt.carry(Layer().double())
-
-
-def test_resets_of_the_scan_are_those_of_carry() -> None:
-    net, x, resets = layer(), torch.randn(70, 2, 3, dtype=torch.float64), torch.rand(70, 2) < 0.05
-    module: Any = net.module
-    y, _ = net(x, net.initial_state(2), resets)
-    by_carry = torch.autograd.grad(y.square().sum(), list(net.parameters()))
-    own = linear_scan(
-        1 + 0.1 * module.gate(x).tanh(),
-        module.into(x),
-        module.initial_state(2),
-        resets,
-        initial=module.start,
-    )
-    torch.testing.assert_close(own, y, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        torch.autograd.grad(own.square().sum(), list(net.parameters())),
-        by_carry,
-        rtol=1e-10,
-        atol=1e-10,
-    )
 
 
 @pytest.mark.usefixtures("way")
@@ -487,83 +356,28 @@ def test_batches_of_scans_by_vmap() -> None:
     torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "gradient",
-    [
-        tt.Exact(chunk=7),
-        tt.Truncated(stride=80),
-        tt.Truncated(stride=9, horizon=200),
-        RTRL(stride=80),
-    ],
-    ids=["exact", "whole", "windows", "rtrl"],
-)
-def test_every_policy_takes_a_net_of_scans(gradient: Any) -> None:
-    net, x = layer(), torch.randn(80, 3, dtype=torch.float64)
-    targets = torch.randn(80, 4, dtype=torch.float64)
-    oracle, _ = net(x.unsqueeze(1), net.initial_state(1))
-    expected = torch.autograd.grad(
-        nn.functional.mse_loss(oracle[:, 0], targets), list(net.parameters())
-    )
-    stream = tt.Stream({"inputs": x, "targets": targets}, lanes=1, chunk=11, dtype=torch.float64)
-    actual = [torch.zeros_like(p) for p in net.parameters()]
-    for update in tt.updates(net, stream, nn.MSELoss(), gradient=gradient):
-        for total, p in zip(actual, net.parameters(), strict=True):
-            total.add_(torch.zeros_like(p) if p.grad is None else p.grad, alpha=update.steps / 80)
-        net.zero_grad()
-    torch.testing.assert_close(actual, list(expected), rtol=1e-9, atol=1e-9)
-
-
-def test_a_module_of_scans_passes_the_laws_of_carrying() -> None:
-    assert (
-        max(law.deviation for law in tt.testing.check_carry(layer(), torch.randn(28, 2, 3))) < 1e-12
-    )
+SHAPES = {"gates": (6, 2, 3), "inputs": (6, 2, 3), "state": (2, 3)}
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "words"),
+    ("error", "given"),
     [
-        (
-            {"gates": torch.ones(5, 2)},
-            DataError,
-            r"gates \(5, 2\) and inputs \(6, 2, 3\) do not broadcast",
-        ),
-        ({"gates": torch.ones(3), "inputs": torch.ones(3)}, DataError, "expected .T, B, ...."),
-        (
-            {"inputs": torch.ones(0, 2, 3), "gates": torch.ones(0, 2, 3)},
-            DataError,
-            "at least one step",
-        ),
-        ({"state": torch.ones(4, 3)}, StateError, r"state has shape \(4, 3\), expected \(2, 3\)"),
-        (
-            {"initial": torch.ones(2, 4)},
-            StateError,
-            r"initial has shape \(2, 4\), expected \(2, 3\)",
-        ),
-        (
-            {"resets": torch.ones(6, 3, dtype=torch.bool)},
-            DataError,
-            r"resets are \(6, 3\) torch.bool, expected \(6, 2\)",
-        ),
-        ({"resets": torch.ones(6, 2)}, DataError, "torch.float32, expected .6, 2. torch.bool"),
-        (
-            {name: torch.ones(6, 2, 3).long() for name in ("gates", "inputs")}
-            | {"state": torch.ones(2, 3).long()},
-            DataError,
-            "torch.int64",
-        ),
+        (DataError, {"gates": torch.ones(5, 2)}),
+        (DataError, {"gates": torch.ones(3), "inputs": torch.ones(3)}),
+        (DataError, {"inputs": torch.ones(0, 2, 3), "gates": torch.ones(0, 2, 3)}),
+        (StateError, {"state": torch.ones(4, 3)}),
+        (StateError, {"initial": torch.ones(2, 4)}),
+        (DataError, {"resets": torch.ones(6, 3, dtype=torch.bool)}),
+        (DataError, {"resets": torch.ones(6, 2)}),
+        (DataError, {name: torch.ones(shape).long() for name, shape in SHAPES.items()}),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(
-    given: dict[str, Tensor], error: type[Exception], words: str
+    error: type[Exception], given: dict[str, Tensor]
 ) -> None:
-    whole: dict[str, Any] = {
-        "gates": torch.ones(6, 2, 3),
-        "inputs": torch.ones(6, 2, 3),
-        "state": torch.ones(2, 3),
-        **given,
-    }
-    with pytest.raises(error, match=words):
-        linear_scan(**whole)
+    whole: dict[str, Any] = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    with pytest.raises(error, match="|".join(given)):
+        linear_scan(**whole | given)
 
 
 def test_resets_that_differ_within_a_vmap_are_refused() -> None:
@@ -572,27 +386,3 @@ def test_resets_that_differ_within_a_vmap_are_refused() -> None:
         torch.func.vmap(lambda resets: linear_scan(case.gates, case.inputs, case.state, resets))(
             torch.zeros(4, 6, 2, dtype=torch.bool)
         )
-
-
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="what torch 2.13 does")
-def test_the_scan_operator_of_torch_blames_its_gates_wrongly() -> None:
-    """The reason for our own scan.
-
-    The operator behind `associative_scan(combine_mode="pointwise")` treats its operands as
-    independent.
-    """
-    from torch._higher_order_ops.associative_scan import associative_scan_op  # no public name
-
-    def torch_scan(gates: Tensor, inputs: Tensor, state: Tensor, *_: Any, **__: Any) -> Tensor:
-        first = torch.cat([inputs[:1] + gates[:1] * state, inputs[1:]])
-        return associative_scan_op(lambda a, b, c, d: [a * c, c * b + d], (gates, first), ())[1]
-
-    case = Case.draw(16)
-    gates, inputs, state = case.leaves()
-    ours, theirs = linear_scan(gates, inputs, state), torch_scan(gates, inputs, state)
-    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-12)
-    right = torch.autograd.grad(ours.sum(), (gates, inputs))
-    actual = torch.autograd.grad(theirs.sum(), (gates, inputs))
-    torch.testing.assert_close(actual[1], right[1], rtol=0, atol=1e-12)
-    assert (actual[0] - right[0]).abs().max() > 0.1 * right[0].abs().max()
-    assert deviation(linear_scan, case) < 1e-12

@@ -51,52 +51,33 @@ def test_pages_that_notebooks_link_exist() -> None:
                 assert (FOLDER / target).is_file(), f"{notebook.name}: {target}"
 
 
-@pytest.mark.parametrize("kernel", ["docs/tutorial", "."])  # the folder that it starts in
-@pytest.mark.parametrize(
-    ("wheel", "in_clone", "built", "expected"),
-    [
-        ("/ci/throughtime-0.1.0.whl", True, True, "/ci/throughtime-0.1.0.whl"),
-        (None, True, True, "CLONE/dist/throughtime-0.1.0-py3-none-any.whl"),
-        (None, True, False, "CLONE"),
-        (None, False, False, "throughtime"),
-    ],
-)
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that the first cell runs."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
+    (first,) = {cells(notebook)[0] for notebook in NOTEBOOKS}
+    exec(first, {})
+    return calls
+
+
 def test_the_first_cell_installs_the_wheel_of_ci_or_the_clone_or_the_package(
-    wheel: str | None,
-    in_clone: bool,
-    built: bool,
-    expected: str,
-    kernel: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tmp_path / "docs" / "tutorial"
-    folder.mkdir(parents=True)
-    if in_clone:
-        (tmp_path / "constraints.txt").touch()
-    if built:
-        (tmp_path / "dist").mkdir()
-        (tmp_path / "dist" / "throughtime-0.1.0-py3-none-any.whl").touch()
-    calls: list[list[str]] = []
-    monkeypatch.chdir(tmp_path / kernel)
+    assert installed(monkeypatch) == []  # throughtime is there
+    kernel, wheel = tmp_path / "docs" / "tutorial", tmp_path / "dist" / "throughtime-0.1.0.whl"
+    kernel.mkdir(parents=True)
+    monkeypatch.chdir(kernel)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
     monkeypatch.delenv("THROUGHTIME_WHEEL", raising=False)
-    if wheel is not None:
-        monkeypatch.setenv("THROUGHTIME_WHEEL", wheel)
-    first = {cells(notebook)[0] for notebook in NOTEBOOKS}
-    assert len(first) == 1
-    exec(first.pop(), {})
-    pins = ["--constraint", f"{tmp_path}/constraints.txt"] if in_clone else []
     install = [sys.executable, "-m", "pip", "install", "--quiet"]
-    expected = expected.replace("CLONE", str(tmp_path)) + "[plot,wfdb]"
-    assert calls == [[*install, *pins, expected]]
-
-
-def test_the_first_cell_installs_nothing_where_throughtime_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda words, **_: calls.append(words))
-    exec(cells(NOTEBOOKS[0])[0], {})
-    assert calls == []
+    assert installed(monkeypatch) == [[*install, "throughtime[plot,wfdb]"]]
+    (tmp_path / "constraints.txt").touch()
+    install += ["--constraint", f"{tmp_path}/constraints.txt"]
+    assert installed(monkeypatch) == [[*install, f"{tmp_path}[plot,wfdb]"]]
+    wheel.parent.mkdir()
+    wheel.touch()
+    assert installed(monkeypatch) == [[*install, f"{wheel}[plot,wfdb]"]]
+    monkeypatch.chdir(tmp_path)  # the folder that a kernel starts in differs
+    assert installed(monkeypatch) == [[*install, f"{wheel}[plot,wfdb]"]]
+    monkeypatch.setenv("THROUGHTIME_WHEEL", "/ci/own.whl")
+    assert installed(monkeypatch) == [[*install, "/ci/own.whl[plot,wfdb]"]]

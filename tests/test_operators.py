@@ -16,7 +16,15 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_map
 
 import throughtime as tt
-from recurrences import LayerCase, every_cell, every_layer, max_difference, needs_kernels, tolerance
+from recurrences import (
+    LayerCase,
+    every_cell,
+    every_layer,
+    max_difference,
+    needs_kernels,
+    run_and_grad,
+    tolerance,
+)
 from throughtime.errors import DataError
 from throughtime.kernels import operators, reference
 from throughtime.kernels.cells import GRU, LSTM, Cell, Weights
@@ -33,12 +41,6 @@ def forgotten() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-
-
-# where the operator and not the layer is tested
-lstm_first = pytest.mark.parametrize(
-    "name", ["LSTM", *(pytest.param(name, marks=pytest.mark.slow) for name in ("GRU", "RNN"))]
-)
 
 
 class Net(nn.Module):
@@ -60,32 +62,6 @@ def value_and_gradients(net: Any, parameters: list[Tensor], *given: Any) -> list
             (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum(), parameters
         ),
     ]
-
-
-@every_layer
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)],
-    ids=["f64", "f32"],
-)
-def test_compiled_without_a_break_it_is_the_same(name: str, dtype: torch.dtype) -> None:
-    net = Net(name).to(dtype)
-    counter = CompileCounterWithBackend("aot_eager")
-    with config.patch(allow_rnn=True):
-        compiled = torch.compile(net, fullgraph=True, backend=counter)
-        for steps, lanes in ((11, 2), (13, 3), (7, 5)):
-            x, resets = torch.randn(steps, lanes, 4, dtype=dtype), torch.rand(steps, lanes) < 0.2
-            for given in ((x,), (x, resets)):
-                expected = value_and_gradients(net, list(net.parameters()), *given)
-                assert max_difference(
-                    value_and_gradients(compiled, list(net.parameters()), *given), expected
-                ) < tolerance(dtype)
-    assert 2 <= counter.frame_count <= 4  # with and without resets, and once more for any size
-    assert any(
-        "throughtime.recurrent" in str(node.target)
-        for graph in counter.graphs
-        for node in graph.graph.nodes
-    )
 
 
 @every_layer
@@ -151,8 +127,9 @@ def test_exported_program_is_the_same_for_any_size(name: str, precision: str, la
 def test_compiled_for_dynamic_sizes_it_is_compiled_once(name: str, precision: str) -> None:
     dtype, rounds = PRECISIONS[precision]
     net = Net(name).to(dtype)
+    counter = CompileCounterWithBackend("aot_eager")
     with config.patch(allow_rnn=True, error_on_recompile=True):
-        compiled = torch.compile(net, fullgraph=True, dynamic=True, backend="aot_eager")
+        compiled = torch.compile(net, fullgraph=True, dynamic=True, backend=counter)
         for size in SIZES:
             x, resets = torch.randn(*size, 4, dtype=dtype), torch.rand(*size) < 0.2
             with autocast(rounds):
@@ -160,18 +137,12 @@ def test_compiled_for_dynamic_sizes_it_is_compiled_once(name: str, precision: st
                 actual = value_and_gradients(compiled, list(net.parameters()), x, resets)
             # under autocast the head's own gradients are rounded to bfloat16
             assert max_difference(actual, expected) < (0.02 if rounds else 10 * tolerance(dtype))
+    nodes = [node for graph in counter.graphs for node in graph.graph.nodes]
+    assert any("throughtime.recurrent" in str(node.target) for node in nodes)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        lambda: tt.nn.LSTM(3, 6),
-        lambda: nn.Sequential(nn.Linear(3, 4), tt.nn.GRU(4, 6), nn.Linear(6, 2)),
-    ],
-    ids=["layer", "sequential"],
-)
-def test_a_carried_net_is_exported_for_any_size(module: Any) -> None:
-    net = tt.carry(module())
+def test_a_carried_net_is_exported_for_any_size() -> None:
+    net = tt.carry(nn.Sequential(nn.Linear(3, 4), tt.nn.LSTM(4, 6), nn.Linear(6, 2)))
     state, steps, lanes = net.initial_state(4), torch.export.Dim("T"), torch.export.Dim("B")
     shapes = {0: steps, 1: lanes}
     program = torch.export.export(
@@ -192,17 +163,6 @@ def test_a_carried_net_is_exported_for_any_size(module: Any) -> None:
             [leaf for _, leaf in tt.state.leaves(end)],
         )
         assert max_difference([y, *ends[0]], [expected, *ends[1]]) < 1e-6
-
-
-@lstm_first
-@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
-def test_layers_in_bfloat16_are_exported_for_any_number_of_lanes(name: str) -> None:
-    net, lanes = Net(name).to(torch.bfloat16), torch.export.Dim("B", min=2)
-    x = torch.randn(5, 3, 4, dtype=torch.bfloat16)
-    program = torch.export.export(net, (x,), dynamic_shapes={"x": {1: lanes}}).module()
-    for size in (2, 21):
-        x = torch.randn(5, size, 4, dtype=torch.bfloat16)
-        torch.testing.assert_close(program(x), net(x))
 
 
 @pytest.mark.filterwarnings(
@@ -238,7 +198,7 @@ def test_operator_equals_the_reference_and_so_are_its_gradients(
     cell: Cell, projection: int
 ) -> None:
     data = LayerCase.draw(cell, 5, 2, 3, 4, often=0.3, projection=projection if cell is LSTM else 0)
-    actual = [everything(data, run) for run in (operators.run, exported, reference.run)]
+    actual = [run_and_grad(data, run) for run in (operators.run, exported, reference.run)]
     assert max_difference(actual[0], actual[2]) < 1e-12
     assert max_difference(actual[1], actual[2]) < 1e-12
 
@@ -253,15 +213,6 @@ def exported(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Te
     return y, (h_end,) if c is None else (h_end, c_end)
 
 
-def everything(data: LayerCase, run: Any) -> list[Tensor]:
-    leaves = data.leaves()
-    results = data.run(run, leaves)
-    loss = torch.stack(
-        [(t * torch.linspace(-1, 1, t.numel(), dtype=t.dtype).view_as(t)).sum() for t in results]
-    ).sum()
-    return [*results, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
-
-
 def test_operator_without_kernels_equals_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exported program may be loaded where no kernels are."""
     monkeypatch.setattr(operators, "library", lambda: None)
@@ -273,21 +224,6 @@ def test_operator_without_kernels_equals_the_reference(monkeypatch: pytest.Monke
             )
             < 1e-12
         )
-
-
-@lstm_first
-def test_a_compiled_call_that_does_not_fit_is_refused(name: str) -> None:
-    """Where the layer itself does not look, so that the kernel reads nothing that is not there."""
-    layer = getattr(tt.nn, name)(4, 6)
-    with config.patch(allow_rnn=True):
-        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        for size in ((1, 1, 6), (1, 2, 5)):
-            h = torch.zeros(size)
-            with pytest.raises(
-                DataError,
-                match=r"h of a compiled .* is .*expected \(2, 6\) torch\.float32.*initial_state",
-            ):
-                compiled(torch.randn(5, 2, 4), (h, torch.zeros(1, 2, 6)) if name == "LSTM" else h)
 
 
 @every_cell
@@ -308,21 +244,16 @@ def test_operator_refuses_what_it_would_misread(cell: Cell) -> None:
                 )
 
 
-@lstm_first
-def test_compiled_without_steps_or_lanes_the_state_passes(name: str) -> None:
+def test_compiled_without_steps_or_lanes_the_state_passes() -> None:
     """A kernel would read and write what is not there."""
-    layer = getattr(tt.nn, name)(4, 6)
+    layer = tt.nn.LSTM(4, 6)
     with config.patch(allow_rnn=True):
         compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-        for size in ((0, 2), (5, 0)):
-            x, leaves = torch.randn(*size, 4), [torch.randn(1, size[1], 6, requires_grad=True)]
-            if name == "LSTM":
-                leaves.append(torch.randn(1, size[1], 6, requires_grad=True))
-            y, after = compiled(x, tuple(leaves) if name == "LSTM" else leaves[0])
-            assert y.shape == (*size, 6)
-            ends = list(after) if name == "LSTM" else [after]
-            for leaf, end in zip(leaves, ends, strict=True):
-                torch.testing.assert_close(end, leaf)
-            torch.stack([(k + 2) * end.sum() for k, end in enumerate(ends)]).sum().backward()
-            for k, leaf in enumerate(leaves):
+        for steps, lanes in ((0, 2), (5, 0)):
+            state = tuple(torch.randn(1, lanes, 6, requires_grad=True) for _ in "hc")
+            y, ends = compiled(torch.randn(steps, lanes, 4), state)
+            assert y.shape == (steps, lanes, 6)
+            torch.testing.assert_close(ends, state)
+            (2 * ends[0].sum() + 3 * ends[1].sum()).backward()
+            for k, leaf in enumerate(state):
                 torch.testing.assert_close(leaf.grad, torch.full_like(leaf, k + 2))

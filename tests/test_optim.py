@@ -13,6 +13,7 @@ from optimizers import (
     BACKENDS,
     BOUNDS,
     PAIRS,
+    Race,
     flattened,
     in_two_groups,
     make_params,
@@ -133,7 +134,7 @@ def test_steps_without_memory_of_squares_are_torchs(rule: str, amsgrad: bool) ->
 
 @needs_core
 @pytest.mark.parametrize("rule", PAIRS)
-@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("dtype", [torch.float64])
 def test_a_norm_that_is_wrong_by_a_hundredth_is_detected(rule: str, dtype: torch.dtype) -> None:
     """The mutant of the test above.
 
@@ -215,23 +216,20 @@ def test_clipping_is_over_all_groups_and_leaves_the_gradients_alone(rule: str, r
     assert optimizer.norm is None
 
 
-@pytest.mark.parametrize("rule", PAIRS)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_norm_that_is_no_number_does_what_torchs_does(
-    rule: str, number: float, runs: str
-) -> None:
-    mine, theirs = make_params(), make_params()
-    ours, torchs = PAIRS[rule][0](mine, lr=0.1, max_norm=1.0), PAIRS[rule][1](theirs, lr=0.1)
+def test_a_norm_that_is_no_number_does_what_torchs_does(number: float, runs: str) -> None:
+    pair = Race("adamw", max_norm=1.0)
     for step in range(2):
-        for params in (mine, theirs):
+        for params, optimizer in pair.sides:
             set_grads(params, step)
             if step == 1:
                 params[0].grad[2, 3] = number  # pyright: ignore[reportOptionalSubscript]
-        clip_grad_norm_(theirs, 1.0)
-        ours.step()
-        torchs.step()
-    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(mine, theirs, strict=True))
-    assert any(param.isnan().any() for param in mine)
-    assert ours.norm is not None
-    assert not ours.norm < float("inf")
-    assert was_compiled(ours) == (runs == "compiled")
+            if optimizer is pair.torchs:
+                clip_grad_norm_(params, 1.0)
+            optimizer.step()
+    assert all(
+        torch.equal(a.isnan(), b.isnan()) for a, b in zip(pair.mine, pair.theirs, strict=True)
+    )
+    assert any(param.isnan().any() for param in pair.mine)
+    assert not pair.ours.norm < float("inf")
+    assert was_compiled(pair.ours) == (runs == "compiled")

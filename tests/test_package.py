@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import importlib
 import pickle
 import re
 import subprocess
@@ -65,14 +66,16 @@ def test_all_is_complete_and_every_name_resolves() -> None:
         _ = tt.Online
 
 
-def test_functions_keep_their_names_when_their_submodules_are_imported() -> None:
+def test_public_names_are_functions_beside_their_modules_and_load_nothing_optional() -> None:
     code = (
         "import throughtime.carry, throughtime.doctor, throughtime.predict, throughtime.updates\n"
         "import throughtime as tt, types\n"
         "for name in ('carry', 'doctor', 'predict', 'updates'):\n"
         "    assert isinstance(getattr(tt, name), types.FunctionType), name\n"
     )
-    assert "throughtime" in loaded_by(code)
+    loaded = loaded_by(f"{code}from throughtime import *")
+    assert {"throughtime", "torch", "numpy"} <= loaded
+    assert not loaded & set(OPTIONAL)
 
 
 DOCUMENTED = [Path(__file__).parent.parent / "README.md", *DOCS.rglob("*.md")]
@@ -129,12 +132,6 @@ def test_import_loads_neither_torch_nor_an_optional_dependency() -> None:
     assert not loaded & {"torch", "numpy", *OPTIONAL}
 
 
-def test_public_names_load_no_optional_dependency() -> None:
-    loaded = loaded_by("from throughtime import *")
-    assert {"throughtime", "torch", "numpy"} <= loaded
-    assert not loaded & set(OPTIONAL)
-
-
 def test_the_check_of_optional_dependencies_can_fail() -> None:
     """All are installed here, so that the test above would see them."""
     modules = ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "wfdb"]
@@ -144,3 +141,22 @@ def test_the_check_of_optional_dependencies_can_fail() -> None:
 def test_the_package_is_pickled_by_name() -> None:
     """Ray sends functions that use `tt` to its workers so."""
     assert pickle.loads(pickle.dumps(tt)) is tt  # of this line
+
+
+@pytest.mark.parametrize(
+    ("extra", "needed"),
+    [
+        ("ignite", "ignite.engine"),
+        ("accelerate", "accelerate"),
+        ("lightning", "lightning.pytorch"),
+    ],
+)
+def test_without_an_extra_the_import_says_what_to_install(
+    extra: str, needed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = f"throughtime.integrations.{extra}"
+    for name in [name for name in sys.modules if name.startswith(module)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, needed, None)
+    with pytest.raises(errors.MissingExtraError, match=rf"pip install 'throughtime\[{extra}\]'"):
+        importlib.import_module(module)

@@ -124,14 +124,6 @@ def whole(
     return weights(fitting(example, tmp_path_factory.mktemp("whole"), "whole"))
 
 
-@pytest.mark.slow
-def test_two_workers_give_the_weights_of_one_process(
-    whole: dict[str, Tensor], example: ModuleType
-) -> None:
-    assert apart(whole, alone(example, 4)[0]) < 1e-6
-    assert apart(whole, alone(example, 2)[0]) > 1e-3  # a mutant: half of the lanes
-
-
 def kill_a_worker(storage: Path, running: Future[Any]) -> int:
     """Kills one, by its own id, when there is a checkpoint; the number of updates in the newest."""
     written, deadline = storage / "checkpoint_manager_snapshot.json", time.monotonic() + PATIENCE
@@ -148,9 +140,11 @@ def kill_a_worker(storage: Path, running: Future[Any]) -> int:
 
 
 @pytest.mark.slow
-def test_after_a_kill_and_when_it_is_started_again_a_training_goes_on_to_the_bit(
+def test_workers_give_the_weights_of_one_process_after_a_kill_and_a_start_to_the_bit(
     whole: dict[str, Tensor], example: ModuleType, tmp_path: Path
 ) -> None:
+    assert apart(whole, alone(example, 4)[0]) < 1e-6
+    assert apart(whole, alone(example, 2)[0]) > 1e-3  # a mutant: half of the lanes
     running = fitting(example, tmp_path, "again", updates=30, every=5)
     assert 0 < kill_a_worker(tmp_path / "again", running) < 30
     assert apart(weights(running), whole) > 1e-3

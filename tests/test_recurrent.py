@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import throughtime as tt
 from recurrences import (
@@ -31,15 +30,7 @@ from throughtime.kernels.reference import States
 
 pytestmark = needs_kernels
 Some = tuple[Tensor | None, ...]  # gradients where allow_unused
-SIZES = [
-    (1, 1, 1, 1),
-    (2, 3, 5, 7),
-    (17, 1, 16, 50),
-    (13, 8, 3, 33),
-    (5, 3, 70, 50),
-    (11, 2, 1, 64),
-    (3, 13, 9, 20),
-]
+SIZES = [(1, 1, 1, 1), (17, 1, 16, 50), (13, 8, 3, 33), (5, 3, 70, 50), (11, 2, 1, 64)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "T{}-B{}-D{}-H{}".format(*s))
 
 
@@ -62,21 +53,16 @@ def test_a_wrong_reference_is_detected(cell: Cell) -> None:
     data = LayerCase.draw(cell, 13, 3, 5, 7, often=0.3)
     right = run_and_grad(data, reference.run)
 
-    def late(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
+    def late(cell: Any, x: Any, states: States, weights: Weights, resets: Tensor) -> Any:
         return reference.run(cell, x, states, weights, resets.roll(1, 0))
 
-    def mixed(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
-        return reference.run(cell, x, (states[0].roll(1, 0), *states[1:]), weights, resets)
+    def mixed(cell: Any, x: Any, states: States, *rest: Any) -> Any:
+        return reference.run(cell, x, (states[0].roll(1, 0), *states[1:]), *rest)
 
-    def unbiased(cell: Cell, x: Tensor, states: States, weights: Weights, resets: Tensor) -> Any:
+    def unbiased(cell: Any, x: Any, states: States, weights: Weights, resets: Tensor) -> Any:
         assert weights.b_hh is not None
-        return reference.run(
-            cell,
-            x,
-            states,
-            weights._replace(b_hh=weights.b_hh * (torch.arange(len(weights.b_hh)) >= 7)),
-            resets,
-        )
+        kept = weights.b_hh * (torch.arange(len(weights.b_hh)) >= 7)
+        return reference.run(cell, x, states, weights._replace(b_hh=kept), resets)
 
     data_kept = LayerCase(
         cell,
@@ -105,17 +91,6 @@ def test_credit_of_the_last_step_reaches_the_first(cell: Cell) -> None:
     assert leaves[0] is not None
     (dx,) = torch.autograd.grad(y[-1].square().sum(), leaves[0])
     assert dx[0].abs().max() > 1e-4
-
-
-@both_types
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-@pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
-def test_projection_equals_the_reference(dtype: torch.dtype, bias: bool, often: float) -> None:
-    for size, projection in (((1, 1, 1, 2), 1), ((13, 3, 5, 33), 7), ((7, 8, 3, 50), 49)):
-        data = LayerCase.draw(LSTM, *size, bias=bias, projection=projection, often=often)
-        assert max_difference(
-            run_and_grad(data.to(dtype), recurrent.run), run_and_grad(data, reference.run)
-        ) < tolerance(dtype)
 
 
 @every_cell
@@ -313,19 +288,18 @@ def test_outputs_may_be_changed_in_place(cell: Cell) -> None:
 
 
 @every_cell
-@both_types
-def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, dtype: torch.dtype) -> None:
-    for size in (
-        (7, 9, 16, 50),
-        (64, 16, 64, 128),
-        (33, 1, 40, 200),
-    ):  # small, and enough work for two
-        data = LayerCase.draw(cell, *size, often=0.1).to(dtype)
+@pytest.mark.parametrize("kind", ["f64", "f32", "autocast"])
+def test_bits_do_not_depend_on_the_number_of_threads(cell: Cell, kind: str) -> None:
+    # small, enough work for two, and for two with products in bfloat16
+    for size in ((7, 9, 16, 50), (64, 16, 64, 128), (23, 19, 100, 310)):
+        data = LayerCase.draw(cell, *size, often=0.1)
         actual = list[list[Tensor]]()
         for threads in (1, 2):
             torch.set_num_threads(threads)
             try:
-                actual.append(run_and_grad(data, recurrent.run))
+                with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+                    data = data if kind == "f64" else data.to(torch.float32)
+                    actual.append(run_and_grad(data, recurrent.run))
             finally:
                 torch.set_num_threads(1)
         assert all(torch.equal(a, b) for a, b in zip(*actual, strict=True))
@@ -365,22 +339,6 @@ def test_without_a_graph_the_same_numbers_come(cell: Cell) -> None:
         assert all(
             torch.equal(a, b) and not a.requires_grad for a, b in zip(actual, expected, strict=True)
         )
-
-
-@every_cell
-def test_checkpointed_call_has_the_same_gradients(cell: Cell) -> None:
-    data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
-    leaves = data.leaves()
-
-    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(data.run(recurrent.run, tensors))
-
-    results = checkpoint(call, *leaves, use_reentrant=False)
-    assert isinstance(results, tuple)
-    assert (
-        max_difference([*results, *loss_grads(results, leaves)], run_and_grad(data, recurrent.run))
-        == 0.0
-    )
 
 
 @pytest.mark.parametrize("level", [b"base", b"v2", b"v3", b"v4"], ids=bytes.decode)

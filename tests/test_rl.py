@@ -12,7 +12,6 @@ import throughtime as tt
 from throughtime.errors import LawError, ModelError
 from throughtime.integrations import rl
 
-gymnasium = pytest.importorskip("gymnasium", reason="needs throughtime[rl]")
 sb3_contrib = pytest.importorskip("sb3_contrib", reason="needs throughtime[rl]")
 torchrl = pytest.importorskip("torchrl.modules", reason="needs throughtime[rl]")
 
@@ -49,8 +48,8 @@ def distance(a: nn.Module, b: nn.Module) -> float:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"enable_critic_lstm": False}, {"shared_lstm": True, "enable_critic_lstm": False}],
-    ids=["two", "actor", "shared"],
+    [{}, {"shared_lstm": True, "enable_critic_lstm": False}],
+    ids=["two", "shared"],
 )
 def test_recurrent_ppo_trains_to_the_same_weights(options: dict[str, Any]) -> None:
     plain, fused = agent(**options), agent(**options)
@@ -95,29 +94,15 @@ def check_policy(policy: Any) -> None:
     tt.testing.check_rollout(plays(policy), *rollout(2), state)
 
 
-def late(features: Tensor, states: Any, starts: Tensor, lstm: Any) -> Any:
-    rows = starts.reshape(LANES, -1).roll(1, dims=1)
-    rows[:, 0] = 0
-    return rl._process_sequence(features, states, rows.flatten(), lstm)
-
-
-def of_another_environment(features: Tensor, states: Any, starts: Tensor, lstm: Any) -> Any:
-    turned = tuple(leaf.roll(1, dims=1) for leaf in states)
-    return rl._process_sequence(features, turned, starts, lstm)
-
-
-def stale(features: Tensor, states: Any, starts: Tensor, lstm: Any) -> Any:
-    return rl._process_sequence(features, states, torch.zeros_like(starts), lstm)
-
-
-def test_the_policy_obeys_the_laws_of_a_rollout_and_mutants_do_not() -> None:
+def test_the_policy_obeys_the_laws_of_a_rollout_and_without_resets_does_not() -> None:
     policy = agent().policy
     check_policy(policy)
     check_policy(rl.fuse(policy))
-    for mutant in (late, of_another_environment, stale):
-        policy._process_sequence = mutant
-        with pytest.raises(LawError):
-            check_policy(policy)
+    policy._process_sequence = lambda features, states, starts, lstm: rl._process_sequence(
+        features, states, torch.zeros_like(starts), lstm
+    )
+    with pytest.raises(LawError):
+        check_policy(policy)
 
 
 def test_a_fused_policy_can_be_copied_saved_and_loaded(tmp_path: Any) -> None:
@@ -165,9 +150,8 @@ def tensordict(x: Tensor, starts: Tensor, **states: Tensor) -> Any:
 
 
 @KINDS
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_rollout_gives_what_torchrl_gives(kind: str, layers: int) -> None:
-    (x, starts), results = rollout(3), list[Any]()
+def test_a_rollout_gives_what_torchrl_gives(kind: str) -> None:
+    layers, (x, starts), results = 2, rollout(3), list[Any]()
     starts = starts & (torch.arange(STEPS) > 0)[:, None]  # the first episodes go on
     states = {name: torch.randn(layers, LANES, 5) for name in ("h", "c")}
     for source in (torchrl, rl):
@@ -183,24 +167,6 @@ def test_a_rollout_gives_what_torchrl_gives(kind: str, layers: int) -> None:
     plain = module(kind, rl, num_layers=layers, default_recurrent_mode=True)
     without = plain(tensordict(x, torch.zeros_like(starts), **states))["y"]
     assert (without - results[0][0]).abs().max() > 1e-2  # the mutant: no reset
-
-
-@KINDS
-def test_the_modules_obey_the_laws_of_a_rollout(kind: str) -> None:
-    net = module(kind)
-
-    def play(x: Tensor, state: Any, starts: Tensor) -> tuple[Tensor, Any]:
-        names = ["h", "c"][: len(state)]
-        with torchrl.set_recurrent_mode(len(x) > 1):
-            data = tensordict(x, starts, **dict(zip(names, state, strict=True)))
-            data = net(data if len(x) > 1 else data.squeeze(1))
-        y = data["y"] if len(x) > 1 else data["y"].unsqueeze(1)
-        after = [data["next", name] for name in names]
-        after = [leaf[:, -1] if len(x) > 1 else leaf for leaf in after]
-        return y.transpose(0, 1), tuple(leaf.transpose(0, 1) for leaf in after)
-
-    state = zeros(1, LANES, 5)[: 2 if kind == "LSTMModule" else 1]
-    tt.testing.check_rollout(play, *rollout(3), state)
 
 
 @KINDS

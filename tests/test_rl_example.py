@@ -1,8 +1,6 @@
 """examples/rl/ppo_lstm.py: its gradient is that of the whole history, and it learns."""
 
-import importlib.util
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,22 +10,12 @@ from torch.distributions import Categorical
 
 import throughtime as tt
 
-gymnasium = pytest.importorskip("gymnasium", reason="needs throughtime[rl]")
+pytest.importorskip("gymnasium", reason="needs throughtime[rl]")
 
-PATH = Path(__file__).parent.parent / "examples" / "rl" / "ppo_lstm.py"
-
-
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("ppo_lstm", PATH)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from examples.rl import ppo_lstm as example
 
 
-def rollouts(example: Any, net: Any, count: int) -> deque[Any]:
+def rollouts(net: Any, count: int) -> deque[Any]:
     """Rollouts of random observations that continue each other."""
     torch.manual_seed(1)
     shape, state, history = (example.STEPS, example.LANES), net.initial_state(example.LANES), []
@@ -47,7 +35,7 @@ def rollouts(example: Any, net: Any, count: int) -> deque[Any]:
     return deque(history)
 
 
-def gradient_by_updates(example: Any, net: Any, history: Any, horizon: int) -> list[Tensor]:
+def gradient_by_updates(net: Any, history: Any, horizon: int) -> list[Tensor]:
     lanes = torch.tensor([4, 1])
     net.zero_grad()
     state = tt.state.select(history[0].state, lanes)
@@ -60,7 +48,7 @@ def gradient_by_updates(example: Any, net: Any, history: Any, horizon: int) -> l
     return [p.grad.clone() for p in net.parameters()]
 
 
-def gradient_by_hand(example: Any, net: Any, history: Any) -> list[Tensor]:
+def gradient_by_hand(net: Any, history: Any) -> list[Tensor]:
     """Plain autograd over all rollouts from the stored state."""
     lanes = torch.tensor([4, 1])
     net.zero_grad()
@@ -83,24 +71,24 @@ def gradient_by_hand(example: Any, net: Any, history: Any) -> list[Tensor]:
     return [p.grad.clone() for p in net.parameters()]
 
 
-def test_credit_crosses_rollouts_as_plain_autograd_has_it(example: Any) -> None:
+def test_credit_crosses_rollouts_as_plain_autograd_has_it() -> None:
     net = example.make_net(2, 2)
-    history = rollouts(example, net, 3)
-    expected = gradient_by_hand(example, net, history)
-    pairs = zip(gradient_by_updates(example, net, history, 3), expected, strict=True)
+    history = rollouts(net, 3)
+    expected = gradient_by_hand(net, history)
+    pairs = zip(gradient_by_updates(net, history, 3), expected, strict=True)
     assert max((a - b).abs().max().item() for a, b in pairs) < 1e-6
-    shorter = gradient_by_updates(example, net, history, 1)  # the mutant: each rollout alone
+    shorter = gradient_by_updates(net, history, 1)  # the mutant: each rollout alone
     assert max((a - b).abs().max().item() for a, b in zip(shorter, expected, strict=True)) > 1e-6
 
 
-def test_the_net_obeys_the_laws_of_a_rollout(example: Any) -> None:
+def test_the_net_obeys_the_laws_of_a_rollout() -> None:
     net = example.make_net(2, 2)
-    part = rollouts(example, net, 1)[0]
+    part = rollouts(net, 1)[0]
     laws = tt.testing.check_rollout(net, part.inputs, part.starts, part.state)
     assert all(law.holds for law in laws)
 
 
 @pytest.mark.slow  # a minute
-def test_it_learns_to_balance_without_velocities(example: Any) -> None:
+def test_it_learns_to_balance_without_velocities() -> None:
     _, mean = example.train(rollouts=40, history=2, seed=0)
     assert mean > 100  # at random: 20

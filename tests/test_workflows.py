@@ -39,23 +39,9 @@ def test_a_workflow_names_what_exists(path: Path) -> None:
     assert text.count("runs-on:") == text.count("timeout-minutes:") >= 1
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "fault"),
-    [
-        (".ci/run", ".ci/check", ".ci/check"),
-        ("constraints.txt", "pins.txt", "pins.txt"),
-        (".ci/run", "make checks", "make checks"),
-        (
-            "checkout@3d3c42e5aac5ba805825da76410c181273ba90b1 # v7.0.1",
-            "checkout@v7",
-            "actions/checkout@v7",
-        ),
-    ],
-)
-def test_a_workflow_that_names_something_else_is_refused(old: str, new: str, fault: str) -> None:
-    text = (ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8")
-    assert old in text
-    assert fault in faults(text.replace(old, new))
+def test_a_workflow_that_names_something_else_is_refused() -> None:
+    text = "run: .ci/check; make checks -c pins.txt\n- uses: actions/checkout@v7\n"
+    assert faults(text) == ["make checks", "actions/checkout@v7", ".ci/check", "pins.txt"]
 
 
 def test_the_wheels_are_built_for_the_oldest_python() -> None:
