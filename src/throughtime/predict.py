@@ -27,11 +27,12 @@ from throughtime.carry.carried import (
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
-from throughtime.nn.affine import refuse_whole_recordings
+from throughtime.nn.affine import needs_whole_recordings, refuse_whole_recordings
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
 from throughtime.stream.sources import Recordings, as_recording
+from throughtime.stream.standardise import standardised
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
 
@@ -94,7 +95,14 @@ def predict(
         recording = {"inputs": recording}
     played = as_recording(recording)
     stream = Stream(
-        [played], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing, rank=0, ranks=1
+        [standardised(played) if needs_whole_recordings(net) else played],
+        lanes=1,
+        chunk=chunk,
+        seed=None,
+        dtype=dtype,
+        missing=missing,
+        rank=0,
+        ranks=1,
     )
     stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
     stream._collator.advice += "; on_nan='hold' (--on-nan hold) leaves such steps out"

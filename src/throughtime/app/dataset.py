@@ -17,7 +17,6 @@ from throughtime.app.config import Config
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
     SourceRecording,
-    StandardisedRecording,
     Statistics,
     check_sources,
     collect_statistics,
@@ -25,7 +24,6 @@ from throughtime.app.recordings import (
     leaks,
     open_entry,
     open_recordings,
-    read_blocks,
     target_moments,
 )
 from throughtime.errors import DataError, counted, listed
@@ -41,6 +39,7 @@ from throughtime.stream.manifest import (
     read_folder,
 )
 from throughtime.stream.recording import Part
+from throughtime.stream.standardise import StandardisedRecording, read_blocks
 from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
 
 _OWNER = "the training split has"  # the classes

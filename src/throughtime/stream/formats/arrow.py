@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -65,19 +65,19 @@ class Content(NamedTuple):
         faults: why columns cannot be read, by name.
     """
 
-    starts: Sequence[int]
+    starts: Sequence[int] = (0,)
     nullable: Sequence[str] = ()
     faults: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, batches: Iterable[Any]) -> "Content":
-        """That of record batches that can all be read."""
+    def of(cls, batches: Iterable[Any], faults: Mapping[str, str]) -> "Content":
+        """That of record batches; the faults are known when these have been made."""
         starts, nullable = [0], dict[str, None]()
         for batch in batches:
             starts.append(starts[-1] + batch.num_rows)
             columns = zip(batch.schema.names, batch.columns, strict=True)
             nullable |= {name: None for name, column in columns if column.null_count}
-        return cls(starts, (*nullable,))
+        return cls(starts, (*nullable,), dict(faults))
 
 
 class ArrowFile(Table):
@@ -97,7 +97,7 @@ class ArrowFile(Table):
         self, path: Path | str, schema: Any, content: Content, batch: Callable[[int], Any]
     ) -> None:
         self.path, self.content, self._batch = path, content, batch
-        self._latest: tuple[int, Any] = -1, None  # the batch that was read last
+        self._latest: tuple[Any, Any] = None, None  # the batches that were read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
@@ -110,22 +110,18 @@ class ArrowFile(Table):
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         for name in filter(self.content.faults.__contains__, columns):  # the first, of several
             raise DataError(f"{self.path}: {self.content.faults[name]}")
-        starts, parts = self.content.starts, list[Array]()
-        index = bisect_right(starts, start) - 1
-        while start < stop:
-            count = min(stop, starts[index + 1]) - start
-            if count:  # an empty batch has no rows
-                if self._latest[0] != index:
-                    self._latest = index, self._batch(index)
-                batch, first = self._latest[1], start - starts[index]
-                values = [self._values(n, batch.column(n).slice(first, count)) for n in columns]
-                parts.append(values[0][:, None] if len(values) == 1 else np.stack(values, axis=1))
-            start, index = start + count, index + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        starts = self.content.starts
+        span = range(bisect_right(starts, start) - 1, bisect_left(starts, stop))
+        if self._latest[0] != span:
+            self._latest = span, pa.Table.from_batches(map(self._batch, span))
+        table, first = self._latest[1], start - starts[span[0]]
+        values = [self._values(n, table.column(n).slice(first, stop - start)) for n in columns]
+        return values[0][:, None] if len(values) == 1 else np.stack(values, axis=1)
 
     def _values(self, name: str, column: Any) -> Array:
         """A column; a missing number is NaN, a missing text empty."""
-        kind = self._kinds[name]
+        kind, [*chunks] = self._kinds[name], column.chunks
+        column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         if kind == "dictionary":
             column = column.dictionary_decode()
             kind = _kind(column.type)
@@ -157,7 +153,7 @@ def _kind(dtype: Any) -> str:
 def arrow_columns(name: str, table: Any, nullable: Sequence[str] = ()) -> ArrowFile:
     """The columns of a `pyarrow.Table`; `nullable` ones have a missing value elsewhere."""
     batches = table.to_batches()
-    content = Content.of(batches)
+    content = Content.of(batches, {})
     content = content._replace(nullable=(*content.nullable, *nullable))
     return ArrowFile(name, table.schema, content, batches.__getitem__)
 
@@ -284,7 +280,7 @@ def fingerprint(path: Path) -> list[Any]:
 def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Content, list[int]]:
     """Write the batches of a source as an Arrow file; what they hold, and where each ends."""
     blocks, ends = source(), list[int]()
-    ArrowFile(path, blocks.schema, Content((0,)), lambda _: None)  # refuses names
+    ArrowFile(path, blocks.schema, Content(), iter)  # refuses names
     batches = iter(blocks.batches)
 
     def written() -> Iterator[Any]:
@@ -301,7 +297,7 @@ def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Co
                     ends.append(sink.tell())
                     yield part
 
-    return Content.of(written())._replace(faults=dict(blocks.faults)), ends
+    return Content.of(written(), blocks.faults), ends
 
 
 def _add_trailer(path: Path, content: Content, ends: list[int], source: list[Any]) -> None:

@@ -173,7 +173,7 @@ _FORMATS = {  # where a format is read: its module, and its library, are importe
 }
 _HINTS = {
     ".ogg": "; convert it to FLAC: its samples cannot be read from the middle",
-    ".txt": "; text is read as tokens: throughtime.stream.text(path)",
+    ".txt": "; of text, codes = np.memmap(path, np.uint8, 'r') are inputs and targets with ahead=1",
     ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
 SUFFIXES = tuple(_FORMATS)
