@@ -29,8 +29,8 @@ from throughtime.metrics import (
     TorchMetricAdapter,
     as_metric,
 )
-from throughtime.nn.affine import check_standardised, needs_whole_recordings
-from throughtime.predict import Predictor
+from throughtime.nn.affine import needs_whole_recordings
+from throughtime.predict import Predictor, check_standardised
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings

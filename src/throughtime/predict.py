@@ -27,7 +27,13 @@ from throughtime.carry.carried import (
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
-from throughtime.nn.affine import needs_whole_recordings, refuse_whole_recordings
+from throughtime.nn.affine import (
+    Affine,
+    Standardise,
+    WholeRecording,
+    needs_whole_recordings,
+    refuse_whole_recordings,
+)
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
@@ -35,6 +41,25 @@ from throughtime.stream.sources import Recordings, as_recording
 from throughtime.stream.standardise import standardised
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
+
+
+def check_standardised(net: nn.Module, stream: Stream) -> None:
+    """Refuse a net without the layer that the `standardise` of its stream asks for.
+
+    Raises:
+        ModelError: it has none; or it needs whole recordings, and the stream's are as they were.
+    """
+    how = stream.standardise
+    kind = {"split": Affine, "recording": WholeRecording}.get(str(how), Standardise)
+    plain = any(r is not standardised(r) for r in stream.recordings)
+    if (how and not any(isinstance(part, kind) for part in net.modules())) or (
+        plain and needs_whole_recordings(net)
+    ):
+        raise ModelError(
+            f"the stream has standardise={how!r}, and the net has another standardisation or none:"
+            " write net = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), module)), and give"
+            " the streams of one net the same standardise="
+        )
 
 
 class ArrayWriter(Protocol):

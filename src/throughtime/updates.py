@@ -24,8 +24,8 @@ from throughtime.gradient import (
     UpdatePolicy,
 )
 from throughtime.gradient.executor import Executor
-from throughtime.nn.affine import check_standardised
 from throughtime.nn.fuse import ADVISE_AFTER, advise
+from throughtime.predict import check_standardised
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream._queue import ChunkQueue

@@ -8,7 +8,7 @@ Shapes: `T` steps, `D` input features, `S` static features.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from throughtime.errors import ConfigError, ModelError
 from throughtime.stream import Stream
-from throughtime.stream.standardise import moments_of, standardised
+from throughtime.stream.standardise import moments_of
 
 
 class Affine(nn.Module):
@@ -74,8 +74,7 @@ class Difference(nn.Module):
     def __init__(self, module: nn.Module, *, columns: Sequence[int]) -> None:
         super().__init__()
         values: Sequence[Any] = columns  # checked here
-        wrong = [c for c in values if isinstance(c, bool) or not isinstance(c, int) or c < 0]
-        if wrong or not columns:
+        if not columns or any(type(c) is not int or c < 0 for c in values):
             raise ConfigError(
                 f"columns={list(columns)}: expected for each output the index of the input column"
                 " that it is a change of, such as columns=[0]"
@@ -110,25 +109,6 @@ class WholeRecording(nn.Identity):
 def needs_whole_recordings(net: nn.Module) -> bool:
     """Whether the inputs of a net are recordings that were standardised by all of their steps."""
     return any(isinstance(part, WholeRecording) for part in net.modules())
-
-
-def check_standardised(net: nn.Module, stream: Stream) -> None:
-    """Refuse a net without the layer that the `standardise` of its stream asks for.
-
-    Raises:
-        ModelError: it has none; or it needs whole recordings, and the stream's are as they were.
-    """
-    how = stream.standardise
-    kind = {"split": Affine, "recording": WholeRecording}.get(str(how), Standardise)
-    plain = any(r is not standardised(r) for r in stream.recordings)
-    if (how and not any(isinstance(part, kind) for part in net.modules())) or (
-        plain and needs_whole_recordings(net)
-    ):
-        raise ModelError(
-            f"the stream has standardise={how!r}, and the net has another standardisation or none:"
-            " write net = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), module)), and give"
-            " the streams of one net the same standardise="
-        )
 
 
 def refuse_whole_recordings(net: nn.Module) -> None:
@@ -196,12 +176,11 @@ class Standardise(nn.Module):
             >>> net = tt.carry(torch.nn.Sequential(*layers))
         """
         how, _, steps = (stream.standardise or "").partition(":")
-        if role == "inputs" and steps:
-            return Standardise(stream.recordings[0].read(0, 1).inputs.size, steps=int(steps))
-        if role == "inputs" and how == "recording":
-            return WholeRecording()
         if not how:
             return nn.Identity()
+        if role == "inputs" and how != "split":
+            width = stream.recordings[0].read(0, 1).inputs.size
+            return Standardise(width, steps=int(steps)) if steps else WholeRecording()
         moments = moments_of(stream.recordings, role)
         layer = Affine(len(moments.mean), inverse=role == "targets")
         layer.shift.copy_(torch.from_numpy(moments.mean))

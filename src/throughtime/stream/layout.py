@@ -396,7 +396,9 @@ def check_numbers(rows: object, role: str, task: str | None = None) -> None:
             texts[name] = [*map(str, values.tolist())]
     (name, first), names = next(iter(texts.items())), listed(texts, quoted=True)
     word = next((text for text in first if text.strip() and not is_number(text)), "")
-    if task is not None:
+    if word == first[0] and any(map(is_number, first)):
+        hint = "; is the line after the header one of units? Delete it"
+    elif task is not None:
         hint = f" (or is '{name}' a class? --targets {name} --task classify)"
     else:
         classes = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])

@@ -22,7 +22,6 @@ from throughtime.stream.formats.table import (
     unreadable,
 )
 
-
 _LABELS = "biufUSM"  # kinds of numbers, text and times
 
 
