@@ -171,8 +171,10 @@ def test_whole_recordings_are_standardised_wherever_they_are_played_whole() -> N
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     with pytest.raises(ModelError, match="another standardisation or none"):
         tt.evaluate(net, tt.Stream(data, 3, 100), loss_fn)
-    with pytest.raises(ModelError, match="Train it with --standardise first:400"):
-        tt.Predictor(net).step(np.zeros((1, 3)))
+    live = tt.Predictor(net)
+    for play, x in ((live.step, np.zeros((1, 3))), (live, np.zeros((9, 1, 3)))):
+        with pytest.raises(ModelError, match="Train it with --standardise first:400"):
+            play(x)
 
 
 @pytest.mark.parametrize("how", ["split", "recording", "first:400"])

@@ -217,6 +217,7 @@ class Predictor:
             DataError: an input is NaN or infinite, or the inputs have another number of lanes.
             RunError: an output is NaN though the inputs are finite, or another thread is calling.
         """
+        refuse_whole_recordings(self.net)
         return self._unpacked(self._call(inputs, resets))
 
     def _unpacked(self, outputs: Any) -> Any:
