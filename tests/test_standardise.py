@@ -161,8 +161,8 @@ def test_the_layer_of_a_stream_has_the_statistics_that_it_asks_for() -> None:
 def test_whole_recordings_are_standardised_wherever_they_are_played_whole() -> None:
     data = recordings(3, 3)
     stream = tt.Stream(data, 3, 100, standardise="recording")
-    net = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), nn.GRU(3, 2)))
-    plain = tt.carry(nn.Sequential(net.module[1]))
+    layer = nn.GRU(3, 2)
+    net, plain = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), layer)), tt.carry(layer)
     for x, _ in data:
         expected, _ = tt.predict(plain, ((x - x.mean(0)) / x.std(0)).astype(np.float32))
         torch.testing.assert_close(tt.predict(net, x)[0], expected, atol=1e-4, rtol=1e-3)

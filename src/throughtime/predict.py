@@ -37,8 +37,8 @@ from throughtime.nn.affine import (
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
+from throughtime.stream.recording import standardised
 from throughtime.stream.sources import Recordings, as_recording
-from throughtime.stream.standardise import standardised
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
 

@@ -38,8 +38,7 @@ from throughtime.stream.manifest import (
     manifest_of,
     read_folder,
 )
-from throughtime.stream.recording import Part
-from throughtime.stream.standardise import StandardisedRecording, read_blocks
+from throughtime.stream.recording import Part, StandardisedRecording, read_blocks
 from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
 
 _OWNER = "the training split has"  # the classes

@@ -25,8 +25,7 @@ from throughtime.errors import DataError, counted, listed
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import ManifestEntry, find_recordings
-from throughtime.stream.recording import Recording
-from throughtime.stream.standardise import read_blocks
+from throughtime.stream.recording import Recording, read_blocks
 from throughtime.stream.tables import as_table, names_of
 from throughtime.stream.targets import At, class_names, horizons
 

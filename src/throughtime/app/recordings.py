@@ -24,13 +24,15 @@ from throughtime.stream.formats.times import TimeSummary, summarize_times
 from throughtime.stream.layout import Label, Layout, Targets, check_numbers, lay_out, targets_of
 from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import (
+    Moments,
     StepArrays,
     TableRecording,
+    as_columns,
     checksum,
     location,
+    read_blocks,
 )
 from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
-from throughtime.stream.standardise import Moments, as_columns, read_blocks
 from throughtime.stream.targets import IGNORE_INDEX, SpanLabels, class_name
 
 displays: list[Callable[[str, int, int], None]] = []

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from throughtime.errors import ConfigError, ModelError
 from throughtime.stream import Stream
-from throughtime.stream.standardise import moments_of
+from throughtime.stream.recording import moments_of
 
 
 class Affine(nn.Module):

@@ -24,9 +24,8 @@ from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Block, Collator, ReadRequest
 from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
 from throughtime.stream.lanes import LaneSchedule, check_offset
-from throughtime.stream.recording import Recording, sample_checksum
+from throughtime.stream.recording import Recording, check_standardise, sample_checksum, standardised
 from throughtime.stream.sources import Recordings, as_recordings
-from throughtime.stream.standardise import check_standardise, standardised
 
 BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
 

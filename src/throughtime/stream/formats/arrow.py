@@ -292,7 +292,7 @@ def _write(path: Path, blocks: Blocks, to: Path) -> tuple[Content, list[int]]:
 
 def _parts(path: Path, blocks: Blocks) -> Iterator[Any]:
     """The batches of a source, each of at most `ROWS` rows."""
-    ArrowFile(path, blocks.schema, Content(), iter)  # refuses names
+    ArrowFile(path, blocks.schema, Content(), [].__getitem__)  # refuses names
     with unreadable(f"{path}: cannot be read", "is it damaged?", (OSError, pa.ArrowException)):
         for batch in blocks.batches:
             yield from pa.Table.from_batches([batch]).to_batches(ROWS)

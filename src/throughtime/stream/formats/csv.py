@@ -30,7 +30,7 @@ _FIRST = 8  # blocks that show what columns hold
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 MISSED, NUMBER, BOOLEAN, TEXT, TIME = "missed", "number", "boolean", "text", "time"
 _EXPECTED = {  # of others a time stamp
-    NUMBER: "a number, since its first rows have no text (whole ones above 2^53 would merge)",
+    NUMBER: "a number, since its first rows have no text (float64 merges ones above 2^53)",
     BOOLEAN: "true or false",
 }
 _SAMPLE, _RECORDS = 2**17, 200  # characters and records at most that show the dialect

@@ -194,7 +194,8 @@ def summarize_times(rows: RowSource) -> TimeSummary:
         if backward is None and (steps < 0).any():
             i = int((steps < 0).argmax())
             row = start + int(present[i - len(steps)])
-            backward = row, *time_texts(times[i : i + 2])
+            before, after = time_texts(times[i : i + 2])
+            backward = row, before, after
         passed, counts = span + np.cumsum(steps), np.arange(known - len(steps), known)
         span, unit = int(passed[-1]), int(np.gcd.reduce(steps, initial=unit))
         low = max(low, ((passed - unit) / counts).max())
