@@ -123,8 +123,8 @@ def open_npy(path: Path) -> Table:
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
     with unreadable(f"{path}: not a readable .npy file"):
         array: Any = np.lib.format.open_memmap(path, mode="r")
-    columns = longest_arrays(path, {"0": array}, _LABELS)
-    return MatrixColumns(path, array) if array.ndim == 2 else ArraysFile(path, columns)
+    longest_arrays(path, {"0": array}, _LABELS)
+    return MatrixColumns(path, array if array.ndim == 2 else array[:, None])
 
 
 def open_npz(path: Path) -> Table:

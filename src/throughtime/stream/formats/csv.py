@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -301,7 +302,7 @@ def _detect_delimiter(
     It is that by which most records have the same number of fields; of several, the one whose
     fields are numbers and times.
     """
-    ranks = dict[tuple[Any, ...], tuple[str, list[list[str]]]]()
+    best: tuple[tuple[float, ...], str, list[list[str]]] = (), ",", []
     for mark in delimiter or (";,\t|" if decimal == "," else ",;\t|"):
         rows = list[list[str]]()
         with contextlib.suppress(csv.Error):  # which the conversion reports
@@ -310,13 +311,11 @@ def _detect_delimiter(
         fields = [field for row in rows[1:] or rows for field in row if field.strip()]
         good = sum(is_number(f) or is_number(f, ",") or is_time(f) for f in fields)
         # a decimal mark separates fields where numbers with it are in quotes
-        other = (
-            mark != decimal or delimiter or any(mark in f and is_number(f, mark) for f in fields)
-        )
-        if (width > 1 and 2 * count > len(rows) and other) or not ranks:
-            rank = width > 1, count / max(1, len(rows)), good / max(1, len(fields)), width
-            ranks.setdefault(rank, (mark, rows))
-    return ranks[max(ranks)]
+        quoted = any(mark in f and is_number(f, mark) for f in fields)
+        fits = width > 1 and 2 * count > len(rows) and (mark != decimal or delimiter or quoted)
+        rank = (count / len(rows), good / max(1, len(fields)), width) if fits else (0.0,)
+        best = max(best, (rank, mark, rows), key=itemgetter(0))  # the first of equal ones
+    return best[1:]
 
 
 def _decimal_mark(rows: Sequence[Sequence[str]]) -> str:
