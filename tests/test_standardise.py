@@ -1,5 +1,6 @@
 """Standardisation by the first steps of a recording, as they arrive, and by whole recordings."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,32 @@ def test_a_net_without_the_layer_of_its_stream_is_refused(how: str) -> None:
     stream = tt.Stream(recordings(0, 2), 2, 100, standardise=how)
     with pytest.raises(ModelError, match=r"standardise='.*tt\.nn\.Standardise\.of\(stream\)"):
         tt.updates(tt.carry(nn.GRU(3, 2)), stream, nn.MSELoss(), gradient=tt.Truncated(100))
+
+
+@pytest.mark.parametrize("how", ["split", "recording", "first:100"])
+def test_a_loop_that_standardises_resumes_to_the_bit(how: str) -> None:
+    """Mutant: a layer that `tt.carry` has to try takes another way in the first update."""
+
+    def losses(count: int, saved: dict[str, Any]) -> list[Any]:
+        stream = tt.Stream(recordings(0, 3), 3, 50, standardise=how)
+        torch.manual_seed(0)
+        layers = tt.nn.Standardise.of(stream), tt.nn.GRU(3, 6), nn.Linear(6, 2)
+        net = tt.carry(nn.Sequential(*layers))
+        updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(50))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if saved:
+            net.load_state_dict(saved["net"])
+            updates.load_state_dict(saved["updates"])
+        result = list[Any]()
+        for update in itertools.islice(updates, count):
+            optimizer.step()
+            optimizer.zero_grad()
+            result.append(float(update.loss))
+        saved |= {"net": net.state_dict(), "updates": updates.state_dict()}
+        return result
+
+    saved = dict[str, Any]()
+    assert losses(3, saved) + losses(5, saved) == losses(8, {})
 
 
 def test_standardisation_that_a_stream_cannot_have_is_refused() -> None:
