@@ -63,7 +63,7 @@ def test_blocks_give_what_the_csv_module_gives(
 
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("throughtime.stream.formats.csv.FIELDS", block)
-        patch.setattr("throughtime.stream.formats.csv._ROWS", 1)
+        patch.setattr("throughtime.stream.formats.csv.MIN_ROWS", 1)
         text = quoted([["x", "text", "y"], *map(list, rows)], end)
         table = open_table(written(Path(folder) / "r.csv", text.encode(encoding)))
         assert len(table) == len(rows)
@@ -258,7 +258,7 @@ def test_blank_lines_are_values_of_a_single_column_only(
     end: str, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("throughtime.stream.formats.csv.FIELDS", block)
-    monkeypatch.setattr("throughtime.stream.formats.csv._ROWS", 1)
+    monkeypatch.setattr("throughtime.stream.formats.csv.MIN_ROWS", 1)
     single = open_table(written(tmp_path / "a.csv", end.join(["x", "1", "", "", "3", "", "", ""])))
     np.testing.assert_array_equal(single.read(0, 9, ["x"])[:, 0], [1, np.nan, np.nan, 3])
     double = open_table(

@@ -63,8 +63,8 @@ class Part(NamedTuple):
 # The tokens of a part that is still to be rewritten, or not yet within its budget, may not grow,
 # unless a feature displaces more elsewhere: standardisation by first steps, 1,300 in deploy and nn,
 # and forecasts of changes and of several rows ahead, 800 there, in carry and in stream; the layout
-# of recordings, 2,200 of app's in stream; standardisation in Python, 830 in stream (460 of them were
-# app's), 180 in nn, 190 in root
+# of recordings, 2,200 of app's in stream; standardisation in Python, 830 in stream (460 of them of
+# app), 180 in nn, 190 in root
 PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(32_812, 25_000),

@@ -26,7 +26,7 @@ from throughtime.stream.formats.times import is_time, parse_times, time_kinds
 compute: Any = import_module("pyarrow.compute")
 
 FIELDS = 2**15  # of a block; more of them are slower, since they leave the cache
-_ROWS = 64  # of a block of many columns, at least
+MIN_ROWS = 64  # of a block of many columns, at least
 _FIRST = 8  # blocks that show what columns hold
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 MISSED, NUMBER, BOOLEAN, TEXT, TIME = "missed", "number", "boolean", "text", "time"
@@ -186,7 +186,7 @@ class CsvFile:
             DataError: a line has more or fewer fields than the first; the message names it.
         """
         records = islice(self._records(), self._skipped, None)
-        count = max(_ROWS, FIELDS // len(self.names))
+        count = max(MIN_ROWS, FIELDS // len(self.names))
         while rows := [row for _, row in islice(records, count)]:
             columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
             yield pa.RecordBatch.from_arrays(columns, [*self.names])
