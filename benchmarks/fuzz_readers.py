@@ -187,6 +187,7 @@ def one(rng: random.Random, folder: Path) -> tuple[str, bytes]:
     for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
         data = rng.choice(MUTATIONS)(rng, data) if data else data
     csv_format.FIELDS = rng.choice([1, 64, 2**20]) if len(data) < 20_000 else 2**20
+    csv_format.MIN_ROWS = rng.choice([1, 64])
     arrow.SMALL = rng.choice([0, 2**18])  # of a larger file: it is not cached
     path = folder / ("recordings.csv" if manifest else "r.csv")
     path.write_bytes(data)

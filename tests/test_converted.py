@@ -208,7 +208,9 @@ def test_without_a_writable_folder_the_values_are_held_in_memory_with_one_warnin
 ) -> None:
     cache.write_text("a file where the folder would be")
     path = write(tmp_path / "r.csv", numbers(), labels=True)
-    with pytest.warns(UserWarning, match=rf"{re.escape(str(cache))}: cannot hold .*r\.csv \("):
+    with pytest.warns(
+        UserWarning, match=rf"{re.escape(str(cache))}: cannot hold the converted values of files \("
+    ):
         table = open_table(path)
     open_table(write(tmp_path / "other.csv", numbers()))  # a second warning would be an error
     np.testing.assert_array_equal(table.read(7, 20_000, "ca"), numbers()[7:20_000, [2, 0]])

@@ -212,7 +212,7 @@ def test_folder_and_unknown_suffix_are_refused(tmp_path: Path) -> None:
         DataError,
         match=(
             r"r\.txt: the format '\.txt' is unknown, expected one of \.arrow, \.bdf, \.csv, .*,"
-            r" \.zarr; text is read"
+            r" \.zarr; of text, codes = np\.memmap"
         ),
     ):
         open_table(tmp_path / "r.txt")
@@ -258,18 +258,18 @@ def test_malformed_file_is_refused_with_its_position(
 ARRAYS: dict[str, tuple[dict[str, Any] | Array, str]] = {
     "npy-3d": (
         np.zeros((3, 2, 2)),
-        r"has shape \(3, 2, 2\) .*, \(steps,\) or \(steps, features\)",
+        r"holds 0 float64 \(3, 2, 2\), expected .* \(steps,\) or \(steps, features\); of",
     ),
-    "npy-0d": (np.array(1.0), r"has shape \(\)"),
-    "npy-complex": (np.zeros((3, 2), complex), "type complex128, expected numbers or labels"),
+    "npy-0d": (np.array(1.0), r"holds 0 float64 \(\), expected"),
+    "npy-complex": (np.zeros((3, 2), complex), "holds 0 complex128 .* expected arrays of numbers"),
     "npy-objects": (np.array([None, 1], dtype=object), "not a readable .npy file"),
     "npy-no-rows": (np.zeros((0, 2)), "is empty, expected at least one step"),
     "npz-unequal": (
         {"a": np.zeros(3), "b": np.zeros(4)},
-        r"arrays of different lengths, \{'a': 3, 'b': 4\}",
+        r"holds a float64 \(3,\), b float64 \(4,\), expected .*, all of one length",
     ),
-    "npz-0d": ({"a": np.zeros(3), "b": np.array(1.0)}, r"array 'b' has shape \(\)"),
-    "npz-none": ({}, "it has no columns, expected those of the inputs"),
+    "npz-0d": ({"a": np.zeros(3), "b": np.array(1.0)}, r"b float64 \(\), expected"),
+    "npz-none": ({}, "holds no array, expected arrays of numbers"),
 }
 
 

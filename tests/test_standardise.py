@@ -1,5 +1,6 @@
 """Standardisation by the first steps of a recording, as they arrive, and by whole recordings."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 import throughtime as tt
 from test_cli import run
 from throughtime.deploy.session import Session
-from throughtime.errors import ModelError
+from throughtime.errors import DataError, ModelError
 from throughtime.nn.affine import Standardise
 
 SCALE, LEVEL = torch.tensor([5.0, 0.1, 100.0]), torch.tensor([1000.0, -3.0, 0.0])
@@ -80,6 +81,136 @@ def offsets(tmp_path_factory: Any) -> Path:
         lines.append(f"r{i},{'train' if i < 12 else 'valid' if i < 15 else 'test'},r{i}.csv")
     (folder / "recordings.csv").write_text("\n".join(lines))
     return folder
+
+
+def recordings(seed: int, count: int) -> list[tuple[Any, Any]]:
+    """As `offsets`: inputs, and whether there is an anomaly."""
+    draw, result = np.random.default_rng(seed), list[tuple[Any, Any]]()
+    for _ in range(count):
+        state, begin = np.zeros(900, np.int64), draw.integers(450, 650)
+        state[begin : begin + 200] = 1
+        x = draw.normal(size=(900, 3)) * 0.5 + state[:, None] * np.array([1.5, -1.5, 1.0])
+        x = x * np.exp(draw.normal(size=3) * 0.3) + draw.normal(size=3) * 20
+        result.append((x.astype(np.float32), state))
+    return result
+
+
+def trained(how: str) -> Any:
+    """A net for `recordings`, trained on a stream with this `standardise`."""
+    torch.manual_seed(0)
+    stream = tt.Stream(recordings(0, 12), lanes=12, chunk=100, standardise=how)
+    layers = tt.nn.Standardise.of(stream), tt.nn.LSTM(3, 8), nn.Linear(8, 2)
+    net = tt.carry(nn.Sequential(*layers))
+    optimizer, loss_fn = torch.optim.Adam(net.parameters(), lr=1e-2), nn.CrossEntropyLoss()
+    for _ in range(12):
+        for _ in tt.updates(net, stream, loss_fn, gradient=tt.Truncated(stride=100)):
+            optimizer.step()
+            optimizer.zero_grad()
+    return net
+
+
+def f1(outputs: list[Any], data: list[tuple[Any, Any]]) -> float:
+    named = np.concatenate([np.asarray(rows).argmax(1) for rows in outputs])
+    state = np.concatenate([y for _, y in data])
+    return 2 * (named & state).sum() / (named.sum() + state.sum())
+
+
+def test_levels_of_their_own_are_no_anomalies_by_the_first_steps(tmp_path: Path) -> None:
+    """In a whole recording, live and in an exported file; by the split they are some."""
+    data, net = recordings(1, 6), trained("first:400")
+    assert f1([tt.predict(net, x)[0] for x, _ in data], data) > 0.7
+    assert f1([tt.predict(trained("split"), x)[0] for x, _ in data], data) < 0.4
+    tt.export(net, tmp_path / "net.onnx", inputs=data[0][0], steps=500)
+    for player in (lambda: tt.Predictor(net), lambda: Session(tmp_path / "net.onnx")):
+        live = [player() for _ in data]
+        rows = [
+            np.concatenate([np.asarray(one.step(row[None])) for row in x])
+            for one, (x, _) in zip(live, data, strict=True)
+        ]
+        assert f1(rows, data) > 0.7
+
+
+def test_the_layer_of_a_stream_has_the_statistics_that_it_asks_for() -> None:
+    """Mutants: the deviation of one recording, and statistics of the inputs for targets."""
+    data = [(x, x[:, :1] * 3 + 7) for x, _ in recordings(2, 3)]
+    inputs, targets = (np.concatenate([pair[i] for pair in data]).astype(float) for i in (0, 1))
+    streams = {how: tt.Stream(data, 1, 100, standardise=how) for how in ("split", "recording")}
+    split = tt.nn.Standardise.of(streams["split"]).double()
+    expected = (inputs - inputs.mean(0)) / inputs.std(0)
+    np.testing.assert_allclose(split(torch.from_numpy(inputs)), expected, atol=1e-3)
+    units = tt.nn.Standardise.of(streams["split"], "targets").double()
+    z = (targets - targets.mean(0)) / targets.std(0)
+    np.testing.assert_allclose(units(torch.from_numpy(z)), targets, atol=1e-3)
+    for recording, (x, _) in zip(streams["recording"].recordings, data, strict=True):
+        z = (x - x.mean(0)) / x.std(0)
+        np.testing.assert_allclose(recording.read(0, 900).inputs, z, atol=1e-3)
+        np.testing.assert_allclose(recording.read(5, 9).inputs, z[5:9], atol=1e-3)
+    assert isinstance(tt.nn.Standardise.of(tt.Stream(data, 1, 100)), nn.Identity)
+
+
+def test_whole_recordings_are_standardised_wherever_they_are_played_whole() -> None:
+    data = recordings(3, 3)
+    stream = tt.Stream(data, 3, 100, standardise="recording")
+    layer = nn.GRU(3, 2)
+    net, plain = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), layer)), tt.carry(layer)
+    for x, _ in data:
+        expected, _ = tt.predict(plain, ((x - x.mean(0)) / x.std(0)).astype(np.float32))
+        torch.testing.assert_close(tt.predict(net, x)[0], expected, atol=1e-4, rtol=1e-3)
+    loss_fn = nn.CrossEntropyLoss()
+    losses = [tt.evaluate(net, of, loss_fn).loss for of in (data, stream)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    with pytest.raises(ModelError, match="another standardisation or none"):
+        tt.evaluate(net, tt.Stream(data, 3, 100), loss_fn)
+    live = tt.Predictor(net)
+    for play, x in ((live.step, np.zeros((1, 3))), (live, np.zeros((9, 1, 3)))):
+        with pytest.raises(ModelError, match="Train it with --standardise first:400"):
+            play(x)
+
+
+@pytest.mark.parametrize("how", ["split", "recording", "first:400"])
+def test_a_net_without_the_layer_of_its_stream_is_refused(how: str) -> None:
+    stream = tt.Stream(recordings(0, 2), 2, 100, standardise=how)
+    with pytest.raises(ModelError, match=r"standardise='.*tt\.nn\.Standardise\.of\(stream\)"):
+        tt.updates(tt.carry(nn.GRU(3, 2)), stream, nn.MSELoss(), gradient=tt.Truncated(100))
+
+
+@pytest.mark.parametrize("how", ["split", "recording", "first:100"])
+def test_a_loop_that_standardises_resumes_to_the_bit(how: str) -> None:
+    """Mutant: a layer that `tt.carry` has to try takes another way in the first update."""
+
+    def losses(count: int, saved: dict[str, Any]) -> list[Any]:
+        stream = tt.Stream(recordings(0, 3), 3, 50, standardise=how)
+        torch.manual_seed(0)
+        layers = tt.nn.Standardise.of(stream), tt.nn.GRU(3, 6), nn.Linear(6, 2)
+        net = tt.carry(nn.Sequential(*layers))
+        updates = tt.updates(net, stream, nn.CrossEntropyLoss(), gradient=tt.Truncated(50))
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if saved:
+            net.load_state_dict(saved["net"])
+            updates.load_state_dict(saved["updates"])
+        result = list[Any]()
+        for update in itertools.islice(updates, count):
+            optimizer.step()
+            optimizer.zero_grad()
+            result.append(float(update.loss))
+        saved |= {"net": net.state_dict(), "updates": updates.state_dict()}
+        return result
+
+    saved = dict[str, Any]()
+    assert losses(3, saved) + losses(5, saved) == losses(8, {})
+
+
+def test_standardisation_that_a_stream_cannot_have_is_refused() -> None:
+    x = np.zeros((9, 2))
+    for how in ("first", "first:0", "first:-3", "all", ""):
+        with pytest.raises(DataError, match="expected 'split', 'recording', 'first:N'"):
+            tt.Stream(x, 1, 5, standardise=how)
+    with pytest.raises(DataError, match="no statistics of static features"):
+        tt.Stream({"inputs": x, "static": np.ones(2)}, 1, 5, standardise="first:4")
+    with pytest.raises(DataError, match="would count masked steps as zeros"):
+        tt.Stream(x, 1, 5, standardise="first:4", missing="mask")
+    with pytest.raises(DataError, match="has no targets to standardise"):
+        tt.nn.Standardise.of(tt.Stream(x, 1, 5, standardise="split"), "targets")
 
 
 def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: Path) -> None:

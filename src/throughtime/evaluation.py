@@ -29,7 +29,8 @@ from throughtime.metrics import (
     TorchMetricAdapter,
     as_metric,
 )
-from throughtime.predict import Predictor
+from throughtime.nn.affine import needs_whole_recordings
+from throughtime.predict import Predictor, check_standardised
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.sources import Recordings
@@ -104,7 +105,8 @@ def evaluate(
         >>> tt.evaluate(net, stream, metrics=tt.metrics.Regression()).loss is None
         True
     """
-    stream = data if isinstance(data, Stream) else whole_stream(data)
+    how = "recording" if needs_whole_recordings(net) else None
+    stream = data if isinstance(data, Stream) else whole_stream(data, standardise=how)
     evaluator = Evaluator(net, loss_fn, metrics=metrics)
     evaluator.check(stream)
     placement = stream._placement
@@ -194,6 +196,7 @@ class Evaluator:
             UserWarning: as for `tt.evaluate`.
         """
         self._checked = stream
+        check_standardised(self._predictor.net, stream)
         warn_of_cuts(stream)
         ranks = ranks_of(self._predictor.net, stream)
         if ranks.count > 1 and not isinstance(self._metric, MergeableMetric | None):

@@ -27,13 +27,39 @@ from throughtime.carry.carried import (
 from throughtime.chunk import Chunk, Placement
 from throughtime.distributed import Ranks, shards_of
 from throughtime.errors import ConfigError, DataError, ModelError, RunError, StateError
-from throughtime.nn.affine import refuse_whole_recordings
+from throughtime.nn.affine import (
+    Affine,
+    Standardise,
+    WholeRecording,
+    needs_whole_recordings,
+    refuse_whole_recordings,
+)
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream.formats.table import Array
+from throughtime.stream.recording import standardised
 from throughtime.stream.sources import Recordings, as_recording
 
 OnNaN: TypeAlias = Literal["raise", "hold", "reset"]
+
+
+def check_standardised(net: nn.Module, stream: Stream) -> None:
+    """Refuse a net without the layer that the `standardise` of its stream asks for.
+
+    Raises:
+        ModelError: it has none; or it needs whole recordings, and the stream's are as they were.
+    """
+    how = stream.standardise
+    kind = {"split": Affine, "recording": WholeRecording}.get(str(how), Standardise)
+    plain = any(r is not standardised(r) for r in stream.recordings)
+    if (how and not any(isinstance(part, kind) for part in net.modules())) or (
+        plain and needs_whole_recordings(net)
+    ):
+        raise ModelError(
+            f"the stream has standardise={how!r}, and the net has another standardisation or none:"
+            " write net = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), module)), and give"
+            " the streams of one net the same standardise="
+        )
 
 
 class ArrayWriter(Protocol):
@@ -94,7 +120,14 @@ def predict(
         recording = {"inputs": recording}
     played = as_recording(recording)
     stream = Stream(
-        [played], lanes=1, chunk=chunk, seed=None, dtype=dtype, missing=missing, rank=0, ranks=1
+        [standardised(played) if needs_whole_recordings(net) else played],
+        lanes=1,
+        chunk=chunk,
+        seed=None,
+        dtype=dtype,
+        missing=missing,
+        rank=0,
+        ranks=1,
     )
     stream._collator.keep_missing = on_nan != "raise"  # for the predictor, which leaves them out
     stream._collator.advice += "; on_nan='hold' (--on-nan hold) leaves such steps out"
@@ -184,6 +217,7 @@ class Predictor:
             DataError: an input is NaN or infinite, or the inputs have another number of lanes.
             RunError: an output is NaN though the inputs are finite, or another thread is calling.
         """
+        refuse_whole_recordings(self.net)
         return self._unpacked(self._call(inputs, resets))
 
     def _unpacked(self, outputs: Any) -> Any:

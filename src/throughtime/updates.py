@@ -25,6 +25,7 @@ from throughtime.gradient import (
 )
 from throughtime.gradient.executor import Executor
 from throughtime.nn.fuse import ADVISE_AFTER, advise
+from throughtime.predict import check_standardised
 from throughtime.state import State
 from throughtime.stream import Stream
 from throughtime.stream._queue import ChunkQueue
@@ -164,6 +165,8 @@ class Updates(Iterator[Update]):
     ) -> None:
         self._net, self._gradient, self._accumulate = require_carried(net), gradient, accumulate
         self._stream = stream if isinstance(stream, Stream) else None
+        if self._stream is not None:
+            check_standardised(net, self._stream)
         self._ranks = ranks_of(net, self._stream)
         source = stream if isinstance(stream, Stream) else ChunkQueue(stream)
         source._place(objective.placement(net, self._ranks.device))

@@ -17,7 +17,6 @@ from throughtime.app.config import Config
 from throughtime.app.model import ModelSpec
 from throughtime.app.recordings import (
     SourceRecording,
-    StandardisedRecording,
     Statistics,
     check_sources,
     collect_statistics,
@@ -25,7 +24,6 @@ from throughtime.app.recordings import (
     leaks,
     open_entry,
     open_recordings,
-    read_blocks,
     target_moments,
 )
 from throughtime.errors import DataError, counted, listed
@@ -40,7 +38,7 @@ from throughtime.stream.manifest import (
     manifest_of,
     read_folder,
 )
-from throughtime.stream.recording import Part
+from throughtime.stream.recording import Part, StandardisedRecording, read_blocks
 from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
 
 _OWNER = "the training split has"  # the classes

@@ -18,14 +18,14 @@ from throughtime.app.dataset import (
     split_recordings,
 )
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.recordings import layout_of, open_recordings, read_blocks
+from throughtime.app.recordings import layout_of, open_recordings
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import ManifestEntry, find_recordings
-from throughtime.stream.recording import Recording
+from throughtime.stream.recording import Recording, read_blocks
 from throughtime.stream.tables import as_table, names_of
 from throughtime.stream.targets import At, class_names, horizons
 

@@ -1,17 +1,15 @@
 """The recordings of a run: opened from files by one layout, checked against each other, surveyed.
 
-Statistics are collected in one pass before training. Means and spreads are merged block by block
-(Chan, Golub & LeVeque 1983), so that a long recording loses no digits. Cost: one read of every
-recording, memory for one block.
+Statistics are collected in one pass before training. Cost: one read of every recording, memory for
+one block.
 
 Shapes: `T` steps, `D` input features, `S` static features.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +24,13 @@ from throughtime.stream.formats.times import TimeSummary, summarize_times
 from throughtime.stream.layout import Label, Layout, Targets, check_numbers, lay_out, targets_of
 from throughtime.stream.manifest import ManifestEntry, join_faults
 from throughtime.stream.recording import (
-    RecordingView,
+    Moments,
     StepArrays,
     TableRecording,
+    as_columns,
     checksum,
     location,
+    read_blocks,
 )
 from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
 from throughtime.stream.targets import IGNORE_INDEX, SpanLabels, class_name
@@ -227,36 +227,8 @@ def _targets(entry: ManifestEntry, table: Table, file: Table | None, layout: Lay
     return rows
 
 
-BLOCK = 65_536  # steps read at once, fewer if there are many columns
-_WIDE = 16  # up to so many columns, a block has BLOCK steps
 _ROUNDING = 1e-8  # of a squared correlation: files round
 _FEW = 3  # changes that may agree by chance
-
-
-@dataclass
-class Moments:
-    """Count, mean and squared deviations of columns, without values that are not finite."""
-
-    count: Array = field(default_factory=lambda: np.zeros(1))
-    mean: Array = field(default_factory=lambda: np.zeros(1))
-    spread: Array = field(default_factory=lambda: np.zeros(1))
-
-    def add(self, values: Array) -> None:
-        """Add `(n, D)` values."""
-        finite = np.isfinite(values)
-        n = finite.sum(axis=0)
-        mean = np.where(finite, values, 0.0).sum(axis=0) / np.maximum(n, 1)
-        step, total = mean - self.mean, np.maximum(self.count + n, 1)
-        within = (np.where(finite, values - mean, 0.0) ** 2).sum(axis=0)
-        self.spread = self.spread + within + step**2 * self.count * n / total
-        self.mean = self.mean + step * n / total
-        self.count = self.count + n
-
-    @property
-    def scale(self) -> Array:
-        """Standard deviations; 1 for a constant column."""
-        deviation = np.sqrt(self.spread / np.maximum(self.count, 1))
-        return np.where(deviation > 0, deviation, 1.0)
 
 
 @dataclass
@@ -334,25 +306,6 @@ class Statistics:
         self.targets.add(rows)
 
 
-@dataclass(frozen=True)
-class StandardisedRecording(RecordingView[Recording]):
-    """A recording whose inputs have the mean 0 and the deviation 1, by all of its steps."""
-
-    whole: Recording
-
-    @cached_property
-    def _moments(self) -> Moments:
-        moments = Moments()
-        for _, steps in read_blocks(self.whole):
-            moments.add(features(steps))
-        return moments
-
-    def read(self, start: int, stop: int) -> StepArrays:
-        steps = self.whole.read(start, stop)
-        inputs = (features(steps) - self._moments.mean) / self._moments.scale
-        return steps._replace(inputs=inputs.reshape(steps.inputs.shape))
-
-
 def collect_statistics(
     recordings: Sequence[Recording],
     *,
@@ -414,13 +367,6 @@ def leaks(steps: StepArrays, inputs: Sequence[str]) -> list[list[str]]:
     return result
 
 
-def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
-    """The blocks of a recording: the first step of each, and its steps."""
-    count = max(1, BLOCK * _WIDE // max(_WIDE, recording.read(0, 1).inputs.size))
-    for start in range(0, len(recording), count):
-        yield start, recording.read(start, min(start + count, len(recording)))
-
-
 def features(steps: StepArrays) -> Array:
     """Inputs, static features included, `(n, D)`."""
-    return steps.inputs.reshape(len(steps.inputs), -1).astype(np.float64)
+    return as_columns(steps.inputs)

@@ -30,7 +30,7 @@ from throughtime.carry._trial import (
     weight_of,
 )
 from throughtime.errors import ModelError, StateError
-from throughtime.nn.affine import Difference, Standardise
+from throughtime.nn.affine import Affine, Difference, Standardise
 from throughtime.state import State
 
 STEPWISE = (nn.Linear, nn.Embedding, nn.Dropout, nn.Tanh, nn.ReLU, nn.Identity)  # known to be so
@@ -198,7 +198,8 @@ def adapter_for(module: nn.Module, hints: Hints, name: str = "") -> Adapter:
         # named_children leaves out the second position of a module
         for key, child in zip(module._modules, module, strict=True):
             is_stateless = all(
-                type(m).__module__.startswith("torch.") and not isinstance(m, RECURRENT)
+                type(m).__module__.startswith(("torch.", Affine.__module__))
+                and not isinstance(m, (*RECURRENT, Standardise, Difference))
                 for m in child.modules()
             )
             links[key] = StatelessAdapter(child) if is_stateless else adapter_for(child, hints, key)

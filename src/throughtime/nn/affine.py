@@ -1,12 +1,14 @@
 """Modules around a net: standardisation of its inputs, and outputs as changes from its inputs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from throughtime.errors import ConfigError, ModelError
+from throughtime.stream import Stream
+from throughtime.stream.recording import moments_of
 
 
 class Affine(nn.Module):
@@ -72,8 +74,7 @@ class Difference(nn.Module):
     def __init__(self, module: nn.Module, *, columns: Sequence[int]) -> None:
         super().__init__()
         values: Sequence[Any] = columns  # checked here
-        wrong = [c for c in values if isinstance(c, bool) or not isinstance(c, int) or c < 0]
-        if wrong or not columns:
+        if not columns or any(type(c) is not int or c < 0 for c in values):
             raise ConfigError(
                 f"columns={list(columns)}: expected for each output the index of the input column"
                 " that it is a change of, such as columns=[0]"
@@ -105,18 +106,23 @@ class WholeRecording(nn.Identity):
     """In the place of standardisation in a net whose inputs were standardised as recordings."""
 
 
+def needs_whole_recordings(net: nn.Module) -> bool:
+    """Whether the inputs of a net are recordings that were standardised by all of their steps."""
+    return any(isinstance(part, WholeRecording) for part in net.modules())
+
+
 def refuse_whole_recordings(net: nn.Module) -> None:
     """Refuse a net that runs step by step and needs inputs standardised by all steps.
 
     Raises:
         ModelError: it has a `WholeRecording`.
     """
-    if any(isinstance(part, WholeRecording) for part in net.modules()):
+    if needs_whole_recordings(net):
         raise ModelError(
             "the net was trained on inputs that were standardised by all steps of each recording,"
             " which a net that runs step by step does not have. Train it with --standardise"
-            " first:400, which takes the first steps, as they arrive. Whole recordings are"
-            " predicted as tt.predict(run.net, run.recording(path))"
+            " first:400 (standardise='first:400'), which takes the first steps, as they arrive."
+            " tt.predict(net, recording) predicts a whole one"
         )
 
 
@@ -147,6 +153,39 @@ class Standardise(nn.Module):
             raise ConfigError(f"steps={steps}: expected how many first steps count, at least 1")
         self.width, self.steps = width, steps
         self.register_buffer("unit", torch.ones(()), persistent=False)  # its device and type
+
+    @staticmethod
+    def of(stream: Stream, role: Literal["inputs", "targets"] = "inputs") -> nn.Module:
+        """The layer that the `standardise` of a stream asks for, `nn.Identity` if it is `None`.
+
+        Put it before the first layer of a net, which is then saved, exported and played live with
+        it. Of targets that are numbers it leads back: from standardised outputs to their units, by
+        the statistics of all recordings. Put it after the last layer.
+
+        Args:
+            stream: of the recordings to train on.
+            role: what is standardised.
+
+        Cost: one read of all recordings, unless the statistics are those of each.
+
+        Example:
+            >>> import numpy as np, torch, throughtime as tt
+            >>> data = [{"inputs": np.random.randn(900, 3) + 50} for _ in range(4)]
+            >>> stream = tt.Stream(data, lanes=4, chunk=50, standardise="first:400")
+            >>> layers = tt.nn.Standardise.of(stream), torch.nn.GRU(3, 8), torch.nn.Linear(8, 2)
+            >>> net = tt.carry(torch.nn.Sequential(*layers))
+        """
+        how, _, steps = (stream.standardise or "").partition(":")
+        if not how:
+            return nn.Identity()
+        if role == "inputs" and how != "split":
+            width = stream.recordings[0].read(0, 1).inputs.size
+            return Standardise(width, steps=int(steps)) if steps else WholeRecording()
+        moments = moments_of(stream.recordings, role)
+        layer = Affine(len(moments.mean), inverse=role == "targets")
+        layer.shift.copy_(torch.from_numpy(moments.mean))
+        layer.scale.copy_(torch.from_numpy(moments.scale))
+        return layer
 
     def initial_state(self, lanes: int) -> dict[str, Tensor]:
         """Nothing counted: `count` `(B, 1)`, the rest `(B, D)`."""

@@ -1,7 +1,7 @@
 """How data flows in: recordings, who plays them on which lane, and the chunks that come out."""
 
 from throughtime.stream.recording import Recording, StepArrays
-from throughtime.stream.sources import text, windows
+from throughtime.stream.sources import windows
 from throughtime.stream.stream import Stream
 
-__all__ = ["Recording", "StepArrays", "Stream", "text", "windows"]
+__all__ = ["Recording", "StepArrays", "Stream", "windows"]

@@ -25,7 +25,7 @@ from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, Table, is_number
-from throughtime.stream.formats.times import TimeRangeError, summarize_times, time_span
+from throughtime.stream.formats.times import TimeRangeError, summarize_times
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
@@ -44,7 +44,7 @@ from throughtime.stream.targets import (
 
 _COMPARED, _EXCERPT, _BLOCK = 4096, 64, 65_536  # rows
 _WIDE = 1000  # columns at most that are compared with the targets
-_CLASSES = 20  # different values at most, which two columns may share by chance
+_CLASSES, _FEW = 20, 7  # different values that two columns, of few rows, may share by chance
 _INTERVALS = ("start", "stop", "label")
 LABEL = ("label",)
 _warn_once = cache(warn_caller)  # a run opens its recordings several times
@@ -263,9 +263,9 @@ def _check_times(name: str, times: RowSource, layout: Layout) -> None:
         )
     if layout.ahead and summary.gaps:
         _warn_once(
-            f"recording '{name}': '{column}' has {counted(summary.gaps, 'gap')}, the longest of"
-            f" {time_span(summary.longest[0])}, and 'ahead' counts rows: across a gap a target is"
-            " later than that. Split the recording there, or fill the rows that are missing"
+            f"recording '{name}': '{column}' has {counted(summary.gaps, 'gap')}, and 'ahead' counts"
+            " rows: across a gap a target is later than that. Split the recording there, or fill"
+            " the rows that are missing"
         )
 
 
@@ -326,7 +326,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: 
     """
     own, pairs = _values(targets, 0), dict[str, str]()
     for column, values in _values(inputs, 0).items():
-        varies = len(np.unique(values)) > _CLASSES
+        varies = len(np.unique(values)) > min(_CLASSES, max(_FEW, len(values) // 2))
         for target, wanted in own.items():
             if (
                 (varies or (column == target and _source(inputs) == _source(targets)))

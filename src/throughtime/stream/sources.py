@@ -16,19 +16,12 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from throughtime.errors import DataError, did_you_mean, listed
-from throughtime.stream.formats.arrays import open_bytes
 from throughtime.stream.formats.objects import has, has_columns, is_series
-from throughtime.stream.formats.table import FileTable, Table
+from throughtime.stream.formats.table import Table
 from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
-from throughtime.stream.recording import Part, Recording, TableRecording
-from throughtime.stream.rows import (
-    ColumnRows,
-    as_rows,
-    as_table,
-    is_array,
-    is_rows,
-)
+from throughtime.stream.recording import Part, Recording
+from throughtime.stream.rows import as_rows, as_table, is_array, is_rows
 from throughtime.stream.tables import recording
 from throughtime.stream.targets import horizons, shift_targets
 
@@ -122,36 +115,6 @@ def windows(recordings: Recordings, length: int) -> list[Part]:
     ]
 
 
-def text(path: str | Path) -> Recording:
-    """A recording of the bytes of a file: each, 0 to 255, and as its target the one that follows.
-
-    The target of the last byte is missing. For the characters of a text make arrays:
-    `symbols, codes = np.unique(list(text), return_inverse=True)`, then
-    `{"inputs": codes, "targets": codes, "ahead": 1}`.
-
-    Raises:
-        DataError: no such file, or one of fewer than two bytes.
-
-    Cost: the file is memory-mapped.
-
-    Example:
-        >>> import tempfile, pathlib
-        >>> from throughtime.stream import text
-        >>> path = pathlib.Path(tempfile.mkdtemp()) / "abra.txt"
-        >>> _ = path.write_text("abracadabra")
-        >>> steps = text(path).read(0, 4)
-        >>> bytes(steps.inputs.tolist()), bytes(steps.targets.tolist())
-        (b'abra', b'brac')
-    """
-    if not Path(path).is_file():
-        raise DataError(f"{path}: no such file")
-    table = FileTable(Path(path), open_bytes)
-    if not len(table):
-        raise DataError(f"{path}: the file is empty, expected text")
-    rows = ColumnRows(table, table.columns, flat=True)
-    return shift_targets(TableRecording(Path(path).name, rows, rows), 1)
-
-
 def _expand(data: Any, index: int | None) -> list[Recording]:
     """The recordings of an object; `index` is that of an item of a list."""
     name = str(index or 0)
@@ -238,8 +201,6 @@ def _from_path(location: str) -> list[Recording]:
         if not matches:
             raise DataError(f"{location}: no file matches the pattern")
         return [r for match in matches for r in _from_path(match)]
-    if path.suffix.lower() == ".txt":
-        return [text(path)]
     if not is_folder(path) and not is_manifest(path):
         return [_from_table(path.name, as_table(path))]
     entries = find_recordings(path)

@@ -24,7 +24,7 @@ from throughtime.state import State
 from throughtime.stream._collate import DTYPES, Block, Collator, ReadRequest
 from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
 from throughtime.stream.lanes import LaneSchedule, check_offset
-from throughtime.stream.recording import Recording, sample_checksum
+from throughtime.stream.recording import Recording, check_standardise, sample_checksum, standardised
 from throughtime.stream.sources import Recordings, as_recordings
 
 BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
@@ -95,6 +95,10 @@ class Stream:
         hand_off: each part of a recording that is cut continues from the state in which the part
             before it ended the last epoch; `tt.updates` passes it on. The first epoch starts from
             the initial state. All parts of a recording but the last are equally long.
+        standardise: by which statistics the inputs are standardised: "split", those of all these
+            recordings; "recording", those of each whole one; "first:400", those of the first 400
+            steps of each, as they arrive. The net does it, and is saved and exported with it: put
+            `tt.nn.Standardise.of(stream)` before its first layer, or `tt.updates` refuses the net.
         workers: 0 reads when needed; "thread" prefetches in a thread, a number in so many worker
             processes. No number changes. Processes keep arrays as they were at the first read: they
             miss what is written into an array later.
@@ -140,6 +144,7 @@ class Stream:
         missing: Literal["error", "mask"] = "error",
         offset: int = 0,
         hand_off: bool = False,
+        standardise: str | None = None,
         workers: Workers = 0,
         rank: int | None = None,
         ranks: int | None = None,
@@ -156,6 +161,10 @@ class Stream:
                 " use torch.autocast"
             )
         self.recordings: tuple[Recording, ...] = tuple(as_recordings(recordings))
+        check_standardise(standardise, self.recordings, missing)
+        self.standardise = standardise
+        if standardise == "recording":
+            self.recordings = tuple(map(standardised, self.recordings))
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
         self.offset, self.hand_off = offset, hand_off
@@ -460,7 +469,7 @@ class Stream:
         names = "\n".join(
             f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True)
         )
-        settings = ("lanes", "seed", "offset", "hand_off", "missing")
+        settings = ("lanes", "seed", "offset", "hand_off", "missing", "standardise")
         return {
             **{name: getattr(self, name) for name in settings},
             **self._shard._asdict(),
@@ -498,7 +507,10 @@ class Stream:
         )
 
 
-def whole_stream(recordings: Recordings, chunk: int = 512) -> Stream:
+def whole_stream(
+    recordings: Recordings, chunk: int = 512, *, standardise: str | None = None
+) -> Stream:
     """A stream that cuts none of the recordings, up to 64 side by side, all on this rank."""
     played = as_recordings(recordings)
-    return Stream(played, min(max(1, len(played)), _MOST_LANES), chunk, seed=None, rank=0, ranks=1)
+    lanes = min(max(1, len(played)), _MOST_LANES)
+    return Stream(played, lanes, chunk, seed=None, standardise=standardise, rank=0, ranks=1)

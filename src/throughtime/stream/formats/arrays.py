@@ -22,6 +22,8 @@ from throughtime.stream.formats.table import (
     unreadable,
 )
 
+_LABELS = "biufUSM"  # kinds of numbers, text and times
+
 
 class ArraysFile(Table):
     """Named arrays of one length, read by slices of rows; a matrix is one wide column.
@@ -85,76 +87,54 @@ class ArrayRows:
             return np.asarray(rows)
 
 
-def longest_arrays(path: Path | str, arrays: Mapping[str, FileArray]) -> dict[str, FileArray]:
-    """The longest numeric vectors and matrices, and time stamps of that length: the columns.
+def longest_arrays(
+    path: Path | str, arrays: Mapping[str, FileArray], kinds: str = "biufM", *, every: bool = False
+) -> dict[str, FileArray]:
+    """The longest vectors and matrices of numbers, and time stamps of that length: the columns.
+
+    Args:
+        path: for messages.
+        arrays: by name.
+        kinds: of types that are columns.
+        every: whether all arrays must be columns.
 
     Raises:
-        DataError: there is none, or one holds records of several fields.
+        DataError: there is none, or one holds records of several fields, or is no column.
     """
-    for name, array in arrays.items():
-        if array.dtype.names:
+    usable = {n: a for n, a in arrays.items() if len(a.shape) in (1, 2) and a.dtype.kind in kinds}
+    longest = max((a.shape[0] for a in usable.values() if a.dtype.kind != "M"), default=None)
+    columns = {name: array for name, array in usable.items() if array.shape[0] == longest}
+    for name, fields in ((name, array.dtype.names) for name, array in arrays.items()):
+        if fields:
             raise DataError(
                 f"{path}: '{name}' holds records; pass their fields: tt.recording({{field:"
-                f" array[field] for field in {list(array.dtype.names)}}}, ...)"
+                f" array[field] for field in {list(fields)}}}, ...)"
             )
-    usable = {
-        name: array
-        for name, array in arrays.items()
-        if len(array.shape) in (1, 2) and array.dtype.kind in "biufM"
-    }
-    longest = max((a.shape[0] for a in usable.values() if a.dtype.kind != "M"), default=None)
-    if longest is None:
+    if not columns or (every and len(columns) < len(arrays)):
         contents = listed(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
         raise DataError(
             f"{path}: holds {contents or 'no array'}, expected arrays of numbers (steps,) or"
-            " (steps, features); of others pass the array, reshaped"
+            f" (steps, features){', all of one length' * every}; of others pass the array, reshaped"
         )
-    return {name: array for name, array in usable.items() if array.shape[0] == longest}
+    return columns
 
 
 def open_npy(path: Path) -> Table:
     """A vector is the column `0`; a matrix gives the columns `0`, `1`, ..."""
     with unreadable(f"{path}: not a readable .npy file"):
         array: Any = np.lib.format.open_memmap(path, mode="r")
-    columns = _checked(path, {"0": array})
-    return MatrixColumns(path, array) if array.ndim == 2 else ArraysFile(path, columns)
+    longest_arrays(path, {"0": array}, _LABELS)
+    return MatrixColumns(path, array if array.ndim == 2 else array[:, None])
 
 
-def open_bytes(path: Path) -> Table:
-    """The bytes of a file, memory-mapped, as the column `0`."""
-    with unreadable(f"{path}: cannot be read", "may you read it?"):
-        size = path.stat().st_size
-        array: Any = np.memmap(path, np.uint8, "r", shape=(size, 1)) if size else np.empty((0, 1))
-    return MatrixColumns(path, array)
-
-
-def open_npz(path: Path) -> ArraysFile:
+def open_npz(path: Path) -> Table:
     """Every array is a column under its own name; a matrix is one wide column.
 
     All arrays need the same number of rows. They are loaded: save large ones as `.npy`.
     """
     with unreadable(f"{path}: not a readable .npz file"), path.open("rb") as file:
-        members: Any = np.load(file)  # of a path, it leaves a damaged file open
-        arrays = _checked(path, dict(members))
-    lengths = {name: array.shape[0] for name, array in arrays.items()}
-    if len({*lengths.values()}) > 1:
-        raise DataError(
-            f"{path}: arrays of different lengths, {lengths}; all need one row per step"
-        )
-    return ArraysFile(path, arrays)
-
-
-def _checked(path: Path, arrays: dict[str, FileArray]) -> dict[str, FileArray]:
-    """The arrays, checked."""
-    for name, array in arrays.items():
-        if array.dtype.names:
-            longest_arrays(path, arrays)
-        if len(array.shape) not in (1, 2) or array.dtype.kind not in "biufUSM":
-            raise DataError(
-                f"{path}: array '{name}' has shape {array.shape} and type {array.dtype}, expected"
-                " numbers or labels, (steps,) or (steps, features)"
-            )
-    return arrays
+        arrays = dict[str, Any](np.load(file))  # of a path, it leaves a damaged file open
+    return ArraysFile(path, longest_arrays(path, arrays, _LABELS, every=True))
 
 
 def open_hdf5(path: Path) -> ArraysFile:
@@ -182,14 +162,12 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
     Raises:
         DataError: one is packed, or marks missing values: netCDF4 and xarray know these attributes.
     """
-    arrays = dict[str, FileArray]()
-
-    def add(name: str, member: Any) -> None:
-        if getattr(member, "shape", None) is not None and not member.is_scale:  # and no group
-            refuse_packed(member)
-            arrays[name] = member
-
-    group.visititems(add)
+    members = dict[str, Any]()
+    group.visititems(lambda name, member: members.update({name: member}))
+    shaped = {n: m for n, m in members.items() if getattr(m, "shape", None) is not None}
+    arrays = {name: m for name, m in shaped.items() if not m.is_scale}
+    for member in arrays.values():
+        refuse_packed(member)
     return arrays
 
 

@@ -8,18 +8,18 @@ process write while the others wait for its file.
 """
 
 import hashlib
-import io
 import json
 import logging
 import os
 import re
 import warnings
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -38,7 +38,6 @@ _KNOWN = {*_TEXT, *_TIMES, *_CASTS, "int", "uint", "halffloat", "float", "double
 _INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
 _SAMPLES, _SAMPLE = 16, 4096  # blocks of a source that are hashed, and their bytes
 _checked: dict[str, set[int]] = {}  # the parts of each cached file that this process has checked
-_warned = set[Path]()
 _log = logging.getLogger("throughtime")
 
 
@@ -65,19 +64,19 @@ class Content(NamedTuple):
         faults: why columns cannot be read, by name.
     """
 
-    starts: Sequence[int]
+    starts: Sequence[int] = (0,)
     nullable: Sequence[str] = ()
     faults: Mapping[str, str] = {}
 
     @classmethod
-    def of(cls, batches: Iterable[Any]) -> "Content":
-        """That of record batches that can all be read."""
+    def of(cls, batches: Iterable[Any], faults: Mapping[str, str]) -> "Content":
+        """That of record batches; the faults are known when these have been made."""
         starts, nullable = [0], dict[str, None]()
         for batch in batches:
             starts.append(starts[-1] + batch.num_rows)
             columns = zip(batch.schema.names, batch.columns, strict=True)
             nullable |= {name: None for name, column in columns if column.null_count}
-        return cls(starts, (*nullable,))
+        return cls(starts, (*nullable,), dict(faults))
 
 
 class ArrowFile(Table):
@@ -97,7 +96,7 @@ class ArrowFile(Table):
         self, path: Path | str, schema: Any, content: Content, batch: Callable[[int], Any]
     ) -> None:
         self.path, self.content, self._batch = path, content, batch
-        self._latest: tuple[int, Any] = -1, None  # the batch that was read last
+        self._latest: tuple[Any, Any] = None, None  # the batches that were read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
@@ -110,22 +109,18 @@ class ArrowFile(Table):
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
         for name in filter(self.content.faults.__contains__, columns):  # the first, of several
             raise DataError(f"{self.path}: {self.content.faults[name]}")
-        starts, parts = self.content.starts, list[Array]()
-        index = bisect_right(starts, start) - 1
-        while start < stop:
-            count = min(stop, starts[index + 1]) - start
-            if count:  # an empty batch has no rows
-                if self._latest[0] != index:
-                    self._latest = index, self._batch(index)
-                batch, first = self._latest[1], start - starts[index]
-                values = [self._values(n, batch.column(n).slice(first, count)) for n in columns]
-                parts.append(values[0][:, None] if len(values) == 1 else np.stack(values, axis=1))
-            start, index = start + count, index + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        starts = self.content.starts
+        span = range(bisect_right(starts, start) - 1, bisect_left(starts, stop))
+        if self._latest[0] != span:
+            self._latest = span, pa.Table.from_batches(map(self._batch, span))
+        table, first = self._latest[1], start - starts[span[0]]
+        values = [self._values(n, table.column(n).slice(first, stop - start)) for n in columns]
+        return values[0][:, None] if len(values) == 1 else np.stack(values, axis=1)
 
     def _values(self, name: str, column: Any) -> Array:
         """A column; a missing number is NaN, a missing text empty."""
-        kind = self._kinds[name]
+        kind, [*chunks] = self._kinds[name], column.chunks
+        column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         if kind == "dictionary":
             column = column.dictionary_decode()
             kind = _kind(column.type)
@@ -157,7 +152,7 @@ def _kind(dtype: Any) -> str:
 def arrow_columns(name: str, table: Any, nullable: Sequence[str] = ()) -> ArrowFile:
     """The columns of a `pyarrow.Table`; `nullable` ones have a missing value elsewhere."""
     batches = table.to_batches()
-    content = Content.of(batches)
+    content = Content.of(batches, {})
     content = content._replace(nullable=(*content.nullable, *nullable))
     return ArrowFile(name, table.schema, content, batches.__getitem__)
 
@@ -171,16 +166,16 @@ def open_arrow(path: Path) -> Table:
 
     def blocks() -> Blocks:
         with unreadable(f"{path}: not a readable Arrow file"):
-            buffer: Any = pa.memory_map(str(path)).read_buffer()
-            data = memoryview(buffer)
-            if bytes(data[:6]) == b"ARROW1":
-                file: Any = pa.ipc.open_file(buffer)
-                return Blocks(
-                    file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
-                )
-            stream = pa.ipc.open_stream(buffer)
-            if bytes(data[-8:]) != b"\xff\xff\xff\xff\0\0\0\0":
+            file: Any = pa.OSFile(str(path))
+            if file.read(6) == b"ARROW1":
+                reader: Any = pa.ipc.open_file(file)
+                numbers = range(reader.num_record_batches)
+                return Blocks(reader.schema, map(reader.get_batch, numbers))
+            file.seek(file.size() - 8)
+            if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
                 raise DataError(f"{path}: the stream has no end; the file is cut short")
+            file.seek(0)
+            stream = pa.ipc.open_stream(file)
             return Blocks(stream.schema, stream)
 
     return converted(path, blocks)
@@ -234,18 +229,19 @@ def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> Ta
         if not is_small:
             return _open(path, cached) or _convert(path, cached, source)
     except OSError as error:
-        if cached.parent not in _warned:
-            _warned.add(cached.parent)
-            warnings.warn(
-                f"{cached.parent}: cannot hold the converted values of {path} ({error.strerror}),"
-                " so they are held in memory. Make room, or name another folder in"
-                " THROUGHTIME_CACHE",
-                stacklevel=2,
-            )
-    sink = io.BytesIO()
-    content, _ = _write(path, source, sink)
-    reader: Any = pa.ipc.open_file(pa.py_buffer(sink.getvalue()))
-    return ArrowFile(path, reader.schema, content, reader.get_batch)
+        _warn_once(cached.parent, os.strerror(error.errno or 0))
+    blocks = source()
+    parts = [*_parts(path, blocks)]
+    return ArrowFile(path, blocks.schema, Content.of(parts, blocks.faults), parts.__getitem__)
+
+
+@cache
+def _warn_once(folder: Path, reason: str) -> None:
+    warnings.warn(
+        f"{folder}: cannot hold the converted values of files ({reason}), so they are held in"
+        " memory. Make room, or name another folder in THROUGHTIME_CACHE",
+        stacklevel=3,
+    )
 
 
 def _convert(path: Path, cached: Path, source: Callable[[], Blocks]) -> ArrowFile:
@@ -257,9 +253,7 @@ def _convert(path: Path, cached: Path, source: Callable[[], Blocks]) -> ArrowFil
             stamp, before = FileStamp.of(path), fingerprint(path)
             _log.info("converting %s, %.0f MB, once", path, stamp.size / 1e6)
             try:
-                with temporary.open("wb") as sink:
-                    content, ends = _write(path, source, sink)
-                _add_trailer(temporary, content, ends, before)
+                _add_trailer(temporary, *_write(path, source(), temporary), before)
                 stamp.check()
                 temporary.replace(cached)
             finally:
@@ -281,27 +275,27 @@ def fingerprint(path: Path) -> list[Any]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest.hexdigest()]
 
 
-def _write(path: Path, source: Callable[[], Blocks], sink: BinaryIO) -> tuple[Content, list[int]]:
+def _write(path: Path, blocks: Blocks, to: Path) -> tuple[Content, list[int]]:
     """Write the batches of a source as an Arrow file; what they hold, and where each ends."""
-    blocks, ends = source(), list[int]()
-    ArrowFile(path, blocks.schema, Content((0,)), lambda _: None)  # refuses names
-    batches = iter(blocks.batches)
+    ends = list[int]()
+    with to.open("wb") as sink, pa.ipc.new_file(sink, blocks.schema) as writer:
+        ends.append(sink.tell())
 
-    def written() -> Iterator[Any]:
-        with pa.ipc.new_file(sink, blocks.schema) as writer:
-            ends.append(sink.tell())
-            while True:
-                errors = (OSError, pa.ArrowException)  # of the source, not of the sink
-                with unreadable(f"{path}: cannot be read", "is it damaged?", errors):
-                    batch = next(batches, None)
-                if batch is None:
-                    return
-                for part in pa.Table.from_batches([batch]).to_batches(ROWS):
-                    writer.write_batch(part)
-                    ends.append(sink.tell())
-                    yield part
+        def written() -> Iterator[Any]:
+            for part in _parts(path, blocks):
+                writer.write_batch(part)
+                ends.append(sink.tell())
+                yield part
 
-    return Content.of(written())._replace(faults=dict(blocks.faults)), ends
+        return Content.of(written(), blocks.faults), ends
+
+
+def _parts(path: Path, blocks: Blocks) -> Iterator[Any]:
+    """The batches of a source, each of at most `ROWS` rows."""
+    ArrowFile(path, blocks.schema, Content(), [].__getitem__)  # refuses names
+    with unreadable(f"{path}: cannot be read", "is it damaged?", (OSError, pa.ArrowException)):
+        for batch in blocks.batches:
+            yield from pa.Table.from_batches([batch]).to_batches(ROWS)
 
 
 def _add_trailer(path: Path, content: Content, ends: list[int], source: list[Any]) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,12 @@ from throughtime.stream.formats.times import is_time, parse_times, time_kinds
 compute: Any = import_module("pyarrow.compute")
 
 FIELDS = 2**15  # of a block; more of them are slower, since they leave the cache
+MIN_ROWS = 64  # of a block of many columns, at least
 _FIRST = 8  # blocks that show what columns hold
-DELIMITERS = (",", ";", "\t", "|")
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
-UNKNOWN, NUMBER, BOOLEAN, TEXT, TIME = "unknown", "number", "boolean", "text", "time"
+MISSED, NUMBER, BOOLEAN, TEXT, TIME = "missed", "number", "boolean", "text", "time"
 _EXPECTED = {  # of others a time stamp
-    UNKNOWN: "a number, since the first rows have none",
-    NUMBER: "a number (whole ones above 2^53 would merge in float64)",
+    NUMBER: "a number, since its first rows have no text (float64 merges ones above 2^53)",
     BOOLEAN: "true or false",
 }
 _SAMPLE, _RECORDS = 2**17, 200  # characters and records at most that show the dialect
@@ -62,13 +62,12 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
             message names the line.
     """
     delimiter = "\t" if delimiter in ("tab", "\\t") else delimiter
-    if delimiter not in (None, ":", *DELIMITERS):
+    if delimiter not in (None, *",;\t|:") or decimal not in (None, *".,"):
         raise ConfigError(
-            f"delimiter {delimiter!r}: expected , ; : | or tab; read files with another one by"
-            " pandas in Python, and pass the frame: tt.recording(frame, ...)"
+            f"delimiter {delimiter!r}, decimal mark {decimal!r}: expected , ; : | or tab, and a"
+            " point or a comma; read files with another one by pandas in Python, and pass the"
+            " frame: tt.recording(frame, ...)"
         )
-    if decimal not in (None, ".", ","):
-        raise ConfigError(f"decimal mark {decimal!r}: expected a point or a comma")
     return converted(
         path, lambda: CsvFile(path, delimiter, decimal).blocks(), f"{delimiter}{decimal}"
     )
@@ -109,35 +108,31 @@ class CsvFile:
         Raises:
             DataError: names are missing or double, or the record may be either.
         """
-        kinds = [[self._kind_of(field) for field in row] for row in (*rows[:2], rows[0])[:2]]
-        values = {*kinds[0]} - {UNKNOWN}
-        like = all(a == b or UNKNOWN in (a, b) for a, b in zip(*kinds, strict=False))
-        fault, names = "", tuple(name.strip() for name in rows[0])
+        first, second = ([*map(self._kind_of, row)] for row in (*rows[:2], rows[0])[:2])
+        like = all(a == b or MISSED in (a, b) for a, b in zip(first, second, strict=False))
+        values, names = {*first} - {MISSED}, tuple(name.strip() for name in rows[0])
+        distinct = "" not in names and len({*names}) == len(names)
         # as pandas names columns, or years above decimals
-        whole = all(name.isdecimal() for name in names) and len({*names}) == len(names)
         counts = len(names) > 2 and [*map(str, range(len(names)))] == [*names]
-        decimals = len(rows) > 1 and not any(
-            field.strip().lstrip("+-").isdecimal() for field in rows[1]
-        )
-        may_be = whole and (counts or (like and decimals))
-        if TEXT not in values and values and (like or {*kinds[0]} == {NUMBER}) and not may_be:
+        below = (*rows[1:2], rows[0])[0]
+        decimals = like and not any(field.strip().lstrip("+-").isdecimal() for field in below)
+        whole = distinct and all(map(str.isdecimal, names)) and (counts or decimals)
+        if TEXT not in values and values and (like or values == {NUMBER}) and not whole:
             return ()
-        if may_be or (len(rows) > 1 and like and values - {TEXT}):
-            fault = "which may be names or values like those below: write a header with letters, "
-        elif "" in names or len({*names}) < len(names):
-            fault = "expected distinct column names; " + (
-                "mend it, "
-                if rows[0][0].strip()
-                else "is it an index of pandas? to_csv(path, index=False), "
+        if distinct and not whole and not (len(rows) > 1 and like and values - {TEXT}):
+            return names
+        fault = "which may be names or values like those below: write a header with letters, "
+        if not distinct:
+            index = "is it an index of pandas? to_csv(path, index=False), "
+            fault = (
+                f"expected distinct column names; {'mend it, ' if rows[0][0].strip() else index}"
             )
-        if fault:
-            raise DataError(f"{self.path}: the first line is {[*names]}, {fault}{_PANDAS}")
-        return names
+        raise DataError(f"{self.path}: the first line is {[*names]}, {fault}{_PANDAS}")
 
     def _kind_of(self, field: str) -> str:
         """What a field holds, roughly."""
         if field.strip() in MISSING:
-            return UNKNOWN
+            return MISSED
         return NUMBER if is_number(field, self.decimal) else TIME if is_time(field) else TEXT
 
     def _lines(self) -> Iterator[str]:
@@ -167,18 +162,18 @@ class CsvFile:
         line, width, blank = 0, len(self.names), list[tuple[int, list[str]]]()
         try:
             for record in reader:
-                line = reader.line_num
                 if len(record) == width:
                     yield from blank
-                    yield line, record
+                    yield reader.line_num, record
                     blank.clear()
                 elif record:
-                    repair = "" if width > 1 else "; delete lines before the header"
                     raise self._fault(
-                        f"line {line} has {len(record)} fields, the first one {width}{repair}"
+                        f"line {reader.line_num} has {len(record)} fields, the first one {width}"
+                        f"{'; delete lines before the header' * (width == 1)}"
                     )
-                elif width == 1 and line > 1:
-                    blank.append((line, [""]))  # values only if another one follows
+                elif width == 1 and reader.line_num > 1:
+                    blank.append((reader.line_num, [""]))  # values only if another one follows
+                line = reader.line_num
         except csv.Error as error:
             raise self._fault(
                 f"line {line + 1}: {error}; is a quote open, or text beside one?"
@@ -191,7 +186,8 @@ class CsvFile:
             DataError: a line has more or fewer fields than the first; the message names it.
         """
         records = islice(self._records(), self._skipped, None)
-        while rows := [row for _, row in islice(records, 1 + FIELDS // len(self.names))]:
+        count = max(MIN_ROWS, FIELDS // len(self.names))
+        while rows := [row for _, row in islice(records, count)]:
             columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
             yield pa.RecordBatch.from_arrays(columns, [*self.names])
 
@@ -201,31 +197,38 @@ class CsvFile:
         first = pa.Table.from_batches(
             islice(self.texts(), _FIRST), pa.schema(dict.fromkeys(self.names, none.type))
         )
-        kinds = {name: self._kind(first[name].combine_chunks()) for name in self.names}
-        types = {name: self._values(none, kind).type for name, kind in kinds.items()}
+        columns = zip(self.names, first.columns, strict=True)
+        kinds = {name: self._kind(column.combine_chunks()) for name, column in columns}
+        types = {kind: self._values(none, kind).type for kind in {*kinds.values()}}
+        schema = pa.schema({name: types[kind] for name, kind in kinds.items()})
         faults = dict[str, str]()
 
         def batches() -> Iterator[Any]:
             row = self._skipped
             for texts in self.texts():
-                columns = {name: pa.nulls(len(texts), dtype) for name, dtype in types.items()}
-                for name in kinds.keys() - faults:
+                count, columns = len(texts), dict[str, Any]()
+                numbers = [n for n in self.names if kinds[n] == NUMBER and n not in faults]
+                with contextlib.suppress(pa.ArrowInvalid):  # of all columns at once
+                    values = self._numbers(pa.concat_arrays([none, *map(texts.column, numbers)]))
+                    columns = {n: values[i * count :][:count] for i, n in enumerate(numbers)}
+                for name in kinds.keys() - columns.keys() - faults.keys():
                     try:
                         columns[name] = self._values(texts[name], kinds[name])
                     except pa.ArrowInvalid:
                         faults[name] = self._column_fault(texts[name], name, kinds[name], row)
-                yield pa.RecordBatch.from_pydict(columns)
-                row += len(texts)
+                columns |= {n: pa.nulls(count, types[kinds[n]]) for n in faults}
+                yield pa.RecordBatch.from_arrays([*map(columns.get, kinds)], schema=schema)
+                row += count
 
-        return Blocks(pa.schema(types), batches(), faults)
+        return Blocks(schema, batches(), faults)
 
     def _kind(self, texts: Any) -> str:
         """What a column holds, by its first fields."""
-        filled = _filled(texts).drop_null()
-        if not len(filled):
-            return UNKNOWN
-        if any(is_number(filled[0].as_py(), mark) for mark in (self.decimal, ".", ",")):
+        fields = (text.as_py() for text in texts)
+        first = next((field for field in fields if field.strip() not in MISSING), "0")
+        if any(is_number(first, mark) for mark in (self.decimal, ".", ",")):
             return NUMBER
+        filled = _filled(texts).drop_null()
         if {*compute.unique(compute.utf8_lower(filled)).to_pylist()} <= {"true", "false"}:
             return BOOLEAN
         return " ".join(time_kinds(filled)) or TEXT
@@ -236,15 +239,16 @@ class CsvFile:
         Raises:
             pyarrow.ArrowInvalid: a field is of another kind.
         """
-        if kind in (NUMBER, UNKNOWN):
+        if kind == NUMBER:
             return self._numbers(texts)
         if kind == TEXT:
             return texts
         if kind == BOOLEAN:
             return _filled(texts).cast(pa.bool_())
-        if len(kind.split()) > 1 and len(texts):
-            raise pa.ArrowInvalid  # of two kinds
-        return parse_times(_filled(texts), kind)
+        first, *other = kind.split()
+        if other and len(texts):
+            raise pa.ArrowInvalid
+        return parse_times(_filled(texts), first)
 
     def _numbers(self, texts: Any) -> Any:
         values = None
@@ -264,13 +268,13 @@ class CsvFile:
 
     def _column_fault(self, texts: Any, name: str, kind: str, row: int) -> str:
         """Why a column cannot be read: the first field of another kind, and its line."""
-        index = 0
+        index, hint = 0, ""
         with contextlib.suppress(pa.ArrowInvalid):
             for index in range(len(texts)):
                 self._values(texts[index : index + 1], kind)
-        field, hint = texts[index].as_py().strip(), ""
+        field = texts[index].as_py().strip()
         line, _ = next(islice(self._records(), row + index, None))
-        if len(kind.split()) > 1:
+        if " " in kind:
             hint = "day and month cannot be told apart: write 2020-03-09; "
         elif kind == NUMBER and re.search("[.,]", field):
             mark = "." if self.decimal == "," else ","
@@ -298,7 +302,7 @@ def _detect_delimiter(
     It is that by which most records have the same number of fields; of several, the one whose
     fields are numbers and times.
     """
-    ranks = dict[tuple[Any, ...], tuple[str, list[list[str]]]]()
+    best: tuple[tuple[float, ...], str, list[list[str]]] = (), ",", []
     for mark in delimiter or (";,\t|" if decimal == "," else ",;\t|"):
         rows = list[list[str]]()
         with contextlib.suppress(csv.Error):  # which the conversion reports
@@ -306,10 +310,12 @@ def _detect_delimiter(
         [(width, count), *_] = Counter(map(len, rows)).most_common(1) or [(0, 0)]
         fields = [field for row in rows[1:] or rows for field in row if field.strip()]
         good = sum(is_number(f) or is_number(f, ",") or is_time(f) for f in fields)
-        if (width > 1 and 2 * count > len(rows) and (mark != decimal or delimiter)) or not ranks:
-            rank = width > 1, count / max(1, len(rows)), good / max(1, len(fields)), width
-            ranks.setdefault(rank, (mark, rows))
-    return ranks[max(ranks)]
+        # a decimal mark separates fields where numbers with it are in quotes
+        quoted = any(mark in f and is_number(f, mark) for f in fields)
+        fits = width > 1 and 2 * count > len(rows) and (mark != decimal or delimiter or quoted)
+        rank = (count / len(rows), good / max(1, len(fields)), width) if fits else (0.0,)
+        best = max(best, (rank, mark, rows), key=itemgetter(0))  # the first of equal ones
+    return best[1:]
 
 
 def _decimal_mark(rows: Sequence[Sequence[str]]) -> str:

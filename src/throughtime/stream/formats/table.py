@@ -12,18 +12,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from throughtime.errors import DataError, MissingExtraError, ThroughtimeError
 
-T = TypeVar("T")
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
-_recent: "OrderedDict[int, weakref.ref[Handle[Any]]]" = OrderedDict()  # the last used one last
+_recent: "OrderedDict[int, weakref.ref[Handle]]" = OrderedDict()  # the last used one last
 
 
 class RowSource(Protocol):
@@ -173,7 +172,7 @@ _FORMATS = {  # where a format is read: its module, and its library, are importe
 }
 _HINTS = {
     ".ogg": "; convert it to FLAC: its samples cannot be read from the middle",
-    ".txt": "; text is read as tokens: throughtime.stream.text(path)",
+    ".txt": "; of text, codes = np.memmap(path, np.uint8, 'r') are inputs and targets with ahead=1",
     ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
 SUFFIXES = tuple(_FORMATS)
@@ -256,7 +255,7 @@ def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
         ) from error
 
 
-class Handle(Generic[T]):
+class Handle:
     """An open file that is opened on first use, and again after a fork or after pickling.
 
     Also opened again: a file that was closed because more than `MAX_OPEN_FILES` are in use.
@@ -267,26 +266,21 @@ class Handle(Generic[T]):
             that is not usable.
     """
 
-    def __init__(self, path: Path, opener: Callable[[Path], T]) -> None:
-        self.path = path
-        self._opener = opener
-        self._file: T | None = None
-        self._process = -1
+    def __init__(self, path: Path, opener: Callable[[Path], Any]) -> None:
+        self.path, self._opener, self._file, self._process = path, opener, None, -1
 
-    def get(self) -> T:
+    def get(self) -> Any:
         """The open file; hold it no longer than one read."""
         file = self._file
         if file is None or self._process != os.getpid():
             # Close an inherited file first: some libraries share open files by name, and a read in
             # a forked process would move the position of the parent's.
             self._file = file = None
-            self._file = file = self._opener(self.path)
-            self._process = os.getpid()
+            self._file, self._process = file, _ = self._opener(self.path), os.getpid()
         _recent.pop(id(self), None)
         _recent[id(self)] = weakref.ref(self)
         while len(_recent) > MAX_OPEN_FILES:
-            oldest = _recent.popitem(last=False)[1]()
-            if oldest is not None:
+            if (oldest := _recent.popitem(last=False)[1]()) is not None:
                 oldest.release()
         return file
 
@@ -295,4 +289,4 @@ class Handle(Generic[T]):
         self._file = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "_opener": self._opener, "_file": None, "_process": -1}
+        return {**self.__dict__, "_file": None, "_process": -1}

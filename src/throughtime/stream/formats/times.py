@@ -3,14 +3,14 @@
 A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
 without a time of day, `10`, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`, `UTC` or `+01:00`.
 Times with a zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps
-together: by a number above 12, or else by the order that ascends, in the shorter time.
+together, by a number above 12; without one they are refused.
 
 A kind of times is the order of a date and what follows it, such as `dmy+time`.
 """
 
 import contextlib
 import re
-from operator import itemgetter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,8 +36,7 @@ KINDS = [order + rest for rest in (DATE, "+time", "+zone") for order in _DATES] 
 _EPOCH_DAY = {"y": "1970", "m": "01", "d": "01"}
 _EPOCH = np.datetime64(0, "ns")
 _BLOCK = 65_536  # rows read at once
-_FEW = 10  # steps: fewer may be evenly spaced by chance
-_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"), (1e-3, "ms"), (1e-6, "us"))
+_FEW = 10  # rows: so few may be evenly spaced by chance
 
 
 def is_time(text: str) -> bool:
@@ -59,23 +58,21 @@ def time_kinds(texts: Any) -> list[str]:
     """
     import pyarrow as pa
 
-    first, ranks, valid = texts[0].as_py(), dict[str, tuple[bool, bool, int, bytes]](), list[str]()
-    like = [k for k in KINDS if re.match(_PATTERNS[k.partition("+")[0]], first, re.ASCII)]
-    for kind in like:
-        try:
-            _nanoseconds(texts[:1], kind)
-            valid.append(kind)
-            values = _nanoseconds(texts, kind).to_numpy()
-        except pa.ArrowInvalid:
-            continue
-        falls, is_date = bool((np.diff(values) < 0).any()), kind.endswith(DATE)
-        span = 0 if falls or is_date else int(values[-1] - values[0])
-        ranks[kind] = not is_date, falls, span, values.tobytes()
-    if ranks or not like:
-        best = min((rank[:3] for rank in ranks.values()), default=None)
-        return [*{rank[3]: kind for kind, rank in ranks.items() if rank[:3] == best}.values()]
+    def parsed(part: Any, kinds: Iterable[str]) -> dict[str, bytes]:
+        values = dict[str, bytes]()
+        for kind in kinds:
+            with contextlib.suppress(pa.ArrowInvalid):
+                values[kind] = _nanoseconds(part, kind).to_numpy().tobytes()
+        return values
+
+    if not is_time(texts[0].as_py()):
+        return []
+    first = parsed(texts[:1], KINDS)
+    if values := parsed(texts, first):
+        rest = min(kind.partition("+")[2] for kind in values)  # a date is a time as well
+        return [*{values[kind]: kind for kind in values if kind.endswith(f"+{rest}")}.values()]
     some = texts[:_BLOCK].to_pylist()  # a text may begin with a date
-    return (valid or like)[:1] if 2 * sum(map(is_time, some)) > len(some) else []
+    return [*first, KINDS[0]][:1] if 2 * sum(map(is_time, some)) > len(some) else []
 
 
 def parse_times(texts: Any, kind: str) -> Any:
@@ -169,25 +166,23 @@ class TimeSummary(NamedTuple):
     Attributes:
         spacing: the median step of the first rows in nanoseconds; 0 without steps.
         gaps: how many steps are longer than one and a half times that; 0 where it is 0.
-        longest: the longest step, and the row after it.
         backward: the first row that is earlier than the one before it, and the two times.
-        rate: rows per second; `None` where rows are not evenly spaced, or too few to tell.
-        is_even: whether rows are evenly spaced. Stamps may be rounded: each differs from its time
-            by less than the unit in which they are written. Or their steps differ by a fiftieth.
+        rate: rows per second; `None` where rows are not evenly spaced, or too few to tell. Stamps
+            may be rounded: each differs from its time by less than the unit in which they are
+            written. Or their steps differ by a fiftieth.
     """
 
     spacing: float = 0
     gaps: int = 0
-    longest: tuple[int, int] = (0, 0)
     backward: tuple[int, str, str] | None = None
     rate: float | None = None
-    is_even: bool = False
 
 
 def summarize_times(rows: RowSource) -> TimeSummary:
     """Read time stamps `(n,)` once, in blocks."""
-    result, known, span, unit, shortest = TimeSummary(), 0, 0, 0, np.inf
+    spacing, gaps, backward, known, span, unit = 0.0, 0, None, 0, 0, 0
     times, low, high = np.empty(0, "M8[ns]"), 0.0, np.inf  # means that rounded stamps can have
+    shortest, longest, count = np.inf, 0.0, max(1, len(rows) - 1)
     for start in range(0, len(rows), _BLOCK):
         values = rows.read(start, start + _BLOCK)
         present = np.flatnonzero(~np.isnat(values))
@@ -196,37 +191,19 @@ def summarize_times(rows: RowSource) -> TimeSummary:
         steps = np.diff(times).astype(np.int64)
         if not len(steps):
             continue
-        after = start + present[-len(steps) :]
-        if result.backward is None and (steps < 0).any():
+        if backward is None and (steps < 0).any():
             i = int((steps < 0).argmax())
-            result = result._replace(backward=(int(after[i]), *time_texts(times[i : i + 2])))
-        counts = np.arange(known - len(steps), known)
-        passed = span + np.cumsum(steps)
+            row = start + int(present[i - len(steps)])
+            before, after = time_texts(times[i : i + 2])
+            backward = row, before, after
+        passed, counts = span + np.cumsum(steps), np.arange(known - len(steps), known)
         span, unit = int(passed[-1]), int(np.gcd.reduce(steps, initial=unit))
         low = max(low, ((passed - unit) / counts).max())
         high = min(high, ((passed + unit) / counts).min())
-        shortest, i = min(shortest, steps.min()), int(steps.argmax())
-        spacing = result.spacing or float(np.median(steps))
-        result = result._replace(
-            spacing=spacing,
-            gaps=result.gaps + int((steps > 1.5 * spacing).sum()) * (spacing > 0),
-            longest=max(result.longest, (int(steps[i]), int(after[i])), key=itemgetter(0)),
-        )
-    count = len(rows) - 1
-    jitter = result.longest[0] - shortest
-    close = (jitter <= unit and low <= high) or jitter <= span / 50 / max(1, count)
-    is_even = bool(close and shortest > 0 and known > count and not result.gaps)
-    rate = 1e9 * count / span if is_even and count >= _FEW else None
-    return result._replace(is_even=is_even, rate=rate)
-
-
-def time_span(nanoseconds: float) -> str:
-    """A time span in the unit that suits it.
-
-    Example:
-        >>> time_span(3.6e12), time_span(9e11), time_span(5e6)
-        ('1 h', '15 min', '5 ms')
-    """
-    seconds = nanoseconds / 1e9
-    unit, name = next((u for u in _UNITS if seconds >= u[0] * (1 - 1e-9)), _UNITS[-1])
-    return f"{seconds / unit:.4g} {name}"
+        shortest, longest = min(shortest, steps.min()), max(longest, steps.max())
+        spacing = spacing or float(np.median(steps))
+        gaps += int((steps > 1.5 * spacing).sum()) * (spacing > 0)
+    jitter = longest - shortest
+    close = (jitter <= unit and low <= high) or jitter <= span / 50 / count
+    is_even = close and shortest > 0 and known == len(rows) > _FEW and not gaps
+    return TimeSummary(spacing, gaps, backward, 1e9 * count / span if is_even else None)
