@@ -12,6 +12,7 @@ const PHRASE = 3;
 const PHRASES = {
   "errors/detach": ["detach hidden", "detach state"],
   "errors/inplace-operation": ["leaf variable", "grad none", "叶子 变量", "梯度 none"],
+  "errors/last-batch": ["hidden state shape", "状态 形状"],
   "errors/memory-grows": ["memory leak", "ram keeps growing", "内存 增长", "显存 上涨", "显存不够", "爆显存", "显存溢出"],
   "errors/nan-loss": ["exploding gradients", "nan loss", "loss inf", "exploding loss", "损失 爆炸", "梯度 爆炸"],
   "errors/retain-graph": ["retain_graph", "slower epoch", "slower iteration", "越来越慢"],
@@ -27,12 +28,14 @@ const PHRASES = {
     "dataset", "multiple targets", "target columns", "several outputs", "cross validation", "split train test", "hdf5", "huge csv", "normalize",
     "normalise", "scaling", "pandas", "csv", "missing values", "parquet", "different length", "variable length", "padding", "读取 csv", "归一化", "标准化",
     "缺失值", "多个目标", "多目标", "输出目标", "多个输出", "数据集", "不同长度", "长度不同", "变长", "iterabledataset", "numpy array", "load data", "split data",
-    "train validation", "train test", "validation set", "mask padding", "polars", "划分", "训练集", "测试集", "数据格式", "读取数据", "加载数据", "掩码",
+    "train validation", "train test", "validation set", "mask padding", "polars", "划分", "训练集", "测试集", "数据格式", "读取数据", "加载数据", "掩码", "wav files",
+    "audio files", "音频文件", "own dataset",
   ],
   "how-to/deploy": [
     "microcontroller", "embedded", "browser", "inference", "mobile", "onnx", "real time", "esp32", "arduino", "raspberry", "rust", "c++",
     "warm prediction", "steps before", "嵌入式", "单片机", "浏览器", "网页", "部署", "推理", "实时", "手机", "c code", "production", "serve model", "export model",
-    "quantize", "实时推理", "导出模型", "上线", "c 语言", "previous steps", "steps feed", "how many steps",
+    "quantize", "实时推理", "导出模型", "上线", "c 语言", "previous steps", "steps feed", "how many steps", "without torch", "without pytorch", "不装 torch",
+    "不用 pytorch",
   ],
   "how-to/distributed": [
     "ddp", "multi gpu", "slurm", "several machines", "two machines", "ray", "fsdp", "多卡", "多机", "两台", "几台", "分布式",
@@ -45,11 +48,12 @@ const PHRASES = {
   "how-to/gpu": ["cuda", "apple silicon", "mps", "苹果", "显卡", "gpu 训练", "gpu 利用率", "gpu slow", "gpu utilization", "用 gpu"],
   "how-to/gradients": [
     "gradient checkpointing", "checkpoint gradient", "exact gradient", "never end", "endless", "梯度检查点", "精确梯度", "无穷", "无限长", "不截断", "how far back",
-    "network remember", "measure memory", "horizon", "gradient bias", "记多久", "记住多远", "多远", "梯度视野",
+    "network remember", "measure memory", "horizon", "gradient bias", "记多久", "记住多远", "多远", "梯度视野", "gradient flows steps",
   ],
   "how-to/layers": [
     "faster training", "second order", "训练加速", "训练很慢", "mixed precision", "half precision", "autocast", "amp", "fp16", "float16", "bfloat16", "混合精度",
-    "半精度", "dropout layers", "fused lstm", "speed up", "cpu slow", "加速", "层间 dropout",
+    "半精度", "dropout layers", "fused lstm", "speed up", "cpu slow", "加速", "层间 dropout", "gru slow", "lstm slow", "rnn slow", "training slow", "为什么慢",
+    "速度慢",
   ],
   "how-to/ignite": ["ignite"],
   "how-to/lightning": ["pytorch lightning", "lightning trainer", "lightning"],
@@ -58,7 +62,7 @@ const PHRASES = {
     "accumulate gradients", "validate training", "gradient clipping", "random seed", "reproducible", "deterministic", "nan inference", "f1",
     "confusion matrix", "teacher forcing", "imbalanced", "weighted loss", "weighted cross entropy", "class weights", "保存模型", "加载模型", "保存 模型",
     "加载 模型", "加载 训练好", "随机种子", "可复现", "可以复现", "学习率", "梯度累积", "中途验证", "隐藏状态 传递", "保存隐藏状态", "不平衡", "类别加权", "clip grad", "scheduler", "cosine",
-    "progress bar", "类别不平衡", "样本不平衡", "进度条", "梯度裁剪", "结果 不一样", "结果不同", "different results",
+    "progress bar", "类别不平衡", "样本不平衡", "进度条", "梯度裁剪", "结果 不一样", "结果不同", "different results", "evaluate", "evaluation", "test set", "评估", "测试集上",
   ],
   "how-to/losses": [
     "custom loss", "own loss", "two outputs", "multi task", "ctc", "ppo", "自定义损失", "损失函数", "多任务", "auxiliary loss", "two heads", "multilabel",
@@ -95,6 +99,8 @@ const PHRASES = {
     "命令行", "without code", "no code", "train terminal", "不写代码", "终端", "超参数", "original units", "反归一化", "原始单位",
   ],
   "reference/doctor/TT205": ["validation score changes", "验证 每次"],
+  "reference/doctor/TT211": ["hidden state shape", "expected hidden", "形状不对", "形状不匹配"],
+  "reference/doctor/TT302": ["zero_grad"],
   "reference/doctor/index": ["debug", "find bug", "training does not learn", "调试", "不收敛", "不学习", "不下降", "不降", "loss does not decrease"],
   "reference/files": [
     "csv", "timestamp", "time stamp", "timestamps", "semicolon", "decimal comma", "date column", "时间戳", "读取 csv", "带 csv", "分号", "多标签", "multilabel",
