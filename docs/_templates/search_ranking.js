@@ -21,7 +21,8 @@ const PHRASES = {
   "explanation/truncation": ["sequence length", "bptt length", "tbptt", "long dependencies", "choose horizon", "梯度消失", "长期依赖", "截断反向传播", "序列长度", "bptt 长度", "截断长度"],
   "explanation/windows": [
     "works offline", "after deployment", "predictions drift", "streaming bad", "good training bad live", "sliding window", "滑动窗口", "实时 效果", "上线",
-    "forgets sequence", "long audio", "long recordings", "fails long", "worse longer", "跑久 不准", "运行 变差", "训练 部署 不一致",
+    "forgets sequence", "long audio", "long recordings", "fails long", "worse longer", "跑久 不准", "运行 变差", "训练 部署 不一致", "production worse", "效果变差",
+    "效果 变差",
   ],
   "how-to/agents": ["ppo", "stable baselines", "recurrent agent", "recurrent policy", "actor critic", "环境 策略", "强化学习", "智能体", "torchrl", "sb3"],
   "how-to/data": [
@@ -35,7 +36,7 @@ const PHRASES = {
     "microcontroller", "embedded", "browser", "inference", "mobile", "onnx", "real time", "esp32", "arduino", "raspberry", "rust", "c++",
     "warm prediction", "steps before", "嵌入式", "单片机", "浏览器", "网页", "部署", "推理", "实时", "手机", "c code", "production", "serve model", "export model",
     "quantize", "实时推理", "导出模型", "上线", "c 语言", "previous steps", "steps feed", "how many steps", "without torch", "without pytorch", "不装 torch",
-    "不用 pytorch",
+    "不用 pytorch", "树莓派",
   ],
   "how-to/distributed": [
     "ddp", "multi gpu", "slurm", "several machines", "two machines", "ray", "fsdp", "多卡", "多机", "两台", "几台", "分布式",
@@ -44,7 +45,7 @@ const PHRASES = {
     "visualize graph", "plot graph", "draw graph", "computation graph", "computational graph", "画计算图", "计算图可视化",
     "查看计算图",
   ],
-  "how-to/extending": ["custom cell", "own cell", "custom policy", "梯度策略", "自定义策略", "自定义 单元", "自定义循环单元"],
+  "how-to/extending": ["custom cell", "own cell", "custom policy", "梯度策略", "自定义策略", "自定义 单元", "自定义循环单元", "自己的单元"],
   "how-to/gpu": ["cuda", "apple silicon", "mps", "苹果", "显卡", "gpu 训练", "gpu 利用率", "gpu slow", "gpu utilization", "用 gpu"],
   "how-to/gradients": [
     "gradient checkpointing", "checkpoint gradient", "exact gradient", "never end", "endless", "梯度检查点", "精确梯度", "无穷", "无限长", "不截断", "how far back",
@@ -63,6 +64,7 @@ const PHRASES = {
     "confusion matrix", "teacher forcing", "imbalanced", "weighted loss", "weighted cross entropy", "class weights", "保存模型", "加载模型", "保存 模型",
     "加载 模型", "加载 训练好", "随机种子", "可复现", "可以复现", "学习率", "梯度累积", "中途验证", "隐藏状态 传递", "保存隐藏状态", "不平衡", "类别加权", "clip grad", "scheduler", "cosine",
     "progress bar", "类别不平衡", "样本不平衡", "进度条", "梯度裁剪", "结果 不一样", "结果不同", "different results", "evaluate", "evaluation", "test set", "评估", "测试集上",
+    "same results", "batch prediction different", "step by step different",
   ],
   "how-to/losses": [
     "custom loss", "own loss", "two outputs", "multi task", "ctc", "ppo", "自定义损失", "损失函数", "多任务", "auxiliary loss", "two heads", "multilabel",
@@ -111,7 +113,7 @@ const PHRASES = {
     "hidden state", "lane", "perplexity", "repackage_hidden", "隐藏状态是", "困惑度", "叶子张量", "多对一", "多对多", "术语", "what is", "meaning", "definition",
     "lane 是什么", "什么意思",
   ],
-  "reference/report": ["html report", "plot loss", "报告", "损失曲线"],
+  "reference/report": ["html report", "plot loss", "报告", "损失曲线", "训练报告", "training report"],
   "reference/run-folder": [
     "model saved", "load run", "code safe", "killed", "crashed", "interrupted", "resume training", "断点续训", "模型 在哪里", "好的模型 在哪", "代码安全", "中断", "接着训练", "继续训练", "kill 训练",
   ],
