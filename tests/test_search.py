@@ -206,7 +206,7 @@ CHINESE = {
     "比 pytorch 快多少": "reference/benchmarks",
     "程序被 kill 之后接着训练": "reference/run-folder",
     "显存一直涨": "errors/memory-grows",
-    "训练时好好的，跑久了就不准": "explanation/windows",
+    "训练时好好的 跑久了就不准": "explanation/windows",
     "验证集 划分": "how-to/data",
     "loss 不下降": "reference/doctor/index",
     "两个损失 一起反向传播": "errors/two-losses",
