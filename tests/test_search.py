@@ -104,7 +104,7 @@ QUESTIONS = {
     "leaf variable grad is None": "errors/inplace-operation",
     "repackage_hidden": "reference/glossary",
     "teacher forcing": "how-to/loop",
-    "reinforcement learning PPO LSTM": "how-to/your-module",
+    "reinforcement learning PPO LSTM": "how-to/agents",
     "visualize computation graph": "how-to/draw",
     "keras stateful": "how-to/migrating/keras",
     "pytorch lightning tbptt": "how-to/lightning",
@@ -123,6 +123,12 @@ QUESTIONS = {
     "exact gradient without running out of memory": "how-to/gradients",
     "how do I see the computation graph": "how-to/draw",
     "is it faster than pytorch": "reference/benchmarks",
+    "rnn forgets after long sequence inference": "explanation/windows",
+    "how far back does my network remember": "how-to/gradients",
+    "how many previous steps to feed before prediction": "how-to/deploy",
+    "predict without torch installed": "how-to/deploy",
+    "evaluate on test recordings": "how-to/loop",
+    "why is my gru slow": "how-to/layers",
 }
 CHINESE = {
     "截断反向传播": "errors/k1-k2",
@@ -172,7 +178,7 @@ CHINESE = {
     "实时推理": "tutorial/heartbeats",
     "隐藏状态是什么": "reference/glossary",
     "双向 LSTM": "how-to/your-module",
-    "强化学习": "how-to/your-module",
+    "强化学习": "how-to/agents",
     "语言模型": "how-to/your-module",
     "语音识别": "how-to/recipes/fsdd",
     "心电图": "how-to/recipes/ecg",
@@ -200,6 +206,12 @@ CHINESE = {
     "比 pytorch 快多少": "reference/benchmarks",
     "程序被 kill 之后接着训练": "reference/run-folder",
     "显存一直涨": "errors/memory-grows",
+    "训练时好好的 跑久了就不准": "explanation/windows",
+    "验证集 划分": "how-to/data",
+    "loss 不下降": "reference/doctor/index",
+    "两个损失 一起反向传播": "errors/two-losses",
+    "怎么在测试集上评估": "how-to/loop",
+    "隐藏状态形状不对": "reference/doctor/TT211",
 }
 
 
