@@ -423,12 +423,20 @@ assert {"torch", "throughtime"}.isdisjoint(sys.modules)
 """
 
 
-def test_the_session_beside_a_model_needs_neither_torch_nor_throughtime(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_session_beside_a_model_needs_neither_torch_nor_throughtime(
+    fresh: bool, tmp_path: Path
+) -> None:
+    python = sys.executable
+    if fresh:  # installed by pip
+        subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
+        python = str(tmp_path / "venv/bin/python")
+        subprocess.run([python, "-m", "pip", "install", "-q", "numpy", "onnxruntime"], check=True)
     net, written = exported(tmp_path, CHAINS["gru two"], "net.onnx", with_session=True)
     assert written.paths == (tmp_path / "net.onnx", tmp_path / "session.py")
     x = torch.randn(50, 2, 3)
     np.save(tmp_path / "x.npy", x.numpy())
-    subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, check=True)
+    subprocess.run([python, "-c", ALONE], cwd=tmp_path, check=True)
     assert close(np.load(tmp_path / "y.npy"), net(x, net.initial_state(2))[0].detach())
     with pytest.raises(ConfigError, match="needs no session"):
         exported(tmp_path, CHAINS["lstm"], "net.c", with_session=True)
