@@ -442,7 +442,7 @@ def trained_with_a_failure(
             assert between or all(weight.grad is None for weight in net.parameters())
             place = run.state_dict(after_step=False)
             optimizer.zero_grad()
-            run = begin()
+            run = begin() if between else run
             run.load_state_dict(place)
 
 
