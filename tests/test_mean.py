@@ -62,18 +62,6 @@ def bits(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(n, C).to(d), (torch.rand(n, C) < 0.5).to(d)
 
 
-def chances(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.rand(n, C).clamp(0.02, 0.98).to(d), (torch.rand(n, C) < 0.5).to(d)
-
-
-def counts(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
-    return (torch.rand(n, 1) + 0.1).to(d), torch.poisson(torch.rand(n, 1) * 4).to(d)
-
-
-def signs(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 1).to(d), (torch.randint(2, (n, 1)) * 2 - 1).to(d)
-
-
 def label_lists(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
     lists = torch.full((n, C), -1)
     lists[:, 0] = torch.randint(C, (n,))
