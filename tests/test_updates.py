@@ -198,18 +198,6 @@ def test_a_call_that_is_refused_leaves_the_saved_place_as_it_was() -> None:
     assert run.state_dict(after_step=False)["stream"]["position"] == 6
 
 
-def test_a_place_read_to_another_device_goes_to_that_of_the_net() -> None:
-    net = named("hides-layer").net()
-    run = tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15))
-    next(run)
-    place = run.state_dict()
-    again = tt.updates(
-        named("hides-layer").net().to("meta"), stream(), nn.MSELoss(), gradient=tt.Truncated(6, 15)
-    )
-    again.load_state_dict(place)
-    assert {leaf.device.type for _, leaf in tt.state.leaves(again.state)} == {"meta"}
-
-
 def test_exhausted_updates_stay_exhausted_and_a_new_call_plays_the_next_epoch() -> None:
     net, source = named("hides-layer").net(), stream()
     run = tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
