@@ -226,7 +226,7 @@ def test_what_cannot_be_trained_is_refused_and_leaves_no_gradient(
 ) -> None:
     kind, own = REFUSED[case]
     net, chunk = named("hides-layer").net(), PolicyData.draw(STEPS, 2, 0).chunk
-    given = {"net": net, "chunk": chunk, "loss_fn": nn.MSELoss()} | own
+    given: dict[str, Any] = {"net": net, "chunk": chunk, "loss_fn": nn.MSELoss()} | own
     with pytest.raises(kind):
         list(tt.updates(given["net"], [given["chunk"]], given["loss_fn"], gradient=setting.make()))
     assert all(weight.grad is None for weight in given["net"].parameters())

@@ -84,8 +84,8 @@ def some_chunks() -> list[Chunk]:
 def moved(chunk: Chunk) -> Chunk:
     """The chunk with one lane a step later."""
     position = chunk.position + torch.tensor([0, 1])
-    series = {"recording": chunk.recording, "position": position}
-    return Chunk.from_tensors(chunk.inputs, chunk.targets, **series)
+    own = chunk.inputs, chunk.targets
+    return Chunk.from_tensors(*own, recording=chunk.recording, position=position)
 
 
 SOURCES: dict[str, tuple[Callable[[], Any], str]] = {
