@@ -5,8 +5,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +19,6 @@ import throughtime as tt
 from strategies import (
     FEATURES,
     HIDDEN,
-    Step,
     Weights,
     apart,
     gradients,
@@ -27,9 +26,8 @@ from strategies import (
     start,
 )
 from throughtime.carry import Carried
-from throughtime.chunk import Chunk, Source
-from throughtime.gradient import Policy, Probe, Progress, Update, UpdatePolicy, Window
-from throughtime.gradient.window import Credit
+from throughtime.chunk import Chunk
+from throughtime.gradient import Policy, Update, UpdatePolicy
 from throughtime.updates import Updates
 
 
@@ -75,45 +73,6 @@ class PolicyData:
 
 
 UpdateGrads = list[tuple[int, float, Weights]]  # for each update: valid steps, loss, gradients
-
-
-def oracle(
-    step: Step, leaves: int, weights: Weights, data: PolicyData, stride: int, horizon: int
-) -> UpdateGrads:
-    """Every step has its own copy of the weights.
-
-    An update sums the gradients of those that its window holds.
-    """
-    copies = [
-        {name: w.detach().clone().requires_grad_() for name, w in weights.items()} for _ in data.x
-    ]
-    state, losses = (data.x.new_zeros(data.x.shape[1], HIDDEN),) * leaves, list[Tensor]()
-    for copy, x, target, reset in zip(copies, data.x, data.targets, data.resets, strict=True):
-        state = tuple(
-            torch.where(reset.unsqueeze(1), torch.zeros_like(leaf), leaf) for leaf in state
-        )
-        y, state = step(copy, x, state)
-        losses.append((y - target).square().mean(1))
-    results: UpdateGrads = []
-    for counted in range(0, len(data.x), stride):
-        stop = min(counted + stride, len(data.x))
-        valid = data.mask[counted:stop]
-        if valid.any():
-            loss = torch.stack(losses[counted:stop])[valid].mean()
-            window = copies[
-                min(counted, max(0, stop - horizon)) if horizon > stride else counted : stop
-            ]
-            parts = torch.autograd.grad(
-                loss,
-                [w for copy in window for w in copy.values()],
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            sums = {
-                name: torch.stack(parts[i :: len(weights)]).sum(0) for i, name in enumerate(weights)
-            }
-            results.append((int(valid.sum()), loss.item(), sums))
-    return results
 
 
 def plain(
@@ -177,16 +136,6 @@ def summed(results: UpdateGrads) -> Weights:
     }
 
 
-def train(optimizer: torch.optim.Optimizer, run: Updates, most: int = 1000) -> list[float]:
-    """The losses of the updates that are left, or of so many of them, each stepped on."""
-    losses: list[float] = []
-    for update in islice(run, most):
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(update.loss.item())
-    return losses
-
-
 def exact_updates(
     net: Carried,
     data: PolicyData,
@@ -240,40 +189,6 @@ def deviation(a: UpdateGrads, b: UpdateGrads) -> float:
     )
 
 
-def credit_norms(credit: Credit) -> Tensor:
-    """The norm of each lane over all leaves, `(B,)`."""
-    squares = [leaf.abs().flatten(1).square().sum(1) for leaf in credit if leaf is not None]
-    return torch.stack(squares).sum(0).sqrt()
-
-
-@dataclass(frozen=True, eq=False)
-class CreditRecorder:
-    """A policy that records the credit which crosses from one segment to the one before.
-
-    Attributes:
-        arriving: by the step that it crosses, the norms `(B,)`, the latest step first.
-        leaving: the norms after the gate of the policy itself.
-    """
-
-    inner: Policy
-    arriving: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    leaving: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-
-    def plan(self, source: Source, at: Progress, probe: Probe) -> tuple[Window | None, Any]:
-        plan, memory = self.inner.plan(source, at, probe)
-        if plan is None:
-            return None, memory
-        own = plan.gate
-
-        def gate(step: int, credit: Credit) -> Credit:
-            self.arriving[step] = credit_norms(credit)
-            credit = credit if own is None else own(step, credit)
-            self.leaving[step] = credit_norms(credit)
-            return credit
-
-        return plan._replace(gate=gate), memory
-
-
 class Complex(nn.Module):
     """A linear recurrent unit: a complex state that rotates; real weights and outputs."""
 
@@ -293,6 +208,14 @@ class Complex(nn.Module):
             h = h * turn + step
             hidden.append(h.real)
         return self.read(torch.stack(hidden)), h
+
+
+def big(make: Callable[[], nn.Module], steps: int, lanes: int = 4) -> tuple[Carried, Chunk]:
+    """A net whose activations outweigh what Python and torch need, in float32."""
+    net, x = tt.carry(make()), inputs(steps, lanes).float()
+    with torch.no_grad():
+        y, _ = net(x, net.initial_state(lanes, like=x))
+    return net, Chunk.from_tensors(x, torch.zeros_like(y))
 
 
 class Allocated(NamedTuple):

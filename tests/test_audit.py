@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
-from policy_data import PolicyData, policy_gradients
+from policy_data import PolicyData
 from quick import examples
 from strategies import (
     HidesLayer,
@@ -115,7 +115,7 @@ def width(net: Carried) -> int:
     return net(x, start(net, x))[0].shape[2]
 
 
-@examples(10)
+@examples(8)
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4),
     lanes=st.sampled_from([1, 2, 3]),
@@ -126,7 +126,7 @@ def width(net: Carried) -> int:
     warm_up=st.sampled_from([0, 3]),
     piece=st.sampled_from([1, 2, 7, 50, None]),
 )
-@some_nets("tensor-state", "lstm", "hides-cell", "dict-state", "learnt-start")
+@some_nets("lstm", "dict-state", "learnt-start")
 def test_figures_are_those_of_separate_gradients(
     row: Row,
     lengths: list[int],
@@ -149,69 +149,49 @@ def test_figures_are_those_of_separate_gradients(
     ]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("stride", [None, 2])
-def test_nothing_is_moved_or_changed(training: bool, stride: int | None) -> None:
+def test_nothing_is_moved_or_changed() -> None:
     """Neither the stream, `.grad`, weights, buffers, generators nor the mode."""
-    net, source = (
-        lawless(tt.carry(Noisy().double()).train(training), inputs(3, 2)),
-        stream_of([40, 33], 2),
-    )
-    for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)):
-        if update.chunk.position[0, 0] == 10:
-            break
-    kept = [
-        None if weight.grad is None else (weight.grad, weight.grad.clone())
-        for weight in net.parameters()
-    ]
-    before = (
-        weights(net),
-        {n: b.clone() for n, b in net.named_buffers()},
-        torch.get_rng_state(),
-        source.state_dict(),
-        source._generation,
-    )
-    first = tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride)
-    assert all(torch.equal(w, before[0][name]) for name, w in weights(net).items())
-    assert all(torch.equal(b, before[1][name]) for name, b in net.named_buffers())
-    assert torch.equal(torch.get_rng_state(), before[2])
-    assert (source.state_dict(), source._generation) == before[3:]
-    assert net.training == training
-    assert all(module.training == training for module in net.modules())
-    for weight, held in zip(net.parameters(), kept, strict=True):
-        assert held is not None
-        assert weight.grad is held[0]
-        assert torch.equal(held[0], held[1])
-    assert (
-        tt.audit(net, source, nn.MSELoss(), (3, 8), stride=stride) == first
-    )  # dropout draws the same again
+    net, source = lawless(tt.carry(Noisy().double()), inputs(3, 2)), stream_of([40, 33], 2)
+    next(tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(5)))
+
+    def everything() -> list[Any]:
+        return [
+            *(tensor.clone() for tensor in net.state_dict().values()),
+            *gradients(net).values(),
+            torch.get_rng_state(),
+            (source.state_dict(), source._generation, [m.training for m in net.modules()]),
+        ]
+
+    own, before = [weight.grad for weight in net.parameters()], everything()
+    first = tt.audit(net, source, nn.MSELoss(), (3, 8))
+    with pytest.raises(ConfigError):
+        tt.audit(net, source, nn.MSELoss(), (0,))
+    *tensors, others = everything()
+    assert all(map(torch.equal, tensors, before[:-1]))
+    assert others == before[-1]
+    assert all(weight.grad is grad for weight, grad in zip(net.parameters(), own, strict=True))
+    # dropout draws the same again
+    assert tt.audit(net, source, nn.MSELoss(), (3, 8)) == first
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 50])
-def test_dropout_is_the_same_in_every_gradient_compared(chunk: int) -> None:
+def test_dropout_is_the_same_in_every_gradient_compared() -> None:
     """One forward pass draws the noise: a horizon over the whole excerpt has no bias."""
     torch.manual_seed(3)
     net = tt.carry(HidesLayer(dropout=0.4).double())
-    long, short = (
-        tt.audit(net, stream_of([50, 41], 2), nn.MSELoss(), (4, h), chunk=chunk) for h in (50, 30)
-    )
-    assert long.rows[-1].bias < 1e-12
-    assert long.rows[0].bias > 1e-3
-    assert long.loss != pytest.approx(
-        tt.audit(net.eval(), stream_of([50, 41], 2), nn.MSELoss(), (4,)).loss, rel=1e-3
-    )
-    assert short.steps == long.steps
+    result = tt.audit(net, stream_of([50, 41], 2), nn.MSELoss(), (4, 50), chunk=7)
+    assert result.rows[-1].bias < 1e-12
+    assert result.rows[0].bias > 1e-3
 
 
 @pytest.mark.parametrize(
     ("steps", "stride", "expected"),
-    [(5000, None, [50, 200, 800, 3200]), (800, 100, [200]), (40, None, [20]), (1, None, [1])],
+    [(1000, None, [50, 200, 800]), (800, 100, [200]), (1, None, [1])],
 )
 def test_default_horizons_are_those_shorter_than_the_stretch(
     steps: int, stride: int | None, expected: list[int]
 ) -> None:
     net = tt.carry(nn.Sequential(nn.RNN(3, 2), nn.Linear(2, 2)).double())
-    results = tt.audit(net, stream_of([5000], 1), nn.MSELoss(), steps=steps, stride=stride)
+    results = tt.audit(net, stream_of([1000], 1), nn.MSELoss(), steps=steps, stride=stride)
     assert [row.horizon for row in results.rows] == expected
 
 
@@ -230,36 +210,14 @@ def rows_of(biases: dict[int, float]) -> Audit:
         ({1: 0.5, 2: 0.05, 4: 0.2, 8: 0.01}, 0.1, 8),  # 2 was luck
         ({1: 0.5, 2: 0.2, 4: 0.05, 8: 0.11}, 0.1, None),
         ({1: 0.5, 2: 0.2, 4: 0.05, 8: 0.1}, 0.1, 4),
-        ({1: 0.0, 2: 0.0}, 0.1, 1),
         ({1: 0.5, 2: 0.2}, 0.6, 1),
+        ({1: math.nan, 2: 0.01}, 0.1, 2),
     ],
 )
 def test_suggestion_is_the_shortest_from_which_on_none_is_above_the_tolerance(
     biases: dict[int, float], tolerance: float, expected: int | None
 ) -> None:
     assert rows_of(biases).suggest(tolerance) == expected
-
-
-def test_bias_that_is_no_number_is_not_within_the_tolerance() -> None:
-    assert rows_of({1: math.nan, 2: 0.01}).suggest(0.1) == 2
-
-
-def test_table_says_the_figures_and_the_worst_parameter() -> None:
-    results = rows_of({1: 0.5, 20: 0.25})
-    lines = str(results).splitlines()
-    assert lines[0].split() == [
-        "horizon",
-        "stride",
-        "bias",
-        "cosine",
-        "norm",
-        "worst",
-        "parameter",
-    ]
-    assert lines[1].split() == ["1", "1", "0.500", "0.900", "0.80", "lstm.weight", "0.500"]
-    assert lines[2].split() == ["20", "20", "0.250", "0.900", "0.80", "lstm.weight", "0.250"]
-    assert lines[3].startswith("over 100 steps of 2 lanes, at fixed weights; loss 0.5, |g| 1.5")
-    assert lines[3].endswith("its noise 0 times that")
 
 
 def test_noise_is_the_difference_of_two_halves_of_the_losses() -> None:
@@ -305,85 +263,30 @@ def explodes() -> Carried:
     return net
 
 
-def frozen() -> Carried:
-    return named("hides-layer").net().requires_grad_(False)
-
-
-REFUSED: dict[str, tuple[Callable[[], Audit], type[Exception], str]] = {
-    "horizon 0": (
-        lambda: audited(horizons=(0, 3)),
-        ConfigError,
-        "(stride|horizon)=0: expected a whole number of at least 1",
-    ),
-    "horizon below the stride": (
-        lambda: audited(horizons=(3, 8), stride=5),
-        ConfigError,
-        "horizon=3 is below stride=5",
-    ),
-    "stride 0": (lambda: audited(stride=0), ConfigError, "stride=0: expected"),
-    "horizon a float": (
-        lambda: audited(horizons=(3.5,)),
-        ConfigError,
-        r"=3\.5: expected a whole number of at least 1",
-    ),
-    "steps 0": (
-        lambda: audited(steps=0),
-        ConfigError,
-        "steps=0: expected a whole number of at least 1",
-    ),
-    "chunk 0": (
-        lambda: audited(chunk=0),
-        ConfigError,
-        "chunk=0: expected a whole number of at least 1",
-    ),
-    "no valid step": (
-        lambda: audited(source=stream_of([20], 1, warm_up=20)),
-        DataError,
-        "none of the 20 steps has a target that counts",
-    ),
+REFUSED: dict[str, tuple[type[Exception], Callable[[], Audit]]] = {
+    "horizon 0": (ConfigError, lambda: audited(horizons=(0, 3))),
+    "horizon below the stride": (ConfigError, lambda: audited(horizons=(3, 8), stride=5)),
+    "steps 0": (ConfigError, lambda: audited(steps=0)),
+    "chunk 0": (ConfigError, lambda: audited(chunk=0)),
+    "no valid step": (DataError, lambda: audited(source=stream_of([20], 1, warm_up=20))),
     "no targets": (
+        DataError,
         lambda: audited(source=tt.Stream({"inputs": inputs(9, 1)[:, 0]}, 1, 4)),
-        DataError,
-        "the recordings of this stream have no targets",
     ),
-    "raw module": (
-        lambda: audited(HidesLayer()),
-        ModelError,
-        r"the net is a HidesLayer; .*net = tt\.carry\(module\)",
-    ),
-    "list of chunks": (
-        lambda: audited(source=list(stream_of([20], 1))),
-        DataError,
-        r"got a list, expected a tt\.Stream",
-    ),
-    "frozen net": (
-        lambda: audited(frozen()),
-        ModelError,
-        "the loss depends on no parameter that requires a gradient",
-    ),
-    "not finite": (
-        lambda: audited(explodes()),
-        RunError,
-        "the exact gradient is not finite .* nothing can be compared",
-    ),
-    "loss of every row": (
-        lambda: audited(loss_fn=nn.MSELoss(reduction="none")),
-        ModelError,
-        r"expected one number.*reduction='none'",
-    ),
-    "loss summed": (
-        lambda: audited(loss_fn=nn.MSELoss(reduction="sum")),
-        ModelError,
-        "reduction='sum', expected 'mean'",
-    ),
+    "raw module": (ModelError, lambda: audited(HidesLayer())),
+    "list of chunks": (DataError, lambda: audited(source=list(stream_of([20], 1)))),
+    "frozen": (ModelError, lambda: audited(named("hides-layer").net().requires_grad_(False))),
+    "not finite": (RunError, lambda: audited(explodes())),
+    "loss summed": (ModelError, lambda: audited(loss_fn=nn.MSELoss(reduction="sum"))),
+    "a loss of strides": (ConfigError, lambda: audited(loss_fn=tt.SequenceLoss(root))),
 }
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), list(REFUSED.values()), ids=list(REFUSED))
+@pytest.mark.parametrize(("kind", "call"), list(REFUSED.values()), ids=list(REFUSED))
 def test_what_cannot_be_audited_is_refused(
-    call: Callable[[], Audit], kind: type[Exception], message: str
+    kind: type[Exception], call: Callable[[], Audit]
 ) -> None:
-    with pytest.raises(kind, match=message):
+    with pytest.raises(kind):
         call()
 
 
@@ -413,8 +316,7 @@ def agrees_by_stride(horizons: tuple[int, ...], chunk: int | None) -> bool:
     return all(row.bias == pytest.approx(sizes[row.horizon], rel=1e-9) for row in result.rows)
 
 
-@pytest.mark.parametrize("chunk", [None, 10])
-@pytest.mark.parametrize("horizons", [(8, 24), (9, 12, 27)])
+@pytest.mark.parametrize(("horizons", "chunk"), [((8, 24), None), ((9, 12, 27), 10)])
 def test_a_loss_over_strides_is_compared_stride_by_stride(
     horizons: tuple[int, ...], chunk: int | None
 ) -> None:
@@ -422,13 +324,7 @@ def test_a_loss_over_strides_is_compared_stride_by_stride(
     assert agrees_by_stride(horizons, chunk)
 
 
-def test_a_loss_over_strides_needs_a_stride() -> None:
-    with pytest.raises(ConfigError, match="give a stride, or take one with additive=True"):
-        audited(loss_fn=tt.SequenceLoss(root))
-
-
-@pytest.mark.parametrize("over", ["window", "recording"])
-@pytest.mark.parametrize(("stride", "piece"), [(None, None), (4, None), (3, 7)])
+@pytest.mark.parametrize(("over", "stride", "piece"), [("window", None, None), ("recording", 3, 7)])
 def test_an_additive_loss_takes_any_horizons(
     over: Any, stride: int | None, piece: int | None
 ) -> None:
@@ -448,13 +344,3 @@ def test_an_additive_loss_takes_any_horizons(
     assert (ours.loss, ours.norm, ours.noise) == pytest.approx(
         (theirs.loss, theirs.norm, theirs.noise), rel=CLOSE
     )
-
-
-def test_refused_audit_leaves_the_net_as_it_was() -> None:
-    net = lawless(tt.carry(Noisy().double()), inputs(3, 2))
-    before, buffers = torch.get_rng_state(), {n: b.clone() for n, b in net.named_buffers()}
-    with pytest.raises(DataError):
-        audited(net, stream_of([20], 1, warm_up=20))
-    assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(b, buffers[name]) for name, b in net.named_buffers())
-    assert policy_gradients(net.eval(), list(stream_of([20], 1)), tt.Truncated(5))

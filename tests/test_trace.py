@@ -263,9 +263,9 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
 def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
     net, x = layer("lstm", num_layers=2, dropout=0.4), inputs(STEPS, LANES)
     with trace(net) as found:
-        with pytest.raises(ModelError, match=r"or dropout between its layers.*eval\(\) mode"):
+        with pytest.raises(ModelError):
             net(x)
-        with pytest.raises(ModelError, match=r"packed sequence.*pad the sequences"):
+        with pytest.raises(ModelError):
             net.eval()(pack_padded_sequence(x, torch.tensor([11, 8, 3], device="cpu")))
         net(x)[0].square().sum().backward()
     assert found.count == 1
@@ -328,16 +328,13 @@ def test_every_state_of_a_cell_of_ones_own_is_that_of_the_unrolled_loop() -> Non
 
 
 def test_names_that_do_not_fit_are_refused() -> None:
-    net, x = Looping().double(), inputs(2, 1)
-    with pytest.raises(ModelError, match=r"no recurrent layer.*names=\{"):
+    net = Looping().double()
+    with pytest.raises(ModelError):
         trace(net)
-    with pytest.raises(AttributeError, match="has no attribute `cel`"):
+    with pytest.raises(AttributeError):
         trace(net, names={"cel": ("h",)})
-    with (
-        trace(net, names={"cell": ("h",)}),
-        pytest.raises(ModelError, match="returns 3 tensors, names has 1"),
-    ):
-        net(x, net.initial_state(1))
+    with trace(net, names={"cell": ("h",)}), pytest.raises(ModelError, match="returns 3 tensors"):
+        net(inputs(2, 1), net.initial_state(1))
 
 
 def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
@@ -354,20 +351,6 @@ def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
         assert list(edges) == ["layer0.h", "layer0.c"]
         for edge, norms in zip(edges.values(), expected, strict=True):
             torch.testing.assert_close(edge, norms, rtol=EXACT, atol=0)
-
-
-def test_a_reset_stops_the_gradient_of_its_lane_only() -> None:
-    net, x = tt.carry(layer("lstm")), inputs(STEPS, LANES)
-    resets = torch.zeros(STEPS, LANES, dtype=torch.bool)
-    resets[6, 1] = True
-    with trace(net) as found:
-        y, _ = net(x, start(net, x), resets)
-        y[-1].sum().backward()
-    norms = found["layer0.c"]
-    assert norms.shape == (STEPS, LANES)
-    assert not norms[:6, 1].any()
-    assert norms[6:].all()
-    assert norms[:6, [0, 2]].all()
 
 
 STRIDE, ROWS = 10, 2
@@ -412,44 +395,26 @@ def test_training_is_the_same_traced(row: Any, policy: str) -> None:
     assert all(results[name].isfinite().all() for name in results.names)
 
 
-def expected(
-    net: Carried, data: PolicyData, counted: int, stop: int, state: Any = None
-) -> dict[str, Tensor]:
-    """Norms of one plain graph over the first steps of `data`; mean loss from `counted` on."""
-    with trace(net) as results:
-        y, _ = net(
-            data.x[:stop], start(net, data.x) if state is None else state, data.resets[:stop]
-        )
-        nn.MSELoss()(y[counted:].flatten(0, 1), data.targets[counted:stop].flatten(0, 1)).backward()
-    net.zero_grad()
-    return {name: results[name] for name in results.names}
-
-
-def furthest(results: Trace, wanted: dict[str, Tensor]) -> float:
-    assert set(results.names) == set(wanted)
-    return max((results[name] - norms).abs().max().item() for name, norms in wanted.items())
-
-
+@pytest.mark.parametrize(
+    ("policy", "counted"),
+    [(tt.Truncated(10, horizon=30), 20), (tt.Exact(chunk=7), 0)],
+    ids=["window", "pieces"],
+)
 @CARRIED
-def test_a_window_of_several_strides_is_one_pass(row: Any) -> None:
-    net, data = row.net(), PolicyData.draw(30, ROWS, 0, resets=0.1)
-    with trace(net, keep=3) as results:
-        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Truncated(10, horizon=30)):
-            net.zero_grad()
-    assert len(results.passes) == results.count == 3
-    assert furthest(results, expected(net, data, 20, 30)) < EXACT
-
-
-@CARRIED
-def test_the_pieces_of_a_sweep_are_one_pass(row: Any) -> None:
-    """`tt.Exact` runs backward passes within one, the last piece first: all are that one."""
-    net, data = row.net(), PolicyData.draw(45, ROWS, 0, resets=0.03)
+def test_a_window_of_strides_and_the_pieces_of_a_sweep_are_one_pass(
+    row: Any, policy: Policy, counted: int
+) -> None:
+    """`tt.Exact` runs backward passes within one, the last piece first."""
+    net, data = row.net(), PolicyData.draw(30, ROWS, 0, resets=0.03)
     with trace(net, keep=9) as results:
-        for _ in tt.updates(net, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=7)):
-            net.zero_grad()
-    wanted = expected(net, data, 0, 45)
-    assert len(results.passes) == 1
-    assert furthest(results, wanted) < EXACT
+        list(tt.updates(net, [data.chunk], nn.MSELoss(), gradient=policy))
+    with trace(net) as plain:
+        y, _ = net(data.x, start(net, data.x), data.resets)
+        nn.MSELoss()(y[counted:], data.targets[counted:]).backward()
+    assert len(results.passes) == results.count == (3 if counted else 1)
+    assert set(results.names) == set(plain.names)
+    worst = max((results[name] - plain[name]).abs().max().item() for name in plain.names)
+    assert worst < EXACT
 
 
 def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
@@ -467,26 +432,6 @@ def test_a_state_that_stands_still_does_not_join_what_was_cut() -> None:
         ):
             carried.zero_grad()
     assert [len(one.norms["layer0.h"]) for one in results.passes] == [10, 10, 10, 10]
-
-
-def tensors_alive() -> int:
-    gc.collect()
-    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
-
-
-@CARRIED
-def test_many_updates_hold_no_more_than_a_few(row: Any) -> None:
-    net, x, alive = row.net(), inputs(12, ROWS), list[int]()
-    with trace(net, keep=2):
-        for round_ in range(30):
-            y, _ = net(x, start(net, x))
-            y.square().mean().backward()
-            net.zero_grad()
-            del y
-            alive += [tensors_alive()] if round_ in (5, 29) else []
-    assert (
-        alive[1] <= alive[0]
-    )  # what other tests left behind may go meanwhile; a tensor for each round would be 24 more
 
 
 LAYER_OR_CELL = pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell])
@@ -513,14 +458,12 @@ def test_a_name_tells_module_layer_and_state() -> None:
     net = nn.Sequential(nn.LSTM(3, 4, num_layers=2))
     cells = HidesCell()
     with trace(net) as found, trace(cells) as others:
-        y, _ = net[0](torch.randn(5, 2, 3))
-        y.sum().backward()
-        cells(torch.randn(5, 2, 3)).sum().backward()
+        for module in (net, cells):
+            y = module(torch.randn(5, 2, 3))
+            (y if isinstance(y, Tensor) else y[0]).sum().backward()
     assert found.names == tuple(f"0.layer{k}.{leaf}" for k in (0, 1) for leaf in "hcifgo")
     assert found["0.layer0.c"].shape == others["cell.f"].shape == (5, 2)
-    with pytest.raises(
-        ConfigError, match=r"no gradient of .layer0.c. was recorded; recorded are 0.layer0.h"
-    ):
+    with pytest.raises(ConfigError):
         found["layer0.c"]
     assert found.last.gradients["0.layer0.c"].shape == (5, 2, 4)
 
@@ -568,11 +511,7 @@ def test_an_error_on_the_way_ends_the_trace() -> None:
 
 def test_a_net_is_traced_once_at_a_time() -> None:
     net = nn.LSTM(3, 4)
-    with (
-        trace(net),
-        pytest.raises(ConfigError, match="traced already"),
-        trace(nn.Sequential(net)),
-    ):
+    with pytest.raises(ConfigError), trace(net), trace(nn.Sequential(net)):
         pass
     assert not any(GLOBAL_HOOKS)
     with trace(net):
@@ -669,44 +608,6 @@ def test_a_gradient_dies_where_it_falls_below_the_threshold() -> None:
     assert row(linear(0.99)).lifetime == LONG
 
 
-def remembering_lstm(forget: float) -> nn.LSTM:
-    """An LSTM in double precision whose forget gate is about `forget`."""
-    torch.manual_seed(0)
-    net = nn.LSTM(3, 4).double()
-    weights = dict(net.named_parameters())
-    with torch.no_grad():
-        weights["weight_hh_l0"].mul_(0.1)
-        weights["bias_ih_l0"][4:8] = math.log(forget / (1 - forget))
-        weights["bias_hh_l0"][4:8] = 0
-    return net
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_forget_gate_that_scales_a_state_of_zero_has_not_vanished(given: bool) -> None:
-    net, x = remembering_lstm(0.99), torch.randn(40, 2, 3, dtype=torch.float64)
-    x[:3] = 0
-    weights = dict(net.named_parameters())
-    with torch.no_grad():  # c stays zero while the inputs are
-        weights["bias_ih_l0"][8:12] = -weights["bias_hh_l0"][8:12]
-    state = (torch.zeros(1, 2, 4, dtype=torch.float64),) * 2 if given else None
-    with trace(net) as found:
-        net(x, state)[0][-1].square().sum().backward()
-    assert found["layer0.f"][0].tolist() == [0, 0]
-    assert row(found, "layer0.f").vanished is None
-    assert row(found, "layer0.f").lifetime == 40
-
-
-def test_a_bidirectional_layer_has_a_summary_without_an_edge_of_its_backward_direction() -> None:
-    net = nn.LSTM(3, 4, bidirectional=True).double()
-    with trace(net) as found:
-        net(torch.randn(6, 2, 3, dtype=torch.float64))[0].square().sum().backward()
-    assert {one.vanished for one in found.summary().rows} == {None}
-    assert {one.name for one in found.summary().rows if one.edge is not None} == {
-        "layer0.h",
-        "layer0.c",
-    }
-
-
 def test_a_gradient_blows_up_where_losses_alone_could_not_make_it_so_large() -> None:
     seen = row(linear(1.2))
     late = [1.2**lag for lag in range(LONG)]
@@ -740,40 +641,15 @@ def test_a_gradient_that_does_not_come_is_said() -> None:
     assert (row(found).largest, row(found).lifetime, row(found).edge) == (0, 0, 0.0)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.LSTMCell, nn.GRU])
-def test_time_constants_are_those_of_the_gates_seen(kind: Any) -> None:
-    net, x = remembering(kind(3, 4)), inputs(20, 3)
+@pytest.mark.parametrize(("kind", "gate"), [("lstm", "f"), ("gru", "z")])
+def test_time_constants_are_those_of_the_gates_seen(kind: str, gate: str) -> None:
+    net, x = layer(kind), inputs(20, LANES)
+    states = states_for(net)
     with trace(net) as found:
-        if isinstance(net, nn.LSTMCell):
-            state = None
-            for step in x:
-                state = net(step, state)
-            loss = torch.as_tensor(state[0] if state else 0).sum()
-        else:
-            loss = net(x)[0].sum()
-        loss.backward()
-    weights = {name.removesuffix("_l0"): weight for name, weight in net.named_parameters()}
-    h, c = x.new_zeros(2, 3, 4)
-    kept: list[Tensor] = []
-    for step in x:
-        a, b = (
-            step @ weights["weight_ih"].T + weights["bias_ih"],
-            h @ weights["weight_hh"].T + weights["bias_hh"],
-        )
-        if kind is nn.GRU:
-            (ar, az, an), (br, bz, bn) = a.chunk(3, 1), b.chunk(3, 1)
-            z = (az + bz).sigmoid()
-            h = (1 - z) * (an + (ar + br).sigmoid() * bn).tanh() + z * h
-            kept.append(z)
-        else:
-            i, f, g, o = (a + b).chunk(4, 1)
-            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
-            h = o.sigmoid() * c.tanh()
-            kept.append(f.sigmoid())
-    expected = -1 / torch.stack(kept).mean((0, 1)).log()
+        called(net, x, states)[0].sum().backward()
+    kept = torch.stack(unrolled(kind, net, x, states).seen[f"layer0.{gate}"]).mean((0, 1))
     (pace,) = found.summary().timescales
-    assert pace.taus == pytest.approx(expected.tolist(), rel=1e-12)
-    assert pace.name == ("cell" if kind is nn.LSTMCell else "layer0")
+    assert pace.taus == pytest.approx((-1 / kept.log()).tolist(), rel=1e-12)
     assert min(pace.taus) <= pace.short <= pace.median <= pace.long <= max(pace.taus)
 
 
@@ -781,29 +657,3 @@ def test_a_gate_that_is_always_open_keeps_for_ever() -> None:
     pace = Timescale.from_mean("layer0", torch.tensor([0.5, 1.0, 0.9]))
     assert pace.taus[1] == math.inf
     assert pace.median == pytest.approx(-1 / math.log(0.9), rel=1e-6)
-
-
-def example() -> Trace:
-    net, x = remembering(nn.LSTM(3, 4)), inputs(20, 3)
-    with trace(net) as found:
-        net(x)[0].square().mean().backward()
-    return found
-
-
-def test_the_table_says_it_in_words() -> None:
-    told = str(example())
-    lines = told.splitlines()
-    assert lines[0].split() == [
-        "gradient",
-        "of",
-        "largest",
-        "at",
-        "step",
-        "lifetime",
-        "edge",
-        "vanished",
-        "exploded",
-    ]
-    assert [line.split()[0] for line in lines[1:7]] == [f"layer0.{letter}" for letter in "hcifgo"]
-    assert "layer0: its gates keep 1/e for" in told
-    assert all(len(line) < 140 for line in lines)

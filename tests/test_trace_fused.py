@@ -6,8 +6,7 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from itertools import count, pairwise
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -136,80 +135,29 @@ def with_resets(
     return results
 
 
-@pytest.mark.covering
 @every_kind
 @pytest.mark.parametrize("runs", ["fused", "torch.nn"])
-@pytest.mark.parametrize("ways", [False, True], ids=["one-way", "both-ways"])
-def test_no_gradient_crosses_a_reset(
-    kind: str, runs: Any, ways: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_gradient_crosses_a_reset(kind: str, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if runs == "torch.nn":  # as in half precision, or where the kernels are missing
         monkeypatch.setattr(layers, "choose", lambda *_: Backend("torch.nn", "for this test"))
-    net = fused(layer(kind, bidirectional=ways))
+    net = fused(layer(kind))
     x, states, resets = inputs(STEPS, LANES), states_for(net), reset_at()
-    if ways:  # the state of the direction from the end enters behind the last step
-        states = tuple(torch.zeros_like(leaf) for leaf in states)
 
     def loss() -> Tensor:
         y, after = net(x, states if kind == "lstm" else states[0], resets)
         ends = after if isinstance(after, tuple) else (after,)
-        return (y**3).sum() + (0 if ways else sum((leaf * leaf).sum() for leaf in ends))
+        return (y**3).sum() + sum((leaf * leaf).sum() for leaf in ends)
 
-    results = traced(net, loss)
-    wanted = (
-        with_resets(kind, net, x, states, resets) if not ways else both_ways(kind, net, x, resets)
-    )
+    results, wanted = traced(net, loss), with_resets(kind, net, x, states, resets)
     assert set(results.names) == set(wanted)
     assert max((results[name] - norms).abs().max().item() for name, norms in wanted.items()) < EXACT
-    if not ways and runs == "fused":
+    if runs == "fused":
         edge = results.last.edges["layer0.h"].norm()
         states = tuple(leaf.detach().requires_grad_() for leaf in states)
         loss().backward()
         assert edge.item() == pytest.approx(
             torch.as_tensor(states[0].grad).norm().item(), rel=1e-12
         )
-        assert not torch.as_tensor(states[0].grad)[:, 0].any()
-
-
-def both_ways(kind: str, net: nn.RNNBase, x: Tensor, resets: Tensor) -> dict[str, Tensor]:
-    """The same of a layer that also plays from the end, without a loss on the states."""
-    results: dict[str, Tensor] = {}
-    for lane in range(x.shape[1]):
-        starts = [0, *[t for t in range(1, STEPS) if resets[t, lane]], STEPS]
-        for start, stop in pairwise(starts):
-            zeros = tuple(leaf.detach() * 0 for leaf in states_for(net, 1))
-            whole = unrolled(kind, net, x[start:stop, lane : lane + 1], zeros)
-            for name, values in whole.seen.items():
-                gradients = torch.autograd.grad(
-                    (whole.y**3).sum(), values, retain_graph=True, materialize_grads=True
-                )
-                results.setdefault(name, torch.zeros(STEPS, x.shape[1], dtype=x.dtype))[
-                    start:stop, lane
-                ] = torch.cat(gradients).norm(dim=1)
-    return results
-
-
-def test_autocast_is_traced_as_by_torch_nn() -> None:
-    """To the rounding of bfloat16, which the two apply in other places.
-
-    In itself the layer is told of exactly.
-    """
-    torch.manual_seed(0)
-    net, x, h = nn.GRU(16, 32), torch.randn(20, 4, 16), torch.randn(1, 4, 32, requires_grad=True)
-
-    def loss(net: nn.Module) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return net(x, h)[0].float().square().sum()
-
-    plain = traced(net, lambda: loss(net))
-    other = fused(net)
-    h.grad = None
-    results = traced(other, lambda: loss(other))
-    for name in plain.names:
-        assert (results[name] - plain[name]).abs().max() < 2**-6 * plain[name].max()
-    assert results.last.edges["layer0.h"].norm().item() == pytest.approx(
-        torch.as_tensor(h.grad).norm().item(), rel=1e-5
-    )
 
 
 def test_a_traced_layer_runs_the_kernel_and_the_reference_once(
@@ -239,17 +187,6 @@ def stacked() -> Carried:
     torch.manual_seed(3)
     layers = nn.Tanh(), tt.nn.LSTM(5, 7, num_layers=2), tt.nn.GRU(7, 6), nn.Linear(6, 4)
     return tt.carry(nn.Sequential(*layers).double())
-
-
-def fronted() -> Carried:
-    """Behind a front that learns."""
-    torch.manual_seed(3)
-    return tt.carry(
-        nn.Sequential(nn.Linear(5, 6), nn.Tanh(), tt.nn.LSTM(6, 7), nn.Linear(7, 4)).double()
-    )
-
-
-NETS["stacked"], NETS["behind a front"] = stacked, fronted
 
 
 def updates(net: Carried, policy: Any = None, *, zero: bool = True) -> Iterator[Any]:
@@ -335,29 +272,6 @@ def test_a_traced_epoch_is_that_of_torch_nn_and_trains_as_single_calls_do(
     pairs = zip(result.passes, expected.passes, strict=True)
     # torch.nn is called anew at each reset, so it has edges of its own
     assert max(differs(one, other, edges=False) for one, other in pairs) < EXACT
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("every", [2, 3, 100])
-@pytest.mark.parametrize("kind", ["lstm", "stacked"])
-def test_of_so_many_updates_one_is_traced_and_the_others_are_single_calls(
-    kind: str, every: int, calls: list[int]
-) -> None:
-    net = NETS[kind]()
-    with trace(net, keep=100) as expected:
-        train(net)
-    assert not calls
-    net = NETS[kind]()
-    result, epoch = trace(net, keep=100), updates(net)
-    for number in count():
-        with result if number % every == 0 else nullcontext():
-            if next(epoch, None) is None:
-                break
-    chosen = expected.passes[::every]
-    assert len(calls) == expected.count - len(chosen)
-    assert result.count == len(chosen) == len(result.passes)
-    pairs = zip(result.passes, chosen, strict=True)
-    assert max(differs(one, other) for one, other in pairs) < EXACT
 
 
 def test_updates_of_another_net_are_not_counted() -> None:

@@ -21,12 +21,6 @@ EXAMPLES = 3
 
 # by the reason, the tests that it concerns: `file::test`, or the beginning of a name
 EXCLUDED: dict[str, tuple[str, ...]] = {
-    "the autocast of the device widens no `dot`, as that of CUDA does": (
-        (
-            "test_exact.py::test_autocast_gradient_is_that_of_chunks_held_in_the_same"
-            "_autocast[spectral norm]"
-        ),
-    ),
     "autocast of Lightning is that of the accelerator of the CPU": (
         "test_lightning_stream.py::test_mixed_precision_is_that_of_autocast",
     ),

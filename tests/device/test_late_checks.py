@@ -26,7 +26,6 @@ class Loop:
         policy: Any,
         device: torch.device = DEVICE,
         broken: int = BROKEN,
-        optimizer: Any = None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
@@ -34,8 +33,7 @@ class Loop:
         y[broken] = torch.inf
         net = nn.Sequential(nn.LSTM(3, 4), nn.Linear(4, 1))
         self.net = tt.carry(net).to(device)
-        optimizer = optimizer or (lambda weights: torch.optim.SGD(weights, 0.1))
-        self.optimizer = optimizer(self.net.parameters())
+        self.optimizer = torch.optim.SGD(self.net.parameters(), 0.1)
         stream = tt.Stream({"inputs": x, "targets": y}, lanes=1, chunk=100)
         self.updates = tt.updates(self.net, stream, nn.MSELoss(), gradient=policy, **options)
         self.gradients: list[float] = []
@@ -72,25 +70,14 @@ def test_the_update_after_it_raises_and_the_weights_are_those_before_it(policy: 
         assert torch.equal(old, new)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
-def test_an_optimizer_with_momentum_leaves_the_weights_finite(optimizer: Any) -> None:
-    loop = Loop(tt.Truncated(100), optimizer=optimizer)
-    with pytest.raises(tt.errors.RunError):
-        list(loop)
-    assert all(bool(weight.isfinite().all()) for weight in loop.weights())
-
-
-@pytest.mark.parametrize("policy", [*POLICIES, tt.Exact(chunk=100), tt.Exact(cut_every=100)])
+@pytest.mark.parametrize("policy", [tt.Truncated(100), tt.Exact(cut_every=100)])
 def test_now_reads_before_the_update_is_returned_as_the_cpu_does(policy: Any) -> None:
     ways: list[dict[str, Any]] = [{"finite": "now"}, {"device": CPU}]
     for options in ways:
         loop = Loop(policy, **options)
         with pytest.raises(tt.errors.RunError, match=r"steps 200 to 299 .* weights are unchanged"):
             list(loop)
-        late = isinstance(policy, tt.Exact) and policy.cut_every is None
-        assert len(loop.gradients) == (0 if late else 2)
-    with pytest.raises(tt.errors.ConfigError, match="expected 'next' or 'now'"):
-        Loop(policy, finite="soon")
+        assert len(loop.gradients) == 2
 
 
 def test_the_last_update_is_read_at_the_end_of_the_epoch() -> None:
@@ -132,16 +119,6 @@ def test_of_several_accumulated_updates_each_is_checked() -> None:
         loop = Loop(tt.Truncated(100), broken=broken, accumulate=2)
         with pytest.raises(tt.errors.RunError, match=f"steps {first} to {first + 99}"):
             list(loop.updates)
-
-
-def test_several_accumulated_updates_are_zero_together() -> None:
-    for broken in (BROKEN, BROKEN + 100):
-        loop = Loop(tt.Truncated(100), broken=broken, accumulate=2)
-        weights: list[list[Tensor]] = []
-        with pytest.raises(tt.errors.RunError):
-            weights.extend(loop.weights() for _ in loop)
-        before, after = weights[broken // 200], loop.weights()
-        assert all(map(torch.equal, before, after))
 
 
 def test_with_a_scaler_nothing_is_checked() -> None:

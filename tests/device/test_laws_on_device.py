@@ -31,9 +31,6 @@ from test_policies import (
     test_gradient_is_zero_across_a_reset,
     test_gradient_that_is_not_finite_is_refused_and_no_weight_touched,
     test_gradients_add_up_until_they_are_zeroed,
-    test_losses_weighted_by_valid_steps_are_the_mean_loss,
-    test_mutant_that_cuts_does_not,
-    test_no_valid_step_means_no_update,
     test_uncut_updates_sum_to_plain_autograd_over_the_whole_sequence,
 )
 from test_predict import (
@@ -55,7 +52,6 @@ from test_stream_resume import (
 )
 from test_truncated import (
     test_gradient_is_zero_beyond_the_horizon_and_alive_within,
-    test_plain_losses_work_unchanged,
 )
 
 pytestmark = pytest.mark.usefixtures("on_device")
