@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.model import ModelSpec
+from throughtime.app.model import ModelSpec, make_stream
 from throughtime.app.recordings import (
     SourceRecording,
     StandardisedRecording,
     Statistics,
     check_sources,
     collect_statistics,
+    find_entries,
     layout_of,
     leaks,
+    once,
     open_entry,
     open_recordings,
     read_blocks,
@@ -34,7 +36,6 @@ from throughtime.stream.formats import Table
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
     ManifestEntry,
-    find_recordings,
     is_folder,
     join_faults,
     manifest_of,
@@ -85,7 +86,7 @@ def open_dataset(config: Config) -> Dataset:
     Raises:
         DataError: every fault of the files, or else every fault of the values.
     """
-    entries, layout = find_recordings(Path(config.data), config.static), layout_of(config)
+    entries, layout = find_entries(Path(config.data), config.static), layout_of(config)
     sources = open_recordings(entries_of(entries, ("train", "valid")), layout)
     splits, remark = split_recordings(in_splits(sources, config.standardise), config.holdout)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
@@ -101,7 +102,12 @@ def open_dataset(config: Config) -> Dataset:
     if any(entry.split for entry in entries):
         counts = sorted(Counter(entry.split for entry in entries).items())
         remark = f"splits as in the data ({listed(f'{name} {n}' for name, n in counts)})"
-    _check_present(train[0], spec)
+    if spec.difference and any(entry.targets for entry in entries):
+        raise DataError(
+            "--difference adds to the present values of the targets, which it finds among the"
+            " columns of the inputs: put the targets into the files of the inputs, or leave"
+            " --difference out"
+        )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
     copied = _target_columns(entries, spec)
     remarks = remark, *_remarks(config, sources, train, statistics, held_out, spec, copied)
@@ -134,7 +140,7 @@ def recordings_for(
     Raises:
         DataError: no such split, or recordings that the model does not fit; all are listed.
     """
-    entries = find_recordings(Path(data or config.data), spec.layout.static)
+    entries = find_entries(Path(data or config.data), spec.layout.static)
     named = {entry.split for entry in entries}
     default = "valid" if data is None else "all"
     chosen = split or next((name for name in ("test", "valid") if name in named), default)
@@ -275,18 +281,9 @@ def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
     recordings: list[Recording] = dataset.train
     if config.train_on == "windows":
         recordings = list(windows(recordings, config.chunk_steps()))
-    return Stream(
-        recordings,
-        config.lanes // ranks,
-        config.chunk_steps(),
-        seed=config.seed,
-        warm_up=config.warm_up,
-        dtype=dataset.spec.torch_dtype,
-        missing=config.missing,
-        offset=config.offset,
-        hand_off=config.hand_off,
-        workers=config.workers,
-    )
+    names = "seed", "offset", "hand_off", "workers"
+    how = {name: getattr(config, name) for name in names}
+    return make_stream(recordings, dataset.spec, config, config.lanes // ranks, **how)
 
 
 def changed_data(
@@ -318,11 +315,11 @@ def changed_data(
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     """Refuse missing inputs that are not masked, and targets that the task cannot have."""
-    faults = train.faults + valid.faults if config.missing == "error" else []
+    faults = once(train.faults | valid.faults) if config.missing == "error" else []
     expected = "0 or 1" if config.task == "multilabel" else "finite"
     faults += [
         f"{fault}; targets must be {expected}, or NaN where there are none"
-        for fault in train.bad_targets + valid.bad_targets
+        for fault in once(train.bad_targets | valid.bad_targets)
     ]
     if faults:
         raise DataError(
@@ -338,22 +335,6 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
         raise DataError(
             "a target column of the training split has no value at all; regression needs some"
         )
-
-
-def _check_present(recording: Recording, spec: ModelSpec) -> None:
-    """Refuse inputs that have the name of a target and are not its present value."""
-    _, steps = next(read_blocks(recording))
-    if not spec.difference or steps.targets is None:
-        return
-    inputs, targets = (a.reshape(len(a), -1) for a in (steps.inputs, steps.targets))
-    pairs = zip(inputs.T[list(spec.difference)], targets.T, strict=False)
-    for name, (now, target) in zip(spec.layout.targets, pairs, strict=False):
-        known = np.isfinite(now) & np.isfinite(target)
-        if not np.allclose(now[known], target[known], rtol=1e-5):
-            raise DataError(
-                f"recording '{recording.name}': the input '{name}' is not the present value of the"
-                f" target '{name}', to which --difference adds; leave it out, or rename one"
-            )
 
 
 def _remarks(

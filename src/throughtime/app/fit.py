@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -190,7 +191,7 @@ def fit(
         if not isinstance(part, kind):
             raise ConfigError(f"tt.fit: got a {type(part).__name__}, expected {kind}")
     weights = {weight for group in optimizer.param_groups for weight in group["params"]}
-    ranks = ranks_of(net, stream)
+    ranks, closure = ranks_of(net, stream), signature(optimizer.step).parameters.get("closure")
     faults = {
         f"updates={updates} and epochs={epochs}: give one of them": updates and epochs,
         f"keep={keep!r}: expected 'best' or 'last'": keep not in ("best", "last"),
@@ -202,6 +203,10 @@ def fit(
         ),
         "the optimizer has none of the net's weights, so nothing would be trained: make it of"
         " net.parameters()": weights.isdisjoint(net.parameters()),
+        f"{type(optimizer).__name__} takes a closure, which computes a loss several times, and a"
+        " stream is played once: take another, such as tt.optim.AdamW(net.parameters())": (
+            closure is not None and closure.default is closure.empty
+        ),
     }
     for fault, present in faults.items():
         if present:

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from throughtime.app.config import DEFAULT_STRIDE, Config
 from throughtime.app.user_class import ClassReference, is_reference
-from throughtime.app.values import flag
 from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, UpdatePolicy
 from throughtime.optim import SGD, Adam, AdamW
@@ -114,8 +113,7 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
         return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
     options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
     own = ClassReference.parse("optimizer", config.optimizer)
-    needed = {name: flag(name) for name in options}
-    optimizer = own.make(Optimizer, {"params": groups, **options}, needed)
+    optimizer = own.make(Optimizer, {"params": groups, **options}, options)
 
     def clip(*_: object) -> None:
         clip_grad_norm_(net.parameters(), config.max_norm)

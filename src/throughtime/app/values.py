@@ -27,6 +27,7 @@ from throughtime.errors import ConfigError, did_you_mean
 ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 """The settings that are arguments of a command, not flags."""
 _FLAGS = {"gradient_args": "--gradient-arg", "module": "-m", "as_json": "--json"}
+_FLAGS["weight"] = "--class-weights"  # of a loss
 
 
 _Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
@@ -248,13 +249,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, unchecked.
 
     Raises:
-        ConfigError: the file is missing or is not TOML.
+        ConfigError: the file is missing or is not TOML; the message does not name it.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"{path}: is not TOML ({error}); write lr = 0.1, and text in quotes"
-        ) from error
+        raise ConfigError(f"is not TOML ({error}); write lr = 0.1, and text in quotes") from error
