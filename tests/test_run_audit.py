@@ -131,7 +131,7 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
     ("arguments", "said"),
     [
         (["--split", "tset"], "no recordings in split 'tset'; there are train (2), valid (1)"),
-        (["--horizons", "50,200", "--stride", "100"], "50 is below --stride 100"),
+        (["--horizons", "50,200", "--stride", "100"], "horizon=50 is below stride=100"),
         (
             ["--horizons", "50;200"],
             "--horizons '50;200': expected whole numbers of steps, such as 50,200,800",

@@ -531,17 +531,6 @@ def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
     assert found.inputs.count[0] == 10_000
 
 
-def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
-    from throughtime.app.run_folder import checkpoint_bytes, load_checkpoint
-
-    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=5))
-    saved = load_checkpoint(folder.checkpoint)
-    saved["spec"]["layout"]["frame_size"] = 3
-    folder.checkpoint.write_bytes(checkpoint_bytes(saved))
-    with pytest.raises(DataError, match="frame_size were 3 and are now 1"):
-        Training.resume(folder.path)
-
-
 def test_a_labelled_run_is_scored_and_reported(tmp_path: Path) -> None:
     """The report draws its excerpt of signal even if nearly all steps have no target."""
     for name in NAMES:

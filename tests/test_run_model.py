@@ -299,7 +299,7 @@ def test_an_error_in_code_of_ones_own_is_one_line_that_names_its_last_line(
     with code.open("a", encoding="utf-8") as file:
         file.write("\n\nclass Wrong(Explicit):\n    def forward(self, x, state=None):\n")
         file.write("        y, state = super().forward(x, state)\n")
-        file.write("        if torch.is_grad_enabled() and self.training and len(x) > 7:\n")
+        file.write("        if torch.is_grad_enabled() and self.training and x.shape[1] > 7:\n")
         file.write("            y = y @ y\n        return y, state\n")
     values = settings(write_recordings(tmp_path / "data"), tmp_path / "run")
     code_, _, said = ended(*flags(values | {"model": f"{code}:Wrong"}))

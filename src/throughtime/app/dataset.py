@@ -5,13 +5,11 @@ Shapes: `T` steps, `C` target columns.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.model import ModelSpec, make_stream
@@ -146,9 +144,8 @@ def recordings_for(
     chosen = split or next((name for name in ("test", "valid") if name in named), default)
     own = entries if chosen == "all" else entries_of(entries, (chosen,))
     sources = open_recordings(own, spec.layout, targets=targets)
-    splits, _ = split_recordings(
-        _fitting(sources, spec), 0.0 if chosen == "all" else config.holdout
-    )
+    played, share = in_splits(sources, spec.standardise), config.holdout
+    splits, _ = split_recordings(played, 0.0 if chosen == "all" else share)
     if split is None and data is None and set(splits) == {"train"}:
         raise DataError(
             "nothing of the data was held out from training: give other data, or write --split"
@@ -185,24 +182,8 @@ def open_recording(
     name = ";".join(Path(table.path).name for table in tables)
     entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
     source = open_entry(entry, tables, spec.layout, targets=False)
-    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec)
+    ((_, recording),) = in_splits(check_sources([source], spec.layout), spec.standardise)
     return recording
-
-
-def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[str, Recording]]:
-    """The split of each recording, and the recording.
-
-    Raises:
-        DataError: another number of input columns than that of the model.
-    """
-    for recording in (source.recording for source in sources):
-        width = recording.read(0, 1).inputs.size
-        if width != spec.features:
-            raise DataError(
-                f"{recording.name}: has {width} input columns, the model was trained on"
-                f" {spec.features} ({listed(spec.layout.inputs)})"
-            )
-    return in_splits(sources, spec.standardise)
 
 
 def as_played(
@@ -286,33 +267,6 @@ def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
     return make_stream(recordings, dataset.spec, config, config.lanes // ranks, **how)
 
 
-def changed_data(
-    spec: ModelSpec,
-    statistics: Mapping[str, Tensor],
-    before: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-) -> list[str]:
-    """How the data differ from those of a checkpoint, in words.
-
-    Args:
-        spec: of the model that fits the data.
-        statistics: those of the training split.
-        before: the spec in the checkpoint, as plain values.
-        weights: the weights and statistics in the checkpoint.
-    """
-    new, old = ({**spec["layout"], **spec, "layout": None} for spec in (asdict(spec), before))
-    return [
-        f"{key} were {old[key]!r} and are now {value!r}"
-        for key, value in new.items()
-        if old.get(key, value) != value
-    ] or [
-        f"'{name}', a statistic of the training split, was {weights[name].tolist()}"
-        f" and is now {value.tolist()}"
-        for name, value in statistics.items()
-        if not torch.equal(weights[name], value.cpu())
-    ]
-
-
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     """Refuse missing inputs that are not masked, and targets that the task cannot have."""
     faults = once(train.faults | valid.faults) if config.missing == "error" else []
@@ -329,7 +283,8 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     if config.task in {None, "classify"} and not 2 <= len(classes) <= _MAX_CLASSES:
         raise DataError(
             f"the training split has {counted(len(classes), 'class', 'classes')}"
-            f" ({listed(classes)}), expected 2 to {_MAX_CLASSES}. Is it --task regress?"
+            f" ({listed(classes)}), expected 2 to {_MAX_CLASSES}. Name another column with"
+            " --targets, or is it --task regress?"
         )
     if config.task not in {None, "classify"} and not train.targets.count.all():
         raise DataError(

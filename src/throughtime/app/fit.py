@@ -509,6 +509,7 @@ class _Training:
                     f" {self.parts[name]} now: give the same one, or another out="
                 )
         position, expected = saved["ranks"][self.ranks.rank], self.net.module.state_dict()
+        self.stream.load_state_dict(position["stream"])  # before all that other data change
         for weights in (saved["net"], saved["best"] or expected):
             check_layout(weights, expected)
         self.net.module.load_state_dict(saved["net"])
@@ -521,7 +522,6 @@ class _Training:
             self.done.end, self.done.stale = end, 0
             self.done.finished = self.done.is_over(position["stream"]["epoch"])
         self.loss, self.waited = saved["loss"].to(self.ranks.device), self.done.waited
-        self.stream.load_state_dict(position["stream"])
         if position["updates"] is not None:
             self.position = self._new_updates()
             self.position.load_state_dict(position["updates"])

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from errno import EACCES, ENOENT, ENOSPC, EROFS
+from errno import EACCES, EEXIST, ENOENT, ENOSPC, ENOTDIR, EROFS
 from typing import Any, get_args, get_origin
 
 import click
@@ -42,6 +42,8 @@ _ADVICE = {
     EACCES: "; change its permissions, or name another path",
     EROFS: "; name a path that can be written",
     ENOENT: "; it cannot be made there; name another path",
+    ENOTDIR: "; part of this path is a file; name another path",
+    EEXIST: "; it is no folder; name another path",
 }
 
 
@@ -185,8 +187,8 @@ def _in_own_code(error: Exception) -> str:
         return ""
     code, number = own[-1]
     line = linecache.getline(code.co_filename, number).strip()
-    place = f"{code.co_filename}, line {number}, in {code.co_name}: {line}"
-    return f"{place}: {type(error).__name__}: {one_line(error)}; mend your code there"
+    where = f"{code.co_filename}, line {number}, in {code.co_name}: {line}"
+    return f"{where}: {type(error).__name__}: {one_line(error)}; mend your code there"
 
 
 def usage_fault(error: click.UsageError) -> str:

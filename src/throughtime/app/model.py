@@ -465,12 +465,6 @@ def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelS
             raise
         raise RunError(f"{path}: it is not a model: {one_line(error)}; {hint}") from error
     net.module.load_state_dict(tensors)
-    for name, value in tensors.items():
-        if not value.isfinite().all():
-            raise RunError(
-                f"{path}: '{name}' is not finite, so every answer would be NaN: the training"
-                " diverged, or the file is damaged; train again with a smaller --lr"
-            )
     if own is not None:
         prepare_own(net, spec)
     return net, spec

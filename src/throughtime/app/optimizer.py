@@ -51,9 +51,6 @@ def make_policy(config: Config) -> Policy:
     if any(p.name == "stride" and p.default is p.empty for p in parameters):
         arguments = {"stride": DEFAULT_STRIDE, **arguments}
     try:
-        for p in parameters:
-            if isinstance(p.default, bool) and not isinstance(arguments.get(p.name, True), bool):
-                raise TypeError(f"{p.name}={arguments[p.name]!r}: expected true or false")
         return kind(**arguments)
     except ThroughtimeError:
         raise
@@ -80,9 +77,8 @@ def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int)
 def describe_policy(config: Config) -> str:
     """The policy in words; of a user's the class and arguments, since its file is not executed."""
     if not is_reference(config.gradient):
-        policy = make_policy(config)
-        describe = getattr(policy, "describe", None)
-        return str(describe()) if callable(describe) else repr(policy)
+        policy: Any = make_policy(config)
+        return policy.describe()
     arguments = (f"{name}={value!r}" for name, value in config.policy_arguments().items())
     return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"
 

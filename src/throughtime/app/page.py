@@ -324,7 +324,7 @@ def recording_figure(
             counts = np.bincount(true[~np.isnan(true)].astype(int), minlength=len(classes))
             rows = np.sort(np.argsort(-counts, kind="stable")[:_MOST_ROWS])
             extent = steps.start, steps.stop, len(rows), 0
-            names = [printable(classes[row]) for row in rows]
+            names = [printable(classes[int(row)]) for row in rows]
             heats = {f"labels: {target}": true[:, None] == rows}
             heats["predicted probability"] = outputs[:, rows]
             for panel, (title, values) in zip(panels[-2:], heats.items(), strict=True):

@@ -231,7 +231,8 @@ def named_arguments(value: Any) -> Any:
             continue
         ((name, text),) = pairs([part])
         try:
-            arguments |= tomllib.loads(f"{name} = {text}")
+            literal = text.lower() if text in {"True", "False"} else text
+            arguments |= tomllib.loads(f"{name} = {literal}")
         except tomllib.TOMLDecodeError:
             arguments[name] = text
     return arguments
@@ -254,6 +255,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot be read ({error.strerror})") from error
+        raise ConfigError(f"cannot be read ({error.strerror}); name a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"is not TOML ({error}); write lr = 0.1, and text in quotes") from error
