@@ -323,6 +323,13 @@ def test_other_files_that_are_not_ours_are_refused(
     assert_refused(folder, name, most=1)
 
 
+@pytest.mark.parametrize("content", [b"lr = \n", b"lr = 0\n", b"\xff"])
+def test_settings_that_cannot_be_read_are_named_once(folder: RunFolder, content: bytes) -> None:
+    folder.config.write_bytes(content)
+    assert_refused(folder, "config.toml")
+    assert ended("eval", folder.path)[2].count(str(folder.config)) == 1
+
+
 # --- two processes ---
 
 

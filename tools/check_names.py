@@ -74,7 +74,7 @@ PARTS = {
     "doctor": Part(28_917, 18_000),
     "deploy": Part(13_090, 13_000),
     "integrations": Part(8_000, 8_000),
-    "app": Part(37_269, 24_000),
+    "app": Part(37_291, 24_000),
     "testing": Part(3_300, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

@@ -79,12 +79,9 @@ class Baselines:
             self._lags["persistence"] = [0] * len(ahead)
             if season and any(n % season for n in ahead):
                 self._lags["season"] = [-n % season for n in ahead]
-        self.recordings = [
-            BaselineRecording(r, self._lags)
-            if self._lags and isinstance(r, ForecastRecording)
-            else r
-            for r in recordings
-        ]
+        self.recordings: list[Any] = [*recordings]
+        if self._lags:
+            self.recordings = [BaselineRecording(r, self._lags) for r in self.recordings]
         self._columns, self._numbers = spec.target_names, not spec.classes
         self._steps, self._errors = 0, np.zeros((1 + len(self._lags), len(self._columns)))
 

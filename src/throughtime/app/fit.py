@@ -509,7 +509,13 @@ class _Training:
                     f" {self.parts[name]} now: give the same one, or another out="
                 )
         position, expected = saved["ranks"][self.ranks.rank], self.net.module.state_dict()
-        self.stream.load_state_dict(position["stream"])  # before all that other data change
+        try:
+            self.stream.load_state_dict(position["stream"])  # before all that other data change
+        except DataError as error:
+            raise DataError(
+                f"{folder.path}: the recordings have changed since the last checkpoint, or how they"
+                f" are played: {error}"
+            ) from error
         for weights in (saved["net"], saved["best"] or expected):
             check_layout(weights, expected)
         self.net.module.load_state_dict(saved["net"])
