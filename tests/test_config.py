@@ -36,28 +36,19 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"hiden": 3}, "unknown key 'hiden'; did you mean 'hidden'?"),
         ({"task": "clasify"}, "--task clasify: expected classify, multilabel or regress"),
-        ({"lanes": "four"}, "--lanes four: expected a whole number of at least 1"),
         ({"lanes": True}, "--lanes: expected a whole number of at least 1"),
         ({"lr": True}, "--lr: expected a finite number above 0"),
-        ({"lanes": 0}, "--lanes 0: expected a whole number of at least 1"),
         ({"lr": float("nan")}, "--lr nan: expected a finite number above 0"),
-        ({"updates": 3, "epochs": 1}, "--updates 3 and --epochs 1 are both given"),
         ({"inputs": 3}, "--inputs 3: expected a list of column names"),
         ({"inputs": [""]}, "--inputs '': expected a list of column names"),
-        ({"model": "net.py"}, "--model net.py: expected lstm, gru, rnn or FILE.py:Class"),
         ({"series": ["w"]}, "--series w: expected NAME=COLUMN, such as weight=w"),
-        ({"ahead": "24-1"}, "--ahead 24-1: expected rows of at least 1 in rising order"),
-        ({"ahead": -3}, "--ahead -3: expected rows of at least 1 in rising order"),
         ({"inputs": ["{a}"], "exclude": ["{a}", "b"]}, "{a} is among the inputs or targets"),
         ({"seed": 2**63}, "expected a whole number from 0 to below 2**63"),
         ({"standardise": "first:0"}, "expected split, recording, none or first:N"),
-        ({"class_weights": "a:5"}, "expected none, balanced or a number above 0 for some"),
         ({"weight_decay": 0.1, "optimizer": "adam"}, "--optimizer adam: take adamw"),
         ({"momentum": 0.9}, "--momentum 0.9 belongs to --optimizer sgd: write that, or"),
         ({"schedule": "plateau", "lr_warmup": 2}, "a plateau counts validations, not updates"),
-        ({"loss": "mae", "task": "classify"}, "take --loss cross-entropy"),
         ({"data": None}, "DATA is missing: A file with one recording"),
     ],
 )
@@ -153,18 +144,13 @@ for words in (["--version"], *([*c, flag] for c in words_of for flag in ("-h", "
 @pytest.mark.parametrize(
     ("words", "written_as"),
     [
-        ("train d --learning-rate 1", "--learning-rate: no such option; write --lr"),
         ("train d --class_weights none", "--class_weights: no such option; write --class-weights"),
-        ("train d --LR 3", "--LR: no such option; write --lr"),
-        ("eval r --splits x", "--splits: no such option; write --split"),
         ("eval r --optimizer x", "--optimizer: no such option; throughtime eval --help lists them"),
     ],
 )
 def test_words_that_are_none_of_ours_are_refused_in_a_line(words: str, written_as: str) -> None:
     code, _, complained = ended(*words.split())
-    assert code == 2
-    assert complained.startswith(f"error: {written_as}")
-    assert complained.count("\n") == 1
+    assert (code, complained) == (2, f"error: {written_as}\n")
 
 
 def test_only_what_is_near_is_suggested() -> None:

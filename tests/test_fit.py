@@ -209,6 +209,10 @@ def test_what_cannot_be_is_refused(more: dict[str, Any], error: type[Exception],
             "rate of another optimizer",
         ),
         ({"optimizer": tt.optim.Adam(nn.Linear(2, 2).parameters())}, "none of the net's weights"),
+        (
+            {"optimizer": torch.optim.LBFGS},
+            "LBFGS takes a closure, .*: take another, such as tt.op",
+        ),
     ],
 )
 def test_parts_of_another_kind_are_refused_before_the_first_update(
@@ -221,6 +225,8 @@ def test_parts_of_another_kind_are_refused_before_the_first_update(
         "optimizer": tt.optim.Adam(net.parameters()),
         "updates": 4,
     }
+    if isinstance(part.get("optimizer"), type):
+        part = {"optimizer": part["optimizer"](net.parameters())}
     with pytest.raises(ConfigError, match=said):
         tt.fit(net, loss_fn=nn.MSELoss(), **choices | part)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic_core import to_json
 
 import throughtime as tt
 from test_cli import run
@@ -19,13 +20,14 @@ from test_run import finish, settings, write_recordings
 from throughtime.app.audit import AuditReport, audit_run
 from throughtime.app.config import AuditOptions, Config
 from throughtime.app.load import load_run
-from throughtime.app.model import one_thread
-from throughtime.app.run_folder import RunFolder, json_safe
+from throughtime.app.model import ModelSpec, one_thread
+from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.diagnose import Audit, Reach, SettlingTime
 from throughtime.diagnose.audit import Truncation
 from throughtime.diagnose.settling import ColdStart
 from throughtime.errors import ConfigError, DataError, RunError
+from throughtime.stream.layout import Layout
 
 QUICK = ("--horizons", "10,40", "--max-lag", "40")
 
@@ -129,7 +131,7 @@ def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> 
     ("arguments", "said"),
     [
         (["--split", "tset"], "no recordings in split 'tset'; there are train (2), valid (1)"),
-        (["--horizons", "50,200", "--stride", "100"], "50 is below --stride 100"),
+        (["--horizons", "50,200", "--stride", "100"], "horizon=50 is below stride=100"),
         (
             ["--horizons", "50;200"],
             "--horizons '50;200': expected whole numbers of steps, such as 50,200,800",
@@ -227,8 +229,7 @@ def test_the_advice_follows_from_the_figures(found: AuditReport, said: str) -> N
 def test_what_is_kept_is_read_back_and_any_reader_of_json_can_read_it(
     tmp_path: Path, found: AuditReport
 ) -> None:
-    content = json_safe(found.facts(), texts=True)
-    (tmp_path / "audit.json").write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    (tmp_path / "audit.json").write_bytes(to_json(found.facts(), inf_nan_mode="strings"))
     assert AuditReport.read(tmp_path / "audit.json") == found
     json.loads((tmp_path / "audit.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
 
@@ -279,7 +280,8 @@ def test_one_thread_for_the_small_and_as_many_as_before_afterwards(
     try:
         with one_thread():
             assert torch.get_num_threads() == 1
-        with one_thread(when=False):
+        large = ModelSpec(Layout(), "lstm", 4096, 1, 1, 2, (), "float32")
+        with one_thread(large, lanes=32):
             assert torch.get_num_threads() == 2
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
         with one_thread():

@@ -531,68 +531,6 @@ def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
     assert found.inputs.count[0] == 10_000
 
 
-def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
-    from throughtime.app.run_folder import checkpoint_bytes, load_checkpoint
-
-    folder = finish(settings(write_recordings(tmp_path / "data"), tmp_path / "run", updates=5))
-    saved = load_checkpoint(folder.checkpoint)
-    saved["spec"]["layout"]["frame_size"] = 3
-    folder.checkpoint.write_bytes(checkpoint_bytes(saved))
-    with pytest.raises(DataError, match="frame_size were 3 and are now 1"):
-        Training.resume(folder.path)
-
-
-def test_settings_of_data_survive_their_toml_and_are_flags(tmp_path: Path) -> None:
-    data = with_spans(tmp_path / "data")
-    flags = [
-        "--background-class",
-        "nothing",
-        "--target-at",
-        "all",
-        "--frame-size",
-        "2",
-        "--workers",
-        "thread",
-        "--offset",
-        "9",
-        "--class-weights",
-        "pvc=3",
-    ]
-    small = ["--task", "classify", "--hidden", "4", "--lanes", "2", "--updates", "2"]
-    run("train", data, *small, *flags, "--out", tmp_path / "run")
-    kept = RunFolder(tmp_path / "run").read_config()
-    expected = Config(
-        data=str(data),
-        task="classify",
-        out=str(tmp_path / "run"),
-        background_class="nothing",
-        target_at="all",
-        frame_size=2,
-        workers="thread",
-        offset=9,
-        class_weights="pvc=3",
-        hidden=4,
-        lanes=2,
-        updates=2,
-    )
-    assert kept == expected
-    run(
-        "train",
-        "--config",
-        tmp_path / "run" / "config.toml",
-        "--workers",
-        "0",
-        "--out",
-        tmp_path / "again",
-    )
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == (
-        tmp_path / "again" / "model.safetensors"
-    ).read_bytes()
-    assert "--workers 2x: expected thread or a whole number of at least 0" in run(
-        "train", data, *small, "--workers", "2x", ok=False
-    )
-
-
 def test_a_labelled_run_is_scored_and_reported(tmp_path: Path) -> None:
     """The report draws its excerpt of signal even if nearly all steps have no target."""
     for name in NAMES:

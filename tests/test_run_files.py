@@ -20,13 +20,11 @@ from safetensors.torch import save_file
 
 from processes import elsewhere
 from test_cli import ended
-from test_run import COMMAND, command, finish, flags, settings, stop_at, write_recordings
+from test_run import COMMAND, command, finish, flags, settings, write_recordings
 from throughtime import files as file_module
 from throughtime import state as trees
 from throughtime import tensor_files
-from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder, load_checkpoint
-from throughtime.app.train import Training
 from throughtime.errors import RunError, StateError
 
 PATIENCE = 120.0
@@ -287,6 +285,10 @@ def test_lost_lines_of_the_log_are_named_and_a_new_log_is_begun(folder: RunFolde
     code, _, errors = ended("train", "--resume", folder.path, "--updates", "80")
     assert code == 2
     assert "complete lines, and the checkpoint was written after" in errors
+    folder.metrics.write_bytes(b"")
+    code, _, errors = ended("train", "--resume", folder.path, "--updates", "80")
+    assert code == 2
+    assert "has 0 complete lines, and the checkpoint was written after" in errors
     folder.metrics.unlink()
     code, _, errors = ended("train", "--resume", folder.path, "--updates", "80")
     assert code == 0, errors
@@ -319,6 +321,13 @@ def test_other_files_that_are_not_ours_are_refused(
     else:
         path.write_bytes(content)
     assert_refused(folder, name, most=1)
+
+
+@pytest.mark.parametrize("content", [b"lr = \n", b"lr = 0\n", b"\xff"])
+def test_settings_that_cannot_be_read_are_named_once(folder: RunFolder, content: bytes) -> None:
+    folder.config.write_bytes(content)
+    assert_refused(folder, "config.toml")
+    assert ended("eval", folder.path)[2].count(str(folder.config)) == 1
 
 
 # --- two processes ---
@@ -370,25 +379,6 @@ def test_a_held_lock_is_refused_with_the_name_of_its_process(finished: RunFolder
     finally:
         finished.unlock()
     assert not (finished.path / ".lock").exists()
-
-
-@pytest.mark.slow
-def test_of_two_starts_one_trains(tmp_path: Path) -> None:
-    data, out = write_recordings(tmp_path / "data"), tmp_path / "run"
-    values = settings(data, out)
-    first, second = (
-        (Training.begin(Config(**values | {"out": str(out)})) for _ in range(1)),
-        None,
-    )
-    del second
-    training = next(first)
-    started = elsewhere(COMMAND, *flags(values))
-    assert started.code == 2
-    assert f"process {os.getpid()} on " in started.errors
-    training.run()
-    assert not (out / ".lock").exists()
-    again = elsewhere(COMMAND, "train", "--resume", out, "--updates", "70")
-    assert again.code == 0, again.errors
 
 
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
@@ -473,28 +463,6 @@ def limited(size: int, *arguments: str | Path) -> Any:
         f" resource.setrlimit(resource.RLIMIT_FSIZE, ({size},) * 2)"
     )
     return elsewhere(f"{smaller}\n{COMMAND}", *arguments)
-
-
-@pytest.mark.slow
-def test_a_full_disk_keeps_model_and_checkpoint_of_one_update(tmp_path: Path) -> None:
-    """The limit lets the model through and not the checkpoint, which is three times as large."""
-    data = write_recordings(tmp_path / "data")
-    values = settings(data, tmp_path / "run", hidden=64)
-    training = Training.begin(Config(**values))
-    stop_at(training, 30)
-    folder = training.folder
-    before = folder.model.read_bytes(), folder.checkpoint.read_bytes()
-    size = (len(before[0]) + len(before[1])) // 2
-    assert len(before[0]) < size < len(before[1])
-    full = limited(size, "train", "--resume", folder.path)
-    assert full.code == 2
-    assert f"could not be written ([Errno 27] File too large: '{folder.checkpoint}')" in full.errors
-    assert (folder.model.read_bytes(), folder.checkpoint.read_bytes()) == before
-    assert not list(folder.path.glob("*.tmp"))
-    code, _, errors = ended("train", "--resume", folder.path)
-    assert code == 0, errors
-    whole = finish(values | {"out": str(tmp_path / "whole")})
-    assert folder.model.read_bytes() == whole.model.read_bytes()
 
 
 def test_a_kill_between_model_and_checkpoint_is_repaired(tmp_path: Path) -> None:

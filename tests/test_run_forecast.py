@@ -333,10 +333,11 @@ def test_a_change_from_a_missing_value_is_no_prediction(tmp_path: Path) -> None:
         assert np.isnan(numbers).all() if i in {100, 250} else min(numbers) > 500, (i, numbers)
 
 
-def test_an_input_that_only_has_the_name_of_the_target_is_refused(tmp_path: Path) -> None:
+def test_a_change_from_an_input_needs_targets_among_the_inputs(tmp_path: Path) -> None:
+    """An input of another file may have the name of a target and not be its present value."""
     (tmp_path / "x.csv").write_text("u,y\n" + "".join(f"{i % 7},{i % 5}\n" for i in range(200)))
     (tmp_path / "y.csv").write_text("y\n" + "".join(f"{1000 + i % 5}\n" for i in range(200)))
     (tmp_path / "m.csv").write_text("id,inputs,targets\na,x.csv,y.csv\n")
     words = ("--task", "regress", "--ahead", "2", "--difference", "--out", tmp_path / "run")
     said = run("train", tmp_path / "m.csv", *words, ok=False)
-    assert "the input 'y' is not the present value of the target 'y'" in said
+    assert "put the targets into the files of the inputs, or leave --difference out" in said

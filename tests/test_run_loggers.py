@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from test_cli import run
 from test_run import finish, kill_at, settings, stop_at, write_recordings
 from throughtime.app import loggers
 from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
-from throughtime.errors import ConfigError, MissingExtraError, RunError
+from throughtime.errors import MissingExtraError, RunError
 
 MORE: dict[str, Any] = {"updates": 20, "valid_every": 5, "lr": 0.02, "schedule": "cosine"}
 
@@ -179,15 +178,3 @@ def test_a_missing_package_is_one_line_before_data_are_read(
     with pytest.raises(MissingExtraError) as refused:
         Training.begin(Config(**values))
     assert str(refused.value) == "--logger wandb needs wandb; pip install 'throughtime[wandb]'"
-
-
-def test_the_flag_is_repeated_and_kept_as_toml(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    words = ["--task", "classify", "--updates", "3", "--lanes", "2", "--stride", "10"]
-    out = ["--out", str(tmp_path / "run")]
-    run("train", data, *words, "--logger", "tensorboard", "--logger", "TensorBoard", *out)
-    folder = RunFolder(tmp_path / "run")
-    assert folder.read_config().logger == ("tensorboard", "tensorboard")
-    assert len(list((folder.path / "tensorboard").iterdir())) == 1
-    with pytest.raises(ConfigError, match=r"expected tensorboard, wandb or mlflow"):
-        Config(**settings(data, tmp_path / "run", logger=["clearml"]))

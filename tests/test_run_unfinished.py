@@ -115,7 +115,7 @@ def test_a_table_in_a_narrow_terminal_shows_whole_names(monkeypatch: pytest.Monk
     rows: list[list[str | float]] = [[name, 1.0] for name in names]
     printed = StringIO()
     monkeypatch.setattr(console, "out", Console(file=printed, width=30))
-    console.print_table("norms", DataTable(["parameter", "norm"], rows, ""))
+    console.print_table(DataTable(["parameter", "norm"], rows, "norms"))
     text = printed.getvalue()
     assert "…" not in text
     letters = "".join(c for c in text if c.isalnum() or c in "._")

@@ -72,6 +72,9 @@ NEW = [
     ("export {run} --out model.pt", ".onnx"),
     ("audit {run} --horizons 50;200", "--horizons '50;200': expected whole numbers", "50,200,800"),
     ("doctor {data}.py", "no such file. Write throughtime doctor train.py"),
+    ("eval {run} {data}x", "data.csvx: no such file or folder; did you mean 'data.csv'?"),
+    ("eval {run} --data {data}", "--data: no such option; write throughtime eval RUN DATA"),
+    ("train {data} --trust-code", "--trust-code belongs to --resume RUN, whose folder keeps code"),
 ]
 
 

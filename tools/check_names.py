@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 128, 100, 60
+MAX_MODULES, MAX_COLUMNS, SHORT_LINES = 127, 100, 60
 PRAGMA = re.compile(r"\s*# (noqa|pyright:|type:).*$")  # as ruff, do not count them in a line
 BANNED = frozenset(["found", "given", "told", "made", "had", "there", "place", "way", "side"])
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z][a-z]+|\d+")
@@ -75,7 +75,7 @@ PARTS = {
     "doctor": Part(28_917, 18_000),
     "deploy": Part(13_090, 13_000),
     "integrations": Part(8_000, 8_000),
-    "app": Part(37_880, 24_000),
+    "app": Part(37_291, 24_000),
     "testing": Part(3_300, 3_300),
 }
 PART_OF = {"kernels": "kernels, nn", "nn": "kernels, nn"}

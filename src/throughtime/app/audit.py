@@ -5,17 +5,16 @@ are kept in a file of the run, and printed as those functions print them.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 
 from throughtime.app.config import AuditOptions
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
-from throughtime.app.model import make_loss, one_thread, unbroken_stream, without_dropout
+from throughtime.app.model import make_loss, make_stream, one_thread, without_dropout
 from throughtime.app.recordings import progress
 from throughtime.carry.carried import Carried
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
@@ -26,7 +25,6 @@ from throughtime.stream import Stream
 from throughtime.stream.recording import Part
 from throughtime.updates import updates
 
-T = TypeVar("T")
 _STEPS = 6_400  # that are audited
 _PASSES = 8  # to trace losses back; each takes one loss of every lane
 _TRACED = 400  # steps
@@ -121,38 +119,22 @@ def audit_run(
     split, recordings = recordings_for(spec, config, data, split)
     as_trained = data is None and split == "train"
     lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
-    stream = Stream(
-        recordings,
-        options.lanes or lanes,
-        config.chunk_steps(),
-        seed=config.seed,
-        warm_up=config.warm_up,
-        dtype=spec.torch_dtype,
-        missing=config.missing,
-    )
+    stream = make_stream(recordings, spec, config, options.lanes or lanes, seed=config.seed)
     without_dropout(net)
     loss_fn, steps = make_loss(spec, net, config.loss), options.steps or min(_STEPS, stream.steps)
     first = Part(recordings[0], 0, min(_TRACED, len(recordings[0])))
-
-    def measured(name: str, measure: Callable[..., T], *arguments: Any, **more: Any) -> T:
-        progress(name, 0, 0)
-        return measure(net, *arguments, **more)
-
-    size: dict[str, Any] = {"steps": steps}
-    cost: dict[str, Any] = {"horizons": options.horizons, "stride": options.stride, **size}
-    anchors = min(64, _PASSES * stream.lanes)
-    back: dict[str, Any] = {"max_lag": options.max_lag, "anchors": anchors, **size}
-    with one_thread(when=spec.is_small(stream.lanes)):
-        return AuditReport(
-            split,
-            str(data or config.data),
-            spec.update,
-            options.tolerance,
-            measured("comparing horizons", audit, stream, loss_fn, **cost),
-            measured("tracing losses back", reach, stream, loss_fn, **back),
-            measured("comparing cold starts", settling_time, stream, span=options.max_lag, **size),
-            traced(net, unbroken_stream([first], spec, config, 1, _TRACED), loss_fn),
-        )
+    anchors, lag = min(64, _PASSES * stream.lanes), options.max_lag
+    with one_thread(spec, stream.lanes):
+        progress("comparing horizons", 0, 0)
+        how: Any = {"horizons": options.horizons, "stride": options.stride, "steps": steps}
+        cost = audit(net, stream, loss_fn, **how)
+        progress("tracing losses back", 0, 0)
+        back = reach(net, stream, loss_fn, max_lag=lag, anchors=anchors, steps=steps)
+        progress("comparing cold starts", 0, 0)
+        settling = settling_time(net, stream, span=lag, steps=steps)
+        trace_of = traced(net, make_stream([first], spec, config, 1, _TRACED), loss_fn)
+    what = split, str(data or config.data), spec.update, options.tolerance
+    return AuditReport(*what, cost, back, settling, trace_of)
 
 
 def traced(net: Carried, stream: Stream, loss_fn: LossFn) -> str:

@@ -7,14 +7,23 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from throughtime import __version__
-from throughtime.app.config import AuditOptions, Config
+from throughtime.app.config import (
+    AuditFlags,
+    Config,
+    DoctorOptions,
+    EvalOptions,
+    ExportOptions,
+    PredictOptions,
+    RunOptions,
+    TrainOptions,
+)
 from throughtime.app.flags import Command, failures_printed
-from throughtime.app.values import Device, Natural, Settings, flag, read_toml
+from throughtime.app.values import flag, read_toml
 from throughtime.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -39,53 +48,43 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class TrainOptions(Settings):
-    """The flags of `train` that are no settings of a run."""
-
-    config: Path | None = None
-    """A TOML file with the same settings as keys; flags win."""
-    resume: Path | None = None
-    """Go on with the run in this folder, from its last checkpoint."""
-    trust_code: bool = False
-    """With --resume: execute the code that the run folder keeps, though you have not trained with
-    it."""
-
-
 def train(values: dict[str, Any]) -> None:
     """Train a model on recordings."""
     own = {name: values.pop(name) for name in TrainOptions.model_fields if name in values}
-    options, resume = TrainOptions(**own), None
-    if options.resume is None:
-        settings = new_settings(options.config, values)
-    else:
-        resume, settings = options.resume, _resumed_settings(options, values)
+    options, resume = TrainOptions(**own), own.get("resume")
+    settings = _resumed(options, values) if resume else new_settings(options.config, values)
+    if options.trust_code and not resume:
+        raise ConfigError(
+            "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since a"
+            " file that you name yourself is executed anyway"
+        )
     from throughtime.app.console import ProgressDisplay, run_training
     from throughtime.app.distributed import started_ranks
     from throughtime.app.train import Training
 
     with started_ranks(settings) as ranks, ProgressDisplay(enabled=ranks.rank == 0) as display:
-        if resume is None:
-            training = Training.begin(settings, ranks)
-        else:
+        if resume:
             end = {name: getattr(settings, name) for name in values}
             trust = options.trust_code
-            training = Training.resume(resume, trust_code=trust, ranks=ranks, **end)
+            training = Training.resume(Path(resume), trust_code=trust, ranks=ranks, **end)
+        else:
+            training = Training.begin(settings, ranks)
         run_training(training, display)
 
 
 def new_settings(file: Path | None, flags: Mapping[str, Any]) -> Config:
     """The settings of a file with the flags over them; arguments of another policy are dropped."""
-    base = {} if file is None else read_toml(file)
-    merged = {**base, **flags}
-    kept = base.get("gradient_args", {}) if merged.get("gradient") == base.get("gradient") else {}
-    merged["gradient_args"] = [kept, *flags.get("gradient_args", [])]
     try:
-        return Config(**merged)
+        base = {} if file is None else read_toml(file)
+        merged = {**base, **flags}
+        same = merged.get("gradient") == base.get("gradient")
+        kept = base.get("gradient_args", {}) if same else {}
+        return Config(**merged | {"gradient_args": [kept, *flags.get("gradient_args", [])]})
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}" if file else str(error)) from error
 
 
-def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config:
+def _resumed(options: TrainOptions, flags: Mapping[str, Any]) -> Config:
     """The settings of a run, with another end if the flags name one."""
     from throughtime.app.run_folder import RunFolder
 
@@ -101,36 +100,12 @@ def _resumed_settings(options: TrainOptions, flags: Mapping[str, Any]) -> Config
     return settings.changed(**end)
 
 
-class RunOptions(Settings):
-    """The flags of each command on a run."""
-
-    run: Path
-    """The folder of a run."""
-    trust_code: bool = False
-    """Execute the code that the run folder keeps, though you have not trained with it."""
-
-
-class EvalOptions(RunOptions):
-    """The flags of `eval`."""
-
-    data: Path | None = None
-    """As for train. Default: the data of the run."""
-    split: str | None = None
-    """Which split: train, valid, ..., all. Default: test, or valid where there is none; without
-    splits all of other data; of an audit train."""
-    missing: Literal["error", "mask"] | None = None
-    """How to treat inputs that are NaN or infinite. Default: as in training."""
-    as_json: bool = False
-    """Print one JSON object on standard output, and nothing else."""
-
-
-def evaluate(values: dict[str, Any]) -> None:
+def evaluate(options: EvalOptions) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
-    options = EvalOptions(**values)
     from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
     from throughtime.app.evaluate import evaluate_run, keep_results
 
-    trained = _open_run(options, missing=options.missing)
+    trained = _open_run(options)
     with ProgressDisplay(enabled=not options.as_json):
         scores = evaluate_run(trained, options.data, options.split)
     path = trained.files.scores(scores["split"])
@@ -145,42 +120,14 @@ def evaluate(values: dict[str, Any]) -> None:
     )
 
 
-class PredictOptions(RunOptions):
-    """The flags of `predict`."""
-
-    data: Path | None = None
-    """A file with the input columns of the training, or a folder or manifest of recordings.
-    Default: the data of the run."""
-    split: str | None = None
-    """Which split: train, valid, ..., all. Default: as eval."""
-    missing: Literal["error", "mask"] = "error"
-    """How to treat inputs that are NaN or infinite."""
-    on_nan: Literal["raise", "hold", "reset"] = "raise"
-    """At inputs that are NaN or infinite: stop, leave the step out and hold the state, or start
-    anew after it."""
-    state_in: Path | None = None
-    """Start from a state that an earlier call wrote."""
-    state_out: Path | None = None
-    """Write the state after the last step, to go on later."""
-    out: Path | None = None
-    """The file to write: .npy (T, C), .csv or .parquet with a row per step. A folder for many
-    recordings, with a file for each. Default: predictions.csv, or the folder predictions."""
-    format: Literal["npy", "csv", "parquet"] | None = None
-    """The format of the files in a folder. Default: csv."""
-
-
-def predict(values: dict[str, Any]) -> None:
+def predict(options: PredictOptions) -> None:
     """Run a trained model over whole recordings, in memory that does not grow with them."""
-    options = PredictOptions(**values)
     from throughtime.app.console import ProgressDisplay, out
     from throughtime.app.predictions import predict_run
 
     trained = _open_run(options)
-    what = options.data, options.split, options.out, options.format
-    names = "state_in", "state_out", "missing", "on_nan"
     with ProgressDisplay():
-        how = {name: getattr(options, name) for name in names}
-        target, files = predict_run(trained, *what, **how)
+        target, files = predict_run(trained, options)
     steps, skipped = (sum(count) for count in zip(*(file[2:] for file in files), strict=True))
     out.print(
         f"{counted(steps, 'frame')} of {counted(len(files), 'recording')} to {target}, by the model"
@@ -190,9 +137,7 @@ def predict(values: dict[str, Any]) -> None:
         out.print(f"{counted(skipped, 'step')} without an answer: the inputs are NaN or infinite")
 
 
-def _open_run(
-    options: RunOptions, device: str = "cpu", missing: Literal["error", "mask"] | None = None
-) -> "Run":
+def _open_run(options: RunOptions) -> "Run":
     """A run, perhaps with another treatment of NaN; a remark on standard error if it is unfinished.
 
     Raises:
@@ -200,39 +145,27 @@ def _open_run(
     """
     from throughtime.app.load import load_run
 
+    device = options.device if isinstance(options, AuditFlags) else "cpu"
     run = load_run(options.run, device=device, trust_code=options.trust_code)
     if run.remark:
         print(f"remark: {run.remark}", file=sys.stderr, flush=True)
+    missing = options.missing if isinstance(options, EvalOptions) else None
     return run.changed(missing=missing or run.config.missing)
 
 
-class ExportOptions(RunOptions):
-    """The flags of `export`."""
-
-    out: Path
-    """The file to write: .onnx, .c (and .h), .js, .nam, .json. Required."""
-    check: Path | None = None
-    """Verify the file on this recording as well, and measure its settling time."""
-    steps: Natural = 100_000
-    """Random steps to verify the file on; 0 for none."""
-    with_session: bool = False
-    """Also write session.py, which runs an .onnx file with numpy and onnxruntime only."""
-
-
-def export(values: dict[str, Any]) -> None:
+def export(options: ExportOptions) -> None:
     """Write a trained model, its state inside, as a file that runs without Python."""
-    options = ExportOptions(**values)
     from throughtime.app.console import out as console
     from throughtime.app.dataset import open_recording
-    from throughtime.app.model import example_inputs, one_thread, unbroken_stream
+    from throughtime.app.model import example_inputs, make_stream, one_thread
     from throughtime.deploy.export import export as export_net
 
     run, stream = _open_run(options), None
     spec, layout = run.spec, run.spec.layout
     if options.check is not None:
         recording = open_recording([options.check], spec)
-        stream = unbroken_stream([recording], spec, run.config, 1, len(recording))
-    with one_thread(when=spec.is_small(lanes=1)):
+        stream = make_stream([recording], spec, run.config, 1, len(recording))
+    with one_thread(spec):
         written = export_net(
             run.net,
             options.out,
@@ -253,77 +186,43 @@ def export(values: dict[str, Any]) -> None:
             with_session=options.with_session,
         )
     console.print(f"{', '.join(map(str, written.paths))} written")
-    for verification, steps_of in (
-        (written.recorded, ("step of the recording", "steps of the recording")),
-        (written.verification, ("random step",)),
-    ):
+    sources = (written.recorded, "step of the recording"), (written.verification, "random step")
+    for verification, what in sources:
         if verification is not None:
-            counts = counted(verification.steps, *steps_of)
-            console.print(f"verified on {counts}: {verification.summary}")
+            steps = counted(verification.steps, what, what.replace("step", "steps"))
+            console.print(f"verified on {steps}: {verification.summary}")
     for text in (written.settling, *written.remarks):
         if text is not None:
             console.print(str(text))
 
 
-class AuditFlags(EvalOptions):
-    """The flags of `audit` besides what it measures."""
-
-    device: Device = "cpu"
-    """Where to compute: cpu, cuda, ..."""
-
-
-def audit(values: dict[str, Any]) -> None:
+def audit(options: AuditFlags) -> None:
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
-    measured = {name: values.pop(name) for name in AuditOptions.model_fields if name in values}
-    what, options = AuditOptions(**measured), AuditFlags(**values)
     from throughtime.app.audit import audit_run
     from throughtime.app.console import ProgressDisplay, out, print_json
     from throughtime.app.evaluate import keep_results
 
-    run = trained = _open_run(options, options.device, options.missing)
+    run = trained = _open_run(options)
     if ":" in (trained.config.loss or ""):
         run = trained.with_own_code("loss", trust_code=options.trust_code)
     with ProgressDisplay(enabled=not options.as_json):
-        report = audit_run(run, what, options.data, options.split)
+        report = audit_run(run, options, options.data, options.split)
     written = keep_results(trained, trained.files.audit, report.facts())
     if options.as_json:
         print_json(report.facts())
-        return
-    out.print(f"{report}\n{written}")
+    else:
+        out.print(f"{report}\n{written}")
 
 
-class DoctorOptions(Settings):
-    """The flags of `doctor`."""
-
-    script: str
-    """The script to run; what follows it are its own arguments."""
-    module: bool = False
-    """SCRIPT is the name of a module, as after python -m."""
-    ignore: str | None = None
-    """Codes that are not reported, separated by commas, such as TT201,TT207."""
-    strict: bool = False
-    """Stop at the first finding."""
-    as_json: bool = False
-    """Print one JSON object on standard output, and nothing else."""
-
-
-def doctor(values: dict[str, Any]) -> int:
+def doctor(options: DoctorOptions) -> int:
     """Run a training script unchanged and name what is wrong with its loop.
 
     Exit code: that of the script, if it fails. Otherwise 1: there are findings; 2: there is no
     verdict, since no recurrent state was watched or the doctor itself failed; 0: nothing found.
     """
-    options = DoctorOptions(**values)
     from throughtime.app.script import watch_script
 
-    return watch_script(
-        options.script,
-        click.get_current_context().args,
-        options.ignore.split(",") if options.ignore else (),
-        module=options.module,
-        strict=options.strict,
-        as_json=options.as_json,
-    )
+    return watch_script(options, click.get_current_context().args)
 
 
 commands = click.Group(
@@ -335,7 +234,7 @@ commands = click.Group(
         Command("eval", evaluate, EvalOptions),
         Command("predict", predict, PredictOptions),
         Command("export", export, ExportOptions),
-        Command("audit", audit, AuditOptions, AuditFlags),
+        Command("audit", audit, AuditFlags),
         Command(
             "doctor",
             doctor,

@@ -366,6 +366,78 @@ class Config(Settings):
         }
 
 
+class TrainOptions(Settings):
+    """The flags of `train` that are no settings of a run."""
+
+    config: Path | None = None
+    """A TOML file with the same settings as keys; flags win."""
+    resume: Path | None = None
+    """Go on with the run in this folder, from its last checkpoint."""
+    trust_code: bool = False
+    """With --resume: execute the code that the run folder keeps, though you have not trained with
+    it."""
+
+
+class RunOptions(Settings):
+    """The flags of each command on a run."""
+
+    run: Path
+    """The folder of a run."""
+    trust_code: bool = False
+    """Execute the code that the run folder keeps, though you have not trained with it."""
+
+
+class EvalOptions(RunOptions):
+    """The flags of `eval`."""
+
+    data: Path | None = None
+    """As for train. Default: the data of the run."""
+    split: str | None = None
+    """Which split: train, valid, ..., all. Default: test, or valid where there is none; without
+    splits all of other data; of an audit train."""
+    missing: Literal["error", "mask"] | None = None
+    """How to treat inputs that are NaN or infinite. Default: as in training."""
+    as_json: bool = False
+    """Print one JSON object on standard output, and nothing else."""
+
+
+class PredictOptions(RunOptions):
+    """The flags of `predict`."""
+
+    data: Path | None = None
+    """A file with the input columns of the training, or a folder or manifest of recordings.
+    Default: the data of the run."""
+    split: str | None = None
+    """Which split: train, valid, ..., all. Default: as eval."""
+    missing: Literal["error", "mask"] = "error"
+    """How to treat inputs that are NaN or infinite."""
+    on_nan: Literal["raise", "hold", "reset"] = "raise"
+    """At inputs that are NaN or infinite: stop, leave the step out and hold the state, or start
+    anew after it."""
+    state_in: Path | None = None
+    """Start from a state that an earlier call wrote."""
+    state_out: Path | None = None
+    """Write the state after the last step, to go on later."""
+    out: Path | None = None
+    """The file to write: .npy (T, C), .csv or .parquet with a row per step. A folder for many
+    recordings, with a file for each. Default: predictions.csv, or the folder predictions."""
+    format: Literal["npy", "csv", "parquet"] | None = None
+    """The format of the files in a folder. Default: csv."""
+
+
+class ExportOptions(RunOptions):
+    """The flags of `export`."""
+
+    out: Path
+    """The file to write: .onnx, .c (and .h), .js, .nam, .json. Required."""
+    check: Path | None = None
+    """Verify the file on this recording as well, and measure its settling time."""
+    steps: Natural = 100_000
+    """Random steps to verify the file on; 0 for none."""
+    with_session: bool = False
+    """Also write session.py, which runs an .onnx file with numpy and onnxruntime only."""
+
+
 class AuditOptions(Settings):
     """What `throughtime audit` measures; `None` means what the run and its data suggest."""
 
@@ -385,14 +457,24 @@ class AuditOptions(Settings):
     tolerance: Annotated[Positive, Field(lt=1), "a number above 0 and below 1"] = 0.1
     """Largest acceptable relative bias."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        """Refuse a horizon below the stride."""
-        below = min(self.horizons or (math.inf,))
-        if below < (self.stride or 0):
-            raise ValueError(
-                f"{written('horizons', self.horizons)}: {below} is below --stride {self.stride}:"
-                " the first losses of every stride would reach back no step at all. Take horizons"
-                f" from {self.stride} on, or --stride {below}"
-            )
-        return self
+
+class AuditFlags(AuditOptions, EvalOptions):
+    """The flags of `audit`."""
+
+    device: Device = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+
+
+class DoctorOptions(Settings):
+    """The flags of `doctor`."""
+
+    script: str
+    """The script to run; what follows it are its own arguments."""
+    module: bool = False
+    """SCRIPT is the name of a module, as after python -m."""
+    ignore: str | None = None
+    """Codes that are not reported, separated by commas, such as TT201,TT207."""
+    strict: bool = False
+    """Stop at the first finding."""
+    as_json: bool = False
+    """Print one JSON object on standard output, and nothing else."""

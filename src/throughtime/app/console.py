@@ -1,6 +1,5 @@
 """What the commands print: progress, a training run from start to end, tables of results."""
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic_core import to_json
 from rich.console import Console
 from rich.table import Table
 
@@ -17,12 +17,10 @@ from throughtime.app.load import load_run
 from throughtime.app.model import one_thread
 from throughtime.app.optimizer import describe_policy
 from throughtime.app.recordings import displays
-from throughtime.app.run_folder import json_safe
 from throughtime.app.scores import (
     DataTable,
-    baseline_table,
     is_comparison,
-    scores_table,
+    score_tables,
 )
 from throughtime.app.train import Training
 from throughtime.distributed import RankError
@@ -106,9 +104,8 @@ def run_training(training: Training, display: ProgressDisplay) -> None:
     ranks, path, before = training.ranks, training.folder.path, training.done.count
     if ranks.rank == 0:
         _print_start(training)
-    small = training.dataset.spec.is_small(training.stream.lanes)
     try:
-        with one_thread(when=small):
+        with one_thread(training.dataset.spec, training.stream.lanes):
             training.run(display.train)
         from_first(ranks, lambda: _print_end(training, was_finished=training.done.count == before))
     except KeyboardInterrupt as stop:
@@ -190,22 +187,20 @@ def print_scores(
     shown = {} if many else recordings
     title = f"scores on the unbroken recordings of '{split}'{many}"
     names = [name for name in metrics if not is_comparison(name)]
-    print_table(title, scores_table(names, metrics, shown))
-    if (baselines := baseline_table(metrics)) is not None:
-        print_table(baselines.caption, baselines)
+    for content in score_tables(title, names, metrics, shown):
+        print_table(content)
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
     """Print an object, with `null` for numbers that are not finite."""
-    print(json.dumps(json_safe(facts), indent=1, allow_nan=False), flush=True)
+    print(to_json(facts, indent=1, inf_nan_mode="null").decode(), flush=True)
 
 
-def print_table(title: str, content: DataTable) -> None:
-    """Print a table of a report under another title."""
-    table = Table(title=title)
+def print_table(content: DataTable) -> None:
+    """Print a table under its caption."""
+    table = Table(title=content.caption)
     for i, name in enumerate(content.columns):
-        justify = "right" if i in content.numeric_columns else "left"
-        table.add_column(name, justify=justify, overflow="fold")
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
     for cells in content.cells:
         table.add_row(*cells)
     out.print(table)

@@ -5,23 +5,23 @@ Shapes: `T` steps, `C` target columns.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.model import ModelSpec
+from throughtime.app.model import ModelSpec, make_stream
 from throughtime.app.recordings import (
     SourceRecording,
     Statistics,
     check_sources,
     collect_statistics,
+    find_entries,
     layout_of,
     leaks,
+    once,
     open_entry,
     open_recordings,
     target_moments,
@@ -32,7 +32,6 @@ from throughtime.stream.formats import Table
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
     ManifestEntry,
-    find_recordings,
     is_folder,
     join_faults,
     manifest_of,
@@ -83,7 +82,7 @@ def open_dataset(config: Config) -> Dataset:
     Raises:
         DataError: every fault of the files, or else every fault of the values.
     """
-    entries, layout = find_recordings(Path(config.data), config.static), layout_of(config)
+    entries, layout = find_entries(Path(config.data), config.static), layout_of(config)
     sources = open_recordings(entries_of(entries, ("train", "valid")), layout)
     splits, remark = split_recordings(in_splits(sources, config.standardise), config.holdout)
     train, valid = choose_split(splits, "train"), splits.get("valid", [])
@@ -99,7 +98,12 @@ def open_dataset(config: Config) -> Dataset:
     if any(entry.split for entry in entries):
         counts = sorted(Counter(entry.split for entry in entries).items())
         remark = f"splits as in the data ({listed(f'{name} {n}' for name, n in counts)})"
-    _check_present(train[0], spec)
+    if spec.difference and any(entry.targets for entry in entries):
+        raise DataError(
+            "--difference adds to the present values of the targets, which it finds among the"
+            " columns of the inputs: put the targets into the files of the inputs, or leave"
+            " --difference out"
+        )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
     copied = _target_columns(entries, spec)
     remarks = remark, *_remarks(config, sources, train, statistics, held_out, spec, copied)
@@ -132,15 +136,14 @@ def recordings_for(
     Raises:
         DataError: no such split, or recordings that the model does not fit; all are listed.
     """
-    entries = find_recordings(Path(data or config.data), spec.layout.static)
+    entries = find_entries(Path(data or config.data), spec.layout.static)
     named = {entry.split for entry in entries}
     default = "valid" if data is None else "all"
     chosen = split or next((name for name in ("test", "valid") if name in named), default)
     own = entries if chosen == "all" else entries_of(entries, (chosen,))
     sources = open_recordings(own, spec.layout, targets=targets)
-    splits, _ = split_recordings(
-        _fitting(sources, spec), 0.0 if chosen == "all" else config.holdout
-    )
+    played, share = in_splits(sources, spec.standardise), config.holdout
+    splits, _ = split_recordings(played, 0.0 if chosen == "all" else share)
     if split is None and data is None and set(splits) == {"train"}:
         raise DataError(
             "nothing of the data was held out from training: give other data, or write --split"
@@ -177,24 +180,8 @@ def open_recording(
     name = ";".join(Path(table.path).name for table in tables)
     entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
     source = open_entry(entry, tables, spec.layout, targets=False)
-    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec)
+    ((_, recording),) = in_splits(check_sources([source], spec.layout), spec.standardise)
     return recording
-
-
-def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[str, Recording]]:
-    """The split of each recording, and the recording.
-
-    Raises:
-        DataError: another number of input columns than that of the model.
-    """
-    for recording in (source.recording for source in sources):
-        width = recording.read(0, 1).inputs.size
-        if width != spec.features:
-            raise DataError(
-                f"{recording.name}: has {width} input columns, the model was trained on"
-                f" {spec.features} ({listed(spec.layout.inputs)})"
-            )
-    return in_splits(sources, spec.standardise)
 
 
 def as_played(
@@ -273,54 +260,18 @@ def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
     recordings: list[Recording] = dataset.train
     if config.train_on == "windows":
         recordings = list(windows(recordings, config.chunk_steps()))
-    return Stream(
-        recordings,
-        config.lanes // ranks,
-        config.chunk_steps(),
-        seed=config.seed,
-        warm_up=config.warm_up,
-        dtype=dataset.spec.torch_dtype,
-        missing=config.missing,
-        offset=config.offset,
-        hand_off=config.hand_off,
-        workers=config.workers,
-    )
-
-
-def changed_data(
-    spec: ModelSpec,
-    statistics: Mapping[str, Tensor],
-    before: Mapping[str, Any],
-    weights: Mapping[str, Tensor],
-) -> list[str]:
-    """How the data differ from those of a checkpoint, in words.
-
-    Args:
-        spec: of the model that fits the data.
-        statistics: those of the training split.
-        before: the spec in the checkpoint, as plain values.
-        weights: the weights and statistics in the checkpoint.
-    """
-    new, old = ({**spec["layout"], **spec, "layout": None} for spec in (asdict(spec), before))
-    return [
-        f"{key} were {old[key]!r} and are now {value!r}"
-        for key, value in new.items()
-        if old.get(key, value) != value
-    ] or [
-        f"'{name}', a statistic of the training split, was {weights[name].tolist()}"
-        f" and is now {value.tolist()}"
-        for name, value in statistics.items()
-        if not torch.equal(weights[name], value.cpu())
-    ]
+    names = "seed", "offset", "hand_off", "workers"
+    how = {name: getattr(config, name) for name in names}
+    return make_stream(recordings, dataset.spec, config, config.lanes // ranks, **how)
 
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     """Refuse missing inputs that are not masked, and targets that the task cannot have."""
-    faults = train.faults + valid.faults if config.missing == "error" else []
+    faults = once(train.faults | valid.faults) if config.missing == "error" else []
     expected = "0 or 1" if config.task == "multilabel" else "finite"
     faults += [
         f"{fault}; targets must be {expected}, or NaN where there are none"
-        for fault in train.bad_targets + valid.bad_targets
+        for fault in once(train.bad_targets | valid.bad_targets)
     ]
     if faults:
         raise DataError(
@@ -330,28 +281,13 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     if config.task in {None, "classify"} and not 2 <= len(classes) <= _MAX_CLASSES:
         raise DataError(
             f"the training split has {counted(len(classes), 'class', 'classes')}"
-            f" ({listed(classes)}), expected 2 to {_MAX_CLASSES}. Is it --task regress?"
+            f" ({listed(classes)}), expected 2 to {_MAX_CLASSES}. Name another column with"
+            " --targets, or is it --task regress?"
         )
     if config.task not in {None, "classify"} and not train.targets.count.all():
         raise DataError(
             "a target column of the training split has no value at all; regression needs some"
         )
-
-
-def _check_present(recording: Recording, spec: ModelSpec) -> None:
-    """Refuse inputs that have the name of a target and are not its present value."""
-    _, steps = next(read_blocks(recording))
-    if not spec.difference or steps.targets is None:
-        return
-    inputs, targets = (a.reshape(len(a), -1) for a in (steps.inputs, steps.targets))
-    pairs = zip(inputs.T[list(spec.difference)], targets.T, strict=False)
-    for name, (now, target) in zip(spec.layout.targets, pairs, strict=False):
-        known = np.isfinite(now) & np.isfinite(target)
-        if not np.allclose(now[known], target[known], rtol=1e-5):
-            raise DataError(
-                f"recording '{recording.name}': the input '{name}' is not the present value of the"
-                f" target '{name}', to which --difference adds; leave it out, or rename one"
-            )
 
 
 def _remarks(

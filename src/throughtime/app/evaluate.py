@@ -1,6 +1,5 @@
 """A finished run on recordings: its model and a split of them, and the metrics."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic_core import to_json
 from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
-from throughtime.app.model import ModelSpec, one_thread, unbroken_stream
+from throughtime.app.model import ModelSpec, make_stream, one_thread
 from throughtime.app.recordings import progress
-from throughtime.app.run_folder import json_safe
 from throughtime.app.scores import MODEL, ClassScores
 from throughtime.chunk import Chunk
 from throughtime.evaluation import Evaluation, Evaluator
@@ -80,12 +79,9 @@ class Baselines:
             self._lags["persistence"] = [0] * len(ahead)
             if season and any(n % season for n in ahead):
                 self._lags["season"] = [-n % season for n in ahead]
-        self.recordings = [
-            BaselineRecording(r, self._lags)
-            if self._lags and isinstance(r, ForecastRecording)
-            else r
-            for r in recordings
-        ]
+        self.recordings: list[Any] = [*recordings]
+        if self._lags:
+            self.recordings = [BaselineRecording(r, self._lags) for r in self.recordings]
         self._columns, self._numbers = spec.target_names, not spec.classes
         self._steps, self._errors = 0, np.zeros((1 + len(self._lags), len(self._columns)))
 
@@ -134,7 +130,7 @@ def evaluate_recordings(
     """
     season = config.season and config.season // spec.layout.frame_size
     baselines, lanes = Baselines(spec, recordings, season), min(len(recordings), _LANES)
-    stream = unbroken_stream(baselines.recordings, spec, config, lanes, _CHUNK)
+    stream = make_stream(baselines.recordings, spec, config, lanes, _CHUNK)
     for chunk in stream:
         outputs = evaluator.add(chunk)
         sent = chunk.to(outputs.device)
@@ -163,7 +159,7 @@ def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -
     spec = run.spec
     split, recordings = recordings_for(spec, run.config, data, split)
     classes = ClassScores(spec.classes) if spec.classes else None
-    with one_thread(when=spec.is_small(min(len(recordings), _LANES))):
+    with one_thread(spec, min(len(recordings), _LANES)):
         evaluator = Evaluator(run.net, metrics=spec.metrics())
         scores = evaluate_recordings(evaluator, spec, recordings, run.config, classes)
     content: dict[str, Any] = {
@@ -189,8 +185,7 @@ def keep_results(run: Run, path: Path, content: Mapping[str, Any]) -> str:
 
     report = run.files.report
     try:
-        text = json.dumps(json_safe(content, texts=True), indent=1, allow_nan=False)
-        write_atomically(path, text.encode())
+        write_atomically(path, to_json(content, indent=1, inf_nan_mode="strings"))
         write_report(run)
     except OSError as error:
         why = error.strerror or error

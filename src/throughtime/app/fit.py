@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
@@ -190,7 +191,7 @@ def fit(
         if not isinstance(part, kind):
             raise ConfigError(f"tt.fit: got a {type(part).__name__}, expected {kind}")
     weights = {weight for group in optimizer.param_groups for weight in group["params"]}
-    ranks = ranks_of(net, stream)
+    ranks, closure = ranks_of(net, stream), signature(optimizer.step).parameters.get("closure")
     faults = {
         f"updates={updates} and epochs={epochs}: give one of them": updates and epochs,
         f"keep={keep!r}: expected 'best' or 'last'": keep not in ("best", "last"),
@@ -202,6 +203,10 @@ def fit(
         ),
         "the optimizer has none of the net's weights, so nothing would be trained: make it of"
         " net.parameters()": weights.isdisjoint(net.parameters()),
+        f"{type(optimizer).__name__} takes a closure, which computes a loss several times, and a"
+        " stream is played once: take another, such as tt.optim.AdamW(net.parameters())": (
+            closure is not None and closure.default is closure.empty
+        ),
     }
     for fault, present in faults.items():
         if present:
@@ -504,6 +509,13 @@ class _Training:
                     f" {self.parts[name]} now: give the same one, or another out="
                 )
         position, expected = saved["ranks"][self.ranks.rank], self.net.module.state_dict()
+        try:
+            self.stream.load_state_dict(position["stream"])  # before all that other data change
+        except DataError as error:
+            raise DataError(
+                f"{folder.path}: the recordings have changed since the last checkpoint, or how they"
+                f" are played: {error}"
+            ) from error
         for weights in (saved["net"], saved["best"] or expected):
             check_layout(weights, expected)
         self.net.module.load_state_dict(saved["net"])
@@ -516,7 +528,6 @@ class _Training:
             self.done.end, self.done.stale = end, 0
             self.done.finished = self.done.is_over(position["stream"]["epoch"])
         self.loss, self.waited = saved["loss"].to(self.ranks.device), self.done.waited
-        self.stream.load_state_dict(position["stream"])
         if position["updates"] is not None:
             self.position = self._new_updates()
             self.position.load_state_dict(position["updates"])

@@ -18,13 +18,13 @@ from throughtime.app.dataset import (
     split_recordings,
 )
 from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.recordings import layout_of, open_recordings
+from throughtime.app.recordings import find_entries, layout_of, open_recordings
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
 from throughtime.errors import DataError, counted, listed
 from throughtime.stream.formats.table import RowSource, is_number
 from throughtime.stream.layout import Layout
-from throughtime.stream.manifest import ManifestEntry, find_recordings
+from throughtime.stream.manifest import ManifestEntry
 from throughtime.stream.recording import Recording, read_blocks
 from throughtime.stream.tables import as_table, names_of
 from throughtime.stream.targets import At, class_names, horizons
@@ -128,7 +128,7 @@ def recordings(
             " frame or arrays are one recording each: tt.recording(frame, targets='y')"
         )
     path, features = Path(data), names_of(static)
-    entries = find_recordings(path, features)
+    entries = find_entries(path, features)
     options: dict[str, Any] = {
         "inputs": names_of(inputs),
         "targets": names_of(targets),
@@ -174,7 +174,7 @@ def resolve_task(config: Config) -> Config:
     """
     if config.task is not None:
         return config
-    entries = find_recordings(Path(config.data), config.static)
+    entries = find_entries(Path(config.data), config.static)
     return config.changed(task=_find_task(entries, layout_of(config)))
 
 

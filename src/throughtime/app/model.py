@@ -21,7 +21,7 @@ from throughtime.app.recordings import SourceRecording, Statistics, layout_of
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
 from throughtime.app.scores import MultiLabel
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
-from throughtime.app.values import class_numbers, flag
+from throughtime.app.values import class_numbers
 from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import (
     ConfigError,
@@ -202,7 +202,7 @@ def build_model(
     if own is not None:
         sizes = (spec.features, spec.outputs, spec.hidden, spec.layers, spec.dropout)
         offered = dict[str, Any](zip(MODEL_ARGUMENTS, sizes, strict=True))
-        module = own.make(nn.Module, offered, {name: flag(name) for name in needed})
+        module = own.make(nn.Module, offered, needed)
         return _carried(spec, [("recurrent", module)])
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
     between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
@@ -353,7 +353,7 @@ def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callabl
     if name is not None and is_reference(name):
         own = ClassReference.parse("loss", name)
         offered = {"outputs": spec.outputs, "weight": weight, "scale": scale}
-        loss: Any = own.make(object, offered, {"weight": "--class-weights"} if spec.weights else {})
+        loss: Any = own.make(object, offered, ["weight"] if spec.weights else ())
         return loss.to(device) if isinstance(loss, nn.Module) else loss
     if scale is not None:
         return StandardisedError(scale, name or "mse")
@@ -409,15 +409,15 @@ def check_device(device: str) -> None:
 
 
 @contextmanager
-def one_thread(*, when: bool = True) -> Generator[None]:
-    """A single thread, for a net whose steps are tiny; `OMP_NUM_THREADS` overrides it.
+def one_thread(spec: ModelSpec | None = None, lanes: int = 1) -> Generator[None]:
+    """A single thread, unless the steps of a net are not small; `OMP_NUM_THREADS` overrides it.
 
     A second thread is useless then, and on a busy machine the two wait for each other at every
     step: an audit of 64 units took 142 s with two threads and 2 s with one, with two processes
     beside it on two cores.
     """
     before = torch.get_num_threads()
-    if when and "OMP_NUM_THREADS" not in os.environ:
+    if (spec is None or spec.is_small(lanes)) and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
         yield
@@ -425,21 +425,18 @@ def one_thread(*, when: bool = True) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def unbroken_stream(
-    recordings: Sequence[Recording], spec: ModelSpec, config: Config, lanes: int, chunk: int
+def make_stream(
+    recordings: Sequence[Recording],
+    spec: ModelSpec,
+    config: Config,
+    lanes: int,
+    chunk: int | None = None,
+    **how: Any,
 ) -> Stream:
-    """The recordings in order, each from its first step, all of them on this rank."""
-    return Stream(
-        recordings,
-        lanes,
-        chunk,
-        seed=None,
-        warm_up=config.warm_up,
-        dtype=spec.torch_dtype,
-        missing=config.missing,
-        rank=0,
-        ranks=1,
-    )
+    """The recordings as a model is trained on them; without a seed in order, all on this rank."""
+    how = {"warm_up": config.warm_up, "missing": config.missing, "dtype": spec.torch_dtype, **how}
+    how = how if "seed" in how else {"seed": None, "rank": 0, "ranks": 1, **how}
+    return Stream(recordings, lanes, chunk or config.chunk_steps(), **how)
 
 
 def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelSpec]:
@@ -468,12 +465,6 @@ def load_model(path: Path, *, trust_code: bool = False) -> tuple[Carried, ModelS
             raise
         raise RunError(f"{path}: it is not a model: {one_line(error)}; {hint}") from error
     net.module.load_state_dict(tensors)
-    for name, value in tensors.items():
-        if not value.isfinite().all():
-            raise RunError(
-                f"{path}: '{name}' is not finite, so every answer would be NaN: the training"
-                " diverged, or the file is damaged; train again with a smaller --lr"
-            )
     if own is not None:
         prepare_own(net, spec)
     return net, spec

@@ -21,7 +21,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from throughtime.app.config import DEFAULT_STRIDE, Config
 from throughtime.app.user_class import ClassReference, is_reference
-from throughtime.app.values import flag
 from throughtime.errors import ConfigError, ThroughtimeError
 from throughtime.gradient import Adaptive, Exact, Policy, Randomized, Truncated, UpdatePolicy
 from throughtime.optim import SGD, Adam, AdamW
@@ -52,9 +51,6 @@ def make_policy(config: Config) -> Policy:
     if any(p.name == "stride" and p.default is p.empty for p in parameters):
         arguments = {"stride": DEFAULT_STRIDE, **arguments}
     try:
-        for p in parameters:
-            if isinstance(p.default, bool) and not isinstance(arguments.get(p.name, True), bool):
-                raise TypeError(f"{p.name}={arguments[p.name]!r}: expected true or false")
         return kind(**arguments)
     except ThroughtimeError:
         raise
@@ -81,9 +77,8 @@ def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int)
 def describe_policy(config: Config) -> str:
     """The policy in words; of a user's the class and arguments, since its file is not executed."""
     if not is_reference(config.gradient):
-        policy = make_policy(config)
-        describe = getattr(policy, "describe", None)
-        return str(describe()) if callable(describe) else repr(policy)
+        policy: Any = make_policy(config)
+        return policy.describe()
     arguments = (f"{name}={value!r}" for name, value in config.policy_arguments().items())
     return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"
 
@@ -114,8 +109,7 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
         return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
     options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
     own = ClassReference.parse("optimizer", config.optimizer)
-    needed = {name: flag(name) for name in options}
-    optimizer = own.make(Optimizer, {"params": groups, **options}, needed)
+    optimizer = own.make(Optimizer, {"params": groups, **options}, options)
 
     def clip(*_: object) -> None:
         clip_grad_norm_(net.parameters(), config.max_norm)

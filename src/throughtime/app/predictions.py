@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from throughtime import state as trees
+from throughtime.app.config import PredictOptions
 from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
 from throughtime.app.model import ModelSpec, one_thread
@@ -34,7 +35,6 @@ from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import step_times
 from throughtime.stream.targets import later_times
 
-Format: TypeAlias = Literal["npy", "csv", "parquet"]
 LISTING = "predictions.json"
 _SUFFIXES = (".npy", ".csv", ".parquet")
 _CHUNK = 8192  # steps: also of a row group of Parquet
@@ -61,8 +61,8 @@ class PredictionWriter:
     """
 
     def __init__(self, file: BinaryIO, suffix: str, recording: Recording, spec: ModelSpec) -> None:
-        self._file, self._suffix = file, suffix
-        self._recording, self._spec, self.skipped = recording, spec, 0
+        self._file, self._suffix, self.skipped = file, suffix, 0
+        self._recording, self._spec = recording, spec
         self._parquet: Any = None
         if suffix == ".npy":  # appended to: mapping it would keep its pages in memory
             shape, kind = (len(recording), spec.outputs), np.dtype(spec.dtype).str
@@ -79,27 +79,25 @@ class PredictionWriter:
         values = spec.probabilities(torch.from_numpy(values)).numpy()
         if self._suffix == ".npy":
             self._file.write(np.ascontiguousarray(values).tobytes())
-        elif self._suffix == ".csv":
-            self._write_csv(self._columns(start, stop, values), heading=start == 0)
         else:
-            self._write_parquet(self._columns(start, stop, values))
+            self._write(self._columns(start, stop, values), heading=start == 0)
         progress("predicting", stop, len(self._recording))
 
-    def _write_csv(self, columns: dict[str, Array], *, heading: bool) -> None:
-        text = io.StringIO(newline="")
-        rows = csv.writer(text)
-        if heading:
-            rows.writerow(map(plain_text, columns))
-        rows.writerows(zip(*map(_texts, columns.values()), strict=True))
-        self._file.write(text.getvalue().encode())
+    def _write(self, columns: dict[str, Array], *, heading: bool) -> None:
+        """Lines of CSV, or a row group of Parquet, where a time without a value is null."""
+        if self._suffix == ".csv":
+            text = io.StringIO(newline="")
+            rows = csv.writer(text)
+            if heading:
+                rows.writerow(map(plain_text, columns))
+            rows.writerows(zip(*map(_texts, columns.values()), strict=True))
+            self._file.write(text.getvalue().encode())
+            return
+        from pyarrow import parquet, table
 
-    def _write_parquet(self, columns: dict[str, Array]) -> None:
-        """A row group; a time without a value is null."""
-        from pyarrow import array, parquet, table
-
-        rows = table({name: array(values) for name, values in columns.items()})
-        self._parquet = self._parquet or parquet.ParquetWriter(self._file, rows.schema)
-        self._parquet.write_table(rows)
+        group = table({**columns})
+        self._parquet = self._parquet or parquet.ParquetWriter(self._file, group.schema)
+        self._parquet.write_table(group)
 
     def close(self) -> None:
         """Finish a Parquet file."""
@@ -108,15 +106,15 @@ class PredictionWriter:
 
     def _columns(self, start: int, stop: int, outputs: Array) -> dict[str, Array]:
         """The columns of some steps; `outputs` `(n, C)` are probabilities, or values."""
-        spec, recording = self._spec, self._recording
-        table: dict[str, Array] = {"step": np.arange(start, stop)}
+        spec, recording, steps = self._spec, self._recording, np.arange(start, stop)
+        table: dict[str, Array] = {"step": steps}
         times = step_times(recording, start, stop)
         if times is not None:
             table["time"] = times.astype("M8[ns]")
         if len(spec.layout.steps_ahead) == 1:
             (ahead,), size = spec.layout.steps_ahead, spec.layout.frame_size
             later = later_times(recording, start, stop, ahead)
-            rows = (np.arange(start, stop) + 1 + ahead) * size - 1  # the last one of a frame
+            rows = (steps + 1 + ahead) * size - 1  # the last one of a frame
             table["forecast_for"] = rows if later is None else later.astype("M8[ns]")
         if spec.classes:
             classes = np.array([*spec.classes, ""])  # none where a step was left out
@@ -154,17 +152,7 @@ class WrittenFile(NamedTuple):
     skipped: int
 
 
-def predict_run(
-    run: Run,
-    data: Path | None = None,
-    split: str | None = None,
-    out: Path | None = None,
-    form: Format | None = None,
-    *,
-    state_in: Path | None = None,
-    state_out: Path | None = None,
-    **how: Any,
-) -> tuple[Path, list[WrittenFile]]:
+def predict_run(run: Run, options: PredictOptions) -> tuple[Path, list[WrittenFile]]:
     """Write the predictions of each recording to a file; return where, and the files.
 
     Those of a single file to one file, of others to a folder with files named after them, which
@@ -172,37 +160,32 @@ def predict_run(
 
     Args:
         run: its model and settings.
-        data: recordings; default: those of the run.
-        split: which of them; default: see `recordings_for`.
-        out: the file or the folder; default: predictions.csv, or the folder predictions.
-        form: the format; default: that of the suffix, or csv.
-        state_in: a file with the state to start from, of a single recording.
-        state_out: the file for the state after its last step.
-        how: `missing` and `on_nan`, see `tt.predict`.
+        options: the recordings, default: those that `recordings_for` takes; the file or folder,
+            default: predictions.csv, or the folder predictions; states; how to treat NaN.
 
     Raises:
         RunError, DataError: a recording failed; the message says which files are written.
         ConfigError: a file would replace one of the recordings, or stands for several.
     """
-    spec, path, done = run.spec, data or Path(run.config.data), list[WrittenFile]()
+    spec, data, split = run.spec, options.data, options.split
     many = split is not None or data is None or is_folder(data) or is_manifest(data)
-    file = _single_file(out, form, many=many)
+    file, done = _single_file(options.out, options.format, many=many), list[WrittenFile]()
     _, recordings = recordings_for(spec, run.config, data, split, targets=False)
-    if many and (state_in or state_out):
+    if many and (options.state_in or options.state_out):
         raise ConfigError("leave out --state-in and --state-out: for a single recording alone")
-    folder = (out or Path("predictions")) if file is None else file.parent
+    folder = (options.out or Path("predictions")) if file is None else file.parent
     names = [recording.name for recording in recordings]
-    files = file_names(names, form or "csv") if file is None else [file.name]
-    entries = find_recordings(path, spec.layout.static)
+    files = file_names(names, options.format or "csv") if file is None else [file.name]
+    entries = find_recordings(data or Path(run.config.data), spec.layout.static)
     kept = {source.resolve() for entry in entries for source in entry.inputs}
     if lost := [name for name in files if (folder / name).resolve() in kept]:
         raise ConfigError(f"{folder}: {listed(lost)} is a recording itself; choose another --out")
-    initial = trees.detach(run.net.initial_state(1))
-    state = after = trees.load(state_in, initial) if state_in else None
+    state = after = None
+    if options.state_in:
+        state = trees.load(options.state_in, trees.detach(run.net.initial_state(1)))
     try:
         for recording, name in zip(recordings, files, strict=True):
-            with one_thread(when=spec.is_small(lanes=1)):
-                after, skipped = _write(run, recording, folder / name, state=state, **how)
+            after, skipped = _write(run, recording, folder / name, state, options)
             done.append(WrittenFile(recording.name, name, len(recording), skipped))
     except (DataError, RunError) as error:
         if file is not None:
@@ -216,38 +199,46 @@ def predict_run(
             facts = {"update": spec.update, "recordings": len(recordings)}
             content = facts | {"files": [each._asdict() for each in done]}
             write_atomically(folder / LISTING, json.dumps(content, indent=1).encode())
-    if state_out:
-        trees.save(after, state_out)
+    if options.state_out:
+        trees.save(after, options.state_out)
     return file or folder, done
 
 
-def _single_file(out: Path | None, form: Format | None, *, many: bool) -> Path | None:
+def _single_file(out: Path | None, form: str | None, *, many: bool) -> Path | None:
     """The file for the predictions of a single recording; `None` where a folder is meant.
 
     Raises:
         ConfigError: a file for many recordings, or another format than the suffix says.
     """
     suffix = "" if out is None or out.is_dir() else out.suffix.lower()
-    if form and suffix not in {"", f".{form}"}:
-        raise ConfigError(f"--out {out} and --format {form} are both given: leave one of them out")
-    if suffix and suffix not in _SUFFIXES:
-        raise ConfigError(f"{out}: predictions are written as {listed(_SUFFIXES)}; got '{suffix}'")
-    if many and suffix:
-        raise ConfigError(f"--out {out}: many recordings need a folder; got the suffix '{suffix}'")
+    faults = {
+        f"--out {out} and --format {form} are both given: leave one of them out": (
+            form and suffix not in {"", f".{form}"}
+        ),
+        f"{out}: predictions are written as {listed(_SUFFIXES)}; got '{suffix}'": (
+            suffix not in {"", *_SUFFIXES}
+        ),
+        f"--out {out}: many recordings need a folder; got the suffix '{suffix}'": many and suffix,
+    }
+    for fault, present in faults.items():
+        if present:
+            raise ConfigError(fault)
     if many or (out is not None and not suffix):
         return None
     return out or Path(f"predictions.{form or 'csv'}")
 
 
-def _write(run: Run, recording: Recording, out: Path, **how: Any) -> tuple[State, int]:
+def _write(
+    run: Run, recording: Recording, out: Path, state: State | None, options: PredictOptions
+) -> tuple[State, int]:
     """The state after the last step of a recording, and the number of steps left out."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.stem}.part{out.suffix}")
+    temporary, spec = out.with_name(f".{out.stem}.part{out.suffix}"), run.spec
+    how: Any = {"missing": options.missing, "on_nan": options.on_nan, "dtype": spec.torch_dtype}
     try:
-        with named_errors(out), temporary.open("wb") as file:
-            outputs = PredictionWriter(file, out.suffix.lower(), recording, run.spec)
-            dtype = run.spec.torch_dtype
-            _, after = predict(run.net, recording, chunk=_CHUNK, out=outputs, dtype=dtype, **how)
+        with named_errors(out), temporary.open("wb") as file, one_thread(spec):
+            outputs = PredictionWriter(file, out.suffix.lower(), recording, spec)
+            _, after = predict(run.net, recording, chunk=_CHUNK, out=outputs, state=state, **how)
             outputs.close()
         temporary.replace(out)
     finally:
@@ -266,13 +257,12 @@ def file_names(names: Sequence[str], form: str) -> list[str]:
     """
     files = dict[str, str]()  # by what a system takes for the same name
     for name in names:
-        *folders, last = (_safe(part) for part in name.split("/"))
-        stem, _, suffix = last.rpartition(".")
-        last = stem if stem and f".{suffix.lower()}" in SUFFIXES else last
-        several = [last, *(f"{last}-{i}" for i in range(2, len(names) + 2))]
-        candidates = ("/".join([*folders, f"{one}.{form}"]) for one in several)
-        file = next(path for path in candidates if path.casefold() not in files)
-        files[file.casefold()] = file
+        stem, dot, suffix = name.rpartition(".")
+        stem = stem if stem and dot + suffix.lower() in SUFFIXES else name
+        path = "/".join(map(_safe, stem.split("/")))
+        several = [path, *(f"{path}-{i}" for i in range(2, len(names) + 2))]
+        path = next(one for one in several if one.casefold() not in files)
+        files[path.casefold()] = f"{path}.{form}"
     return [*files.values()]
 
 

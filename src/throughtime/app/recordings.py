@@ -7,9 +7,11 @@ Shapes: `T` steps, `D` input features, `S` static features.
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +22,9 @@ from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import Recording
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array, is_number
-from throughtime.stream.formats.times import TimeSummary, summarize_times
-from throughtime.stream.layout import Label, Layout, Targets, check_numbers, lay_out, targets_of
-from throughtime.stream.manifest import ManifestEntry, join_faults
+from throughtime.stream.formats.times import summarize_times
+from throughtime.stream.layout import Label, Layout, Targets, lay_out, targets_of
+from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
 from throughtime.stream.recording import (
     Moments,
     StepArrays,
@@ -44,6 +46,8 @@ def progress(phase: str, done: int, total: int) -> None:
         show(phase, done, total)
 
 
+_SHOWN = 3  # recordings with the same fault
+_OWN = re.compile(r"\S*/\S*|\d+")  # paths and numbers
 _CLOSE = 1e-6  # relative: a rate computed from a duration is not exact
 _MEASURED = 0.02  # relative: time stamps are rounded, and clocks drift
 
@@ -77,7 +81,6 @@ class SourceRecording:
         rates: rows per second of those of its files that have a rate.
         left_out: rows at the end that fill no frame.
         table: its input files.
-        times: the name of its column of time stamps, and what they show; `None` without one.
     """
 
     split: str
@@ -85,13 +88,27 @@ class SourceRecording:
     rates: tuple[Rate, ...]
     left_out: int
     table: Table
-    times: tuple[str, TimeSummary] | None = None
 
     @property
     def lost(self) -> int:
         """Intervals shorter than a frame."""
         labels = self.recording.targets
         return labels.lost if isinstance(labels, SpanLabels) else 0
+
+
+def find_entries(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:
+    """The recordings at a path, as `find_recordings`; where nothing is, with what to do.
+
+    Raises:
+        DataError: as `find_recordings`.
+    """
+    if not data.exists():
+        near = did_you_mean(data.name, [path.name for path in data.parent.glob("*")])
+        raise DataError(
+            f"{data}: no such file or folder"
+            + (near or "; write the path of the recordings: a file, a folder or a manifest as DATA")
+        )
+    return find_recordings(data, static)
 
 
 def open_recordings(
@@ -111,22 +128,45 @@ def open_recordings(
         DataError: missing columns, targets of another length, an empty recording, an unreadable
             file, other columns or rates than those of the first recording; all are listed.
     """
-    opened, faults = list[SourceRecording](), list[str]()
+    opened, faults = list[SourceRecording](), dict[str, str]()
     for count, entry in enumerate(entries, start=1):
         try:
             tables = [layout.open(path) for path in entry.inputs]
             opened.append(open_entry(entry, tables, layout, targets=targets))
         except DataError as error:
-            faults.append(str(error))
+            faults[entry.name] = str(error)
         progress("opening recordings", count, len(entries))
+    every = once(faults)
     absent = [n for n in layout.exclude if not any(n in one.table.columns for one in opened)]
     if targets and opened and absent:
         table = opened[0].table
-        faults.append(
+        every.append(
             f"--exclude {listed(absent)}: no recording has it; the columns of {table.path} are"
             f" {listed(table.columns)}{did_you_mean(absent[0], table.columns)}"
         )
-    return check_sources(opened, layout, faults)
+    return check_sources(opened, layout, every)
+
+
+def once(faults: Mapping[str, str]) -> list[str]:
+    """The faults of recordings, by name; one that more than three of them have is listed once.
+
+    Texts that differ in names of recordings, paths and numbers alone are one fault.
+
+    Example:
+        >>> once({name: f"recording '{name}' is empty" for name in "abcdef"})
+        ["recording 'a' is empty (6 recordings have this fault: a, b, c, ...)"]
+    """
+    groups = dict[str, dict[str, str]]()
+    for name, text in faults.items():
+        key = _OWN.sub("", text.replace(f"'{name}'", ""))
+        groups.setdefault(key, {})[name] = text
+    texts = list[str]()
+    for group in groups.values():
+        first, *others = group.values()
+        names = ", ".join([*group][:_SHOWN])
+        more = f" ({len(group):,} recordings have this fault: {names}, ...)"
+        texts += [first + more] if len(group) > _SHOWN else [first, *others]
+    return texts
 
 
 def check_sources(
@@ -145,23 +185,13 @@ def check_sources(
             )
     for one in opened:
         name, other = one.recording.name, opened[0].recording
-        for role in (
-            "input",
-            "target",
-        ):  # may differ, or be in another order, if no setting names them
+        for role in ("input", "target"):  # may differ, if no setting names them
             columns, expected = (getattr(r, f"{role}_columns") for r in (one.recording, other))
             if columns != expected:
                 every.append(
                     f"recording '{name}' has the {role} columns {listed(columns)}, '{other.name}'"
                     f" has {listed(expected)}; name them with --{role}s, or rename them"
                 )
-        if one.times is not None and one.times[1].backward is not None:
-            row, before, after = one.times[1].backward
-            every.append(
-                f"recording '{name}': row {row} of '{one.times[0]}', {after}, is earlier than the"
-                f" row before it, {before}; sort the file, split it where another recording begins,"
-                f" or write --exclude {one.times[0]} if the order of the rows is right"
-            )
     if every:
         raise DataError(join_faults(every))
     return opened
@@ -188,18 +218,14 @@ def open_entry(
         static=np.array(entry.static) if entry.static else None,
         series=layout.series_rows(table) if targets else None,
     )
-    check_numbers(inputs, "inputs", layout.task)
-    if not layout.classify:
-        check_numbers(labels, "targets", layout.task)
     rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
     stamps = time_rows(table, layout.exclude)
-    times = None if stamps is None else (stamps.columns[0], summarize_times(stamps))
-    if times is not None and times[1].rate is not None and not rates:
-        rates = [Rate(f"column '{times[0]}' of {table.path}", times[1].rate, _MEASURED)]
+    if stamps is not None and not rates and (rate := summarize_times(stamps).rate) is not None:
+        rates = [Rate(f"column '{stamps.columns[0]}' of {table.path}", rate, _MEASURED)]
     if file is not None and file.rate is not None and isinstance(labels, ColumnRows):
         rates.append(Rate(str(file.path), file.rate * (layout.target_every or 1)))
     left_out = len(table) % layout.frame_size
-    return SourceRecording(entry.split, recording, tuple(rates), left_out, table, times)
+    return SourceRecording(entry.split, recording, tuple(rates), left_out, table)
 
 
 def _targets(entry: ManifestEntry, table: Table, file: Table | None, layout: Layout) -> Targets:
@@ -243,8 +269,8 @@ class Statistics:
         missing_targets: steps without a target.
         steps: the number of steps.
         means: of the inputs of each recording.
-        faults: one message for each recording with such inputs.
-        bad_targets: one message for each block with infinite targets, or other labels than 0 and 1.
+        faults: of each recording with such inputs, by its name.
+        bad_targets: of each with infinite targets, or other labels than 0 and 1.
         checksums: of the values of each recording, by its name.
     """
 
@@ -255,8 +281,8 @@ class Statistics:
     missing_targets: int = 0
     steps: int = 0
     means: list[Array] = field(default_factory=list[Array])
-    faults: list[str] = field(default_factory=list[str])
-    bad_targets: list[str] = field(default_factory=list[str])
+    faults: dict[str, str] = field(default_factory=dict[str, str])
+    bad_targets: dict[str, str] = field(default_factory=dict[str, str])
     checksums: dict[str, str] = field(default_factory=dict[str, str])
 
     def add(self, recording: Recording, task: str) -> None:
@@ -284,7 +310,7 @@ class Statistics:
         self.steps += len(recording)
         self.missing += wrong
         if wrong:
-            self.faults.append(
+            self.faults[recording.name] = (
                 f"recording '{recording.name}': {counted(wrong, 'step has', 'steps have')} inputs"
                 f" that are NaN or infinite, the first at {first}"
             )
@@ -298,9 +324,10 @@ class Statistics:
         if (steps := wrong.any(axis=1)).any():
             kind = "other" if labels else "infinite"
             count = counted(int(steps.sum()), "step has", "steps have")
-            self.bad_targets.append(
+            self.bad_targets.setdefault(
+                recording.name,
                 f"recording '{recording.name}': {count} {kind} targets,"
-                f" the first is step {start + int(steps.argmax())}"
+                f" the first is step {start + int(steps.argmax())}",
             )
         self.missing_targets += int(np.isnan(rows).any(axis=1).sum())
         self.targets.add(rows)
@@ -316,14 +343,8 @@ def collect_statistics(
     Args:
         recordings: those of one split.
         task: whether the targets are classes, labels or numbers.
-
-    Raises:
-        DataError: recordings with different numbers of columns.
     """
     statistics = Statistics()
-    widths = {recording.name: recording.read(0, 1).inputs.size for recording in recordings}
-    if len({*widths.values()}) > 1:
-        raise DataError(f"all recordings need the same number of input columns, got {widths}")
     for recording in recordings:
         statistics.add(recording, task)
     return statistics

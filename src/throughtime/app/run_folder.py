@@ -9,7 +9,6 @@ file is replaced as a whole.
 
 import errno
 import json
-import math
 import os
 import re
 import socket
@@ -93,8 +92,6 @@ class RunFolder:
         """
         if self._lock is not None:
             return
-        if self.path.is_file():
-            raise RunError(f"{self.path} is a file: give the run a folder")
         self.path.mkdir(parents=True, exist_ok=True)
         path, lock = self.path / ".lock", ExitStack()
         try:
@@ -327,9 +324,9 @@ class RunFolder:
         Raises:
             RunError: some of these lines are lost or damaged.
         """
-        lines = self._lines()
-        if not lines:
+        if not self.metrics.exists():
             return 0
+        lines = self._lines()
         if len(lines) < count:
             raise RunError(
                 f"{self.metrics}: has {len(lines)} complete lines, and the checkpoint was written"
@@ -356,17 +353,6 @@ def _sealed(content: bytes) -> bytes:
 def plain_settings(config: Config) -> dict[str, str]:
     """The settings as a checkpoint keeps them, in JSON."""
     return {name: json.dumps(value) for name, value in config.kept().settings().items()}
-
-
-def json_safe(value: Any, *, texts: bool = False) -> Any:
-    """The value with `None`, or texts, for floats that are not finite: JSON has none."""
-    if isinstance(value, dict):
-        return {key: json_safe(item, texts=texts) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [json_safe(item, texts=texts) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value) if texts else None
-    return value
 
 
 def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tensor]]:

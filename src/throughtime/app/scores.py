@@ -4,7 +4,7 @@ Shapes: `N` valid steps, `C` labels or classes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -161,12 +161,6 @@ class DataTable:
         """The rows as text."""
         return [tuple(map(_text, row)) for row in self.rows]
 
-    @property
-    def numeric_columns(self) -> list[int]:
-        """Indices of the columns with numbers, which are aligned right."""
-        columns = enumerate(zip(*self.rows, strict=True))
-        return [i for i, cells in columns if not all(isinstance(cell, str) for cell in cells)]
-
 
 def _text(value: Cell) -> str:
     """Numbers with four digits or decimals and a minus sign; a dash for one that is not finite."""
@@ -178,16 +172,17 @@ def _text(value: Cell) -> str:
     return format(value, form).replace("-", "\u2212")
 
 
-def scores_table(
+def score_tables(
+    caption: str,
     names: Sequence[str],
     overall: Mapping[str, float],
     recordings: Mapping[str, Mapping[str, float]],
-    caption: str = "",
-) -> DataTable:
-    """The metrics of these names, of each recording and of all steps together."""
+) -> list[DataTable]:
+    """The metrics of these names, of each recording and of all steps; those of baselines."""
     rows = {**recordings, "all steps together": overall}
     cells = [[name, *(row[n] for n in names)] for name, row in rows.items()]
-    return DataTable(["recording", *(METRIC_NAMES.get(n, n) for n in names)], cells, caption)
+    columns = ["recording", *(METRIC_NAMES.get(n, n) for n in names)]
+    return [DataTable(columns, cells, caption), *_baseline_table(overall)]
 
 
 def is_comparison(name: str) -> bool:
@@ -195,10 +190,10 @@ def is_comparison(name: str) -> bool:
     return name.partition("/")[0] in {"compared", *_FORECASTS} and "/" in name
 
 
-def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
-    """Model and baselines of the metrics of a forecast; `None` where there are none."""
+def _baseline_table(metrics: Mapping[str, float]) -> Iterator[DataTable]:
+    """Model and baselines of the metrics of a forecast, if there are some."""
     if "compared/steps" not in metrics:
-        return None
+        return
     kind = "accuracy" if "model/accuracy" in metrics else "rmse"
     rows: list[list[Cell]] = []
     for key, value in metrics.items():
@@ -216,4 +211,4 @@ def baseline_table(metrics: Mapping[str, float]) -> DataTable | None:
             "; below 0, try --difference, by which the net learns the change from now, more"
             " --updates, a smaller --lr, or inputs that lead the target"
         )
-    return DataTable(columns, rows, caption)
+    yield DataTable(columns, rows, caption)

@@ -1,16 +1,17 @@
 """A training script run under the doctor, as `throughtime doctor train.py` does."""
 
-import json
 import os
 import runpy
 import sys
 import traceback
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
+from throughtime.app.config import DoctorOptions
 from throughtime.doctor import Doctor
 from throughtime.doctor import doctor as open_doctor
 from throughtime.doctor.doctor import NOTE
@@ -19,24 +20,12 @@ from throughtime.errors import ConfigError, DiagnosisError
 _INTERRUPTED = 130  # the exit code of a shell's command that Ctrl-C ended
 
 
-def watch_script(
-    script: str,
-    arguments: Sequence[str],
-    ignore: Sequence[str],
-    *,
-    module: bool = False,
-    strict: bool,
-    as_json: bool = False,
-) -> int:
+def watch_script(options: DoctorOptions, arguments: Sequence[str]) -> int:
     """Run a script as Python would, and print the findings, then the traceback if it failed.
 
     Args:
-        script: its file, or the name of a module.
-        arguments: its own.
-        ignore: codes that are not reported.
-        module: run it as `python -m` does.
-        strict: stop at the first finding.
-        as_json: print the result as an object; what the script prints goes to standard error.
+        options: the script, and how to watch it.
+        arguments: those of the script.
 
     Returns:
         The exit code of the script, if that is not 0. Otherwise 1 if there are findings; 2 if there
@@ -45,17 +34,19 @@ def watch_script(
     Raises:
         ConfigError: there is no script.
     """
-    if not module and not Path(script).is_file():
+    script, strict, as_json = options.script, options.strict, options.as_json
+    if not options.module and not Path(script).is_file():
         kind = "a folder, no script" if Path(script).is_dir() else "no such file"
         raise ConfigError(
             f"{script}: {kind}. Write throughtime doctor train.py, with the arguments of train.py"
             " after it, or throughtime doctor -m package.train"
         )
+    ignore = options.ignore.split(",") if options.ignore else ()
     doctor = open_doctor(ignore=ignore, strict=strict)
     with _output_to_stderr() if as_json else nullcontext():
-        error = _run(doctor, script, arguments, module)
+        error = _run(doctor, script, arguments, options.module)
         sys.stdout.flush()
-    print(json.dumps(_facts(doctor), indent=1) if as_json else doctor, flush=True)
+    print(to_json(_facts(doctor), indent=1).decode() if as_json else doctor, flush=True)
     messages = sys.stderr if as_json else sys.stdout
     stopped = strict and isinstance(error, DiagnosisError) and doctor.findings
     if stopped and str(error) == str(doctor.findings[-1]):
@@ -87,10 +78,10 @@ def _facts(doctor: Doctor) -> dict[str, Any]:
     error = doctor.internal_error
     return {
         "verdict": doctor.verdict,
-        "findings": [asdict(finding) for finding in doctor.findings],
-        "watched": asdict(doctor.coverage),
+        "findings": doctor.findings,
+        "watched": doctor.coverage,
         "ended": doctor.ended,
-        "internal_error": None if error is None else f"{type(error).__name__}: {error}",
+        "internal_error": error and f"{type(error).__name__}: {error}",
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from throughtime.app.config import Config
-from throughtime.app.dataset import changed_data, open_dataset, training_stream
+from throughtime.app.dataset import open_dataset, training_stream
 from throughtime.app.distributed import ALONE, from_first
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.fit import Fit, Row, fit
@@ -21,17 +21,15 @@ from throughtime.app.model import (
     own_class,
     prepare_own,
     set_statistics,
-    statistics_of,
 )
 from throughtime.app.optimizer import make_optimizer, make_policy, make_schedule, updates_per_epoch
 from throughtime.app.run_folder import RunFolder, plain_settings
 from throughtime.app.user_class import remember
 from throughtime.distributed import Ranks
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import ConfigError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
 from throughtime.gradient import seed_generators
-from throughtime.stream.manifest import join_faults
 
 _SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
 NOT_VALIDATED = (
@@ -93,7 +91,6 @@ class Training:
         folder.facts, folder.description = self.dataset.facts(), asdict(dataset.spec)
         folder.checkpoint_every = config.checkpoint_every
         folder.kept = {
-            "spec": folder.description,
             "settings": plain_settings(config),
             "code": {named.setting: named.sha256() for named in config.code()},
         }
@@ -146,7 +143,7 @@ class Training:
         Raises:
             RunError: the folder holds no run, or one of other settings, or code that is not
                 trusted.
-            DataError: the data have changed since the run was started.
+            DataError: the data cannot be read; `run` refuses others than those of the run.
         """
         folder = RunFolder(path)
         config = folder.read_config()
@@ -160,12 +157,6 @@ class Training:
             training = cls(own.changed(**longer), folder, ranks)
             training.resumed, folder.patient = True, bool(longer)
             if saved is not None:
-                spec, now = training.dataset.spec, statistics_of(training.net)
-                if faults := changed_data(spec, now, saved["spec"], saved["net"]):
-                    raise DataError(
-                        f"the data of {path} have changed since the run was started: "
-                        + join_faults(faults)
-                    )
                 training.done = Fit(**saved["done"])
         except BaseException:
             folder.unlock()

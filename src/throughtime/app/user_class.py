@@ -14,17 +14,19 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
+from throughtime.app.values import flag
 from throughtime.errors import ConfigError, RunError
 from throughtime.files import user_folder
 
 T = TypeVar("T")
+OWN_CODE = "throughtime_user_"  # begins the names of modules of the user's
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
 
 
@@ -93,15 +95,13 @@ class ClassReference:
         """The setting as a flag, for messages."""
         return f"--{self.setting} {self}"
 
-    def make(
-        self, base: type[T], offered: Mapping[str, Any], needed: Mapping[str, str] | None = None
-    ) -> T:
+    def make(self, base: type[T], offered: Mapping[str, Any], needed: Iterable[str] = ()) -> T:
         """An object of the class, made with those of the offered arguments that it takes by name.
 
         Args:
             base: of the class.
             offered: arguments by name.
-            needed: the flags of those that it must take.
+            needed: the names of those that it must take.
 
         Raises:
             ConfigError: no such class, none of the base, or one whose constructor needs more, takes
@@ -119,9 +119,9 @@ class ClassReference:
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not takes_all or kind.__init__ is Module.__init__:
             offered = {name: value for name, value in offered.items() if name in parameters}
-        for name, flag in (needed or {}).items():
+        for name in needed:
             if name not in offered:
-                raise ConfigError(f"{self.written}: takes no {name}; leave {flag} out")
+                raise ConfigError(f"{self.written}: takes no {name}; leave {flag(name)} out")
         try:
             return kind(**offered)
         except Exception as error:
@@ -146,7 +146,7 @@ class ClassReference:
                 " the file, then write --trust-code (in Python trust_code=True) to execute it"
             )
         digest.update(str(self.path).encode())
-        name = f"throughtime_user_{self.path.stem}_{digest.hexdigest()[:16]}"
+        name = f"{OWN_CODE}{self.path.stem}_{digest.hexdigest()[:16]}"
         if name in sys.modules:
             return sys.modules[name]
         module = ModuleType(name)

@@ -27,6 +27,7 @@ from throughtime.errors import ConfigError, did_you_mean
 ARGUMENTS = {"run": "RUN", "data": "DATA", "script": "SCRIPT"}
 """The settings that are arguments of a command, not flags."""
 _FLAGS = {"gradient_args": "--gradient-arg", "module": "-m", "as_json": "--json"}
+_FLAGS["weight"] = "--class-weights"  # of a loss
 
 
 _Model: Any = BaseModel  # a type checker would want of callers, who have texts, every field's type
@@ -230,7 +231,8 @@ def named_arguments(value: Any) -> Any:
             continue
         ((name, text),) = pairs([part])
         try:
-            arguments |= tomllib.loads(f"{name} = {text}")
+            literal = text.lower() if text in {"True", "False"} else text
+            arguments |= tomllib.loads(f"{name} = {literal}")
         except tomllib.TOMLDecodeError:
             arguments[name] = text
     return arguments
@@ -248,13 +250,11 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The settings in a TOML file, unchecked.
 
     Raises:
-        ConfigError: the file is missing or is not TOML.
+        ConfigError: the file is missing or is not TOML; the message does not name it.
     """
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ConfigError(f"cannot be read ({error.strerror}); name a TOML file") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(
-            f"{path}: is not TOML ({error}); write lr = 0.1, and text in quotes"
-        ) from error
+        raise ConfigError(f"is not TOML ({error}); write lr = 0.1, and text in quotes") from error
