@@ -250,7 +250,7 @@ template <class F, Cell CELL, bool HALF> int backward_of(const tt_call &call) {
   if (projected) w.wr = arena.take<typename L::Number>(L::depth(s.P) * s.Hp);
   if (arena.failed) return 1;
 
-  for (int64_t k = 0; k < s.K; k++) p.rows[k] = static_cast<int32_t>(s.row(k));
+  s.rows([&](int64_t column, int64_t row) { p.rows[column] = static_cast<int32_t>(row); });
   const Right<F> hh = {static_cast<const F *>(call.w_hh), s.P, p.rows}, hr = {static_cast<const F *>(call.w_hr), s.H};
   const Columns<V> columns = s.columns(HALF);
   for (int64_t j = 0; j < columns.panels.parts; j++) {

@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <utility>
+
 #include "vec.h"
 
 namespace tt {
@@ -155,10 +157,41 @@ template <class F> struct Out { // C
   bool padded = false;  // whether whole vectors may be written after the last column
 };
 
+// The low or high halves of two vectors, interleaved.
+template <class F, bool HIGH, size_t... I> TT_INLINE vec<F> interleave(vec<F> a, vec<F> b, std::index_sequence<I...>) {
+  constexpr int V = Vec<F>::N;
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, (int(I) / 2 + (HIGH ? V / 2 : 0) + int(I) % 2 * V)...);
+#else
+  return __builtin_shuffle(a, b, typename Vec<F>::I{(int(I) / 2 + (HIGH ? V / 2 : 0) + int(I) % 2 * V)...});
+#endif
+}
+
+// Transposes (V rows x columns), at most V columns.
+template <class F> void transpose_square(F *to, int64_t stride, const F *from, int64_t columns, int64_t from_apart) {
+  constexpr int V = Vec<F>::N;
+  typedef std::make_index_sequence<V> Index;
+  vec<F> rows[V], next[V];
+  for (int r = 0; r < V; r++) rows[r] = load_part(from + r * from_apart, static_cast<int>(columns));
+  for (int n = 1; n < V; n *= 2) { // each time, one bit of the index of a row goes to that of a column
+    for (int i = 0; i < V / 2; i++) {
+      next[2 * i] = interleave<F, false>(rows[i], rows[i + V / 2], Index());
+      next[2 * i + 1] = interleave<F, true>(rows[i], rows[i + V / 2], Index());
+    }
+    memcpy(rows, next, sizeof rows);
+  }
+  for (int64_t c = 0; c < columns; c++) store<F>(to + c * stride, rows[c]);
+}
+
 // Transposes (rows x columns) with row stride `from_stride` to (columns x rows), whose rows are `stride`.
 template <class F> void transpose(F *to, int64_t stride, const F *from, int64_t rows, int64_t columns, int64_t from_apart) {
-  for (int64_t c = 0; c < columns; c++)
-    for (int64_t r = 0; r < rows; r++) to[c * stride + r] = from[r * from_apart + c];
+  constexpr int64_t V = Vec<F>::N;
+  int64_t whole = 0;
+  for (; whole + V <= rows; whole += V)
+    for (int64_t c = 0; c < columns; c += V)
+      transpose_square(to + whole + c * stride, stride, from + whole * from_apart + c, columns - c < V ? columns - c : V, from_apart);
+  for (int64_t r = whole; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) to[c * stride + r] = from[r * from_apart + c];
 }
 
 // Packs rows k0 to k1 of B to [k][width], whole vectors, zeros after the last column.
