@@ -180,8 +180,8 @@ template <class F, bool HALF> struct Lanes {
   void take(Arena &arena, int64_t lanes, int64_t numbers) { rows = arena.take<const F *>(lanes), zeros = arena.zeros<F>(numbers), k = numbers; }
   void set(int64_t lane, const F *row) const { rows[lane] = row ? row : zeros; } // null: zeros
   // made = start + the product with a panel.
-  void times(F *result, const Span &span, int64_t vectors, const F *panel, const F *start, int64_t stride) const {
-    multiply_panel(result, rows + span.b0(), span.tiles, span.i0, span.i1, vectors, panel, k, start, stride);
+  void times(F *result, const Span &span, int64_t vectors, const F *panel, const F *start, int64_t stride, bool reversed = false) const {
+    multiply_panel(result, rows + span.b0(), span.tiles, span.i0, span.i1, vectors, panel, k, start, stride, reversed);
   }
   static void pack(F *to, const F *panel, int64_t k, int64_t width) { memcpy(to, panel, sizeof(F) * k * width); }
 };
@@ -197,7 +197,7 @@ template <> struct Lanes<float, true> {
     k = numbers, pairs = pairs_of(numbers), rows = arena.zeros<uint32_t>((lanes + SPARE_ROWS) * pairs);
   }
   void set(int64_t lane, const float *row) const { round_row(rows + lane * pairs, row, k, pairs); }
-  void times(float *result, const Span &span, int64_t vectors, const uint32_t *panel, const float *start, int64_t stride) const {
+  void times(float *result, const Span &span, int64_t vectors, const uint32_t *panel, const float *start, int64_t stride, bool = false) const {
     multiply_panel_of_pairs(result, rows + span.b0() * pairs, pairs, span.tiles, span.i0, span.i1, vectors, panel, pairs, start, stride);
   }
   static void pack(uint32_t *to, const float *panel, int64_t k, int64_t width) { pair_panel(to, panel, k, width); }

@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t BLOCK_BYTES = 512 * 1024;     // bytes of gates in a block of steps, within the second-level cache
 constexpr int64_t MIN_BLOCK_ROWS = 384;            // rows in a block at least: each panel of weights is packed once for all of them
 constexpr int64_t L2_BYTES = 2048 * 1024;   // if that many rows exceed any second-level cache, a block has twice as many
+constexpr int64_t MAX_APART_BYTES = 16 * 1024; // bytes of the sums of a step up to which all are computed before the gates
 constexpr int64_t MAX_JOINED_BYTES = 512 * 1024;     // bytes of the inputs' weights up to which every step reads them again from the second-level cache
 
 enum Cell { LSTM, GRU, RNN };
@@ -66,6 +67,7 @@ template <class F, Cell CELL> struct Sizes {
       for (int g = 0; g < G; g++)
         for (int64_t i = unit; i < H && i < unit + V; i++) each(column++, g * H + i);
   }
+  bool apart(bool half) const { return B <= ROWS && !half && B * Nc * int64_t(sizeof(F)) <= MAX_APART_BYTES; } // one tile of lanes
   int share_of(int64_t m, int64_t n, int64_t k) const { return m * n * k < MIN_PARALLEL_WORK ? 1 : threads; }
 };
 
