@@ -44,6 +44,11 @@ pthread_key_t stack_key; // frees the memory of a thread that ends
 bool has_stacks = false;
 __thread tt_stack stack = {nullptr, 0};
 
+void free_stack(void *base) {
+  free(base);
+  stack = {nullptr, 0}; // whatever else ends with the thread may still call
+}
+
 struct Level {
   const char *name;
   const tt_table *table;
@@ -112,7 +117,7 @@ __attribute__((constructor)) void load() {
     if (level.available && !active) active = &level;
   pthread_atfork(nullptr, nullptr, after_fork);
 #if !defined(__SANITIZE_ADDRESS__) // which finds errors only between blocks of the allocator
-  has_stacks = !pthread_key_create(&stack_key, free);
+  has_stacks = !pthread_key_create(&stack_key, free_stack);
 #endif
 }
 
