@@ -102,10 +102,11 @@ template <class F> F sum_of_products(const F *a, const F *b, int64_t count) {
 
 // made = start + ds of the next step, times panel j of W_hh's columns. Zeros after the last column stay zeros.
 template <class F, Cell CELL, bool HALF>
-void through_weights(F *result, const Sizes<F, CELL> &s, const BackwardBuffers<F> &p, const BackwardWeights<F, HALF> &w, const Span &span, int64_t j, Rows<const F> start) {
+void through_weights(F *result, const Sizes<F, CELL> &s, const BackwardBuffers<F> &p, const BackwardWeights<F, HALF> &w, const Span &span, int64_t j, Rows<const F> start,
+                     bool reversed) {
   constexpr int V = Vec<F>::N;
   const Columns<V> columns = s.columns(HALF);
-  if (!columns.along(j)) return w.of_ds.times(result, span, columns.size(j), w.wb + columns.at(j) * V * w.of_ds.depth(s.K), start.first, start.stride);
+  if (!columns.along(j)) return w.of_ds.times(result, span, columns.size(j), w.wb + columns.at(j) * V * w.of_ds.depth(s.K), start.first, start.stride, reversed);
   if constexpr (!HALF)
     for (int64_t b = span.b0(); b < span.b1(); b++, result += V)
       for (int64_t c = 0; c < s.P % V; c++) result[c] = start.first[(b - span.b0()) * start.stride + c] + sum_of_products(w.of_ds.rows[b], p.along + c * s.K, s.K);
@@ -122,14 +123,14 @@ void backward_lanes(const tt_call &call, const Sizes<F, CELL> &s, const Backward
   F *const result = p.result + scratch_offset<HALF>(span) * NV * V;
   const Columns<V> columns = s.columns(HALF);
   for (int64_t b = b0; b < b1 && !last; b++) w.of_ds.set(b, resets && resets[b] ? nullptr : p.ds + (next * s.B + b) * s.Ns);
-  for (int64_t j = 0; j < columns.parts(); j++) {
+  for (int64_t j = columns.parts() - 1; j >= 0; j--) { // the short last columns first: they finish while the others begin
     const int64_t u0 = columns.at(j), vectors = columns.size(j), width = vectors * V, valid = s.P - u0 * V < width ? s.P - u0 * V : width;
     Rows<const F> outside = {result, width};
     if (!last && call.dy && valid == width && !HALF)
       outside = {static_cast<const F *>(call.dy) + (t * s.B + b0) * s.P + u0 * V, s.P};
     else
       for (int64_t b = b0; b < b1; b++) direct_gradient(result + (b - b0) * width, call, s, t, b, u0 * V, valid, width);
-    if (!last) through_weights(result, s, p, w, span, j, outside);
+    if (!last) through_weights(result, s, p, w, span, j, outside, columns.panels.parts == 1 && t & 1);
     if (!p.dh) backward_units<F, CELL>(call, s, p, t, slot, b0, b1, u0, vectors, {result, width});
     for (int64_t b = b0; b < b1 && p.dh; b++)
       memcpy(p.dh + (slot * s.B + b) * s.Pp + u0 * V, result + (b - b0) * width, sizeof(F) * width);
@@ -215,7 +216,7 @@ void state_gradients(const tt_call &call, const Sizes<F, CELL> &s, const Backwar
       memset(p.result + b * width, 0, sizeof(F) * width);
       if (CELL == GRU) memcpy(p.result + b * width, p.carry + b * s.Hp + u0 * V, sizeof(F) * width);
     }
-    through_weights(p.result, s, p, w, Span{tiles, 0, tiles.parts}, j, {p.result, width});
+    through_weights(p.result, s, p, w, Span{tiles, 0, tiles.parts}, j, {p.result, width}, false);
     for (int64_t b = 0; b < s.B; b++) memcpy(static_cast<F *>(call.dh0) + b * s.P + u0 * V, p.result + b * width, sizeof(F) * valid);
   }
   for (int64_t b = 0; CELL == LSTM && call.dc0 && b < s.B; b++) memcpy(static_cast<F *>(call.dc0) + b * s.H, p.carry + b * s.Hp, sizeof(F) * s.H);
@@ -250,7 +251,7 @@ template <class F, Cell CELL, bool HALF> int backward_of(const tt_call &call) {
   if (projected) w.wr = arena.take<typename L::Number>(L::depth(s.P) * s.Hp);
   if (arena.failed) return 1;
 
-  for (int64_t k = 0; k < s.K; k++) p.rows[k] = static_cast<int32_t>(s.row(k));
+  s.rows([&](int64_t column, int64_t row) { p.rows[column] = static_cast<int32_t>(row); });
   const Right<F> hh = {static_cast<const F *>(call.w_hh), s.P, p.rows}, hr = {static_cast<const F *>(call.w_hr), s.H};
   const Columns<V> columns = s.columns(HALF);
   for (int64_t j = 0; j < columns.panels.parts; j++) {

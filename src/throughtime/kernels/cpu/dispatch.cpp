@@ -2,6 +2,7 @@
 #include "table.h"
 
 #include <pthread.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -38,6 +39,15 @@ void tt_wake(uint32_t *) {}
 #endif
 
 namespace {
+
+pthread_key_t stack_key; // frees the memory of a thread that ends
+bool has_stacks = false;
+__thread tt_stack stack = {nullptr, 0};
+
+void free_stack(void *base) {
+  free(base);
+  stack = {nullptr, 0}; // whatever else ends with the thread may still call
+}
 
 struct Level {
   const char *name;
@@ -106,11 +116,24 @@ __attribute__((constructor)) void load() {
   for (const Level &level : levels)
     if (level.available && !active) active = &level;
   pthread_atfork(nullptr, nullptr, after_fork);
+#if !defined(__SANITIZE_ADDRESS__) // which finds errors only between blocks of the allocator
+  has_stacks = !pthread_key_create(&stack_key, free_stack);
+#endif
 }
 
 const tt_table *table() { return __atomic_load_n(&active, __ATOMIC_RELAXED)->table; }
 
 } // namespace
+
+tt_stack *tt_thread_stack(void) {
+  if (!stack.base && has_stacks) {
+    void *p = nullptr;
+    if (posix_memalign(&p, 64, TT_STACK_BYTES)) return nullptr;
+    if (pthread_setspecific(stack_key, p)) return free(p), nullptr;
+    stack.base = static_cast<char *>(p);
+  }
+  return stack.base ? &stack : nullptr;
+}
 
 extern "C" {
 

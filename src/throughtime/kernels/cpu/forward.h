@@ -85,13 +85,26 @@ void forward_lanes(const tt_call &call, const Sizes<F, CELL> &s, const ForwardBu
     w.of_h.set(b, call.resets && call.resets[t * s.B + b] ? nullptr : before + b * s.Pp);
     if (s.joined) w.of_x.set(b, static_cast<const F *>(call.x) + (t * s.B + b) * s.D);
   }
+  // All products before all gates, if their sums stay in the first-level cache: a processor does not look as far ahead as the next product
+  // while it waits for the functions of a gate.
+  const bool apart = s.apart(HALF);
+  const auto product = [&](int64_t u0, F *to, F *x_to) {
+    const int64_t column = s.column(u0), vectors = (s.column(u0 + S::UNITS < s.blocks ? u0 + S::UNITS : s.blocks) - column) / V;
+    w.of_h.times(to, span, vectors, w.wh + column * w.of_h.depth(s.P), p.bias + column, 0);
+    if (s.joined) w.of_x.times(x_to, span, vectors, w.wx + column * w.of_x.depth(s.D), nullptr, 0);
+  };
+  for (int64_t i = 0, last = (s.blocks - 1) / S::UNITS; apart && i <= last; i++) {
+    const int64_t u0 = (t & 1 ? last - i : i) * S::UNITS; // begins with the weights that the step before read last
+    product(u0, result + s.column(u0) * s.B, x_result + s.column(u0) * s.B);
+  }
   for (int64_t u0 = 0; u0 < s.blocks; u0 += S::UNITS) {
     const int64_t units = s.blocks - u0 < S::UNITS ? s.blocks - u0 : S::UNITS, column = s.column(u0), width = s.column(u0 + units) - column;
-    w.of_h.times(result, span, width / V, w.wh + column * w.of_h.depth(s.P), p.bias + column, 0);
-    if (s.joined) w.of_x.times(x_result, span, width / V, w.wx + column * w.of_x.depth(s.D), nullptr, 0);
+    if (!apart) product(u0, result, x_result);
+    const int64_t offset = apart ? column * s.B : 0;
     for (int64_t x = 0; x < units; x++) {
       F *const current = gates + b0 * s.Np + column + x * G * V;
-      const Rows<const F> of_h = {result + x * G * V, width}, of_x = s.joined ? Rows<const F>{x_result + x * G * V, width} : Rows<const F>{current, s.Np};
+      const Rows<const F> of_h = {result + offset + x * G * V, width};
+      const Rows<const F> of_x = s.joined ? Rows<const F>{x_result + offset + x * G * V, width} : Rows<const F>{current, s.Np};
       forward_units<F, CELL>(call, s, p, t, b0, b1, u0 + x, of_h, of_x, current);
     }
   }
@@ -153,7 +166,8 @@ template <class F, Cell CELL, bool HALF> int forward_of(const tt_call &call) {
   p.h = arena.zeros<F>(2 * s.B * s.Pp);
   if (CELL == LSTM) p.c = arena.zeros<F>(s.B * s.Hp);
   if (projected) p.m = arena.take<F>(s.B * s.Hp), w.of_m.take(arena, s.B, s.H);
-  const int64_t room = (s.B + 1 + (HALF ? tiles.parts * SPARE_ROWS : 0)) * NV * V; // the gates of the last block are read in whole vectors
+  const int64_t sums = s.apart(HALF) ? s.B * s.Nc : (s.B + (HALF ? tiles.parts * SPARE_ROWS : 0)) * NV * V;
+  const int64_t room = sums + NV * V; // the gates of the last block are read in whole vectors
   p.result = arena.take<F>(room);
   p.x_result = arena.take<F>(room);
   w.of_h.take(arena, s.B, s.P);

@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <utility>
+
 #include "vec.h"
 
 namespace tt {
@@ -50,14 +52,18 @@ void multiply(F *to, int64_t to_row, const F *from, int64_t from_row, const F *c
     TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] = load(from + i * from_row + n * V);
   }
   int64_t k = 0;
-  if constexpr (M * N < 8) { // two sums in parallel hide the latency of a multiplication
-    vec<F> extra[M][N] = {};
-    for (; k + 2 <= count; k += 2, b += 2 * N * V)
+  constexpr int SUMS = M * N >= 8 ? 1 : M * N >= 4 ? 2 : 4; // several sums in parallel hide the latency of a multiplication
+  if constexpr (SUMS > 1) {
+    vec<F> extra[SUMS - 1][M][N] = {};
+    for (; k + SUMS <= count; k += SUMS, b += SUMS * N * V)
       TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) {
         acc[i][n] += load(b + n * V) * a[i][k * STEP];
-        extra[i][n] += load(b + (N + n) * V) * a[i][(k + 1) * STEP];
+        TT_UNROLL for (int j = 1; j < SUMS; j++) extra[j - 1][i][n] += load(b + (j * N + n) * V) * a[i][(k + j) * STEP];
       }
-    TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) acc[i][n] += extra[i][n];
+    TT_UNROLL for (int i = 0; i < M; i++) TT_UNROLL for (int n = 0; n < N; n++) {
+      acc[i][n] += extra[0][i][n];
+      if constexpr (SUMS == 4) acc[i][n] += extra[1][i][n] + extra[2][i][n];
+    }
   }
   for (; k < count; k++, b += N * V) {
     if constexpr (ACCESS == PREFETCH) prefetch(next + k * N * V, 1);
@@ -99,15 +105,16 @@ struct Partition { // `total` in `parts` of at most `most`, as even as possible
 // Rows of A anywhere, a panel of B: made (rows, vectors * V) = start + the product, in blocks of the panel that fit in the first-level cache.
 // `rows`, `result` and `start` begin with tile i0 of `tiles`, which are the same for all threads: the order of a sum depends on its tile.
 // Rows of `start` are `stride`; it may be `result`, or null: zeros. A long panel is one of many that exceed the second-level cache: each tile
-// prefetches a part of the next block.
+// prefetches a part of the next block. `reversed`: the last block first, which a call before may have left in the first-level cache.
 template <class F>
 void multiply_panel(F *result, const F *const *rows, const Partition &tiles, int64_t i0, int64_t i1, int64_t vectors, const F *panel, int64_t k, const F *start,
-                    int64_t stride) {
+                    int64_t stride, bool reversed = false) {
   const int64_t width = vectors * Vec<F>::N, origin = tiles.at(i0);
   const Access access = k > 2 * L1_ROWS ? PREFETCH : DIRECT;
   if (!start) start = Zeros<F>::zeros, stride = 0;
-  for (int64_t k0 = 0; k0 < k; k0 += L1_ROWS) {
-    const int64_t length = k - k0 < L1_ROWS ? k - k0 : L1_ROWS;
+  const int64_t blocks = (k + L1_ROWS - 1) / L1_ROWS;
+  for (int64_t part = 0; part < blocks; part++) {
+    const int64_t k0 = (reversed ? blocks - 1 - part : part) * L1_ROWS, length = k - k0 < L1_ROWS ? k - k0 : L1_ROWS;
     for (int64_t i = i0; i < i1; i++) {
       const int64_t first = tiles.at(i) - origin, valid = tiles.size(i);
       const F *current[MAX_TILE_ROWS];
@@ -115,7 +122,7 @@ void multiply_panel(F *result, const F *const *rows, const Partition &tiles, int
       F *const to = result + first * width;
       const F *const block = panel + k0 * width, *const next = block + length * width + (i - i0) % vectors * Vec<F>::N;
       const Multiply<F> multiply_tile = tile_of<F>(static_cast<int>(valid), static_cast<int>(vectors), access);
-      if (k0)
+      if (part)
         multiply_tile(to, width, to, width, current, block, length, next);
       else
         multiply_tile(to, width, start + first * stride, stride, current, block, length, next);
@@ -155,10 +162,41 @@ template <class F> struct Out { // C
   bool padded = false;  // whether whole vectors may be written after the last column
 };
 
+// The low or high halves of two vectors, interleaved.
+template <class F, bool HIGH, size_t... I> TT_INLINE vec<F> interleave(vec<F> a, vec<F> b, std::index_sequence<I...>) {
+  constexpr int V = Vec<F>::N;
+#if defined(__clang__) || __GNUC__ >= 12
+  return __builtin_shufflevector(a, b, (int(I) / 2 + (HIGH ? V / 2 : 0) + int(I) % 2 * V)...);
+#else
+  return __builtin_shuffle(a, b, typename Vec<F>::I{(int(I) / 2 + (HIGH ? V / 2 : 0) + int(I) % 2 * V)...});
+#endif
+}
+
+// Transposes (V rows x columns), at most V columns.
+template <class F> void transpose_square(F *to, int64_t stride, const F *from, int64_t columns, int64_t from_apart) {
+  constexpr int V = Vec<F>::N;
+  typedef std::make_index_sequence<V> Index;
+  vec<F> rows[V], next[V];
+  for (int r = 0; r < V; r++) rows[r] = load_part(from + r * from_apart, static_cast<int>(columns));
+  for (int n = 1; n < V; n *= 2) { // each time, one bit of the index of a row goes to that of a column
+    for (int i = 0; i < V / 2; i++) {
+      next[2 * i] = interleave<F, false>(rows[i], rows[i + V / 2], Index());
+      next[2 * i + 1] = interleave<F, true>(rows[i], rows[i + V / 2], Index());
+    }
+    memcpy(rows, next, sizeof rows);
+  }
+  for (int64_t c = 0; c < columns; c++) store<F>(to + c * stride, rows[c]);
+}
+
 // Transposes (rows x columns) with row stride `from_stride` to (columns x rows), whose rows are `stride`.
 template <class F> void transpose(F *to, int64_t stride, const F *from, int64_t rows, int64_t columns, int64_t from_apart) {
-  for (int64_t c = 0; c < columns; c++)
-    for (int64_t r = 0; r < rows; r++) to[c * stride + r] = from[r * from_apart + c];
+  constexpr int64_t V = Vec<F>::N;
+  int64_t whole = 0;
+  for (; whole + V <= rows; whole += V)
+    for (int64_t c = 0; c < columns; c += V)
+      transpose_square(to + whole + c * stride, stride, from + whole * from_apart + c, columns - c < V ? columns - c : V, from_apart);
+  for (int64_t r = whole; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) to[c * stride + r] = from[r * from_apart + c];
 }
 
 // Packs rows k0 to k1 of B to [k][width], whole vectors, zeros after the last column.

@@ -24,6 +24,14 @@ extern "C" int64_t tt_least_work;                               // of a thread, 
 extern "C" void tt_sleep(uint32_t *word, uint32_t value); // until `tt_wake(word)`, or another value is there, or for no reason
 extern "C" void tt_wake(uint32_t *word);
 
+// Memory of a thread that its calls use again, freed when the thread ends; null: there is none.
+struct tt_stack {
+  char *base;
+  int64_t used;
+};
+extern "C" tt_stack *tt_thread_stack(void);
+constexpr int64_t TT_STACK_BYTES = 1024 * 1024;
+
 namespace {
 
 constexpr int SPINS = 500;                // tests before a thread yields, some 10 to 20 us

@@ -16,6 +16,7 @@ namespace {
 constexpr int64_t BLOCK_BYTES = 512 * 1024;     // bytes of gates in a block of steps, within the second-level cache
 constexpr int64_t MIN_BLOCK_ROWS = 384;            // rows in a block at least: each panel of weights is packed once for all of them
 constexpr int64_t L2_BYTES = 2048 * 1024;   // if that many rows exceed any second-level cache, a block has twice as many
+constexpr int64_t MAX_APART_BYTES = 16 * 1024; // bytes of the sums of a step up to which all are computed before the gates
 constexpr int64_t MAX_JOINED_BYTES = 512 * 1024;     // bytes of the inputs' weights up to which every step reads them again from the second-level cache
 
 enum Cell { LSTM, GRU, RNN };
@@ -60,11 +61,13 @@ template <class F, Cell CELL> struct Sizes {
   int part(int64_t unit_block) const { return static_cast<int>(H - unit_block * V < V ? H - unit_block * V : V); }
   Columns<V> columns(bool half) const { return {P, B < ROWS && !half}; }
   int64_t column(int64_t unit_block) const { return unit_block < blocks ? unit_block * G * V : Nc; } // the first of a block
-  // The row of torch's weights for a column.
-  int64_t row(int64_t column) const {
-    const int64_t unit = column / (G * V) * V, units = H - unit < V ? H - unit : V, within = column - unit * G;
-    return within / units * H + unit + within % units;
+  // Calls with each column and its row of torch's weights.
+  template <class Each> void rows(const Each &each) const {
+    for (int64_t unit = 0, column = 0; unit < H; unit += V)
+      for (int g = 0; g < G; g++)
+        for (int64_t i = unit; i < H && i < unit + V; i++) each(column++, g * H + i);
   }
+  bool apart(bool half) const { return B <= ROWS && !half && B * Nc * int64_t(sizeof(F)) <= MAX_APART_BYTES; } // one tile of lanes
   int share_of(int64_t m, int64_t n, int64_t k) const { return m * n * k < MIN_PARALLEL_WORK ? 1 : threads; }
 };
 
@@ -83,12 +86,12 @@ template <class F, Cell CELL> void arrange(F *to, const Sizes<F, CELL> &s, const
 
 // The initial sums of the gates: both biases. For n of a GRU only that of h, which r multiplies; `of_n` receives that of the inputs.
 template <class F, Cell CELL> void biases(F *to, F *of_n, const Sizes<F, CELL> &s, const F *b_ih, const F *b_hh) {
-  for (int64_t column = 0; b_ih && column < s.K; column++) {
-    const int64_t row = s.row(column);
+  if (!b_ih) return;
+  s.rows([&](int64_t column, int64_t row) {
     const bool separate = CELL == GRU && row >= 2 * s.H;
     to[column] = separate ? b_hh[row] : b_ih[row] + b_hh[row];
     if (separate) of_n[row - 2 * s.H] = b_ih[row];
-  }
+  });
 }
 
 template <class F> struct Rows { // one for each lane
