@@ -207,6 +207,7 @@ class Laboratory:
         # a module in float64 may compute in float32 inside
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
+        self._whole_call: tuple[Tensor, State] | None = None  # with a graph
 
     def measure(
         self, names: Sequence[str] = MEASURED, training: dict[str, bool] | None = None
@@ -219,6 +220,9 @@ class Laboratory:
                 numbers replaced by constants; None for evaluation.
         """
         self.training, is_training = training, training is not None
+        self.restore()
+        set_modes(self.module, training)
+        self._snapshot = Snapshot(self.module)  # of the modes too
         self._starts = [self.adapter.initial_state(self.x.shape[1]) for _ in range(2)]
         with torch.set_grad_enabled(is_training):  # as in use
             y, self.end = self.run(self.x)
@@ -288,9 +292,9 @@ class Laboratory:
         y, end = self._later
         deviations = [self._apart(torch.cat([self._first, y]), end)]
         if self.training is None:
-            # what a call leaves in attributes and buffers must not matter either
-            both = self._lengths, [1] * len(self.x)
-            deviations += [self._apart(*self.run(self.x, *chunks)) for chunks in both]
+            # what steps leave in attributes and buffers must not matter to a chunk either
+            *head, last = self._lengths
+            deviations.append(self._apart(*self.run(self.x, *[1] * sum(head), last)))
         return max(deviations)
 
     def _memory(self) -> float:
@@ -302,7 +306,8 @@ class Laboratory:
         x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
         leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
         try:
-            y, z = (self.run(x, *chunks)[0] for chunks in ((), self._lengths))
+            self._whole_call = y, _ = self.run(x)
+            z, _ = self.run(x, *self._lengths)
             if not leaves or not (y.requires_grad and z.requires_grad):
                 return 0.0
             deviation = gradient_difference(y, z, leaves)
@@ -349,7 +354,7 @@ class Laboratory:
         if restore:
             self.restore()
         if state == ():
-            state = self.adapter.initial_state(x.shape[1])
+            state = trees.map_leaves(torch.clone, self._starts[0])
         outputs: list[Tensor] = []
         for part in x.split(chunks or (len(x),)):
             if self.training is not None:
@@ -370,7 +375,6 @@ class Laboratory:
     def restore(self) -> None:
         """Put attributes, buffers and modes back."""
         self._snapshot.restore()
-        set_modes(self.module, self.training)
 
     def _apart(self, y: Tensor, end: State) -> float:
         """The difference from one call."""
@@ -436,7 +440,7 @@ class Laboratory:
                 calls = calls or [self._own(x, start, c.call) for _ in range(2)]
         if not calls:
             return 0.0
-        y, end = self.run(x)
+        y, end = (x is self.x and self._whole_call) or self.run(x)
         end = end[STATE] if c.hints.context else end
         try:
             rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
