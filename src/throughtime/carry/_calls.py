@@ -559,7 +559,17 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-ZEROS = (layer_zeros,)  # a start
+def sized_zeros(module: nn.Module, lanes: int) -> State:
+    """A state as large as an attribute says, such as `memory_size`; None without one."""
+    names = [n for n in (*vars(module), *vars(type(module))) if n.endswith(("size", "dim"))]
+    sizes = [getattr(module, n) for n in names if names_state(n)]
+    weight = weight_of(module)
+    if weight is None or not sizes or not isinstance(sizes[0], int):
+        return None
+    return weight.new_zeros(lanes, sizes[0])
+
+
+ZEROS, SIZED = (layer_zeros,), (sized_zeros,)  # starts
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

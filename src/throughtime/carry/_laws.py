@@ -33,8 +33,14 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
-from throughtime.carry._inside import attributes, get_attributes, set_attributes
+from throughtime.carry._calls import OWN, SIZED, STATE, ZEROS, Adapter
+from throughtime.carry._inside import (
+    MISSING,
+    Key,
+    attributes,
+    get_attributes,
+    set_attributes,
+)
 from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
@@ -46,6 +52,7 @@ from throughtime.carry._trial import (
 )
 from throughtime.state import State
 
+MANY = 10  # times the steps of a trial, where calls are counted
 SINGLE = 1e-6  # the rounding of a computation in float32, relative
 
 
@@ -413,7 +420,9 @@ class Laboratory:
             self.restore()
             set_attributes(self.module, counts)
             late = self.run(self.x, state=self._starts[0], restore=False)
-            if (deviation := self._apart(*late)) > self.tolerance:
+            numbers = {key: rows[0].get(key, MISSING) for key in counts}
+            deviation = max(self._apart(*late), self._uneven(numbers))
+            if deviation > self.tolerance:
                 return deviation
         if self._c.attributes:
             return 0.0
@@ -429,13 +438,27 @@ class Laboratory:
             adapter.touched = keys
         return difference(*rows)
 
+    def _uneven(self, numbers: dict[Key, Any]) -> float:
+        """The difference of gradients of many steps, and of the same with equal counts in each."""
+        leaves, rows = [p for p in self.module.parameters() if p.requires_grad], list[Tensor]()
+        for values in ({}, numbers):
+            self.restore()
+            state, ys = self._starts[0], list[Tensor]()
+            with torch.enable_grad():
+                for step in self.x.repeat(MANY, *[1] * (self.x.dim() - 1)).split(1):
+                    set_attributes(self.module, values)
+                    y, state = self.adapter.run(step, state)
+                    ys.append(y)
+            rows.append(torch.cat(ys))
+        return gradient_difference(*rows, leaves)
+
     def _start(self) -> float:
         adapter: Any = self.adapter
         c = self._c
-        if c.start not in (None, OWN, ZEROS) and not c.attributes:
+        if c.start not in (None, OWN, ZEROS, SIZED) and not c.attributes:
             return 0.0  # the user says it, or the author in a method for that
         x, calls = self.x if c.call == "chunk" else self.x[:1], list[Any]()
-        for start in (None, ZEROS) if c.start == ZEROS else (c.start,):
+        for start in (None, c.start) if c.start in (ZEROS, SIZED) else (c.start,):
             with suppress(Exception):  # it needs a state
                 calls = calls or [self._own(x, start, c.call) for _ in range(2)]
         if not calls:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from throughtime.carry._calls import Convention, layer_zeros
+from throughtime.carry._calls import Convention, layer_zeros, sized_zeros
 from throughtime.carry._inside import RECURRENT, is_turned, names_state, parameters_of
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import MisfitError, path_name
@@ -77,14 +77,14 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     law, c = nearest.law, nearest.convention
     text = _uncallable(search, nearest.error) if law is None else broken(module, law, c)
     late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
-    line, start = "", f"start={_start(search, nearest)}"
+    line, start = "", _start(search, nearest)
     is_written = search.hints.inputs or callable(search.hints.call)
     if law is not None and law.name in ("random", "start"):
         line = f"\nWrite: tt.carry(module, {start})"
     elif (law is None or law.name == "memory") and not is_written and (call := _call(search)):
         line = (
-            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, {start}), where call"
-            " returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
+            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}{f', {start}' * bool(start)}),"
+            " where call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
         )
     return ModelError(f"{name} {text}{late}{line}")
 
@@ -151,10 +151,12 @@ def _arguments(module: nn.Module) -> str:
     """What a forward requires that is neither its inputs nor a state; empty if nothing."""
     needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
     unknown = [name for name in needed if not names_state(name)]
+    is_lanes_first = any(getattr(m, "batch_first", False) for m in module.modules())
+    x = "x.transpose(0, 1)" if is_lanes_first else "x"
     if lengths := [name for name in unknown if LENGTH in name]:
         return (
             f"its forward requires {lengths[0]!r}, and all lanes of a chunk are as long: write"
-            " tt.carry(module, inputs=lambda x: (x, torch.full((x.shape[1],), len(x)))), with"
+            f" tt.carry(module, inputs=lambda x: ({x}, torch.full((x.shape[1],), len(x)))), with"
             " x.transpose(0, 1) if it takes (B, T, ...)"
         )
     if not 0 < len(unknown) < len(needed):
@@ -210,6 +212,8 @@ def _call(search: Search) -> str:
     steps = [n for n in own if "step" in n or not has_forward(module)]
     name = f"m.{steps[0]}" if steps else "m"
     parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
+    if any(LENGTH in p.name for p in parameters if p.default is p.empty):
+        return ""  # inputs= says them
     if len(parameters) < 2:
         return "" if search.is_callable else f"{name}((x, state))"
     turned = is_turned(parameters)
@@ -233,17 +237,20 @@ def _call(search: Search) -> str:
 
 
 def _start(search: Search, failure: Failure) -> str:
-    """A start from tensors of the module that have the sizes of the state, a method, or zeros."""
+    """A start from tensors of the module that have the sizes of the state, a method, or zeros.
+
+    Nothing where the module starts by itself from a state that nothing shows.
+    """
     module, c, law = search.module, failure.convention, failure.law
     layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
     zeros = [layer_zeros(layer, MARK) for layer in layers]
-    state: Any = zeros[0] if len(zeros) == 1 else (*zeros,)
-    has_lanes = c is not None and bool(c.lanes.dims)
+    state: Any = zeros[0] if len(zeros) == 1 else (*zeros,) or sized_zeros(module, MARK)
+    has_lanes, options = c is not None and bool(c.lanes.dims), parameters_of(module.forward)[1:]
     if search.own_methods and law is None and not has_lanes:
         state = _Code(f"m.{search.own_methods[0]}(lanes)")
     elif c is not None and has_lanes and law is not None:
         state = c.lanes.to_module(c.lanes.fill(None, MARK, None))
-    elif any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
+    elif any(GOES_ON.search(p.name) for p in options):
         # such a mask is multiplied with it
         state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -261,8 +268,10 @@ def _start(search: Search, failure: Failure) -> str:
         name = next(chosen, None) if has_lanes else None
         return leaf if shape is None else _Code(zeros if name is None else f"m.{name}")
 
-    shown = tree_map(text, state) if state != () else "torch.zeros(lanes, N)"
-    return f"lambda m, lanes: {shown}".replace(str(MARK), "lanes")
+    if state is None and {p.default is p.empty for p in options} == {False}:
+        return ""
+    shown = "torch.zeros(lanes, N)" if state is None else tree_map(text, state)
+    return f"start=lambda m, lanes: {shown}".replace(str(MARK), "lanes")
 
 
 def bidirectional_error(name: str) -> ModelError:

@@ -25,11 +25,11 @@ from throughtime import state as trees
 from throughtime.carry._calls import (
     CALLS,
     OWN,
+    SIZED,
     ZEROS,
     Convention,
     Hints,
     ModuleAdapter,
-    layer_zeros,
 )
 from throughtime.carry._inside import (
     Key,
@@ -77,7 +77,7 @@ CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made fo
 LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hide the state
 NEAR = ("value", "credit", "long", "random")  # the way is right, the module is not
 PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
-STARTS = re.compile(r"_*(init|begin|zero|start|reset)")  # methods that say the start
+STARTS = re.compile(r"_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")  # methods that say the start
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
 
@@ -291,8 +291,8 @@ class Search:
             return [(self.hints.start,), None, ZEROS]
         if c.ports:
             return [None, OWN]
-        has_layer = c.arguments and layer_zeros(self.module, 1) is not None
-        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
+        zeros = (ZEROS, SIZED) if c.arguments else ()
+        return [*self.own_methods, None, *(z for z in zeros if z[0](self.module, 1) is not None)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""
@@ -335,10 +335,9 @@ class Search:
     def _changed(self, c: Convention, parts: Sequence[Tensor]) -> dict[Key, bool]:
         """The attributes that calls change, and whether they may be a state: of a fixed shape."""
         rows: dict[Key, list[Any]] = {}
-        for twin in dict.fromkeys((self.twins[0], self.twins[-1])):
-            for x in parts:
-                for key, value in twin.changes(c, x).items():
-                    rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
+        for twin, x in zip((self.twins[0], self.twins[-1]), parts, strict=True):
+            for key, value in twin.changes(c, x).items():
+                rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
         return {k: None not in row and row.count(row[0]) == len(row) for k, row in rows.items()}
 
     def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[Outputs]:
