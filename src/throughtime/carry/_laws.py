@@ -438,17 +438,17 @@ class Laboratory:
             adapter.touched = keys
         return difference(*rows)
 
+    @torch.enable_grad()
     def _uneven(self, numbers: dict[Key, Any]) -> float:
         """The difference of gradients of many steps, and of the same with equal counts in each."""
         leaves, rows = [p for p in self.module.parameters() if p.requires_grad], list[Tensor]()
         for values in ({}, numbers):
             self.restore()
             state, ys = self._starts[0], list[Tensor]()
-            with torch.enable_grad():
-                for step in self.x.repeat(MANY, *[1] * (self.x.dim() - 1)).split(1):
-                    set_attributes(self.module, values)
-                    y, state = self.adapter.run(step, state)
-                    ys.append(y)
+            for step in self.x.repeat(MANY, *[1] * (self.x.dim() - 1)).split(1):
+                set_attributes(self.module, values)
+                y, state = self.adapter.run(step, state)
+                ys.append(y)
             rows.append(torch.cat(ys))
         return gradient_difference(*rows, leaves)
 
