@@ -33,14 +33,8 @@ import torch
 from torch import Tensor, nn
 
 from throughtime import state as trees
-from throughtime.carry._calls import OWN, SIZED, STATE, ZEROS, Adapter
-from throughtime.carry._inside import (
-    MISSING,
-    Key,
-    attributes,
-    get_attributes,
-    set_attributes,
-)
+from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
+from throughtime.carry._inside import Key, attributes, get_attributes, set_attributes
 from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
@@ -214,7 +208,6 @@ class Laboratory:
         # a module in float64 may compute in float32 inside
         self._relative = max(self._rounding, SINGLE) if tolerance is None else tolerance
         self.training: dict[str, bool] | None = None
-        self._whole_call: tuple[Tensor, State] | None = None  # with a graph
 
     def measure(
         self, names: Sequence[str] = MEASURED, training: dict[str, bool] | None = None
@@ -313,8 +306,7 @@ class Laboratory:
         x = self.x.clone().requires_grad_() if self.x.is_floating_point() else self.x
         leaves = [p for p in (*self.module.parameters(), x) if p.requires_grad]
         try:
-            self._whole_call = y, _ = self.run(x)
-            z, _ = self.run(x, *self._lengths)
+            y, z = (self.run(x, *chunks)[0] for chunks in ((), self._lengths))
             if not leaves or not (y.requires_grad and z.requires_grad):
                 return 0.0
             deviation = gradient_difference(y, z, leaves)
@@ -420,9 +412,8 @@ class Laboratory:
             self.restore()
             set_attributes(self.module, counts)
             late = self.run(self.x, state=self._starts[0], restore=False)
-            numbers = {key: rows[0].get(key, MISSING) for key in counts}
-            deviation = max(self._apart(*late), self._uneven(numbers))
-            if deviation > self.tolerance:
+            numbers = {key: rows[0].get(key) for key in counts}
+            if (deviation := max(self._apart(*late), self._uneven(numbers))) > self.tolerance:
                 return deviation
         if self._c.attributes:
             return 0.0
@@ -440,30 +431,26 @@ class Laboratory:
 
     @torch.enable_grad()
     def _uneven(self, numbers: dict[Key, Any]) -> float:
-        """The difference of gradients of many steps, and of the same with equal counts in each."""
-        leaves, rows = [p for p in self.module.parameters() if p.requires_grad], list[Tensor]()
-        for values in ({}, numbers):
-            self.restore()
-            state, ys = self._starts[0], list[Tensor]()
-            for step in self.x.repeat(MANY, *[1] * (self.x.dim() - 1)).split(1):
-                set_attributes(self.module, values)
-                y, state = self.adapter.run(step, state)
-                ys.append(y)
-            rows.append(torch.cat(ys))
-        return gradient_difference(*rows, leaves)
+        """The difference of many steps and their gradients from those with equal counts."""
+        x = self.x.repeat(MANY, *[1] * (self.x.dim() - 1))
+        y = self.run(x, *[1] * len(x))
+        hook = self.module.register_forward_pre_hook(lambda m, _: set_attributes(m, numbers))
+        z = self.run(x, *[1] * len(x))
+        hook.remove()
+        return self._difference(y, z)
 
     def _start(self) -> float:
         adapter: Any = self.adapter
         c = self._c
-        if c.start not in (None, OWN, ZEROS, SIZED) and not c.attributes:
+        if c.start not in (None, OWN, ZEROS) and not c.attributes:
             return 0.0  # the user says it, or the author in a method for that
         x, calls = self.x if c.call == "chunk" else self.x[:1], list[Any]()
-        for start in (None, c.start) if c.start in (ZEROS, SIZED) else (c.start,):
+        for start in (None, ZEROS) if c.start == ZEROS else (c.start,):
             with suppress(Exception):  # it needs a state
                 calls = calls or [self._own(x, start, c.call) for _ in range(2)]
         if not calls:
             return 0.0
-        y, end = (x is self.x and self._whole_call) or self.run(x)
+        y, end = self.run(x)
         end = end[STATE] if c.hints.context else end
         try:
             rows = [(adapter.read(y, x), c.lanes.lanes_first(state)) for y, state in calls]
@@ -476,14 +463,14 @@ class Laboratory:
     def _last(self) -> float:
         c = self._c
         x: Any = self._steps
-        if c.call != "last" or c.hints.context or c.written is not None:
+        if c.call != "last" or c.hints.context or c.hints.call:
             return 0.0
         y = item_at(self._own(x, c.start, "chunk")[0], c.outputs[0].path)
         z, _ = self.run(x)
         # all outputs, or the last
         fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
         fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-        return self._difference((y, ()), (min(fits, key=partial(difference, y), default=z), ()))
+        return self._difference(y, min(fits, key=partial(difference, y), default=z))
 
     def _own(self, x: Tensor, start: Any, call: Any) -> tuple[Any, State]:
         """What the author's own call returns, and the state after it."""
@@ -502,15 +489,8 @@ class Laboratory:
         leaves = [p for p in self.module.parameters() if p.requires_grad]
         deviation = difference(*calls)
         with suppress(RuntimeError):  # of a layer whose outputs are written in place
-            y, z = map(_row, calls)
-            return max(deviation, gradient_difference(y, z, leaves))
+            return max(deviation, gradient_difference(*calls, leaves))
         return deviation
-
-
-def _row(call: tuple[Tensor, State]) -> Tensor:
-    """Outputs and a state as one row of numbers."""
-    leaves = [leaf for leaf in trees.tensors(call) if leaf.is_floating_point()]
-    return torch.cat([leaf.to(leaves[0].dtype).flatten() for leaf in leaves])
 
 
 def _fresh_leaf(leaf: Tensor) -> Tensor:
@@ -518,16 +498,17 @@ def _fresh_leaf(leaf: Tensor) -> Tensor:
     return leaf.requires_grad_() if trees.differentiable(leaf) else leaf
 
 
-def gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a loss of all outputs; zeros without a graph."""
-    if not leaves or not y.requires_grad:
+def gradients(y: State, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a loss of all outputs, or of a tree of them; zeros without a graph."""
+    parts = [part for part in trees.tensors(y) if part.is_floating_point()]
+    loss = sum((part * random_normal(part.shape, 2).to(part)).sum() for part in parts)
+    if not (leaves and isinstance(loss, Tensor) and loss.requires_grad):
         return [*map(torch.zeros_like, leaves)]
-    loss = (y * random_normal(y.shape, 2).to(y)).sum()
     grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
     return [grad.to_dense() for grad in grads]
 
 
-def gradient_difference(y: Tensor, z: Tensor, leaves: Sequence[Tensor]) -> float:
+def gradient_difference(y: State, z: State, leaves: Sequence[Tensor]) -> float:
     """The largest difference of two gradients, relative to the largest number of each tensor."""
     pairs = zip(gradients(y, leaves), gradients(z, leaves), strict=True)
     return max(

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from throughtime.carry._calls import Convention, layer_zeros, sized_zeros
+from throughtime.carry._calls import Convention, layer_zeros
 from throughtime.carry._inside import RECURRENT, is_turned, names_state, parameters_of
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import MisfitError, path_name
@@ -78,12 +78,12 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     text = _uncallable(search, nearest.error) if law is None else broken(module, law, c)
     late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
     line, start = "", _start(search, nearest)
-    is_written = search.hints.inputs or callable(search.hints.call)
+    is_written = search.hints.inputs or search.hints.call
     if law is not None and law.name in ("random", "start"):
         line = f"\nWrite: tt.carry(module, {start})"
     elif (law is None or law.name == "memory") and not is_written and (call := _call(search)):
         line = (
-            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}{f', {start}' * bool(start)}),"
+            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}{start and f', {start}'}),"
             " where call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
         )
     return ModelError(f"{name} {text}{late}{line}")
@@ -123,9 +123,9 @@ def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
 def _uncallable(search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
     module, hints = search.module, search.hints
-    if not has_forward(module) and hints.call is None:
+    if not has_forward(module) and not hints.call:
         return "has no forward, so the call must be written."
-    text = "" if hints.inputs or callable(hints.call) else _arguments(module)
+    text = "" if hints.inputs or hints.call else _arguments(module)
     if not text and search.is_callable and not search.has_state:
         text = _stateless(search)
     past = reach_of(module)
@@ -139,7 +139,7 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     if not text:
         what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         text = f"the call that came furthest failed: {what}"
-        if not hints.inputs and not callable(hints.call):
+        if not hints.inputs and not hints.call:
             text += (
                 ". Inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x:"
                 " ...)"
@@ -192,10 +192,6 @@ def _stateless(search: Search) -> str:
             " steps, or it is a variable of forward, where it cannot be reached. Let forward(x,"
             " state) return (y, state)"
         )
-    if hints.batch_first is not None:
-        text += (
-            f". If it takes the other order: tt.carry(module, batch_first={not hints.batch_first})"
-        )
     return text
 
 
@@ -244,7 +240,7 @@ def _start(search: Search, failure: Failure) -> str:
     module, c, law = search.module, failure.convention, failure.law
     layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
     zeros = [layer_zeros(layer, MARK) for layer in layers]
-    state: Any = zeros[0] if len(zeros) == 1 else (*zeros,) or sized_zeros(module, MARK)
+    state: Any = zeros[0] if len(zeros) == 1 else (*zeros,)
     has_lanes, options = c is not None and bool(c.lanes.dims), parameters_of(module.forward)[1:]
     if search.own_methods and law is None and not has_lanes:
         state = _Code(f"m.{search.own_methods[0]}(lanes)")
@@ -268,9 +264,9 @@ def _start(search: Search, failure: Failure) -> str:
         name = next(chosen, None) if has_lanes else None
         return leaf if shape is None else _Code(zeros if name is None else f"m.{name}")
 
-    if state is None and {p.default is p.empty for p in options} == {False}:
+    if state == () and {p.default is p.empty for p in options} == {False}:
         return ""
-    shown = "torch.zeros(lanes, N)" if state is None else tree_map(text, state)
+    shown = tree_map(text, state) if state != () else "torch.zeros(lanes, N)"
     return f"start=lambda m, lanes: {shown}".replace(str(MARK), "lanes")
 
 

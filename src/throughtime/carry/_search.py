@@ -25,11 +25,11 @@ from throughtime import state as trees
 from throughtime.carry._calls import (
     CALLS,
     OWN,
-    SIZED,
     ZEROS,
     Convention,
     Hints,
     ModuleAdapter,
+    layer_zeros,
 )
 from throughtime.carry._inside import (
     Key,
@@ -77,7 +77,8 @@ CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made fo
 LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hide the state
 NEAR = ("value", "credit", "long", "random")  # the way is right, the module is not
 PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
-STARTS = re.compile(r"_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")  # methods that say the start
+# methods that say the start
+STARTS = re.compile(r"_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
 
@@ -241,9 +242,7 @@ class Search:
         orders += [FEATURES_FIRST] if x.dim() == 3 and x.is_floating_point() else []
         if hints.batch_first is not None:
             orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
-        calls = [hints.call] if hints.call in CALLS else CALLS
-        ways: Any = product((False, True)[: 1 + bool(hints.context)], calls)
-        for is_bare, call in ways:
+        for is_bare, call in product((False, True)[: 1 + bool(hints.context)], CALLS):
             for order in orders[:1] if call == "step" or hints.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:
                     for base in self._places(Convention(hints, call, order, drop), x):
@@ -251,7 +250,7 @@ class Search:
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with a place of the state."""
-        if base.written is not None:
+        if base.hints.call:
             yield base
             return
         try:
@@ -291,8 +290,8 @@ class Search:
             return [(self.hints.start,), None, ZEROS]
         if c.ports:
             return [None, OWN]
-        zeros = (ZEROS, SIZED) if c.arguments else ()
-        return [*self.own_methods, None, *(z for z in zeros if z[0](self.module, 1) is not None)]
+        has_layer = c.arguments and layer_zeros(self.module, 1) is not None
+        return [*self.own_methods, None, *[ZEROS] * bool(has_layer)]
 
     def _complete(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with the places of outputs, state and lanes, from calls of the module."""

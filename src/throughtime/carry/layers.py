@@ -72,8 +72,7 @@ class StandardiseAdapter(Adapter):
     def initial_state(self, lanes: int) -> State:
         return self.module.initial_state(lanes)
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
-        del resets
+    def run(self, x: Tensor, state: State, *_: Any) -> tuple[Tensor, State]:
         return self.module(x, state)
 
     def explain(self) -> str:
