@@ -270,9 +270,8 @@ class ModuleAdapter(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
-        changes = c.drop or c.hints.context or c.hints.inputs or c.hints.call or self.touched
-        changes = changes or self.unpack
-        if c.call != "chunk" or changes or c.order != outputs.order:
+        own = c.hints.context, c.hints.inputs, c.hints.call, self.touched, self.unpack, c.drop
+        if c.call != "chunk" or any(own) or c.order != outputs.order:
             return None
         if not c.arguments:
             return c.arrange(x) if outputs.path == () else None

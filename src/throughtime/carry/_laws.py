@@ -46,7 +46,6 @@ from throughtime.carry._trial import (
 )
 from throughtime.state import State
 
-MANY = 10  # times the steps of a trial, where calls are counted
 SINGLE = 1e-6  # the rounding of a computation in float32, relative
 
 
@@ -202,7 +201,8 @@ class Laboratory:
         self.adapter, self.module, self.x, self._steps = adapter, module, x, long
         self._c: Any = getattr(adapter, "convention", None)
         self._early, self._late, self._lengths = x[: chunks[0]], x[chunks[0] :], [*chunks]
-        self._snapshot, weight = Snapshot(module), weight_of(module)
+        # puts attributes, buffers and modes back
+        self.restore, weight = Snapshot(module).restore, weight_of(module)
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         self._rounding = 100 * torch.finfo(dtype).eps
         # a module in float64 may compute in float32 inside
@@ -222,7 +222,7 @@ class Laboratory:
         self.training, is_training = training, training is not None
         self.restore()
         set_modes(self.module, training)
-        self._snapshot = Snapshot(self.module)  # of the modes too
+        self.restore = Snapshot(self.module).restore
         self._starts = [self.adapter.initial_state(self.x.shape[1]) for _ in range(2)]
         with torch.set_grad_enabled(is_training):  # as in use
             y, self.end = self.run(self.x)
@@ -235,7 +235,9 @@ class Laboratory:
         for name in names:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
-                with torch.set_grad_enabled(is_training or name in ("credit", "start", "last")):
+                with torch.set_grad_enabled(
+                    is_training or name in ("credit", "start", "last", "kept")
+                ):
                     deviation, error = measure(), ""
             except MISFIT_ERRORS as raised:
                 deviation, error = math.nan, str(raised).split("\n")[0]
@@ -371,10 +373,6 @@ class Laboratory:
         """The context of a call: in training, dropout and random numbers are constants."""
         return nullcontext() if self.training is None else ConstantRandomness()
 
-    def restore(self) -> None:
-        """Put attributes, buffers and modes back."""
-        self._snapshot.restore()
-
     def _apart(self, y: Tensor, end: State) -> float:
         """The difference from one call."""
         return difference((y, end), (self.outputs, self.end))
@@ -429,13 +427,13 @@ class Laboratory:
             adapter.touched = keys
         return difference(*rows)
 
-    @torch.enable_grad()
     def _uneven(self, numbers: dict[Key, Any]) -> float:
         """The difference of many steps and their gradients from those with equal counts."""
-        x = self.x.repeat(MANY, *[1] * (self.x.dim() - 1))
-        y = self.run(x, *[1] * len(x))
+        x = torch.cat([self.x] * 10)
+        steps = [1] * len(x)
+        y = self.run(x, *steps)
         hook = self.module.register_forward_pre_hook(lambda m, _: set_attributes(m, numbers))
-        z = self.run(x, *[1] * len(x))
+        z = self.run(x, *steps)
         hook.remove()
         return self._difference(y, z)
 

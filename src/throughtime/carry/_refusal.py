@@ -151,12 +151,10 @@ def _arguments(module: nn.Module) -> str:
     """What a forward requires that is neither its inputs nor a state; empty if nothing."""
     needed = [p.name for p in parameters_of(module.forward)[1:] if p.default is p.empty]
     unknown = [name for name in needed if not names_state(name)]
-    is_lanes_first = any(getattr(m, "batch_first", False) for m in module.modules())
-    x = "x.transpose(0, 1)" if is_lanes_first else "x"
     if lengths := [name for name in unknown if LENGTH in name]:
         return (
             f"its forward requires {lengths[0]!r}, and all lanes of a chunk are as long: write"
-            f" tt.carry(module, inputs=lambda x: ({x}, torch.full((x.shape[1],), len(x)))), with"
+            " tt.carry(module, inputs=lambda x: (x, torch.full((x.shape[1],), len(x)))), with"
             " x.transpose(0, 1) if it takes (B, T, ...)"
         )
     if not 0 < len(unknown) < len(needed):
@@ -191,6 +189,10 @@ def _stateless(search: Search) -> str:
             " arguments, attributes or submodules: there is nothing to carry, as in attention over"
             " steps, or it is a variable of forward, where it cannot be reached. Let forward(x,"
             " state) return (y, state)"
+        )
+    if hints.batch_first is not None:
+        text += (
+            f". If it takes the other order: tt.carry(module, batch_first={not hints.batch_first})"
         )
     return text
 

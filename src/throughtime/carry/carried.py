@@ -147,8 +147,8 @@ class Carried(nn.Module):
             self.adapter = prepared(self.adapter, x)
         except MISFIT_ERRORS as error:
             # an nn.Sequential may be called as its author does
-            is_refused = isinstance(error, ModelError) and isinstance(self.adapter, ChainAdapter)
-            if not is_refused or not self._is_found(x):
+            is_chain = isinstance(self.adapter, ChainAdapter)
+            if not (is_chain and isinstance(error, ModelError) and self._is_found(x)):
                 self._explain(error, x)
                 raise
         self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
