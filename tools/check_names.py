@@ -68,7 +68,7 @@ PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(32_391, 25_000),
     "kernels, nn": Part(15_997, 16_000),
-    "carry": Part(26_829, 20_000, modules=11),
+    "carry": Part(26_833, 20_000, modules=11),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(28_917, 18_000),

@@ -487,7 +487,8 @@ class Laboratory:
         leaves = [p for p in self.module.parameters() if p.requires_grad]
         deviation = difference(*calls)
         with suppress(RuntimeError):  # of a layer whose outputs are written in place
-            return max(deviation, gradient_difference(*calls, leaves))
+            y, z = calls
+            return max(deviation, gradient_difference(y, z, leaves))
         return deviation
 
 
