@@ -317,3 +317,56 @@ def test_lines_are_those_that_work() -> None:
     assert "x.transpose(0, 1)" in said(BatchFirst(), inputs=lambda x: (x, x))
     assert _search.PATIENCE > _search.REPORT
     assert _calls.SEEN not in tt.carry(Unpadded(), inputs(), context=4).initial_state(2)
+
+
+class CutsNowAndThen(nn.Module):
+    """Detaches its state every 16 calls, which it counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.calls = nn.GRUCell(FEATURES, 4), 0
+        self.hidden: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = x.new_zeros(len(x), 4) if self.hidden is None else self.hidden
+        self.hidden = self.cell(x, hidden if self.calls % 16 else hidden.detach())
+        return self.hidden
+
+
+def test_a_count_of_calls_that_cuts_gradients_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="attributes beside its state"):
+        tt.carry(CutsNowAndThen(), inputs())
+    monkeypatch.setattr(_laws.Laboratory, "_uneven", lambda *_: 0.0)
+    tt.carry(CutsNowAndThen(), inputs())  # accepted, and wrong: the law is needed
+
+
+class Allocates(nn.Module):
+    """A step beside a forward of sequences, and a method that makes the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(FEATURES + 4, 4)
+
+    def allocate_inference_cache(self, batch_size: int) -> Tensor:
+        return torch.zeros(batch_size, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache, outputs = self.allocate_inference_cache(x.shape[1]), list[Tensor]()
+        for step in x:
+            y, cache = self.step(step, cache)
+            outputs.append(y)
+        return torch.stack(outputs)
+
+    def step(self, x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        cache = torch.tanh(self.cell(torch.cat([x, cache], 1)))
+        return cache * 2, cache
+
+
+def test_the_line_for_a_step_names_the_method_that_makes_its_state() -> None:
+    module, x = Allocates(), inputs()
+    with pytest.raises(ModelError) as refused:
+        tt.carry(module, x)
+    line = str(refused.value).partition("Write: tt.carry(module, ")[2].partition("), where call")[0]
+    net = tt.carry(module, x, **eval(f"dict({line})"))
+    assert float((net(x, net.initial_state(LANES))[0] - module(x)).detach().abs().max()) < EXACT

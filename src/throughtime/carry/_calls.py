@@ -137,7 +137,7 @@ class Hints:
     inputs: Callable[[Tensor], Any] | None = None
     output: int | str | tuple[int | str, ...] | list[Any] | None = None
     start: Any = None
-    call: str | Callable[..., Any] | None = None
+    call: Callable[..., Any] | None = None
     context: int = 0
     batch_first: bool | None = None
 
@@ -188,14 +188,9 @@ class Convention:
     is_bare: bool = False
 
     @property
-    def written(self) -> Callable[..., Any] | None:
-        """The user's function of the module, its inputs and the state."""
-        return self.hints.call if callable(self.hints.call) else None
-
-    @property
     def is_inside(self) -> bool:
         """Whether the state is in attributes, if there is any."""
-        return not (self.arguments or self.ports or self.written)
+        return not (self.arguments or self.ports or self.hints.call)
 
     @property
     def is_stateful(self) -> bool:
@@ -210,7 +205,7 @@ class Convention:
     @property
     def where(self) -> str:
         """Where the state is."""
-        if self.written is not None:
+        if self.hints.call:
             return "what call(module, x, state) takes and returns"
         if self.arguments:
             items = ", ".join(f"item [{key!r}]" for key in self.result)
@@ -275,9 +270,8 @@ class ModuleAdapter(Adapter):
 
     def forward_arguments(self, x: Tensor, state: State) -> tuple[Any, ...] | None:
         c, outputs = self.convention, self.convention.outputs[0]
-        changes = c.drop or c.hints.context or c.hints.inputs or c.written or self.touched
-        changes = changes or self.unpack
-        if c.call != "chunk" or changes or c.order != outputs.order:
+        own = c.hints.context, c.hints.inputs, c.hints.call, self.touched, self.unpack, c.drop
+        if c.call != "chunk" or any(own) or c.order != outputs.order:
             return None
         if not c.arguments:
             return c.arrange(x) if outputs.path == () else None
@@ -477,8 +471,8 @@ class ModuleAdapter(Adapter):
         c, module = self.convention, self.module
         args = self._arranged(x)
         with self._holding(state) if self.touched else nullcontext():
-            if c.written is not None:
-                result = c.written(module, *args, state)
+            if c.hints.call:
+                result = c.hints.call(module, *args, state)
                 if type(result) is tuple and len(result) == 2:
                     return result
                 what = f"{len(result)} items" if type(result) is tuple else type(result).__name__

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from throughtime import state as trees
 from throughtime.carry._calls import OWN, STATE, ZEROS, Adapter
-from throughtime.carry._inside import attributes, get_attributes, set_attributes
+from throughtime.carry._inside import Key, attributes, get_attributes, set_attributes
 from throughtime.carry._layout import ORDERS, MisfitError, item_at, shapes_of
 from throughtime.carry._trial import (
     ConstantRandomness,
@@ -201,7 +201,8 @@ class Laboratory:
         self.adapter, self.module, self.x, self._steps = adapter, module, x, long
         self._c: Any = getattr(adapter, "convention", None)
         self._early, self._late, self._lengths = x[: chunks[0]], x[chunks[0] :], [*chunks]
-        self._snapshot, weight = Snapshot(module), weight_of(module)
+        # puts attributes, buffers and modes back
+        self.restore, weight = Snapshot(module).restore, weight_of(module)
         dtype = torch.get_default_dtype() if weight is None else weight.dtype
         self._rounding = 100 * torch.finfo(dtype).eps
         # a module in float64 may compute in float32 inside
@@ -219,6 +220,9 @@ class Laboratory:
                 numbers replaced by constants; None for evaluation.
         """
         self.training, is_training = training, training is not None
+        self.restore()
+        set_modes(self.module, training)
+        self.restore = Snapshot(self.module).restore
         self._starts = [self.adapter.initial_state(self.x.shape[1]) for _ in range(2)]
         with torch.set_grad_enabled(is_training):  # as in use
             y, self.end = self.run(self.x)
@@ -231,7 +235,9 @@ class Laboratory:
         for name in names:
             measure: Callable[[], float] = getattr(self, f"_{name}")
             try:
-                with torch.set_grad_enabled(is_training or name in ("credit", "start", "last")):
+                with torch.set_grad_enabled(
+                    is_training or name in ("credit", "start", "last", "kept")
+                ):
                     deviation, error = measure(), ""
             except MISFIT_ERRORS as raised:
                 deviation, error = math.nan, str(raised).split("\n")[0]
@@ -288,9 +294,9 @@ class Laboratory:
         y, end = self._later
         deviations = [self._apart(torch.cat([self._first, y]), end)]
         if self.training is None:
-            # what a call leaves in attributes and buffers must not matter either
-            both = self._lengths, [1] * len(self.x)
-            deviations += [self._apart(*self.run(self.x, *chunks)) for chunks in both]
+            # what steps leave in attributes and buffers must not matter to a chunk either
+            *head, last = self._lengths
+            deviations.append(self._apart(*self.run(self.x, *[1] * sum(head), last)))
         return max(deviations)
 
     def _memory(self) -> float:
@@ -349,7 +355,7 @@ class Laboratory:
         if restore:
             self.restore()
         if state == ():
-            state = self.adapter.initial_state(x.shape[1])
+            state = trees.map_leaves(torch.clone, self._starts[0])
         outputs: list[Tensor] = []
         for part in x.split(chunks or (len(x),)):
             if self.training is not None:
@@ -366,11 +372,6 @@ class Laboratory:
     def constant_randomness(self) -> Any:
         """The context of a call: in training, dropout and random numbers are constants."""
         return nullcontext() if self.training is None else ConstantRandomness()
-
-    def restore(self) -> None:
-        """Put attributes, buffers and modes back."""
-        self._snapshot.restore()
-        set_modes(self.module, self.training)
 
     def _apart(self, y: Tensor, end: State) -> float:
         """The difference from one call."""
@@ -409,7 +410,8 @@ class Laboratory:
             self.restore()
             set_attributes(self.module, counts)
             late = self.run(self.x, state=self._starts[0], restore=False)
-            if (deviation := self._apart(*late)) > self.tolerance:
+            numbers = {key: rows[0].get(key) for key in counts}
+            if (deviation := max(self._apart(*late), self._uneven(numbers))) > self.tolerance:
                 return deviation
         if self._c.attributes:
             return 0.0
@@ -424,6 +426,16 @@ class Laboratory:
         finally:
             adapter.touched = keys
         return difference(*rows)
+
+    def _uneven(self, numbers: dict[Key, Any]) -> float:
+        """The difference of many steps and their gradients from those with equal counts."""
+        x = torch.cat([self.x] * 10)
+        steps = [1] * len(x)
+        y = self.run(x, *steps)
+        hook = self.module.register_forward_pre_hook(lambda m, _: set_attributes(m, numbers))
+        z = self.run(x, *steps)
+        hook.remove()
+        return self._difference(y, z)
 
     def _start(self) -> float:
         adapter: Any = self.adapter
@@ -449,14 +461,14 @@ class Laboratory:
     def _last(self) -> float:
         c = self._c
         x: Any = self._steps
-        if c.call != "last" or c.hints.context or c.written is not None:
+        if c.call != "last" or c.hints.context or c.hints.call:
             return 0.0
         y = item_at(self._own(x, c.start, "chunk")[0], c.outputs[0].path)
         z, _ = self.run(x)
         # all outputs, or the last
         fits = [z[-1], *(z.movedim((0, 1), order) for order in ORDERS if max(order) < z.dim())]
         fits = [part.reshape(y.shape) for part in fits if part.numel() == y.numel()]
-        return self._difference((y, ()), (min(fits, key=partial(difference, y), default=z), ()))
+        return self._difference(y, min(fits, key=partial(difference, y), default=z))
 
     def _own(self, x: Tensor, start: Any, call: Any) -> tuple[Any, State]:
         """What the author's own call returns, and the state after it."""
@@ -475,15 +487,9 @@ class Laboratory:
         leaves = [p for p in self.module.parameters() if p.requires_grad]
         deviation = difference(*calls)
         with suppress(RuntimeError):  # of a layer whose outputs are written in place
-            y, z = map(_row, calls)
+            y, z = calls
             return max(deviation, gradient_difference(y, z, leaves))
         return deviation
-
-
-def _row(call: tuple[Tensor, State]) -> Tensor:
-    """Outputs and a state as one row of numbers."""
-    leaves = [leaf for leaf in trees.tensors(call) if leaf.is_floating_point()]
-    return torch.cat([leaf.to(leaves[0].dtype).flatten() for leaf in leaves])
 
 
 def _fresh_leaf(leaf: Tensor) -> Tensor:
@@ -491,16 +497,17 @@ def _fresh_leaf(leaf: Tensor) -> Tensor:
     return leaf.requires_grad_() if trees.differentiable(leaf) else leaf
 
 
-def gradients(y: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients of a loss of all outputs; zeros without a graph."""
-    if not leaves or not y.requires_grad:
+def gradients(y: State, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of a loss of all outputs, or of a tree of them; zeros without a graph."""
+    parts = [part for part in trees.tensors(y) if part.is_floating_point()]
+    loss = sum((part * random_normal(part.shape, 2).to(part)).sum() for part in parts)
+    if not (leaves and isinstance(loss, Tensor) and loss.requires_grad):
         return [*map(torch.zeros_like, leaves)]
-    loss = (y * random_normal(y.shape, 2).to(y)).sum()
     grads = torch.autograd.grad(loss, leaves, retain_graph=True, materialize_grads=True)
     return [grad.to_dense() for grad in grads]
 
 
-def gradient_difference(y: Tensor, z: Tensor, leaves: Sequence[Tensor]) -> float:
+def gradient_difference(y: State, z: State, leaves: Sequence[Tensor]) -> float:
     """The largest difference of two gradients, relative to the largest number of each tensor."""
     pairs = zip(gradients(y, leaves), gradients(z, leaves), strict=True)
     return max(

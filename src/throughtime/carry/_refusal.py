@@ -77,14 +77,14 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     law, c = nearest.law, nearest.convention
     text = _uncallable(search, nearest.error) if law is None else broken(module, law, c)
     late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
-    line, start = "", f"start={_start(search, nearest)}"
-    is_written = search.hints.inputs or callable(search.hints.call)
+    line, start = "", _start(search, nearest)
+    is_written = search.hints.inputs or search.hints.call
     if law is not None and law.name in ("random", "start"):
         line = f"\nWrite: tt.carry(module, {start})"
     elif (law is None or law.name == "memory") and not is_written and (call := _call(search)):
         line = (
-            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}, {start}), where call"
-            " returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
+            f"\nWrite: tt.carry(module, call=lambda m, x, state: {call}{start and f', {start}'}),"
+            " where call returns (outputs, next state) for a step (B, ...) or a chunk (T, B, ...)"
         )
     return ModelError(f"{name} {text}{late}{line}")
 
@@ -123,9 +123,9 @@ def broken(module: nn.Module, law: Law, c: Convention | None = None) -> str:
 def _uncallable(search: Search, error: Exception | None) -> str:
     """What is wrong with a module of which no call gave outputs and a state."""
     module, hints = search.module, search.hints
-    if not has_forward(module) and hints.call is None:
+    if not has_forward(module) and not hints.call:
         return "has no forward, so the call must be written."
-    text = "" if hints.inputs or callable(hints.call) else _arguments(module)
+    text = "" if hints.inputs or hints.call else _arguments(module)
     if not text and search.is_callable and not search.has_state:
         text = _stateless(search)
     past = reach_of(module)
@@ -139,7 +139,7 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     if not text:
         what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         text = f"the call that came furthest failed: {what}"
-        if not hints.inputs and not callable(hints.call):
+        if not hints.inputs and not hints.call:
             text += (
                 ". Inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x:"
                 " ...)"
@@ -210,6 +210,8 @@ def _call(search: Search) -> str:
     steps = [n for n in own if "step" in n or not has_forward(module)]
     name = f"m.{steps[0]}" if steps else "m"
     parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
+    if any(LENGTH in p.name for p in parameters if p.default is p.empty):
+        return ""  # inputs= says them
     if len(parameters) < 2:
         return "" if search.is_callable else f"{name}((x, state))"
     turned = is_turned(parameters)
@@ -233,17 +235,20 @@ def _call(search: Search) -> str:
 
 
 def _start(search: Search, failure: Failure) -> str:
-    """A start from tensors of the module that have the sizes of the state, a method, or zeros."""
+    """A start from tensors of the module that have the sizes of the state, a method, or zeros.
+
+    Nothing where the module starts by itself from a state that nothing shows.
+    """
     module, c, law = search.module, failure.convention, failure.law
     layers = [m for m in module.modules() if isinstance(m, RECURRENT)]
     zeros = [layer_zeros(layer, MARK) for layer in layers]
     state: Any = zeros[0] if len(zeros) == 1 else (*zeros,)
-    has_lanes = c is not None and bool(c.lanes.dims)
+    has_lanes, options = c is not None and bool(c.lanes.dims), parameters_of(module.forward)[1:]
     if search.own_methods and law is None and not has_lanes:
         state = _Code(f"m.{search.own_methods[0]}(lanes)")
     elif c is not None and has_lanes and law is not None:
         state = c.lanes.to_module(c.lanes.fill(None, MARK, None))
-    elif any(GOES_ON.search(p.name) for p in parameters_of(module.forward)):
+    elif any(GOES_ON.search(p.name) for p in options):
         # such a mask is multiplied with it
         state = tree_map(lambda leaf: leaf.reshape(MARK, -1), state)
     tensors = [*module.named_parameters(), *module.named_buffers()]
@@ -261,8 +266,10 @@ def _start(search: Search, failure: Failure) -> str:
         name = next(chosen, None) if has_lanes else None
         return leaf if shape is None else _Code(zeros if name is None else f"m.{name}")
 
+    if state == () and {p.default is p.empty for p in options} == {False}:
+        return ""
     shown = tree_map(text, state) if state != () else "torch.zeros(lanes, N)"
-    return f"lambda m, lanes: {shown}".replace(str(MARK), "lanes")
+    return f"start=lambda m, lanes: {shown}".replace(str(MARK), "lanes")
 
 
 def bidirectional_error(name: str) -> ModelError:

@@ -77,7 +77,8 @@ CALL_ERRORS = (Exception,)  # a module that is called in a way it is not made fo
 LIVE = ("inputs", "memory")  # laws that one twin may break: its weights may hide the state
 NEAR = ("value", "credit", "long", "random")  # the way is right, the module is not
 PATIENCE, REPORT = 10.0, 2.0  # seconds after which a search ends, and between reports
-STARTS = re.compile(r"_*(init|begin|zero|start|reset)")  # methods that say the start
+# methods that say the start
+STARTS = re.compile(r"(?!.*(weight|param))_*(get_|make_)?(init|begin|zero|start|reset|alloc|empty)")
 Outputs: TypeAlias = tuple[OutputLayout, ...]
 _log = logging.getLogger("throughtime")
 
@@ -189,7 +190,7 @@ class Search:
                             return convention
                         law = self.failures[-1].law
                         # without a state, a context as long as a trial passes all but `long`
-                        is_short = bool(self.hints.context) and convention.is_inside
+                        is_short = self.hints.context and convention.is_inside
                         if law is not None and law.name in NEAR and not is_short:
                             return None
                     if any(failure.stage >= 2 for failure in self.failures):
@@ -238,12 +239,10 @@ class Search:
         orders = [TIME_FIRST, LANES_FIRST]
         if any(isinstance(m, nn.RNNBase) and m.batch_first for m in self.module.modules()):
             orders.reverse()
-        orders += [FEATURES_FIRST] if x.dim() == 3 and x.is_floating_point() else []
+        orders += [FEATURES_FIRST] * (x.dim() == 3)
         if hints.batch_first is not None:
             orders = [LANES_FIRST if hints.batch_first else TIME_FIRST]
-        calls = [hints.call] if hints.call in CALLS else CALLS
-        ways: Any = product((False, True)[: 1 + bool(hints.context)], calls)
-        for is_bare, call in ways:
+        for is_bare, call in product((False, True)[: 1 + bool(hints.context)], CALLS):
             for order in orders[:1] if call == "step" or hints.inputs else orders:
                 for drop in (False, True)[: 1 + (x.shape[2:] == (1,))]:
                     for base in self._places(Convention(hints, call, order, drop), x):
@@ -251,7 +250,7 @@ class Search:
 
     def _places(self, base: Convention, x: Tensor) -> Iterator[Convention]:
         """Conventions with a place of the state."""
-        if base.written is not None:
+        if base.hints.call:
             yield base
             return
         try:
@@ -302,13 +301,7 @@ class Search:
         for start in starts:
             first = replace(base, start=start)
             try:
-                # a method may put back what the first call has left, or make the attributes
-                try:
-                    changed = self._changed(
-                        replace(base, start=None) if base.is_inside else first, parts
-                    )
-                except AttributeError:
-                    changed = self._changed(first, parts)
+                changed = self._changed(first, parts)
                 kept = tuple(key for key, is_fixed in changed.items() if is_fixed)
                 first = replace(first, attributes=kept * base.is_inside, scratch=(*changed,))
                 result, after = self.twins[0].first_call(first, x)
@@ -335,10 +328,9 @@ class Search:
     def _changed(self, c: Convention, parts: Sequence[Tensor]) -> dict[Key, bool]:
         """The attributes that calls change, and whether they may be a state: of a fixed shape."""
         rows: dict[Key, list[Any]] = {}
-        for twin in dict.fromkeys((self.twins[0], self.twins[-1])):
-            for x in parts:
-                for key, value in twin.changes(c, x).items():
-                    rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
+        for twin, x in zip((self.twins[0], self.twins[-1]), parts, strict=True):
+            for key, value in twin.changes(c, x).items():
+                rows.setdefault(key, []).append(shapes_of(value) if is_state(value) else None)
         return {k: None not in row and row.count(row[0]) == len(row) for k, row in rows.items()}
 
     def _outputs(self, c: Convention, result: Any, state: State, x: Tensor) -> list[Outputs]:
@@ -348,7 +340,7 @@ class Search:
             MisfitError: there is nothing.
         """
         hint, leaves = self.hints.output, tensor_paths(result)
-        if hint is None or hint == "all":
+        if hint in (None, "all"):
             held = [] if c.arguments or not is_state(state) else [*map(id, trees.tensors(state))]
             others = [(p, y) for p, y in leaves if p[:1] not in zip(c.result) and id(y) not in held]
             leaves = others or leaves
@@ -452,8 +444,7 @@ def _own_methods(module: nn.Module) -> list[str]:
         n
         for n in dir(kind)
         if STARTS.match(n) and not hasattr(nn.Module, n) and callable(getattr(kind, n))
-        if not re.search("weight|param", n)
-        and (names_state(n) or re.search("init|reset", n))  # not `zeros(x)`
+        if (names_state(n) or re.search("init|reset", n))  # not `zeros(x)`
     ]
     return sorted(names, key=lambda n: (n != "initial_state", not names_state(n), n))
 

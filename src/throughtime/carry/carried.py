@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from throughtime import state as trees
 from throughtime._device import CUDNN_STEPS, cudnn_rules
 from throughtime._metadata import reset_positions
-from throughtime.carry._calls import CALLS, Adapter, Hints, ModuleAdapter
+from throughtime.carry._calls import Adapter, Hints
 from throughtime.carry._laws import MISFIT_ERRORS
 from throughtime.carry._layout import shapes_of
 from throughtime.carry._state_dict import own_names, plain_names, report_plain_names
@@ -147,8 +147,8 @@ class Carried(nn.Module):
             self.adapter = prepared(self.adapter, x)
         except MISFIT_ERRORS as error:
             # an nn.Sequential may be called as its author does
-            is_refused = isinstance(error, ModelError) and isinstance(self.adapter, ChainAdapter)
-            if not is_refused or not self._is_found(x):
+            is_chain = isinstance(self.adapter, ChainAdapter)
+            if not (is_chain and isinstance(error, ModelError) and self._is_found(x)):
                 self._explain(error, x)
                 raise
         self._tried |= {kind, (*kind[:2], False)}  # in training mode, both modes are measured
@@ -156,12 +156,10 @@ class Carried(nn.Module):
     def _is_found(self, x: Tensor) -> bool:
         """Whether an nn.Sequential can be called as its author does, as any other module."""
         try:
-            adapter = prepared(UnknownAdapter(self.module, Hints()), x)
+            self.adapter = prepared(UnknownAdapter(self.module, Hints()), x)
         except ModelError:
             return False
-        is_one_lane = isinstance(adapter, ModuleAdapter) and adapter.convention.is_one_lane
-        self.adapter = self.adapter if is_one_lane else adapter
-        return not is_one_lane
+        return True
 
     def explain(self) -> str:
         """How the module is called, what its state is and where that starts."""
@@ -326,7 +324,7 @@ def carry(
     output: int | str | tuple[int | str, ...] | list[Any] | None = None,
     state: str | None = None,
     start: State | Callable[..., State] = None,
-    call: str | Callable[..., Any] | None = None,
+    call: Callable[..., Any] | None = None,
     context: int = 0,
     batch_first: bool | None = None,
     fused: bool = False,
@@ -355,8 +353,6 @@ def carry(
             number, which returns it.
         call: how the module is called, as a function of the module, its inputs (a chunk `(T, B,
             ...)`, or a step `(B, ...)`) and the state, which returns outputs and the next state.
-            "chunk", "step" or "last" restrict the search to modules that take a chunk, a single
-            step, or a chunk of which they return the last output.
         context: past steps that precede every chunk: `(kernel_size - 1) * dilation` of a
             convolution over time.
         batch_first: whether the module takes `(B, T, D)`. A carried module is always time first.
@@ -392,11 +388,14 @@ def carry(
     if isinstance(module, Carried):
         return module
     refuse_wrappers(module)
-    if state is not None or (isinstance(call, str) and call not in CALLS):
-        line = f"m.{call}(x, state)" if state is None else f"m(x, {state}=state)"
+    if state is not None or isinstance(call, str):
+        line = f"m(x, {state}=state)" if state else "m(x, state)"
+        if hasattr(module, str(call)):
+            line = f"m.{call}(x, state)"
         raise ModelError(
             "write how the module takes its state: tt.carry(module, call=lambda m, x, state:"
-            f" {line}, start=lambda m, lanes: ...), where call returns (outputs, next state)"
+            f" {line}, start=lambda m, lanes: ...), where call returns (outputs, next state) for"
+            " a step (B, ...) or a chunk (T, B, ...)"
         )
     hints = Hints(inputs, output, start, call, context, batch_first)
     net = Carried(module, adapter_for(module, hints))

@@ -72,7 +72,7 @@ class StandardiseAdapter(Adapter):
     def initial_state(self, lanes: int) -> State:
         return self.module.initial_state(lanes)
 
-    def run(self, x: Tensor, state: State, resets: Tensor | None = None) -> tuple[Tensor, State]:
+    def run(self, x: Tensor, state: State, resets: Any = None) -> Any:
         del resets
         return self.module(x, state)
 
