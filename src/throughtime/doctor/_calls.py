@@ -143,11 +143,13 @@ class Calls:
         self.log, self.table, self.on_call = log, table, on_call
         self.units: dict[Any, Unit] = {}  # by their key
         self.serials = itertools.count()
+        self.has_layers = False  # a layer or cell of torch is in use
         self.follows_data = False  # the data of a layer are computed in each chunk,
         self.chunk_start = 0  # whose first root has this number
 
     def layer_or_cell(self, op: Operation) -> None:
         """A layer or cell of torch."""
+        self.has_layers = True
         args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
@@ -258,8 +260,6 @@ class Calls:
         is_known = not any(v and v.root.learned for v in views)
         if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        if state:
-            is_known = self._rows(call, state, lane_dim)
         call.has_graph = any(v and v.grad and not v.root.cut for v in views) and any(
             not t.is_leaf for t in states
         )
@@ -272,6 +272,8 @@ class Calls:
             log.recurrent = log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             return self._continued(origin, call)
+        if state:
+            is_known = self._rows(call, state, lane_dim)
         call.origin = origin
         if origin:
             origin.origin = origin.before = None  # no older call is asked for

@@ -60,7 +60,7 @@ class LoopEvents:
         self.watcher = Watcher(self.log, self.state, self._report)
         self._optimizers = weakref.WeakSet[Any]()
         self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
-        self._in_step = False
+        self._in_step = self._paused_step = False
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
@@ -158,6 +158,10 @@ class LoopEvents:
         if not watcher.full and not over:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
         watcher.full, watcher.operations = not over, 0
+        if over and not watcher.calls.has_layers:
+            watcher.pause()  # a state by hand is followed only where every operation is recorded
+        elif not over:
+            watcher.resume()
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or is_transformed() or self._ignored:
@@ -166,7 +170,7 @@ class LoopEvents:
         if log.depth == 0:
             log.call += 1
             log.training = module.training
-            if self._training.setdefault(id(module), module.training) != module.training:
+            if self._training.get(id(module)) != module.training:
                 self._training[id(module)] = module.training
                 self._watch(AGAIN_CHUNKS)
         log.depth += 1
@@ -237,6 +241,9 @@ class LoopEvents:
         count = len(backward.means)
         backward.by_chunk = len(lines) == 1 < count and count - 1 in log.continued.values()
         self._find_sums(root)
+        log.retains |= backward.retain
+        if not log.retains:
+            return
         same = [b for b in log.backwards if b.line == backward.line and b.nodes]
         if (backward.retain or same) and len(same) <= MAX_RETAINED:
             nodes = list(reachable_nodes(root, MAX_NODES))
@@ -274,13 +281,15 @@ class LoopEvents:
         self._optimizers.add(optimizer)
         # a closure would be the user's loop
         self._in_step = True
-        if not args[1:] and not kwargs:
+        self._paused_step = not self.watcher.paused and not args[1:] and not kwargs
+        if self._paused_step:
             self.watcher.pause()
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         if self._ignored:
             return
-        self.watcher.resume()
+        if self._paused_step:
+            self.watcher.resume()
         self.log.steps += 1
         self._in_step = False
         self.watcher.guarded(self._log_step, optimizer)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from typing import Any, NamedTuple
 
 from throughtime.doctor._autograd import MeanTerm
@@ -114,6 +114,8 @@ class Log:
     """The events of a loop, the position in it, and the nodes of its graph by number."""
 
     events: list[Event] = field(default_factory=list)
+    backwards: list[Backward] = field(default_factory=list)  # those among the events
+    retains: bool = False  # a backward has retained its graph
     chunk: int = 0  # backward calls so far
     call: int = 0  # calls of outermost modules so far
     depth: int = 0  # modules that run now, one inside the other
@@ -159,13 +161,11 @@ class Log:
     def append(self, event: Event) -> None:
         """Add an event, and forget the oldest."""
         self.events.append(event)
-        if len(self.events) > 2 * MAX_EVENTS:
-            del self.events[:MAX_EVENTS]
-
-    @property
-    def backwards(self) -> list[Backward]:
-        """The backwards remembered."""
-        return [event for event in self.events if isinstance(event, Backward)]
+        if isinstance(event, Backward):
+            self.backwards.append(event)
+        for events in (self.events, self.backwards):
+            if len(events) > 2 * MAX_EVENTS:
+                del events[:MAX_EVENTS]
 
     def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""
@@ -178,12 +178,12 @@ class Log:
 
     def before(self, step: WeightStep) -> list[Event]:
         """The events between a step and the step of the same optimizer before it."""
-        past = self.events[: self.events.index(step)]
 
         def is_later(event: Event) -> bool:
             return not isinstance(event, WeightStep) or event.optimizer != step.optimizer
 
-        return list(takewhile(is_later, reversed(past)))[::-1]
+        past = dropwhile(lambda event: event is not step, reversed(self.events))
+        return list(takewhile(is_later, islice(past, 1, None)))[::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""

@@ -3,6 +3,8 @@
 import re
 import weakref
 from collections.abc import Callable
+from enum import Enum
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from throughtime.doctor._torch_private import (
     base_of,
     current_mode,
     is_transformed,
+    mode_depth,
     root_of,
     sequence,
     version_of,
@@ -43,6 +46,16 @@ STEPS = {"__getitem__", "unbind", "select"}  # those that take a part
 # add_, __setitem__ and __iadd__, but not __int__ and so on
 IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
 GETTERS = {"data", "grad", "T", "mT", "H"}
+QUESTIONS = {"dim", "size", "numel", "stride", "is_complex", "is_floating_point", "is_contiguous",
+             "storage_offset", "__len__"}  # fmt: skip
+
+
+class Role(Enum):
+    """What an operation is to the doctor."""
+
+    RECURRENT = 1
+    QUESTION = 2  # of the form of a tensor, not of its values
+    OTHER = 3
 
 
 class Loss(NamedTuple):
@@ -69,22 +82,22 @@ class Watcher(TorchFunctionMode):
         self.kept_detaches: set[Instruction] = set()
         self._instructions: dict[tuple[int, int], Instruction] = {}
         self.busy = False  # the doctor itself is at work
-        self.paused = False  # an optimizer is at work, and this is no mode
+        self.paused = 0  # the depth of the stack of modes below this one, while it is no mode
         self.closed = False  # after the doctor; on a user's stack it then only passes on
         self.full = True  # every operation is recorded, not only recurrent ones and those of data
         self.internal_error: Exception | None = None
         self.operations = 0  # recorded since the last backward
 
     def pause(self) -> None:
-        """Stop being the current mode while an optimizer is at work."""
+        """Stop being the current mode while nothing that matters is at work."""
         if current_mode() is self:
+            self.paused = mode_depth()
             self.__exit__(None, None, None)
-            self.paused = True
 
     def resume(self) -> None:
-        """Be the current mode again."""
-        if self.paused:
-            self.paused = False
+        """Be the current mode again, unless inside a mode of the user's that began meanwhile."""
+        if self.paused == mode_depth() + 1:
+            self.paused = 0
             self.__enter__()
 
     def close(self) -> None:
@@ -95,9 +108,10 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.closed or self.busy:
+        role = role_of(func)
+        if self.closed or self.busy or (role is Role.QUESTION and not self.detached):
             return func(*args, **kwargs)
-        if not self.full and operation_name(func) not in RECURRENT:
+        if not self.full and role is not Role.RECURRENT:
             result = func(*args, **kwargs)
             if func is not Tensor.detach and _is_new_data(result) and not _is_replaced():
                 self._record_for(current_frame(1), func, args, kwargs, result)
@@ -332,6 +346,21 @@ def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
     return [tensor for branch in tree for tensor in tensors(branch, depth - 1)]
 
 
+@lru_cache(maxsize=4096)
+def role_of(func: Any) -> Role:
+    """The role of an operation."""
+    name = operation_name(func)
+    getter = isinstance(func, ATTRIBUTE_GETTER) and name not in GETTERS
+    return (
+        Role.RECURRENT
+        if name in RECURRENT
+        else Role.QUESTION
+        if getter or name in QUESTIONS
+        else Role.OTHER
+    )
+
+
+@lru_cache(maxsize=4096)
 def operation_name(func: Any) -> str:
     """The name of an operation; for a getter that of the attribute."""
     name = getattr(func, "__name__", "")
