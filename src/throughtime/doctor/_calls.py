@@ -127,6 +127,8 @@ class UnitCall:
     entered: list[Tensor] = field(default_factory=list)  # the states
     known_lanes: list[Lane] | None = None
     last_detach: Instruction | None = None  # of its last state
+    bidirectional: bool = False
+    mixed_by: Instruction | None = None  # the view that mixes rows of its inputs
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -138,6 +140,7 @@ class Calls:
     """Makes calls of operations, and hands each new one to `on_call`."""
 
     part: View | None = None  # of which the loop took the last single step
+    viewed: Any = None  # the last view that exchanges sizes: a weak reference, the instruction
 
     def __init__(self, log: Log, table: RootTable, on_call: Callable[[UnitCall], None]) -> None:
         self.log, self.table, self.on_call = log, table, on_call
@@ -169,6 +172,10 @@ class Calls:
         elif inputs.dim() == 1:
             call.dims = None, None
         call.inputs = inputs.detach() if layer else None
+        call.bidirectional = layer and bool(args[8 if packed else 7])
+        shape = data.root.shape if data else ()  # a view of a view may be as it was
+        if self.viewed and self.viewed[0]() is inputs and inputs.shape != shape:
+            call.mixed_by = self.viewed[1]
         states = [state] if isinstance(state, Tensor) else list(state)
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
         dims = call.dims
@@ -338,6 +345,12 @@ class Calls:
         if root.time_dim is not None:
             call.step = indices[0][root.time_dim]
         return True
+
+    def carries_backward(self, call: UnitCall, origin: UnitCall) -> bool:
+        """Whether the state of a bidirectional layer's backward direction is that of a call."""
+        view = self.table.view(call.entered[0], new=False)
+        last = view and self.table.element(view.root, view.at({0: view.shape[0] - 1}), "state")
+        return bool(last) and last[0].call is origin
 
     def recording(self, call: UnitCall) -> Root | None:
         """The oldest root known behind the inputs of a call."""

@@ -42,6 +42,7 @@ class Backward:
     newest: int = 0  # the sequence number of the next node
     boundary: int = -1  # nodes up to this sequence number were created before its end
     means: list[MeanTerm] = field(default_factory=list)
+    leaves: set[int] = field(default_factory=set)  # parameters, after a step that lacked gradients
     # the loss is a sum of the means of all chunks of a recording, computed in one line
     by_chunk: bool = False
     nodes: int = 0  # of a retained graph
@@ -75,6 +76,9 @@ class WeightStep:
     call: int = 0  # calls of modules so far
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
+    made: SourceLine | None = None  # the line that made the optimizer, or that of the step
+    strangers: bool = False  # gradients arrived, but at parameters that no optimizer has
+    evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
     by_trainer: bool = False
 
 
@@ -90,11 +94,19 @@ class Sum:
 
 
 @dataclass(slots=True, eq=False)
+class Clip:
+    """A call that clips gradients."""
+
+    parameters: set[int]
+    line: SourceLine | None
+
+
+@dataclass(slots=True, eq=False)
 class Close:
     """The end of the loop, without an error."""
 
 
-Event = Backward | Clear | WeightStep | Sum | Close
+Event = Backward | Clear | WeightStep | Sum | Clip | Close
 
 
 class Fault(NamedTuple):
@@ -166,6 +178,14 @@ class Log:
         for events in (self.events, self.backwards):
             if len(events) > 2 * MAX_EVENTS:
                 del events[:MAX_EVENTS]
+
+    def clip(self, parameter: int, line: SourceLine | None) -> None:
+        """Record that the gradient of a parameter is clipped."""
+        last = self.events[-1] if self.events else None
+        if isinstance(last, Clip) and last.line == line:
+            last.parameters.add(parameter)
+        else:
+            self.append(Clip({parameter}, line))
 
     def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""

@@ -128,6 +128,19 @@ CODES: dict[str, tuple[str, str]] = {
             " h = h.index_copy(1, rows, new.detach())"
         ),
     ),
+    "TT212": (
+        "the state of a bidirectional layer is carried: its backward direction ends at the first"
+        " step of a chunk, and the next chunk lies behind it",
+        (
+            "one direction, bidirectional=False, for a stream; or carry the forward direction alone:"
+            " keep = torch.tensor([1.0, 0.0]).repeat(layers).view(-1, 1, 1), then h = keep *"
+            " h.detach(); or whole recordings, without a carried state"
+        ),
+    ),
+    "TT213": (
+        "a view mixes the rows of the inputs: the sizes are exchanged, the elements stay in place",
+        "x.transpose(0, 1) or x.permute(...) in place of view or reshape, which move no element",
+    ),
     "TT301": (
         "means over chunks of unequal length are summed into one step without weights",
         (
@@ -145,6 +158,22 @@ CODES: dict[str, tuple[str, str]] = {
     "TT304": (
         "optimizer.step() without a backward before it: nothing is trained",
         "loss.backward() before optimizer.step()",
+    ),
+    "TT305": (
+        "parameters get gradients, but no optimizer has them: they are not trained",
+        (
+            "make the optimizer after the model, of all that is trained; layers of a list in"
+            " nn.ModuleList([...]), parameters in nn.ParameterList([...])"
+        ),
+    ),
+    "TT306": (
+        "gradients are clipped where there is nothing to clip: after the step, or before the"
+        " backward pass",
+        "in this order: loss.backward(); nn.utils.clip_grad_norm_(...); optimizer.step()",
+    ),
+    "TT307": (
+        "training goes on in the mode of the validation before it: dropout and batch norm are off",
+        "model.train() after the validation, before the next training step",
     ),
 }
 

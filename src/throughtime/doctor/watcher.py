@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from throughtime.doctor._autograd import behind_copies
@@ -20,6 +21,7 @@ from throughtime.doctor._frames import (
     Instruction,
     carrying_variable,
     current_frame,
+    current_line,
     user_frame,
 )
 from throughtime.doctor._log import Event, Log, Sum
@@ -42,9 +44,11 @@ MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
 KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
+VIEWS = {"view", "reshape"}
 STEPS = {"__getitem__", "unbind", "select"}  # those that take a part
 # add_, __setitem__ and __iadd__, but not __int__ and so on
 IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
+CLIP_FILE = clip_grad.__file__
 GETTERS = {"data", "grad", "T", "mT", "H"}
 QUESTIONS = {"dim", "size", "numel", "stride", "is_complex", "is_floating_point", "is_contiguous",
              "storage_offset", "__len__"}  # fmt: skip
@@ -126,7 +130,7 @@ class Watcher(TorchFunctionMode):
             func = torch.unbind
         result = func(*args, **kwargs)
         if (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__) and (
-            not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
+            not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, args, current_frame(1))
         ):
             self._record_for(current_frame(1), func, args, kwargs, result)
         return iter(result) if iterates else result
@@ -139,11 +143,15 @@ class Watcher(TorchFunctionMode):
         if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
             self.detached.clear()  # a library's own
 
-    def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
+    def _is_recorded(self, getter: Any, args: Any, frame: FrameType) -> bool:
         """Whether the getter of an attribute gives another form of its tensor."""
         name = operation_name(getter)
         if name == "grad" and user_frame(frame) is frame:  # not a library's read
             self.log.reads += 1
+        elif name == "grad" and frame.f_code.co_filename == CLIP_FILE and frame.f_back:
+            outer = frame if "max_norm" in frame.f_locals else frame.f_back
+            if outer.f_locals.get("max_norm") != float("inf"):  # which only measures the norm
+                self.log.clip(id(args[0]), current_line())
         return name in GETTERS
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -188,6 +196,8 @@ class Watcher(TorchFunctionMode):
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and _is_discrete(first))
         )
+        if name in VIEWS and _exchanges(inputs[0], first):
+            self.calls.viewed = weakref.ref(first), op.instruction
         if name in STEPS and first.dim() < inputs[0].dim():
             self.calls.part = self.table.view(inputs[0], new=not learned)
         if name in DETACHES and inputs[0].requires_grad and not inputs[0].is_leaf:
@@ -330,6 +340,12 @@ def _is_replaced() -> bool:
 
 def _is_discrete(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _exchanges(before: Tensor, after: Tensor) -> bool:
+    """Whether a view has the sizes of a tensor in another order, so that it mixes its rows."""
+    sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
+    return sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1])
 
 
 def _is_new_data(result: Any) -> bool:

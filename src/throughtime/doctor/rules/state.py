@@ -1,8 +1,8 @@
 """Rules of the state, over the calls of a unit in order.
 
 Where each call's state comes from, and how its data lie after those of that call: a state that is
-not carried (TT201), carried with an endless graph (TT202), detached at every step (TT203), or
-carried where it does not belong (TT204 to TT208, TT210); batch and time exchanged (TT209). A lane
+not carried (TT201, of a bidirectional layer TT212), carried with an endless graph (TT202), detached at every step (TT203), or
+carried where it does not belong (TT204 to TT208, TT210); batch and time exchanged (TT209) or mixed (TT213). A lane
 is a row of the batch; a recording is one unbroken sequence of data.
 """
 
@@ -65,6 +65,8 @@ class StateRule:
     def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
         origin, before, unit = call.origin, call.before, call.unit
+        if call.mixed_by:
+            self.report(Fault("TT213", line_of(call.mixed_by), after=CHUNKS))
         if call.training and (evaluation := unit.last.get(False)):
             self._report_connected(evaluation)
         if not origin:
@@ -195,6 +197,8 @@ class StateRule:
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
         unit = call.unit
         unit.carried = unit.in_order = True
+        if call.bidirectional and not call.edited and self.calls.carries_backward(call, origin):
+            self._add("TT212", call, "", CHUNKS)
         if unit.fresh and not unit.fresh.zeros:
             unit.fresh = None
         self._moves_on(unit)
