@@ -173,8 +173,7 @@ class Calls:
             call.dims = None, None
         call.inputs = inputs.detach() if layer else None
         call.bidirectional = layer and bool(args[8 if packed else 7])
-        shape = data.root.shape if data else ()  # a view of a view may be as it was
-        if self.viewed and self.viewed[0]() is inputs and inputs.shape != shape:
+        if self.viewed and self.viewed[0]() is inputs:
             call.mixed_by = self.viewed[1]
         states = [state] if isinstance(state, Tensor) else list(state)
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]

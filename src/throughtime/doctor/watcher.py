@@ -129,8 +129,10 @@ class Watcher(TorchFunctionMode):
         if iterates:
             func = torch.unbind
         result = func(*args, **kwargs)
-        if (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__) and (
-            not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, args, current_frame(1))
+        if isinstance(func, ATTRIBUTE_GETTER) and operation_name(func) == "grad":
+            self._note_read(args, current_frame(1))
+        if role is not Role.QUESTION and (
+            isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__
         ):
             self._record_for(current_frame(1), func, args, kwargs, result)
         return iter(result) if iterates else result
@@ -143,16 +145,14 @@ class Watcher(TorchFunctionMode):
         if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
             self.detached.clear()  # a library's own
 
-    def _is_recorded(self, getter: Any, args: Any, frame: FrameType) -> bool:
-        """Whether the getter of an attribute gives another form of its tensor."""
-        name = operation_name(getter)
-        if name == "grad" and user_frame(frame) is frame:  # not a library's read
+    def _note_read(self, args: Any, frame: FrameType) -> None:
+        """Note a read of a gradient, by the user's code or to clip it."""
+        if user_frame(frame) is frame:
             self.log.reads += 1
-        elif name == "grad" and frame.f_code.co_filename == CLIP_FILE and frame.f_back:
+        elif frame.f_code.co_filename == CLIP_FILE and frame.f_back:
             outer = frame if "max_norm" in frame.f_locals else frame.f_back
             if outer.f_locals.get("max_norm") != float("inf"):  # which only measures the norm
                 self.log.clip(id(args[0]), current_line())
-        return name in GETTERS
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
@@ -196,7 +196,7 @@ class Watcher(TorchFunctionMode):
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and _is_discrete(first))
         )
-        if name in VIEWS and _exchanges(inputs[0], first):
+        if name in VIEWS and self._mixes(inputs[0], first):
             self.calls.viewed = weakref.ref(first), op.instruction
         if name in STEPS and first.dim() < inputs[0].dim():
             self.calls.part = self.table.view(inputs[0], new=not learned)
@@ -243,6 +243,14 @@ class Watcher(TorchFunctionMode):
         if not is_parameter and op.name not in KEPT_IN_PLACE:
             self.table.change(op)
         return is_parameter
+
+    def _mixes(self, before: Tensor, after: Tensor) -> bool:
+        """Whether a view has the sizes of a tensor in another order, so that it mixes its rows."""
+        sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
+        if sizes[0] == sizes[1] or sorted(sizes[0]) != sorted(sizes[1]):
+            return False
+        view = self.table.view(before, new=not before.requires_grad)
+        return not view or view.root.shape != after.shape  # a view of a view may be as it was
 
     def _record_detach(self, op: Operation) -> None:
         source, instruction = op.inputs[0], op.instruction
@@ -340,12 +348,6 @@ def _is_replaced() -> bool:
 
 def _is_discrete(tensor: Tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _exchanges(before: Tensor, after: Tensor) -> bool:
-    """Whether a view has the sizes of a tensor in another order, so that it mixes its rows."""
-    sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
-    return sizes[0] != sizes[1] and sorted(sizes[0]) == sorted(sizes[1])
 
 
 def _is_new_data(result: Any) -> bool:
