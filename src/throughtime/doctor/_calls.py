@@ -128,6 +128,7 @@ class UnitCall:
     known_lanes: list[Lane] | None = None
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
+    carries_backward: bool = False  # the state of its backward direction, too
     mixed_by: Instruction | None = None  # the view that mixes rows of its inputs
 
     @property
@@ -283,6 +284,9 @@ class Calls:
         call.origin = origin
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
+            call.carries_backward = call.bidirectional and equal(
+                [states[0][-1:]], [t[-1:] for t in origin.outputs[:1]]
+            )
         call.states, call.entered = [t.detach().clone() for t in states], states
         if call.before:
             call.before.before, call.before.outputs = None, []
@@ -344,12 +348,6 @@ class Calls:
         if root.time_dim is not None:
             call.step = indices[0][root.time_dim]
         return True
-
-    def carries_backward(self, call: UnitCall, origin: UnitCall) -> bool:
-        """Whether the state of a bidirectional layer's backward direction is that of a call."""
-        view = self.table.view(call.entered[0], new=False)
-        last = view and self.table.element(view.root, view.at({0: view.shape[0] - 1}), "state")
-        return bool(last) and last[0].call is origin
 
     def recording(self, call: UnitCall) -> Root | None:
         """The oldest root known behind the inputs of a call."""

@@ -1,9 +1,13 @@
 """The findings of the doctor: the codes, one finding, and the list of them."""
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from throughtime.doctor._frames import INDICES, SourceLine
 from throughtime.errors import ConfigError, DiagnosisError
@@ -177,6 +181,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
 }
 
+IMPORT = " (import throughtime as tt)"
 # Fixes of special cases.
 LOST_DETACH = "A detach returns a new tensor, and the result of this call is not kept."
 BACKWARD_FIRST = (
@@ -192,6 +197,34 @@ CLEAR_AFTER_STEP = (
     "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
     " backward"
 )
+
+
+def in_chinese() -> bool:
+    """Whether the environment asks for Chinese; LC_ALL counts more than LC_MESSAGES and LANG."""
+    languages = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    return next(filter(None, languages), "").startswith("zh")
+
+
+@cache
+def catalogue() -> dict[str, str]:
+    """The Chinese texts by the English ones, both with `{}` for what differs."""
+    return json.loads(Path(__file__).with_name("zh.json").read_text(encoding="utf-8"))
+
+
+def translated(text: str) -> str:
+    """A text of one or several sentences of the catalogue in the user's language."""
+    result, rest = list[str](), text
+    while rest and in_chinese():
+        for english, chinese in catalogue().items():
+            pattern = re.escape(english).replace(r"\{\}", "(.*?)")
+            if match := re.match(pattern + r"(?: (?=[A-Z])|$)", rest):
+                values = (catalogue().get(value, value) for value in match.groups())
+                result.append(chinese.format(*values))
+                rest = rest[match.end() :]
+                break
+        else:
+            return text
+    return "".join(result) or text
 
 
 def detached(path: str) -> str:
@@ -243,14 +276,17 @@ class Finding:
 
     def __str__(self) -> str:
         name = f" [{self.tensor}]" if self.tensor else ""
-        chunks = (
-            f" (created in chunk {self.created_in}, used in chunk {self.used_in})"
-            if self.created_in and self.used_in
-            else ""
-        )
+        chunks = f" (created in chunk {self.created_in}, used in chunk {self.used_in})"
+        usual = CODES[self.code][0]
+        detail = self.message.removeprefix(usual).removeprefix(". ")
+        parts = [translated(usual), translated(detail)]
+        message = "。" if in_chinese() else ". "
+        message = message.join(filter(None, parts))
+        message += translated(chunks) if self.created_in and self.used_in else ""
+        fix = translated(self.fix.removesuffix(IMPORT)) + IMPORT * self.fix.endswith(IMPORT)
         return (
-            f"{self.code} {SourceLine(self.file, self.line)}{name} {self.message}{chunks}\n"
-            f"      write: {self.fix}\n      see:   {self.page}"
+            f"{self.code} {SourceLine(self.file, self.line)}{name} {message}\n"
+            f"      {translated('write:')} {fix}\n      {translated('see:  ')} {self.page}"
         )
 
 
@@ -316,7 +352,7 @@ class FindingList:
         page = f"{PAGES_URL}/{code}.md"
         fix = fix or usual_fix
         if "tt." in fix:
-            fix += " (import throughtime as tt)"
+            fix += IMPORT
         finding = Finding(code, line.file, line.line, tensor, created, used, text, fix, page)
         self.items.append(finding)
         if self.strict:

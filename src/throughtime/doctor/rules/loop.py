@@ -169,7 +169,8 @@ def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
 
 def never_trained_again(_: Log, event: WeightStep) -> Iterator[Fault]:
     """TT307: a step in the mode of the validation before it."""
-    yield Fault("TT307", event.evaluating, after=REPEATS)
+    if event.evaluating:
+        yield Fault("TT307", event.evaluating, after=REPEATS)
 
 
 def retained(log: Log, event: Event) -> Iterator[Fault]:

@@ -197,7 +197,7 @@ class StateRule:
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
         unit = call.unit
         unit.carried = unit.in_order = True
-        if call.bidirectional and not call.edited and self.calls.carries_backward(call, origin):
+        if call.carries_backward:
             self._add("TT212", call, "", CHUNKS)
         if unit.fresh and not unit.fresh.zeros:
             unit.fresh = None
