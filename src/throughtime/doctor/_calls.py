@@ -6,7 +6,6 @@ of a cell one after another.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -129,7 +128,6 @@ class UnitCall:
     last_detach: Instruction | None = None  # of its last state
     bidirectional: bool = False
     carries_backward: bool = False  # the state of its backward direction, too
-    mixed_by: Instruction | None = None  # the view that mixes rows of its inputs
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -143,8 +141,8 @@ class Calls:
     part: View | None = None  # of which the loop took the last single step
     viewed: Any = None  # the last view that exchanges sizes: a weak reference, the instruction
 
-    def __init__(self, log: Log, table: RootTable, on_call: Callable[[UnitCall], None]) -> None:
-        self.log, self.table, self.on_call = log, table, on_call
+    def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
+        self.log, self.table, self.on_call, self.mixed = log, table, rule.on_call, rule.on_mixed
         self.units: dict[Any, Unit] = {}  # by their key
         self.serials = itertools.count()
         self.has_layers = False  # a layer or cell of torch is in use
@@ -175,7 +173,7 @@ class Calls:
         call.inputs = inputs.detach() if layer else None
         call.bidirectional = layer and bool(args[8 if packed else 7])
         if self.viewed and self.viewed[0]() is inputs:
-            call.mixed_by = self.viewed[1]
+            self.mixed(self.viewed[1])
         states = [state] if isinstance(state, Tensor) else list(state)
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
         dims = call.dims

@@ -133,11 +133,13 @@ CODES: dict[str, tuple[str, str]] = {
         ),
     ),
     "TT212": (
-        "the state of a bidirectional layer is carried: its backward direction ends at the first"
-        " step of a chunk, and the next chunk lies behind it",
         (
-            "one direction, bidirectional=False, for a stream; or carry the forward direction alone:"
-            " keep = torch.tensor([1.0, 0.0]).repeat(layers).view(-1, 1, 1), then h = keep *"
+            "the state of a bidirectional layer is carried: its backward direction ends at the"
+            " first step of a chunk, and the next chunk lies behind it"
+        ),
+        (
+            "one direction, bidirectional=False, for a stream; or carry the forward direction"
+            " alone: keep = torch.tensor([1.0, 0.0]).repeat(layers).view(-1, 1, 1), then h = keep *"
             " h.detach(); or whole recordings, without a carried state"
         ),
     ),
@@ -171,8 +173,10 @@ CODES: dict[str, tuple[str, str]] = {
         ),
     ),
     "TT306": (
-        "gradients are clipped where there is nothing to clip: after the step, or before the"
-        " backward pass",
+        (
+            "gradients are clipped where there is nothing to clip: after the step, or before the"
+            " backward pass"
+        ),
         "in this order: loss.backward(); nn.utils.clip_grad_norm_(...); optimizer.step()",
     ),
     "TT307": (

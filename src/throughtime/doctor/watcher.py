@@ -79,7 +79,7 @@ class Watcher(TorchFunctionMode):
     def __init__(self, log: Log, state: StateRule, emit: Callable[[Event], None]) -> None:
         super().__init__()
         self.log, self.emit, self.table = log, emit, RootTable()
-        self.calls = state.calls = Calls(log, self.table, state.on_call)
+        self.calls = state.calls = Calls(log, self.table, state)
         self.losses: dict[int, Loss] = {}
         # the last detaches: the result, the number of the tensor's node, the instruction
         self.detached: list[tuple[Any, int, Instruction]] = []
@@ -196,10 +196,8 @@ class Watcher(TorchFunctionMode):
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and _is_discrete(first))
         )
-        if name in VIEWS and self._mixes(inputs[0], first):
-            self.calls.viewed = weakref.ref(first), op.instruction
-        if name in STEPS and first.dim() < inputs[0].dim():
-            self.calls.part = self.table.view(inputs[0], new=not learned)
+        if name in VIEWS | STEPS:
+            self._record_view(op)
         if name in DETACHES and inputs[0].requires_grad and not inputs[0].is_leaf:
             self._record_detach(op)
         if first.grad_fn and (self.full or name in RECURRENT):
@@ -244,13 +242,20 @@ class Watcher(TorchFunctionMode):
             self.table.change(op)
         return is_parameter
 
-    def _mixes(self, before: Tensor, after: Tensor) -> bool:
-        """Whether a view has the sizes of a tensor in another order, so that it mixes its rows."""
+    def _record_view(self, op: Operation) -> None:
+        """Record a part of a tensor, or a view that has its sizes in another order: it mixes rows."""
+        before, after = op.inputs[0], op.outputs[0]
+        if op.name in STEPS:
+            if after.dim() < before.dim():
+                learned = any(t.requires_grad for t in op.inputs)
+                self.calls.part = self.table.view(before, new=not learned)
+            return
         sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
         if sizes[0] == sizes[1] or sorted(sizes[0]) != sorted(sizes[1]):
-            return False
+            return
         view = self.table.view(before, new=not before.requires_grad)
-        return not view or view.root.shape != after.shape  # a view of a view may be as it was
+        if not view or view.root.shape != after.shape:  # a view of a view may be as it was
+            self.calls.viewed = weakref.ref(after), op.instruction
 
     def _record_detach(self, op: Operation) -> None:
         source, instruction = op.inputs[0], op.instruction

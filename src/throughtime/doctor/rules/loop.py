@@ -1,8 +1,8 @@
 """The rules of backwards and steps: where gradients arrive, and which graphs grow.
 
-Codes TT102, TT104, TT203, TT301, TT302 and TT304 to TT307. Each rule is a function of the log of a loop and
-of its last event, and yields the faults that it finds; `AT` lists them by event. A rule that fails
-does not stop the loop: the doctor stores the exception as `internal_error`.
+Codes TT102, TT104, TT203, TT301, TT302 and TT304 to TT307. Each rule is a function of the log of a
+loop and of its last event, and yields the faults that it finds; `AT` lists them by event. A rule
+that fails does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
 import itertools
