@@ -369,7 +369,7 @@ class LoopEvents:
         step.lacks = all(p.grad is None or not _has_values(p.grad) for p in parameters)
         step.repeated = grad is not None and grad is last
         step.by_trainer = called_by_trainer(current_frame())
-        step.made = self._makers.get(optimizer) or step.line
+        step.constructed = self._makers.get(optimizer) or step.line
         self._lacking = step.lacks and log.chunk > 0
         step.strangers = log.chunk < FIRST_CHUNKS and self._are_strangers()
         for module, mode in self._modes.items():

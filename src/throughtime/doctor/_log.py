@@ -76,7 +76,7 @@ class WeightStep:
     call: int = 0  # calls of modules so far
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
-    made: SourceLine | None = None  # the line that made the optimizer, or that of the step
+    constructed: SourceLine | None = None  # the line that made the optimizer, or that of the step
     strangers: bool = False  # gradients arrived, but at parameters that no optimizer has
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
     by_trainer: bool = False

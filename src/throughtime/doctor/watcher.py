@@ -243,7 +243,7 @@ class Watcher(TorchFunctionMode):
         return is_parameter
 
     def _record_view(self, op: Operation) -> None:
-        """Record a part of a tensor, or a view that has its sizes in another order: it mixes rows."""
+        """Record a part of a tensor, or a view that exchanges its sizes and mixes the rows."""
         before, after = op.inputs[0], op.outputs[0]
         if op.name in STEPS:
             if after.dim() < before.dim():

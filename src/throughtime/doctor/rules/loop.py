@@ -151,7 +151,7 @@ def strange_parameters(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT305: the parameters that get gradients are in no optimizer."""
     leaves = [e.leaves for e in log.before(event) if isinstance(e, Backward)]
     if event.strangers or any(leaves):
-        yield Fault("TT305", event.made, after=REPEATS)
+        yield Fault("TT305", event.constructed, after=REPEATS)
 
 
 def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
