@@ -48,7 +48,7 @@ def test_every_recording_has_a_file_with_what_a_single_prediction_writes(
     folder, data = trained
     out = tmp_path / "p"
     printed = run("predict", folder, data, "--split", "all", "--out", out, "--format", form)
-    assert "1,000 frames of 5 recordings" in printed
+    assert "1,000 steps of 5 recordings" in printed
     assert listing(out) == [f"{name}.{form}" for name in NAMES]
     assert sorted(p.relative_to(out).as_posix() for p in out.rglob("*.*")) == sorted(
         ["predictions.json", *listing(out)]

@@ -553,5 +553,5 @@ def test_a_labelled_run_is_scored_and_reported(tmp_path: Path) -> None:
             "--out",
             out,
         )
-        assert "1 frame scored" in run("eval", out, "--split", "valid")
+        assert "1 step scored" in run("eval", out, "--split", "valid")
         assert "<svg" in (out / "report.html").read_text(encoding="utf-8")

@@ -115,7 +115,7 @@ def evaluate(options: EvalOptions) -> None:
         return
     print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
     out.print(
-        f"{counted(scores['steps'], 'frame')} scored, by the model of update {scores['update']};"
+        f"{counted(scores['steps'], 'step')} scored, by the model of update {scores['update']};"
         f" {written}"
     )
 
@@ -130,7 +130,7 @@ def predict(options: PredictOptions) -> None:
         target, files = predict_run(trained, options)
     steps, skipped = (sum(count) for count in zip(*(file[2:] for file in files), strict=True))
     out.print(
-        f"{counted(steps, 'frame')} of {counted(len(files), 'recording')} to {target}, by the model"
+        f"{counted(steps, 'step')} of {counted(len(files), 'recording')} to {target}, by the model"
         f" of update {trained.spec.update}"
     )
     if skipped:

@@ -6,7 +6,6 @@ of a cell one after another.
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -127,6 +126,8 @@ class UnitCall:
     entered: list[Tensor] = field(default_factory=list)  # the states
     known_lanes: list[Lane] | None = None
     last_detach: Instruction | None = None  # of its last state
+    bidirectional: bool = False
+    carries_backward: bool = False  # the state of its backward direction, too
 
     @property
     def position(self) -> tuple[Any, ...]:
@@ -138,16 +139,19 @@ class Calls:
     """Makes calls of operations, and hands each new one to `on_call`."""
 
     part: View | None = None  # of which the loop took the last single step
+    viewed: Any = None  # the last view that exchanges sizes: a weak reference, the instruction
 
-    def __init__(self, log: Log, table: RootTable, on_call: Callable[[UnitCall], None]) -> None:
-        self.log, self.table, self.on_call = log, table, on_call
+    def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
+        self.log, self.table, self.on_call, self.mixed = log, table, rule.on_call, rule.on_mixed
         self.units: dict[Any, Unit] = {}  # by their key
         self.serials = itertools.count()
+        self.has_layers = False  # a layer or cell of torch is in use
         self.follows_data = False  # the data of a layer are computed in each chunk,
         self.chunk_start = 0  # whose first root has this number
 
     def layer_or_cell(self, op: Operation) -> None:
         """A layer or cell of torch."""
+        self.has_layers = True
         args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
@@ -167,6 +171,9 @@ class Calls:
         elif inputs.dim() == 1:
             call.dims = None, None
         call.inputs = inputs.detach() if layer else None
+        call.bidirectional = layer and bool(args[8 if packed else 7])
+        if self.viewed and self.viewed[0]() is inputs:
+            self.mixed(self.viewed[1])
         states = [state] if isinstance(state, Tensor) else list(state)
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
         dims = call.dims
@@ -258,8 +265,6 @@ class Calls:
         is_known = not any(v and v.root.learned for v in views)
         if is_known and last and _is_copy(states, last.outputs):
             origin, call.cloned = last, True
-        if state:
-            is_known = self._rows(call, state, lane_dim)
         call.has_graph = any(v and v.grad and not v.root.cut for v in views) and any(
             not t.is_leaf for t in states
         )
@@ -272,9 +277,14 @@ class Calls:
             log.recurrent = log.units[unit] = call.instruction
         if origin and origin is last and not self._is_boundary(call, origin):
             return self._continued(origin, call)
+        if state:
+            is_known = self._rows(call, state, lane_dim)
         call.origin = origin
         if origin:
             origin.origin = origin.before = None  # no older call is asked for
+            call.carries_backward = call.bidirectional and equal(
+                [states[0][-1:]], [t[-1:] for t in origin.outputs[:1]]
+            )
         call.states, call.entered = [t.detach().clone() for t in states], states
         if call.before:
             call.before.before, call.before.outputs = None, []

@@ -56,7 +56,10 @@ class View(NamedTuple):
 
     def at(self, index: Mapping[Any, int]) -> int:
         """The storage offset at these indices, 0 in the other dimensions."""
-        return self.offset + sum(index.get(d, 0) * n for d, n in enumerate(self.strides))
+        strides = self.strides
+        return self.offset + sum(
+            i * strides[d] for d, i in index.items() if d is not None and d < len(strides)
+        )
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

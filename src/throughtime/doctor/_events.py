@@ -50,6 +50,40 @@ FIRST_CHUNKS = 20  # chunks watched by operation at the start,
 PERIOD, AGAIN_CHUNKS = 256, 3  # and how often and for how long again
 
 
+class Mode:
+    """The modes in which an outermost module ran."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.training: bool | None = None  # of its last call
+        self.trains = self.evaluates = False  # its calls with a graph since the last step
+        self.trained = False  # steps followed a call in training
+        self.validated = False  # it ran without a graph since its last call in training
+        self.matters = any(
+            isinstance(each, nn.modules.batchnorm._BatchNorm)
+            or (isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0)
+            or (isinstance(each, nn.RNNBase) and each.dropout > 0 and each.num_layers > 1)
+            for each in module.modules()
+        )
+
+    def enters(self, training: bool) -> bool:
+        """Note a call, and whether the mode is another than at the last one."""
+        if training:
+            self.trains, self.validated = True, False
+        elif torch.is_grad_enabled():
+            self.evaluates = True
+        else:
+            self.validated = True
+        changed, self.training = training is not self.training, training
+        return changed
+
+    def at_step(self) -> bool:
+        """Whether a step uses what the module did in evaluation, which is an oversight."""
+        forgotten = self.evaluates and not self.trains and self.trained and self.validated
+        self.trained |= self.trains
+        self.trains = self.evaluates = False
+        return forgotten and self.matters
+
+
 class LoopEvents:
     """Hooks and wrappers of torch, the watcher, and the rules that receive their events."""
 
@@ -60,12 +94,18 @@ class LoopEvents:
         self.watcher = Watcher(self.log, self.state, self._report)
         self._optimizers = weakref.WeakSet[Any]()
         self._last_grads = weakref.WeakKeyDictionary[Any, Any]()  # at the last step
-        self._in_step = False
+        self._in_step = self._paused_step = False
         self._thread = threading.get_ident()
         self._undo: list[Callable[[], Any]] = []
         self._watch_until = FIRST_CHUNKS  # the chunk
         self._in_backward = False
-        self._training: dict[int, bool] = {}  # by outermost module
+        self._modes = weakref.WeakKeyDictionary[nn.Module, Mode]()  # of outermost modules
+        self._outermost: nn.Module | None = None  # the one that runs
+        self._evals = weakref.WeakKeyDictionary[nn.Module, SourceLine | None]()  # calls of eval()
+        self._makers = weakref.WeakKeyDictionary[Any, SourceLine | None]()  # lines of optimizers
+        self._hidden = weakref.WeakKeyDictionary[nn.Module, bool]()  # layers of an attribute's list
+        self._idle = False  # no operation matters until more chunks are watched
+        self._lacking = False  # a step after a backward had no gradient
         self._loaders: weakref.WeakKeyDictionary[Any, SourceLine | None] = (
             weakref.WeakKeyDictionary()
         )
@@ -88,6 +128,8 @@ class LoopEvents:
         self._wrap(torch.autograd, "grad", self._backward)
         self._wrap(torch.optim.Optimizer, "zero_grad", self._zero_grad)
         self._wrap(nn.Module, "zero_grad", self._zero_grad)
+        self._wrap(torch.optim.Optimizer, "__init__", self._init_optimizer)
+        self._wrap(nn.Module, "eval", self._eval)
         self._wrap(torch, "from_numpy", self._from_numpy)
         self._wrap(DataLoader, "__init__", self._init_loader)
         self._wrap(DataLoader, "__iter__", self._iterate_loader)
@@ -158,6 +200,11 @@ class LoopEvents:
         if not watcher.full and not over:
             self.log.add_node(next_sequence() - 1, None)  # those of no instruction end here
         watcher.full, watcher.operations = not over, 0
+        if over and not watcher.calls.has_layers:
+            self._idle = True  # a state by hand is followed only where every operation is recorded
+        elif not over:
+            self._idle = False
+            watcher.resume()
 
     def _before_module(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling() or is_transformed() or self._ignored:
@@ -165,15 +212,39 @@ class LoopEvents:
         log = self.log
         if log.depth == 0:
             log.call += 1
-            log.training = module.training
-            if self._training.setdefault(id(module), module.training) != module.training:
-                self._training[id(module)] = module.training
+            if self._idle:  # not within a backward, which torch runs with the mode off
+                self.watcher.pause()
+            log.training, self._outermost = module.training, module
+            mode = self._modes.get(module) or self._modes.setdefault(module, Mode(module))
+            if mode.enters(module.training):
                 self._watch(AGAIN_CHUNKS)
+        elif log.chunk < FIRST_CHUNKS and isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            self._find_hidden(module)
         log.depth += 1
+
+    def _find_hidden(self, module: nn.Module) -> None:
+        """Note a layer that a plain list or dict of its model holds, which registers nothing."""
+        if module in self._hidden or not self._outermost:
+            return
+        within = list(self._outermost.modules())
+        lists = (v for each in within for v in vars(each).values() if isinstance(v, (list, tuple)))
+        listed = any(len(v) > 1 and any(item is module for item in v) for v in lists)
+        self._hidden[module] = listed and not any(each is module for each in within)
+
+    def _eval(self, original: Any, module: nn.Module) -> Any:
+        self._evals[module] = current_line()
+        return original(module)
+
+    def _init_optimizer(self, original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        original(optimizer, *args, **kwargs)
+        self._optimizers.add(optimizer)
+        self._makers[optimizer] = current_line()
 
     def _after_module(self, *_: Any) -> None:
         if not (torch.compiler.is_compiling() or is_transformed() or self._ignored):
             self.log.depth -= self.log.depth > 0
+            if not self.log.depth:
+                self._outermost = None
 
     def _backward(self, original: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.autograd.backward` or `torch.autograd.grad`."""
@@ -232,11 +303,19 @@ class LoopEvents:
         backward.again = backward.number <= log.boundary
         log.several |= backward.again
         log.roots.add(log.instruction_of(backward.number))
+        if self._lacking:
+            leaves = (n.variable for n in reachable_nodes(root, MAX_NODES) if is_leaf(n))
+            backward.leaves = {id(p) for p in leaves if isinstance(p, nn.Parameter)}
+            if backward.leaves & self._optimized():
+                backward.leaves = set()
         backward.means = mean_terms(root)
         lines = {log.instruction_of(term.number) for term in backward.means}
         count = len(backward.means)
         backward.by_chunk = len(lines) == 1 < count and count - 1 in log.continued.values()
         self._find_sums(root)
+        log.retains |= backward.retain
+        if not log.retains:
+            return
         same = [b for b in log.backwards if b.line == backward.line and b.nodes]
         if (backward.retain or same) and len(same) <= MAX_RETAINED:
             nodes = list(reachable_nodes(root, MAX_NODES))
@@ -274,13 +353,15 @@ class LoopEvents:
         self._optimizers.add(optimizer)
         # a closure would be the user's loop
         self._in_step = True
-        if not args[1:] and not kwargs:
+        self._paused_step = not self.watcher.paused and not args[1:] and not kwargs
+        if self._paused_step:
             self.watcher.pause()
 
     def _after_step(self, optimizer: Any, _: Any, __: Any) -> None:
         if self._ignored:
             return
-        self.watcher.resume()
+        if self._paused_step:
+            self.watcher.resume()
         self.log.steps += 1
         self._in_step = False
         self.watcher.guarded(self._log_step, optimizer)
@@ -294,8 +375,25 @@ class LoopEvents:
         step.lacks = all(p.grad is None or not _has_values(p.grad) for p in parameters)
         step.repeated = grad is not None and grad is last
         step.by_trainer = called_by_trainer(current_frame())
+        step.constructed = self._makers.get(optimizer) or step.line
+        self._lacking = step.lacks and log.chunk > 0
+        step.strangers = log.chunk < FIRST_CHUNKS and self._are_strangers()
+        for module, mode in self._modes.items():
+            first = next(module.parameters(), None)
+            if first is not None and id(first) in step.parameters and mode.at_step():
+                step.evaluating = self._evals.get(module)
         self._last_grads[optimizer] = (lambda: None) if grad is None else weakref.ref(grad)
         self.emit(step)
+
+    def _optimized(self) -> set[int]:
+        """The ids of the parameters of all optimizers."""
+        return {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
+
+    def _are_strangers(self) -> bool:
+        """Whether a layer of a plain list gets gradients that no optimizer uses."""
+        weights = [p for module, hidden in self._hidden.items() if hidden
+                   for p in module.parameters() if p.grad is not None]  # fmt: skip
+        return bool(weights) and not {id(p) for p in weights} & self._optimized()
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
         is_optimizer = isinstance(owner, torch.optim.Optimizer)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from typing import Any, NamedTuple
 
 from throughtime.doctor._autograd import MeanTerm
@@ -42,6 +42,7 @@ class Backward:
     newest: int = 0  # the sequence number of the next node
     boundary: int = -1  # nodes up to this sequence number were created before its end
     means: list[MeanTerm] = field(default_factory=list)
+    leaves: set[int] = field(default_factory=set)  # parameters, after a step that lacked gradients
     # the loss is a sum of the means of all chunks of a recording, computed in one line
     by_chunk: bool = False
     nodes: int = 0  # of a retained graph
@@ -75,6 +76,9 @@ class WeightStep:
     call: int = 0  # calls of modules so far
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
+    constructed: SourceLine | None = None  # the line that made the optimizer, or that of the step
+    strangers: bool = False  # gradients arrived, but at parameters that no optimizer has
+    evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
     by_trainer: bool = False
 
 
@@ -90,11 +94,19 @@ class Sum:
 
 
 @dataclass(slots=True, eq=False)
+class Clip:
+    """A call that clips gradients."""
+
+    parameters: set[int]
+    line: SourceLine | None
+
+
+@dataclass(slots=True, eq=False)
 class Close:
     """The end of the loop, without an error."""
 
 
-Event = Backward | Clear | WeightStep | Sum | Close
+Event = Backward | Clear | WeightStep | Sum | Clip | Close
 
 
 class Fault(NamedTuple):
@@ -114,6 +126,8 @@ class Log:
     """The events of a loop, the position in it, and the nodes of its graph by number."""
 
     events: list[Event] = field(default_factory=list)
+    backwards: list[Backward] = field(default_factory=list)  # those among the events
+    retains: bool = False  # a backward has retained its graph
     chunk: int = 0  # backward calls so far
     call: int = 0  # calls of outermost modules so far
     depth: int = 0  # modules that run now, one inside the other
@@ -159,13 +173,19 @@ class Log:
     def append(self, event: Event) -> None:
         """Add an event, and forget the oldest."""
         self.events.append(event)
-        if len(self.events) > 2 * MAX_EVENTS:
-            del self.events[:MAX_EVENTS]
+        if isinstance(event, Backward):
+            self.backwards.append(event)
+        for events in (self.events, self.backwards):
+            if len(events) > 2 * MAX_EVENTS:
+                del events[:MAX_EVENTS]
 
-    @property
-    def backwards(self) -> list[Backward]:
-        """The backwards remembered."""
-        return [event for event in self.events if isinstance(event, Backward)]
+    def clip(self, parameter: int, line: SourceLine | None) -> None:
+        """Record that the gradient of a parameter is clipped."""
+        last = self.events[-1] if self.events else None
+        if isinstance(last, Clip) and last.line == line:
+            last.parameters.add(parameter)
+        else:
+            self.append(Clip({parameter}, line))
 
     def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""
@@ -178,12 +198,12 @@ class Log:
 
     def before(self, step: WeightStep) -> list[Event]:
         """The events between a step and the step of the same optimizer before it."""
-        past = self.events[: self.events.index(step)]
 
         def is_later(event: Event) -> bool:
             return not isinstance(event, WeightStep) or event.optimizer != step.optimizer
 
-        return list(takewhile(is_later, reversed(past)))[::-1]
+        past = dropwhile(lambda event: event is not step, reversed(self.events))
+        return list(takewhile(is_later, islice(past, 1, None)))[::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""

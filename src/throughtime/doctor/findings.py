@@ -1,9 +1,13 @@
 """The findings of the doctor: the codes, one finding, and the list of them."""
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 
 from throughtime.doctor._frames import INDICES, SourceLine
 from throughtime.errors import ConfigError, DiagnosisError
@@ -128,6 +132,21 @@ CODES: dict[str, tuple[str, str]] = {
             " h = h.index_copy(1, rows, new.detach())"
         ),
     ),
+    "TT212": (
+        (
+            "the state of a bidirectional layer is carried: its backward direction ends at the"
+            " first step of a chunk, and the next chunk lies behind it"
+        ),
+        (
+            "one direction, bidirectional=False, for a stream; or carry the forward direction"
+            " alone: keep = torch.tensor([1.0, 0.0]).repeat(layers).view(-1, 1, 1), then h = keep *"
+            " h.detach(); or whole recordings, without a carried state"
+        ),
+    ),
+    "TT213": (
+        "a view mixes the rows of the inputs: the sizes are exchanged, the elements stay in place",
+        "x.transpose(0, 1) or x.permute(...) in place of view or reshape, which move no element",
+    ),
     "TT301": (
         "means over chunks of unequal length are summed into one step without weights",
         (
@@ -146,8 +165,27 @@ CODES: dict[str, tuple[str, str]] = {
         "optimizer.step() without a backward before it: nothing is trained",
         "loss.backward() before optimizer.step()",
     ),
+    "TT305": (
+        "parameters get gradients, but no optimizer has them: they are not trained",
+        (
+            "make the optimizer after the model, of all that is trained; layers of a list in"
+            " nn.ModuleList([...]), parameters in nn.ParameterList([...])"
+        ),
+    ),
+    "TT306": (
+        (
+            "gradients are clipped where there is nothing to clip: after the step, or before the"
+            " backward pass"
+        ),
+        "in this order: loss.backward(); nn.utils.clip_grad_norm_(...); optimizer.step()",
+    ),
+    "TT307": (
+        "training goes on in the mode of the validation before it: dropout and batch norm are off",
+        "model.train() after the validation, before the next training step",
+    ),
 }
 
+IMPORT = " (import throughtime as tt)"
 # Fixes of special cases.
 LOST_DETACH = "A detach returns a new tensor, and the result of this call is not kept."
 BACKWARD_FIRST = (
@@ -163,6 +201,34 @@ CLEAR_AFTER_STEP = (
     "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
     " backward"
 )
+
+
+def in_chinese() -> bool:
+    """Whether the environment asks for Chinese; LC_ALL counts more than LC_MESSAGES and LANG."""
+    languages = (os.environ.get(name) for name in ("LC_ALL", "LC_MESSAGES", "LANG"))
+    return next(filter(None, languages), "").startswith("zh")
+
+
+@cache
+def catalogue() -> dict[str, str]:
+    """The Chinese texts by the English ones, both with `{}` for what differs."""
+    return json.loads(Path(__file__).with_name("zh.json").read_text(encoding="utf-8"))
+
+
+def translated(text: str) -> str:
+    """A text of one or several sentences of the catalogue in the user's language."""
+    result, rest = list[str](), text
+    while rest and in_chinese():
+        for english, chinese in catalogue().items():
+            pattern = re.escape(english).replace(r"\{\}", "(.*?)")
+            if match := re.match(pattern + r"(?: (?=[A-Z])|$)", rest):
+                values = (catalogue().get(value, value) for value in match.groups())
+                result.append(chinese.format(*values))
+                rest = rest[match.end() :]
+                break
+        else:
+            return text
+    return "".join(result) or text
 
 
 def detached(path: str) -> str:
@@ -214,14 +280,17 @@ class Finding:
 
     def __str__(self) -> str:
         name = f" [{self.tensor}]" if self.tensor else ""
-        chunks = (
-            f" (created in chunk {self.created_in}, used in chunk {self.used_in})"
-            if self.created_in and self.used_in
-            else ""
-        )
+        chunks = f" (created in chunk {self.created_in}, used in chunk {self.used_in})"
+        usual = CODES[self.code][0]
+        detail = self.message.removeprefix(usual).removeprefix(". ")
+        parts = [translated(usual), translated(detail)]
+        message = "。" if in_chinese() else ". "
+        message = message.join(filter(None, parts))
+        message += translated(chunks) if self.created_in and self.used_in else ""
+        fix = translated(self.fix.removesuffix(IMPORT)) + IMPORT * self.fix.endswith(IMPORT)
         return (
-            f"{self.code} {SourceLine(self.file, self.line)}{name} {self.message}{chunks}\n"
-            f"      write: {self.fix}\n      see:   {self.page}"
+            f"{self.code} {SourceLine(self.file, self.line)}{name} {message}\n"
+            f"      {translated('write:')} {fix}\n      {translated('see:  ')} {self.page}"
         )
 
 
@@ -287,7 +356,7 @@ class FindingList:
         page = f"{PAGES_URL}/{code}.md"
         fix = fix or usual_fix
         if "tt." in fix:
-            fix += " (import throughtime as tt)"
+            fix += IMPORT
         finding = Finding(code, line.file, line.line, tensor, created, used, text, fix, page)
         self.items.append(finding)
         if self.strict:

@@ -3,11 +3,14 @@
 import re
 import weakref
 from collections.abc import Callable
+from enum import Enum
+from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 
 from throughtime.doctor._autograd import behind_copies
@@ -18,6 +21,7 @@ from throughtime.doctor._frames import (
     Instruction,
     carrying_variable,
     current_frame,
+    current_line,
     user_frame,
 )
 from throughtime.doctor._log import Event, Log, Sum
@@ -27,6 +31,7 @@ from throughtime.doctor._torch_private import (
     base_of,
     current_mode,
     is_transformed,
+    mode_depth,
     root_of,
     sequence,
     version_of,
@@ -39,10 +44,22 @@ MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
 RECURRENT = LAYERS | CELLS
 DETACHES = frozenset(["detach", "data", "detach_"])
 KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
+VIEWS = {"view", "reshape"}
 STEPS = {"__getitem__", "unbind", "select"}  # those that take a part
 # add_, __setitem__ and __iadd__, but not __int__ and so on
 IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
+CLIP_FILE = clip_grad.__file__
 GETTERS = {"data", "grad", "T", "mT", "H"}
+QUESTIONS = {"dim", "size", "numel", "stride", "is_complex", "is_floating_point", "is_contiguous",
+             "storage_offset", "__len__"}  # fmt: skip
+
+
+class Role(Enum):
+    """What an operation is to the doctor."""
+
+    RECURRENT = 1
+    QUESTION = 2  # of the form of a tensor, not of its values
+    OTHER = 3
 
 
 class Loss(NamedTuple):
@@ -62,29 +79,29 @@ class Watcher(TorchFunctionMode):
     def __init__(self, log: Log, state: StateRule, emit: Callable[[Event], None]) -> None:
         super().__init__()
         self.log, self.emit, self.table = log, emit, RootTable()
-        self.calls = state.calls = Calls(log, self.table, state.on_call)
+        self.calls = state.calls = Calls(log, self.table, state)
         self.losses: dict[int, Loss] = {}
         # the last detaches: the result, the number of the tensor's node, the instruction
         self.detached: list[tuple[Any, int, Instruction]] = []
         self.kept_detaches: set[Instruction] = set()
         self._instructions: dict[tuple[int, int], Instruction] = {}
         self.busy = False  # the doctor itself is at work
-        self.paused = False  # an optimizer is at work, and this is no mode
+        self.paused = 0  # the depth of the stack of modes below this one, while it is no mode
         self.closed = False  # after the doctor; on a user's stack it then only passes on
         self.full = True  # every operation is recorded, not only recurrent ones and those of data
         self.internal_error: Exception | None = None
         self.operations = 0  # recorded since the last backward
 
     def pause(self) -> None:
-        """Stop being the current mode while an optimizer is at work."""
+        """Stop being the current mode while nothing that matters is at work."""
         if current_mode() is self:
+            self.paused = mode_depth()
             self.__exit__(None, None, None)
-            self.paused = True
 
     def resume(self) -> None:
-        """Be the current mode again."""
-        if self.paused:
-            self.paused = False
+        """Be the current mode again, unless inside a mode of the user's that began meanwhile."""
+        if self.paused == mode_depth() + 1:
+            self.paused = 0
             self.__enter__()
 
     def close(self) -> None:
@@ -95,9 +112,10 @@ class Watcher(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.closed or self.busy:
+        role = role_of(func)
+        if self.closed or self.busy or (role is Role.QUESTION and not self.detached):
             return func(*args, **kwargs)
-        if not self.full and operation_name(func) not in RECURRENT:
+        if not self.full and role is not Role.RECURRENT:
             result = func(*args, **kwargs)
             if func is not Tensor.detach and _is_new_data(result) and not _is_replaced():
                 self._record_for(current_frame(1), func, args, kwargs, result)
@@ -111,8 +129,10 @@ class Watcher(TorchFunctionMode):
         if iterates:
             func = torch.unbind
         result = func(*args, **kwargs)
-        if (isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__) and (
-            not isinstance(func, ATTRIBUTE_GETTER) or self._is_recorded(func, current_frame(1))
+        if isinstance(func, ATTRIBUTE_GETTER) and operation_name(func) == "grad":
+            self._note_read(args, current_frame(1))
+        if role is not Role.QUESTION and (
+            isinstance(result, (Tensor, tuple, list)) or func is Tensor.__setitem__
         ):
             self._record_for(current_frame(1), func, args, kwargs, result)
         return iter(result) if iterates else result
@@ -125,12 +145,14 @@ class Watcher(TorchFunctionMode):
         if frame is not caller and not caller.f_code.co_filename.startswith(STATE):
             self.detached.clear()  # a library's own
 
-    def _is_recorded(self, getter: Any, frame: FrameType) -> bool:
-        """Whether the getter of an attribute gives another form of its tensor."""
-        name = operation_name(getter)
-        if name == "grad" and user_frame(frame) is frame:  # not a library's read
+    def _note_read(self, args: Any, frame: FrameType) -> None:
+        """Note a read of a gradient, by the user's code or to clip it."""
+        if user_frame(frame) is frame:
             self.log.reads += 1
-        return name in GETTERS
+        elif frame.f_code.co_filename == CLIP_FILE and frame.f_back:
+            outer = frame if "max_norm" in frame.f_locals else frame.f_back
+            if outer.f_locals.get("max_norm") != float("inf"):  # which only measures the norm
+                self.log.clip(id(args[0]), current_line())
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
         """Run the doctor's own work: unwatched, and without failing the user's loop."""
@@ -174,8 +196,8 @@ class Watcher(TorchFunctionMode):
         op.is_choice = not first.requires_grad and (
             func is torch.autograd.grad or (learned and _is_discrete(first))
         )
-        if name in STEPS and first.dim() < inputs[0].dim():
-            self.calls.part = self.table.view(inputs[0], new=not learned)
+        if name in VIEWS | STEPS:
+            self._record_view(op)
         if name in DETACHES and inputs[0].requires_grad and not inputs[0].is_leaf:
             self._record_detach(op)
         if first.grad_fn and (self.full or name in RECURRENT):
@@ -219,6 +241,21 @@ class Watcher(TorchFunctionMode):
         if not is_parameter and op.name not in KEPT_IN_PLACE:
             self.table.change(op)
         return is_parameter
+
+    def _record_view(self, op: Operation) -> None:
+        """Record a part of a tensor, or a view that exchanges its sizes and mixes the rows."""
+        before, after = op.inputs[0], op.outputs[0]
+        if op.name in STEPS:
+            if after.dim() < before.dim():
+                learned = any(t.requires_grad for t in op.inputs)
+                self.calls.part = self.table.view(before, new=not learned)
+            return
+        sizes = [[n for n in tensor.shape if n > 1] for tensor in (before, after)]
+        if sizes[0] == sizes[1] or sorted(sizes[0]) != sorted(sizes[1]):
+            return
+        view = self.table.view(before, new=not before.requires_grad)
+        if not view or view.root.shape != after.shape:  # a view of a view may be as it was
+            self.calls.viewed = weakref.ref(after), op.instruction
 
     def _record_detach(self, op: Operation) -> None:
         source, instruction = op.inputs[0], op.instruction
@@ -332,6 +369,21 @@ def tensors(tree: Any, depth: int = 3) -> list[Tensor]:
     return [tensor for branch in tree for tensor in tensors(branch, depth - 1)]
 
 
+@lru_cache(maxsize=4096)
+def role_of(func: Any) -> Role:
+    """The role of an operation."""
+    name = operation_name(func)
+    getter = isinstance(func, ATTRIBUTE_GETTER) and name not in GETTERS
+    return (
+        Role.RECURRENT
+        if name in RECURRENT
+        else Role.QUESTION
+        if getter or name in QUESTIONS
+        else Role.OTHER
+    )
+
+
+@lru_cache(maxsize=4096)
 def operation_name(func: Any) -> str:
     """The name of an operation; for a getter that of the attribute."""
     name = getattr(func, "__name__", "")

@@ -3,6 +3,7 @@
 Shapes: `n` rows read, `D` columns, `N` rows per frame.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -293,6 +294,8 @@ def check_columns(table: Table, names: Sequence[str], role: str) -> None:
     elif missing:
         hint = did_you_mean(missing[0], table.columns)
         hint = f"; {listed(missing, quoted=True)} missing{hint}" if missing != [*names] else hint
+        if len(available) == 1 and (signs := re.findall(r"[,;\t|]", *available)):
+            hint = f": was it read without sep={signs[0]!r}?"
     elif names:
         return
     raise DataError(f"{table.path}: {role} {what} {listed(table.columns, quoted=True)}{hint}")

@@ -1,8 +1,8 @@
 """The rules of backwards and steps: where gradients arrive, and which graphs grow.
 
-Codes TT102, TT104, TT203, TT301, TT302 and TT304. Each rule is a function of the log of a loop and
-of its last event, and yields the faults that it finds; `AT` lists them by event. A rule that fails
-does not stop the loop: the doctor stores the exception as `internal_error`.
+Codes TT102, TT104, TT203, TT301, TT302 and TT304 to TT307. Each rule is a function of the log of a
+loop and of its last event, and yields the faults that it finds; `AT` lists them by event. A rule
+that fails does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
 import itertools
@@ -10,7 +10,17 @@ from collections.abc import Callable, Iterator
 
 from throughtime.doctor._autograd import FREED, MeanTerm, reaches_unusable
 from throughtime.doctor._frames import SourceLine, container_of, line_of
-from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, Sum, WeightStep
+from throughtime.doctor._log import (
+    Backward,
+    Clear,
+    Clip,
+    Close,
+    Event,
+    Fault,
+    Log,
+    Sum,
+    WeightStep,
+)
 from throughtime.doctor.findings import (
     CLEAR_AFTER_STEP,
     LOST_DETACH,
@@ -137,6 +147,32 @@ def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
         yield Fault("TT304", event.line, detail)
 
 
+def strange_parameters(log: Log, event: WeightStep) -> Iterator[Fault]:
+    """TT305: the parameters that get gradients are in no optimizer."""
+    leaves = [e.leaves for e in log.before(event) if isinstance(e, Backward)]
+    if event.strangers or any(leaves):
+        yield Fault("TT305", event.constructed, after=REPEATS)
+
+
+def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
+    """TT306: every clip since the last step comes before any backward."""
+    past = log.before(event)
+    number = next((i for i, e in enumerate(past) if isinstance(e, Backward)), 0)
+    clips = [
+        (i, e.line)
+        for i, e in enumerate(past)
+        if isinstance(e, Clip) and e.parameters & event.parameters
+    ]
+    if clips and clips[-1][0] < number:
+        yield Fault("TT306", clips[-1][1], after=REPEATS)
+
+
+def never_trained_again(_: Log, event: WeightStep) -> Iterator[Fault]:
+    """TT307: a step in the mode of the validation before it."""
+    if event.evaluating:
+        yield Fault("TT307", event.evaluating, after=REPEATS)
+
+
 def retained(log: Log, event: Event) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach one chunk further back."""
     if isinstance(event, Close):
@@ -237,6 +273,9 @@ AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
         cleared_before_use,
         never_cleared,
         step_without_backward,
+        strange_parameters,
+        clipped_early,
+        never_trained_again,
     ),
     Sum: (summed,),
     Close: (

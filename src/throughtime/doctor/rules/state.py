@@ -1,9 +1,10 @@
 """Rules of the state, over the calls of a unit in order.
 
 Where each call's state comes from, and how its data lie after those of that call: a state that is
-not carried (TT201), carried with an endless graph (TT202), detached at every step (TT203), or
-carried where it does not belong (TT204 to TT208, TT210); batch and time exchanged (TT209). A lane
-is a row of the batch; a recording is one unbroken sequence of data.
+not carried (TT201, of a bidirectional layer TT212), carried with an endless graph (TT202),
+detached at every step (TT203), or carried where it does not belong (TT204 to TT208, TT210); batch
+and time exchanged (TT209) or mixed (TT213). A lane is a row of the batch; a recording is one
+unbroken sequence of data.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall, equal
 from throughtime.doctor._data import Lane, Root
-from throughtime.doctor._frames import SourceLine, line_of
+from throughtime.doctor._frames import Instruction, SourceLine, line_of
 from throughtime.doctor._log import Fault, Log
 from throughtime.doctor._order import follows, raw_roots, relation, same_start
 
@@ -61,6 +62,10 @@ class StateRule:
         self.entered: dict[Root, Fault] = {}  # roots that a state of another recording entered
         self.exchanged: list[UnitCall] = []  # in this chunk, by what shows that batch and time are
         self.stepwise: list[UnitCall] = []  # of the last chunk, detached at every step
+
+    def on_mixed(self, view: Instruction) -> None:
+        """TT213: the inputs of a layer are a view that mixes their rows."""
+        self.report(Fault("TT213", line_of(view), after=CHUNKS))
 
     def on_call(self, call: UnitCall) -> None:
         """Compare a call with the one that its state comes from, or that it follows."""
@@ -195,6 +200,8 @@ class StateRule:
     def _goes_on(self, call: UnitCall, origin: UnitCall) -> None:
         unit = call.unit
         unit.carried = unit.in_order = True
+        if call.carries_backward:
+            self._add("TT212", call, "", CHUNKS)
         if unit.fresh and not unit.fresh.zeros:
             unit.fresh = None
         self._moves_on(unit)
