@@ -298,8 +298,12 @@ def test_a_search_says_that_it_goes_on_and_ends_within_ten_seconds(
 
 
 def test_a_method_by_its_name_is_refused_with_the_line_to_write() -> None:
-    with pytest.raises(ModelError, match=r"call=lambda m, x, state: m\.GRU\(x, state\)"):
-        tt.carry(RequiresState(), call="GRU")
+    name: Any = "forward"
+    with pytest.raises(ModelError, match=r"call=lambda m, x, state: m\.forward\(x, state\)"):
+        tt.carry(RequiresState(), call=name)
+    name = "step"  # a step of the module itself
+    with pytest.raises(ModelError, match=r"call=lambda m, x, state: m\(x, state\)"):
+        tt.carry(RequiresState(), call=name)
 
 
 INPUTS, UNITS = 4, 5

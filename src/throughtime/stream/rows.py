@@ -294,7 +294,7 @@ def check_columns(table: Table, names: Sequence[str], role: str) -> None:
     elif missing:
         hint = did_you_mean(missing[0], table.columns)
         hint = f"; {listed(missing, quoted=True)} missing{hint}" if missing != [*names] else hint
-        if len(available) == 1 and (signs := re.findall(r"[,;\t|]", *available)):
+        if len(available) == 1 and (signs := re.findall(r"[,;\t|]", table.columns[0])):
             hint = f": was it read without sep={signs[0]!r}?"
     elif names:
         return
