@@ -239,6 +239,8 @@ class LoopEvents:
         original(optimizer, *args, **kwargs)
         self._optimizers.add(optimizer)
         self._makers[optimizer] = current_line()
+        for mode in self._modes.values():
+            mode.trained = False  # another phase, which may train in evaluation by intention
 
     def _after_module(self, *_: Any) -> None:
         if not (torch.compiler.is_compiling() or is_transformed() or self._ignored):

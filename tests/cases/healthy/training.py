@@ -151,3 +151,32 @@ def trains_again_after_validation():
             for i in range(80, 120, 10):
                 y, h = model(x[i : i + 10], h)
         model.train()
+
+
+def fine_tuned_in_evaluation():
+    """After a validation, another optimizer trains on, with dropout off by intention."""
+    torch.manual_seed(58)
+    x = torch.randn(241, 2, 3).cumsum(0) / 8
+    model = nn.ModuleList([nn.Dropout(0.2), nn.GRU(3, 6), nn.Linear(6, 3)])
+    net = Chained(model)
+    for rate in (1e-2, 1e-4):
+        optimizer, h = torch.optim.SGD(net.parameters(), rate), torch.zeros(1, 2, 6)
+        for i in range(0, 240, 12):
+            y, h = net(x[i : i + 12], h.detach())
+            optimizer.zero_grad()
+            F.mse_loss(y, x[i + 1 : i + 13]).backward()
+            optimizer.step()
+        net.eval()
+        with torch.no_grad():
+            print(F.mse_loss(net(x[:-1], torch.zeros(1, 2, 6))[0], x[1:]))
+
+
+class Chained(nn.Module):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, x, h):
+        dropout, gru, out = self.parts
+        y, h = gru(dropout(x), h)
+        return out(y), h
