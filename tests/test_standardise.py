@@ -224,3 +224,56 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(offsets: Path, tmp_path: P
     run("predict", tmp_path / "run", offsets / "r19.csv", "--out", tmp_path / "p.npy")
     said = run("train", offsets, *options[:-1], "last:3", "--out", tmp_path / "no", ok=False)
     assert "--standardise last:3: expected split, recording, none or first:N" in said
+
+
+def test_a_layer_of_other_steps_or_of_targets_alone_is_refused() -> None:
+    data = [{"inputs": np.random.default_rng(0).normal(9, 3, (90, 3)), "targets": np.ones((90, 1))}]
+
+    def played(how: str, *layers: nn.Module) -> None:
+        stream = tt.Stream(data, lanes=1, chunk=30, standardise=how)
+        net, gradient = tt.carry(nn.Sequential(*layers)), tt.Truncated(30)
+        next(iter(tt.updates(net, stream, nn.MSELoss(), gradient=gradient)))
+
+    split = tt.Stream(data, lanes=1, chunk=30, standardise="split")
+    with pytest.raises(ModelError, match="another standardisation or none"):
+        played("split", nn.GRU(3, 1), Standardise.of(split, "targets"))
+    with pytest.raises(ModelError, match="another standardisation or none"):
+        played("first:40", Standardise(3, steps=20), nn.GRU(3, 1))
+    played("first:40", Standardise(3, steps=40), nn.GRU(3, 1))
+
+
+@pytest.mark.parametrize("steps", [200, 300, 1000])
+def test_rounding_is_no_deviation_of_a_constant_column(steps: int) -> None:
+    data = [{"inputs": np.full((steps, 1), 0.7)}]
+    stream = tt.Stream(data, lanes=1, chunk=steps, standardise="recording")
+    assert next(iter(stream)).inputs.abs().max() < 1e-12
+
+
+def test_recordings_of_several_widths_have_no_common_statistics() -> None:
+    data = [{"inputs": np.ones((50, width))} for width in (3, 1)]
+    stream = tt.Stream(data, lanes=1, chunk=10, standardise="split")
+    with pytest.raises(DataError, match="has 1 columns of inputs, those before it 3"):
+        Standardise.of(stream)
+
+
+def test_a_model_refuses_inputs_of_another_width(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    generator = np.random.default_rng(0)
+    for name in "ab":
+        x = generator.normal(size=(200, 2))
+        np.savez(tmp_path / "data" / f"{name}.npz", x=x, y=x[:, 0] > 0)
+    words = ["--inputs", "x", "--targets", "y", "--updates", "2", "--lanes", "1"]
+    run("train", tmp_path / "data", *words, "--out", tmp_path / "out")
+    np.savez(tmp_path / "narrow.npz", x=generator.normal(size=(200, 1)))
+    complaint = run("predict", tmp_path / "out", tmp_path / "narrow.npz", ok=False)
+    assert "has 1 input columns, the model was trained on 2" in complaint.replace("\n", " ")
+
+
+def test_a_run_does_not_go_on_with_columns_of_other_names(tmp_path: Path) -> None:
+    rows = "\n".join(f"{t % 7},{t % 5},{t % 3}" for t in range(300))
+    data, out = tmp_path / "machine.csv", tmp_path / "out"
+    data.write_text(f"speed,load,heat\n{rows}\n")
+    run("train", data, *("--targets", "heat", "--task", "regress"), "--updates", "2", "--out", out)
+    data.write_text(f"wind,load,heat\n{rows}\n")
+    complaint = run("train", "--resume", out, "--updates", "4", ok=False)
+    assert "inputs were ('speed', 'load') and are now ('wind', 'load')" in complaint

@@ -51,10 +51,15 @@ def check_standardised(net: nn.Module, stream: Stream) -> None:
     """
     how = stream.standardise
     kind = {"split": Affine, "recording": WholeRecording}.get(str(how), Standardise)
+    layers = [
+        part
+        for part in net.modules()
+        if isinstance(part, kind) and not getattr(part, "inverse", False)
+    ]
+    if kind is Standardise:
+        layers = [part for part in layers if how == f"first:{part.steps}"]
     plain = any(r is not standardised(r) for r in stream.recordings)
-    if (how and not any(isinstance(part, kind) for part in net.modules())) or (
-        plain and needs_whole_recordings(net)
-    ):
+    if (how and not layers) or (plain and needs_whole_recordings(net)):
         raise ModelError(
             f"the stream has standardise={how!r}, and the net has another standardisation or none:"
             " write net = tt.carry(nn.Sequential(tt.nn.Standardise.of(stream), module)), and give"

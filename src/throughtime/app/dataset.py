@@ -142,7 +142,7 @@ def recordings_for(
     chosen = split or next((name for name in ("test", "valid") if name in named), default)
     own = entries if chosen == "all" else entries_of(entries, (chosen,))
     sources = open_recordings(own, spec.layout, targets=targets)
-    played, share = in_splits(sources, spec.standardise), config.holdout
+    played, share = _fitting(sources, spec), config.holdout
     splits, _ = split_recordings(played, 0.0 if chosen == "all" else share)
     if split is None and data is None and set(splits) == {"train"}:
         raise DataError(
@@ -180,8 +180,24 @@ def open_recording(
     name = ";".join(Path(table.path).name for table in tables)
     entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
     source = open_entry(entry, tables, spec.layout, targets=False)
-    ((_, recording),) = in_splits(check_sources([source], spec.layout), spec.standardise)
+    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec)
     return recording
+
+
+def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[str, Recording]]:
+    """The split of each recording, and the recording.
+
+    Raises:
+        DataError: another number of input columns than that of the model.
+    """
+    for recording in (source.recording for source in sources):
+        width = recording.read(0, 1).inputs.size
+        if width != spec.features:
+            raise DataError(
+                f"{recording.name}: has {width} input columns, the model was trained on"
+                f" {spec.features} ({listed(spec.layout.inputs)})"
+            )
+    return in_splits(sources, spec.standardise)
 
 
 def as_played(

@@ -47,7 +47,7 @@ def progress(phase: str, done: int, total: int) -> None:
 
 
 _SHOWN = 3  # recordings with the same fault
-_OWN = re.compile(r"\S*/\S*|\d+")  # paths and numbers
+_OWN = re.compile(r"('[^']*')|\S*/\S*|\d+")  # paths and numbers, but not within quotes
 _CLOSE = 1e-6  # relative: a rate computed from a duration is not exact
 _MEASURED = 0.02  # relative: time stamps are rounded, and clocks drift
 
@@ -158,7 +158,7 @@ def once(faults: Mapping[str, str]) -> list[str]:
     """
     groups = dict[str, dict[str, str]]()
     for name, text in faults.items():
-        key = _OWN.sub("", text.replace(f"'{name}'", ""))
+        key = _OWN.sub(r"\1", text.replace(f"'{name}'", ""))
         groups.setdefault(key, {})[name] = text
     texts = list[str]()
     for group in groups.values():
@@ -343,8 +343,14 @@ def collect_statistics(
     Args:
         recordings: those of one split.
         task: whether the targets are classes, labels or numbers.
+
+    Raises:
+        DataError: recordings with different numbers of columns.
     """
     statistics = Statistics()
+    widths = {recording.name: recording.read(0, 1).inputs.size for recording in recordings}
+    if len({*widths.values()}) > 1:
+        raise DataError(f"all recordings need the same number of input columns, got {widths}")
     for recording in recordings:
         statistics.add(recording, task)
     return statistics

@@ -92,6 +92,8 @@ class RunFolder:
         """
         if self._lock is not None:
             return
+        if self.path.is_file():
+            raise RunError(f"{self.path} is a file: give the run a folder")
         self.path.mkdir(parents=True, exist_ok=True)
         path, lock = self.path / ".lock", ExitStack()
         try:

@@ -26,10 +26,11 @@ from throughtime.app.optimizer import make_optimizer, make_policy, make_schedule
 from throughtime.app.run_folder import RunFolder, plain_settings
 from throughtime.app.user_class import remember
 from throughtime.distributed import Ranks
-from throughtime.errors import ConfigError
+from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
 from throughtime.gradient import seed_generators
+from throughtime.stream.manifest import join_faults
 
 _SIZES = ("hidden", "layers", "dropout")  # an own module must take those that are set
 NOT_VALIDATED = (
@@ -91,6 +92,7 @@ class Training:
         folder.facts, folder.description = self.dataset.facts(), asdict(dataset.spec)
         folder.checkpoint_every = config.checkpoint_every
         folder.kept = {
+            "spec": folder.description,
             "settings": plain_settings(config),
             "code": {named.setting: named.sha256() for named in config.code()},
         }
@@ -143,7 +145,7 @@ class Training:
         Raises:
             RunError: the folder holds no run, or one of other settings, or code that is not
                 trusted.
-            DataError: the data cannot be read; `run` refuses others than those of the run.
+            DataError: the columns have changed; `run` refuses other recordings.
         """
         folder = RunFolder(path)
         config = folder.read_config()
@@ -157,6 +159,14 @@ class Training:
             training = cls(own.changed(**longer), folder, ranks)
             training.resumed, folder.patient = True, bool(longer)
             if saved is not None:
+                now, before = folder.description["layout"], saved["spec"]["layout"]
+                if changed := [key for key in now if before.get(key, now[key]) != now[key]]:
+                    raise DataError(
+                        f"the data of {path} have changed since the run was started: "
+                        + join_faults(
+                            [f"{k} were {before[k]!r} and are now {now[k]!r}" for k in changed]
+                        )
+                    )
                 training.done = Fit(**saved["done"])
         except BaseException:
             folder.unlock()

@@ -270,9 +270,9 @@ class Moments:
 
     @property
     def scale(self) -> Array:
-        """Standard deviations; 1 for a constant column."""
+        """Standard deviations; 1 for a constant column, whose deviation may be rounding."""
         deviation = np.sqrt(self.spread / np.maximum(self.count, 1))
-        return np.where(deviation > 0, deviation, 1.0)
+        return np.where(deviation > 1e-12 * np.abs(self.mean), deviation, 1.0)
 
 
 def read_blocks(recording: Recording) -> Iterator[tuple[int, StepArrays]]:
@@ -298,7 +298,13 @@ def moments_of(recordings: Sequence[Recording], role: str = "inputs") -> Moments
         for _, steps in read_blocks(recording):
             if role not in steps.by_role:
                 raise DataError(f"recording '{recording.name}' has no {role} to standardise")
-            moments.add(as_columns(steps.by_role[role]))
+            values = as_columns(steps.by_role[role])
+            if moments.count.any() and moments.count.shape != values.shape[1:]:
+                raise DataError(
+                    f"recording '{recording.name}' has {values.shape[1]} columns of {role}, those"
+                    f" before it {len(moments.count)}; expected the same in all"
+                )
+            moments.add(values)
     return moments
 
 

@@ -96,9 +96,10 @@ class Stream:
             before it ended the last epoch; `tt.updates` passes it on. The first epoch starts from
             the initial state. All parts of a recording but the last are equally long.
         standardise: by which statistics the inputs are standardised: "split", those of all these
-            recordings; "recording", those of each whole one; "first:400", those of the first 400
-            steps of each, as they arrive. The net does it, and is saved and exported with it: put
-            `tt.nn.Standardise.of(stream)` before its first layer, or `tt.updates` refuses the net.
+            recordings; "recording", those of each one; "first:400", those of the first 400 steps of
+            each, as they arrive, and anew where a recording is cut. The net does it, and is saved
+            and exported with it: put `tt.nn.Standardise.of(stream)` before its first layer, or
+            `tt.updates` refuses the net.
         workers: 0 reads when needed; "thread" prefetches in a thread, a number in so many worker
             processes. No number changes. Processes keep arrays as they were at the first read: they
             miss what is written into an array later.
