@@ -90,6 +90,11 @@ class ChangesInPlace(TensorState):
         return y, h
 
 
+class DropsInEvaluation(HidesLayer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout(x))
+
+
 class IgnoresItsState(Rotation):
     """Continues from an attribute that `initial_state` zeroes: wrong for one lane alone."""
 
@@ -104,6 +109,7 @@ class IgnoresItsState(Rotation):
 
 
 MUTANTS: list[tuple[Callable[[], nn.Module], str]] = [
+    (DropsInEvaluation, "two equal calls in evaluation mode give different outputs"),
     (HiddenBeside, "depends on attributes beside its state"),
     (NormalisesTime, "changes the outputs of earlier steps"),
     (LooksAhead, "changes the outputs of earlier steps"),
