@@ -288,13 +288,13 @@ class ModuleAdapter(Adapter):
     def leaf_names(self, state: State) -> list[str]:
         if isinstance(self.module, RECURRENT):
             return ["h"] if isinstance(state, Tensor) else ["h", "c"]
-        ports = self.convention.ports
-        layers = {n for n in ports if isinstance(self.module.get_submodule(n), RECURRENT)}
-        names = [(path, *path.rpartition(".")[::2]) for path in shapes_of(state)]
-        return [
-            f"{path}.h" if path in layers else f"{n}.{'hc'[int(leaf)]}" if n in layers else path
-            for path, n, leaf in names
-        ]
+        is_of_ports = type(state) is dict and state.keys() == self.convention.ports.keys()
+        names: list[str] = []
+        for path, part in (state if is_of_ports else {"": state}).items():
+            is_layer = isinstance(self.module.get_submodule(path), RECURRENT)
+            leaves = "hc"[: len(trees.tensors(part))] if is_layer else shapes_of(part)
+            names += [".".join(filter(None, (path, leaf))) for leaf in leaves]
+        return names
 
     def explain(self) -> str:
         c, x = self.convention, self.example
@@ -535,7 +535,7 @@ def layer_adapter(layer: nn.RNNBase | nn.RNNCellBase) -> LayerAdapter:
         arguments=("hx",),
         result=() if is_cell else (1,),
         outputs=(OutputLayout((0,) if has_items else (), order, (width,)),),
-        lanes=LaneLayout.infer({n: layer_zeros(layer, n) for n in (3, 2)}, weight),
+        lanes=LaneLayout.infer({n: layer_zeros(layer, n) for n in (3, 2)}),
     )
     adapter = LayerAdapter(layer, convention, weight.new_zeros(1, 1, layer.input_size))
     adapter.hints = None

@@ -530,8 +530,6 @@ def _distance(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().to_dense(), b.detach().to_dense()
     if not a.numel() or (a.dtype == b.dtype and torch.equal(a, b)):  # usually: one operator
         return 0.0
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.cpu().to(wide), b.cpu().to(wide)
+    a, b = (t.cpu().to(torch.promote_types(t.dtype, torch.float64)) for t in (a, b))
     distance = (a - b).abs().nan_to_num(math.inf, math.inf)  # one NaN would hide the others
-    same = (a == b) | (a.isnan() & b.isnan())
-    return float(distance.masked_fill(same, 0).max())
+    return float(distance.masked_fill(torch.isclose(a, b, 0, 0, equal_nan=True), 0).max())

@@ -125,7 +125,9 @@ class OutputLayout:
                 )
             t, b = min(t, 1), 1 - min(t, 1)
             y = y.reshape(*((lanes, steps) if t else (steps, lanes)), *self.features)
-        return y.movedim((t, b), (0, 1))[skip:]
+        if (t, b) != TIME_FIRST:
+            y = y.movedim((t, b), (0, 1))
+        return y[skip:] if skip else y
 
 
 class LaneDim(NamedTuple):
@@ -162,15 +164,13 @@ class LaneLayout:
 
     dims: tuple[LaneDim, ...] = ()
     example: State = ()  # zeros, lanes first, one lane
-    weight_dtype: torch.dtype | None = None  # of the module when this was inferred
 
     @classmethod
-    def infer(cls, states: dict[int, State], weight: Tensor | None) -> "LaneLayout":
+    def infer(cls, states: dict[int, State]) -> "LaneLayout":
         """Find the lanes by comparing states for two numbers of lanes.
 
         Args:
             states: by the number of lanes; one only for a module that takes no other.
-            weight: of the module.
 
         Raises:
             StateError: a tensor has no such dimension, or trees of different structure.
@@ -179,10 +179,8 @@ class LaneLayout:
         if rows[0].keys() != rows[-1].keys():
             raise StateError(f"the state has the tensors {[*rows[0]]} and {[*rows[-1]]}")
         dims = tuple(_lane_dim(name, counts, [row[name] for row in rows]) for name in rows[0])
-        layout = cls(dims, (), None if weight is None else weight.dtype)
-        first = layout.lanes_first(states[counts[0]])
-        zeros = trees.map_leaves(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), first)
-        return replace(layout, example=zeros)
+        first = cls(dims).lanes_first(states[counts[0]])
+        return cls(dims, trees.map_leaves(lambda leaf: torch.zeros_like(leaf[:1]), first))
 
     def lanes_first(self, state: State) -> State:
         """The state with its lanes moved to the front."""
@@ -201,7 +199,7 @@ class LaneLayout:
     def fill(self, start: Any, lanes: int, weight: Tensor | None) -> State:
         """The state of all lanes, lanes first, on the device of the module.
 
-        It has the dtype of the module's weights, if it had that when this was inferred.
+        Floating numbers have the dtype of the module's weights.
 
         Args:
             start: in the layout of the module, of one lane, or without a dimension for lanes; None
@@ -214,7 +212,7 @@ class LaneLayout:
         """
 
         def zero(leaf: Tensor) -> Tensor:
-            like = leaf if weight is None or leaf.dtype != self.weight_dtype else weight
+            like = weight if weight is not None and leaf.is_floating_point() else leaf
             device = leaf.device if weight is None else weight.device
             return like.new_zeros(lanes, *leaf.shape[1:], device=device)
 

@@ -387,7 +387,7 @@ class Search:
         shapes = [*map(shapes_of, states.values())]
         if len(shapes) == 2 and shapes[0] == shapes[1]:
             raise MisfitError("it has a state without a dimension for lanes")
-        return replace(c, lanes=LaneLayout.infer(states, weight_of(self.module)))
+        return replace(c, lanes=LaneLayout.infer(states))
 
     # ------------------------------------------------------------ the proof
 

@@ -43,8 +43,7 @@ class ConstantRandomness(TorchFunctionMode):
             positional = dict(zip(("input", "p", "training"), args, strict=False))
             options: dict[str, Any] = {"p": 0.5, "training": True} | positional | kwargs
             if options["p"] and options.get("train", options["training"]):
-                x, in_place = options["input"], name.endswith("_") or options.get("inplace") is True
-                return x.mul_(0.75) if in_place else x * 0.75
+                return options["input"] * 0.75
         result = func(*args, **kwargs)
         if name in _DRAWS and isinstance(result, Tensor) and result.is_floating_point():
             with torch.no_grad():

@@ -18,7 +18,6 @@ from throughtime.carry._calls import (
     layer_adapter,
 )
 from throughtime.carry._inside import RECURRENT
-from throughtime.carry._layout import LaneLayout
 from throughtime.carry._refusal import bidirectional_error, refusal
 from throughtime.carry._search import Search
 from throughtime.carry._trial import (
@@ -44,11 +43,7 @@ class UnknownAdapter(Adapter):
         self.hints = hints
 
     def initial_state(self, lanes: int) -> State:
-        method: Any = getattr(self.module, "initial_state", None)
-        if self.hints != Hints() or not callable(method):
-            self.run(lanes)
-        layout = LaneLayout.infer({count: method(count) for count in (3, 2)}, None)
-        return layout.lanes_first(method(lanes))
+        return self.run(lanes)
 
     def run(self, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise StateError(
