@@ -5,7 +5,7 @@ Shapes: `T` steps, `B` lanes, `C` outputs.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
