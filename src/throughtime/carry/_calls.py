@@ -219,8 +219,8 @@ class Convention:
     @property
     def start_name(self) -> str:
         """What a recording starts from."""
-        if self.start in (None, OWN):
-            return OWN if self.start or self.attributes else "zeros"
+        if self.start in (None, OWN, *ZEROS):
+            return OWN if self.start == OWN or self.attributes else "zeros"
         return f"module.{self.start}(...)" if isinstance(self.start, str) else "start(...)"
 
     def arrange(self, x: Tensor) -> tuple[Any, ...]:
@@ -553,7 +553,12 @@ def layer_zeros(module: nn.Module, lanes: int) -> State:
     return (h, c) if isinstance(layer, (nn.LSTM, nn.LSTMCell)) else h
 
 
-ZEROS = (layer_zeros,)  # a start
+def joined_zeros(module: nn.Module, lanes: int) -> Tensor:
+    """That state as one tensor: `(lanes, 2H)` of an LSTM, as agents keep it."""
+    return torch.cat(trees.tensors(layer_zeros(module, lanes)), -1)
+
+
+ZEROS = ((layer_zeros,), (joined_zeros,))  # starts that are guessed
 
 
 def call_method(module: nn.Module, name: str, lanes: int, example: Tensor) -> State:

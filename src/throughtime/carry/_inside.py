@@ -33,7 +33,7 @@ INPUT_NAMES = {
     *("emb", "tokens", "features", "sequence", "seq", "frame", "signal", "u"),
 }
 STATE_NAME = re.compile(
-    r"(^|_)(h|c|hx|cx|hxs|h0|c0|hc|s|m|mems|syn|cache|carry|past|context|buffer|hid\w*|state\w*"
+    r"^[sm]$|(^|_)(h|c|hx|cx|hxs|h0|c0|hc|mems|syn|cache|carry|past|context|buffer|hid\w*|state\w*"
     r"|cell\w*|mem\w*)(_|$)"
 )
 

@@ -440,10 +440,10 @@ class Laboratory:
     def _start(self) -> float:
         adapter: Any = self.adapter
         c = self._c
-        if c.start not in (None, OWN, ZEROS) and not c.attributes:
+        if c.start not in (None, OWN, *ZEROS) and not c.attributes:
             return 0.0  # the user says it, or the author in a method for that
         x, calls = self.x if c.call == "chunk" else self.x[:1], list[Any]()
-        for start in (None, ZEROS) if c.start == ZEROS else (c.start,):
+        for start in (None, c.start) if c.start in ZEROS else (c.start,):
             with suppress(Exception):  # it needs a state
                 calls = calls or [self._own(x, start, c.call) for _ in range(2)]
         if not calls:
