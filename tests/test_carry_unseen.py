@@ -306,6 +306,12 @@ def test_lines_are_those_that_work() -> None:
 
     assert "requires 'lengths', and all lanes" in said(Lengths())
 
+    class Named(Starting):
+        def forward(self, x: Any, state: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(torch.cat([x["speed"], x["angle"]], 1), state)
+
+    assert "inputs=lambda x: {'speed': x[..., :N], 'angle': x[..., :N]})" in said(Named())
+
     class BatchFirst(nn.Module):
         def __init__(self) -> None:
             super().__init__()

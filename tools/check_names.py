@@ -69,7 +69,7 @@ PARTS = {
     "root": Part(18_000, 18_000),
     "stream": Part(32_884, 25_000),
     "kernels, nn": Part(16_177, 16_000),
-    "carry": Part(26_797, 20_000, modules=11),
+    "carry": Part(26_861, 20_000, modules=11),
     "gradient": Part(18_500, 18_500, modules=10),
     "diagnose": Part(12_000, 12_000),
     "doctor": Part(31_144, 18_000),

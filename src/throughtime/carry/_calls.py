@@ -312,9 +312,8 @@ class ModuleAdapter(Adapter):
         ]
         lines = [
             f"{type(self.module).__name__}: called with {inputs}: {CALLS[c.call]}"
-            + f", after {past} steps of the past" * bool(past)
-            + ", fewer at a start" * c.is_bare,
-            *([f"state: {c.where}"] if c.where else []),
+            + f", after {past} steps of the past" * bool(past),
+            *[f"state: {c.where}"] * bool(c.where),
             f"leaves, lanes first: {', '.join(shapes)}",
             f"start: {c.start_name}",
         ]

@@ -5,6 +5,8 @@ Shapes: `T` steps, `B` lanes.
 
 import inspect
 import re
+from collections import defaultdict
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from throughtime.carry._inside import RECURRENT, is_turned, names_state, paramet
 from throughtime.carry._laws import LAWS, Law
 from throughtime.carry._layout import MisfitError, path_name
 from throughtime.carry._search import PATIENCE, Failure, Search
-from throughtime.carry._trial import reach_of
+from throughtime.carry._trial import quiet, reach_of
 from throughtime.errors import ModelError
 
 LENGTH = "len"  # in the name of an argument that no state has
@@ -76,7 +78,7 @@ def refusal(search: Search, convention: Convention | None, link: str) -> ModelEr
     nearest = max(search.failures, key=lambda failure: failure.stage, default=Failure(0, None))
     law, c = nearest.law, nearest.convention
     text = _uncallable(search, nearest.error) if law is None else broken(module, law, c)
-    late = f" The search ended after {PATIENCE:.0f} s." if search.is_late else ""
+    late = f" The search ended after {PATIENCE:.0f} s." * search.is_late
     line, start = "", _start(search, nearest)
     is_written = search.hints.inputs or search.hints.call
     if law is not None and law.name in ("random", "start"):
@@ -125,26 +127,39 @@ def _uncallable(search: Search, error: Exception | None) -> str:
     module, hints = search.module, search.hints
     if not has_forward(module) and not hints.call:
         return "has no forward, so the call must be written."
-    text = "" if hints.inputs or hints.call else _arguments(module)
+    text = "" if hints.inputs or hints.call else _keys(search) or _arguments(module)
     if not text and search.is_callable and not search.has_state:
         text = _stateless(search)
     past = reach_of(module)
-    if not text and past and not hints.context and isinstance(error, MisfitError):
-        text = (
-            f"{error}. If it is a convolution over time that shortens the"
-            f" sequence, keep the steps before a chunk: tt.carry(module, context={past})"
-        )
     if not text and isinstance(error, MisfitError):
         text = str(error)
+        if past and not hints.context:
+            text += (
+                ". If it is a convolution over time that shortens the sequence, keep the steps"
+                f" before a chunk: tt.carry(module, context={past})"
+            )
     if not text:
-        what = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
         text = f"the call that came furthest failed: {what}"
         if not hints.inputs and not hints.call:
             text += (
-                ". Inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x:"
+                "; inputs that are several arguments or a dict: tt.carry(module, inputs=lambda x:"
                 " ...)"
             )
     return f"cannot be carried: {text}."
+
+
+def _keys(search: Search) -> str:
+    """The line for a forward that reads its inputs as a dict; empty for others."""
+    keys = defaultdict[str, Tensor](lambda: search.x[0])
+    required = [p for p in parameters_of(search.module.forward)[1:] if p.default is p.empty]
+    with suppress(Exception), quiet(search.x.device):
+        search.twins[-1].module(keys, *[None] * len(required))
+    parts = ", ".join(f"{key!r}: x[..., :N]" for key in keys)
+    return parts and (
+        f"its forward reads {', '.join(map(repr, keys))} in its inputs, as in a dict: write"
+        f" tt.carry(module, inputs=lambda x: {{{parts}}}), with all that it reads"
+    )
 
 
 def _arguments(module: nn.Module) -> str:
@@ -210,7 +225,7 @@ def _call(search: Search) -> str:
     steps = [n for n in own if "step" in n or not has_forward(module)]
     name = f"m.{steps[0]}" if steps else "m"
     parameters = parameters_of(getattr(module, [*steps, "forward"][0]))
-    if any(LENGTH in p.name for p in parameters if p.default is p.empty):
+    if any(LENGTH in p.name for p in parameters if p.default is p.empty) or _keys(search):
         return ""  # inputs= says them
     if len(parameters) < 2:
         return "" if search.is_callable else f"{name}((x, state))"

@@ -226,11 +226,7 @@ def prepared(adapter: Adapter, x: Tensor, steps: int = 0, link: str = "") -> Ada
     convention = search.find()
     before = adapter if isinstance(adapter, ModuleAdapter) else None
     if convention is None or len(search.choices) > 1:
-        error = refusal(search, convention, link)
-        if before is not None:
-            carried = ", ".join(["T", "B", *map(str, before.example.shape[2:])])
-            error.add_note(f"throughtime: the module was carried with inputs ({carried})")
-        raise error
+        raise refusal(search, convention, link)
     if link and not convention.is_stateful:
         return StatelessAdapter(adapter.module)
     if before is not None and before.convention.where == convention.where:
