@@ -13,7 +13,7 @@ from throughtime.doctor import CODES, Doctor, doctor, findings
 from throughtime.doctor.findings import catalogue
 
 FOLDER = Path(findings.__file__).parent
-SPECIAL = ("LOST_DETACH", "BACKWARD_FIRST", "OWN_LOSS", "NO_GRAD", "CLEAR_AFTER_STEP")
+SPECIAL = ("BACKWARD_FIRST", "OWN_LOSS", "NO_GRAD")
 
 
 def template(node: ast.expr) -> str | None:

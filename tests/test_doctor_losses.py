@@ -101,28 +101,6 @@ def test_the_advice_for_a_sum_that_is_trained_on_is_a_backward_of_its_last_term(
     assert not diagnose(sum_that_is_trained_on, fix=True)
 
 
-def states_in_a_loop(kept: bool) -> None:
-    cells, states = [nn.GRUCell(3, 4), nn.GRUCell(4, 4)], [torch.zeros(2, 4), torch.zeros(2, 4)]
-    for chunk in series(80, 2, 3).split(10):
-        for x in chunk:
-            for i, cell in enumerate(cells):
-                states[i] = cell(states[i - 1] if i else x, states[i])
-        states[-1].square().mean().backward()
-        if kept:
-            states = [state.detach() for state in states]
-        else:
-            for state in states:
-                state = state.detach()  # noqa: PLW2901
-
-
-def test_a_detach_whose_result_is_rebound_is_named_with_what_to_write() -> None:
-    finding, *_ = diagnose(states_in_a_loop, kept=False)
-    line = states_in_a_loop.__code__.co_firstlineno + 11
-    assert (finding.code, finding.line) == ("TT101", line)
-    assert "states = tt.state.detach(states)" in finding.fix
-    assert not diagnose(states_in_a_loop, kept=True)
-
-
 def fixed_start(size: Callable[[Tensor], int]) -> None:
     gru = nn.GRU(3, 4)
     for x in torch.randn(11, 6, 3).split(4):

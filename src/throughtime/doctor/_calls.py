@@ -26,8 +26,8 @@ from throughtime.doctor._data import (
     rows_of,
 )
 from throughtime.doctor._frames import Instruction
+from throughtime.doctor._graph import storage_of
 from throughtime.doctor._log import Log
-from throughtime.doctor._torch_private import sequence, storage_of
 
 LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
@@ -79,7 +79,8 @@ class Unit:
     samples: bool = False  # its chunks are samples of their own
     reread: bool = False  # it reads each chunk several times
     repeated: "UnitCall | None" = None  # the last call of several on the same inputs
-    trained: int = 0  # the most steps connected before a backward
+    passes_gradients: bool = False  # the loop uses the gradients of its states
+    trained: int = 0  # the most calls connected before a backward
     fresh: Any = None  # its chunks that started from one state
     wrap: Any = None  # its state that entered what it comes from
     ends: "dict[Root | None, UnitCall]" = field(default_factory=dict)  # the last call by recording,
@@ -99,12 +100,12 @@ class UnitCall:
     training: bool | None
     grad: bool
     data: View | None  # the inputs of its first call, without the state,
-    dims: tuple[int | None, int | None] = (0, None)  # and their dimensions of lanes and of time
+    latest: View | None  # of the last one,
+    second: View | None = None  # and of the second
+    dims: tuple[int | None, int | None] = (0, None)  # their dimensions of lanes and of time
     steps: int = 1
     batch_sizes: Tensor | None = None  # of packed data, the lanes at each step
     count: int = 1  # calls of the layer or cell
-    second: View | None = None  # the data of the second and of the last of them
-    latest: View | None = None
     origin: "UnitCall | None" = None  # the call that its state comes from,
     rows: list[int] | None = None  # the lane in it of each lane,
     step: int | None = None  # its step, if it is not the last,
@@ -117,8 +118,6 @@ class UnitCall:
     before: "UnitCall | None" = None  # the last call of the unit
     graph_steps: int = 0  # steps connected in one graph
     graph_calls: int = 1  # calls of the unit connected in one graph
-    part: View | None = None  # of which its steps are taken,
-    parts: int = 0  # and the changes of it
     inputs: Tensor | None = None  # of a layer, without their graph
     repeats: int = 0  # calls or chunks before it, one after the other, that read the same data
     run: int = 0  # steps in a row whose state was detached, the last ones
@@ -138,11 +137,10 @@ class UnitCall:
 class Calls:
     """Makes calls of operations, and hands each new one to `on_call`."""
 
-    part: View | None = None  # of which the loop took the last single step
     viewed: Any = None  # the last view that exchanges sizes: a weak reference, the instruction
 
     def __init__(self, log: Log, table: RootTable, rule: Any) -> None:
-        self.log, self.table, self.on_call, self.mixed = log, table, rule.on_call, rule.on_mixed
+        self.log, self.table, self.rule = log, table, rule
         self.units: dict[Any, Unit] = {}  # by their key
         self.serials = itertools.count()
         self.has_layers = False  # a layer or cell of torch is in use
@@ -155,7 +153,6 @@ class Calls:
         args, inputs, layer = op.args, op.inputs[0], op.name in LAYERS
         packed = layer and isinstance(args[3] if len(args) > 3 else None, (list, tuple))
         state, weights = args[2:4] if packed else args[1:3]
-        time_dim = None if packed or not layer else int(args[8] and inputs.dim() > 2)
         weight, data = weights[0] if layer else weights, self._data(inputs)
         # weights that are no parameters may be made anew for each call
         key = id(weight) if isinstance(weight, nn.Parameter) else op.instruction
@@ -165,7 +162,8 @@ class Calls:
         call = self._new(key, op, data)
         if packed:
             call.steps, call.dims, call.batch_sizes = len(args[1]), (None, None), args[1]
-        elif time_dim is not None:
+        elif layer:
+            time_dim = int(args[8] and inputs.dim() > 2)
             call.steps = inputs.shape[time_dim]
             call.dims = (None if inputs.dim() == 2 else 1 - time_dim), time_dim
         elif inputs.dim() == 1:
@@ -173,7 +171,7 @@ class Calls:
         call.inputs = inputs.detach() if layer else None
         call.bidirectional = layer and bool(args[8 if packed else 7])
         if self.viewed and self.viewed[0]() is inputs:
-            self.mixed(self.viewed[1])
+            self.rule.on_mixed(self.viewed[1])
         states = [state] if isinstance(state, Tensor) else list(state)
         of_state = (1 if states[0].dim() > 2 else None) if layer else call.dims[0]
         dims = call.dims
@@ -195,6 +193,27 @@ class Calls:
         """What inputs were read from; `None` if that is not known."""
         view = self.table.view(tensor, new=not tensor.requires_grad)
         return view if view and (view.root.known or view.root.data is not None) else None
+
+    def detached(self, source: Tensor, instruction: Instruction) -> None:
+        """A state without its graph, unless the states of other units keep theirs."""
+        view = self.table.view(source, new=False)
+        if source.is_leaf or not view or not (call := view.root.behind):
+            return
+        others = [c for c in call.parents if c.unit is not call.unit and c.chunk == call.chunk]
+        at = None if any(c.has_graph for c in others) else instruction
+        for each in (call, *others):
+            each.last_detach = at
+
+    def note_gradients(self, leaves: list[Tensor]) -> None:
+        """Note that the loop uses the gradients of tensors that were detached."""
+        for view in (self.table.view(tensor, new=False) for tensor in leaves):
+            if view and view.root.behind:
+                view.root.behind.unit.passes_gradients = True
+
+    def next_chunk(self) -> None:
+        """Drop what the next chunk does not need."""
+        self.chunk_start = next(self.table.numbers)
+        self.table.drop_freed()
 
     def by_hand(self, op: Operation, frame: FrameType) -> None:
         """Any other operation; it is a step of a unit if it takes in a result of its own."""
@@ -252,8 +271,7 @@ class Calls:
         if before and before.chunk < log.chunk:
             unit.trained = max(unit.trained, before.graph_calls)
         return UnitCall(unit, op.instruction, next(self.serials), log.chunk, log.call, log.batch,
-                    log.training, torch.is_grad_enabled(), data, latest=data, before=before,
-                    part=self.part)  # fmt: skip
+                    log.training, torch.is_grad_enabled(), data, data, before=before)  # fmt: skip
 
     def _add(self, call: UnitCall, states: list[Tensor], lane_dim: int | None) -> UnitCall:
         """Add a call, or its steps to the one that its state comes from."""
@@ -268,8 +286,6 @@ class Calls:
         call.has_graph = any(v and v.grad and not v.root.cut for v in views) and any(
             not t.is_leaf for t in states
         )
-        numbers = (sequence(t.grad_fn) for t in states if t.grad_fn)
-        log.lost_states |= {log.lost_detaches[n] for n in numbers if n in log.lost_detaches}
         others = (v.root.behind for v in views if v and v.root.behind)
         call.parents = tuple(c for c in others if c.unit is not unit)
         call.graph_steps = call.steps
@@ -289,7 +305,7 @@ class Calls:
         if call.before:
             call.before.before, call.before.outputs = None, []
         if unit.confirmed and (is_known and (origin or not call.has_graph)):
-            self.on_call(call)
+            self.rule.on_call(call)
         else:
             unit.first = unit.first or call
         call.entered, call.inputs = [], None
@@ -304,8 +320,6 @@ class Calls:
         call.run = call.run + 1 if is_cut else 0
         if call.run + 1 >= MIN_DETACHES:
             call.stepwise = call.last_detach
-        call.parts += self.part != call.part
-        call.part = self.part
         call.second = step.data if call.count == 1 else call.second
         call.steps, call.count, call.latest = call.steps + step.steps, call.count + 1, step.data
         call.serial, call.model_call, call.has_graph = step.serial, step.model_call, step.has_graph

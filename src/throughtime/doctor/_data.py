@@ -11,7 +11,7 @@ epoch makes anew.
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from throughtime.doctor._torch_private import base_of, storage_of, version_of
+from throughtime.doctor._graph import base_of, storage_of, version_of
 
 SPAN = 2**40  # storage offsets of a root; an element's number is root.number * SPAN + offset
 MAX_LANES, FEW_LANES = 12, 2  # lanes compared; a wrong order shows in the first ones
 MAX_MOVED = 200_000  # elements of a tensor whose moves are followed
-MAX_DEPTH, MAX_LEVELS = 24, 4  # copies of copies; computations between data and a recurrence
+MAX_DEPTH = 24  # copies of copies
 MAX_ROOTS = 4096  # storages after which freed ones are dropped
 SAMPLES = 61  # values by which a copy is recognised
-PACK = "_pack_padded_sequence"
 # operations that move elements, those that join tensors, and those that write into their first
-MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim", PACK}
+MOVES = {"__getitem__", "index_select", "flip", "roll", "gather", "take_along_dim",
+         "_pack_padded_sequence"}  # fmt: skip
 JOINS = {"stack", "cat", "concat", "concatenate", "pad_sequence"}
 WRITES = {"__setitem__", "index_copy", "index_copy_"}
 # those that map the last dimension alone, whose results are an order, are no data, are new data
@@ -42,7 +42,6 @@ FROM_ARRAY = {"tensor", "as_tensor", "asarray", "from_numpy"}
 EDITS = {"mul", "__mul__", "__rmul__", "where", "masked_fill", "masked_fill_", "mul_", "__imul__",
          "lerp", "index_fill", "__setitem__"}  # fmt: skip
 Kind = Literal["data", "state"]
-KINDS: tuple[Kind, Kind] = ("data", "state")
 
 
 class View(NamedTuple):
@@ -54,12 +53,9 @@ class View(NamedTuple):
     strides: tuple[int, ...]
     grad: bool = False  # the tensor requires a gradient
 
-    def at(self, index: Mapping[Any, int]) -> int:
+    def at(self, index: dict[Any, int]) -> int:
         """The storage offset at these indices, 0 in the other dimensions."""
-        strides = self.strides
-        return self.offset + sum(
-            i * strides[d] for d, i in index.items() if d is not None and d < len(strides)
-        )
+        return self.offset + sum(index.get(d, 0) * n for d, n in enumerate(self.strides))
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -87,7 +83,6 @@ class Root:
     cloned: bool = False
     cut: bool = False  # the graph ends between that call and it
     behind: Any = None  # the last recurrent call that it depends on
-    detach: Any = None  # the instruction of its last detach
 
     def become(self, call: Any, lane_dim: int | None) -> None:
         """It holds the result of a recurrent call."""
@@ -118,12 +113,13 @@ class Lane(NamedTuple):
 
     def joined(self, second: "Lane", last: "Lane", count: int) -> "Lane":
         """The lane from this step to the last one, for cells."""
+        if last.root is not self.root:
+            return self
         step = self.step or (second.first - self.first if second.root is self.root else 0)
         ahead = frozenset([step, 2 * step]) if step else last.ahead
         if last.last - self.first != step * (count - 1):
             ahead = frozenset[int]()  # steps are passed over: it may go on anywhere
-        return self if last.root is not self.root else Lane(self.root, self.first, last.last, step,
-                                                            ahead)  # fmt: skip
+        return Lane(self.root, self.first, last.last, step, ahead)
 
 
 class RootTable:
@@ -133,23 +129,21 @@ class RootTable:
         self.roots: dict[int, Root] = {}
         self.by_number: weakref.WeakValueDictionary[int, Root] = weakref.WeakValueDictionary()
         self.numbers = itertools.count(1)
-        self.most = MAX_ROOTS
         self.samples: dict[Any, Root] = {}  # raw data by some of their values
         self.arrays: dict[int, tuple[Any, Root]] = {}  # those that own their memory
 
     def view(self, tensor: Tensor, *, new: bool = True) -> View | None:
         """A tensor as a view of its root; `new` makes a root of raw data where there is none."""
-        if tensor.layout is not torch.strided or not tensor.numel():
+        if not storage_of(tensor) or not tensor.numel():
             return None
         root = self.roots.get(storage_of(tensor))
-        if not root or root.version != (0 if tensor.is_inference() else version_of(tensor)):
+        root = None if root and root.alive.expired() else root
+        if not root or root.version != version_of(tensor):
             if not (new or root):
                 return None
-            base = base_of(tensor)
-            whole, changed = tensor if base is None else base, root is not None
-            root = self.add(whole)
+            changed, root = root is not None, self.add(base_of(tensor))
             root.known = not changed
-            root = root if changed else self._recognised(whole, root)
+            root = root if changed else self._recognised(base_of(tensor), root)
         return View(root, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(),
                     tensor.requires_grad)  # fmt: skip
 
@@ -161,17 +155,16 @@ class RootTable:
             tuple(tensor.shape),
             tensor.stride(),
             StorageWeakRef(tensor.untyped_storage()),
-            0 if tensor.is_inference() else version_of(tensor),
+            version_of(tensor),
         )
         self.roots[storage_of(tensor)] = self.by_number[root.number] = root
-        if len(self.roots) > self.most:
+        if len(self.roots) % MAX_ROOTS == 0:
             self.drop_freed()
         return root
 
     def drop_freed(self) -> None:
         """Forget the roots of freed storages."""
         self.roots = {key: root for key, root in self.roots.items() if not root.alive.expired()}
-        self.most = 2 * len(self.roots) + MAX_ROOTS
         self.arrays = {key: pair for key, pair in self.arrays.items() if pair[0]() is not None}
         for key in list(self.samples)[:-256]:
             del self.samples[key]
@@ -195,10 +188,8 @@ class RootTable:
             index = root.index(at)
             if isinstance(link, Tensor):
                 return link[tuple(index[: link.dim()])]
-            at = sum(
-                (i * n for i, n in zip(index, link.strides, strict=False)), at - at + link.offset
-            )
-            root = link.root
+            moved = (i * n for i, n in zip(index, link.strides, strict=False))
+            root, at = link.root, sum(moved, at - at + link.offset)
         is_origin = root.call if kind == "state" else root.known
         return root.number * SPAN + at if is_origin else at - at
 
@@ -208,39 +199,29 @@ class RootTable:
         origin = self.by_number.get(number)
         return (origin, offset) if origin else None
 
-    def _grid(self, view: View, kind: Kind) -> Tensor:
-        """The number of each element of a tensor."""
-        indices = map(torch.from_numpy, np.indices(view.shape, sparse=True))
-        offset = torch.tensor(view.offset, device="cpu")
-        offsets = sum((n * i for n, i in zip(view.strides, indices, strict=True)), offset)
-        return self._resolve(view.root, offsets, kind).expand(view.shape)
-
     def follow(self, op: Any, out: Tensor, target: View | None = None) -> Root | None:
         """The root of a result; `None` for a view. `target` is what was changed in place."""
-        name, args = op.name, op.args
-        if out.layout is not torch.strided or not out.numel():
+        key, fills = storage_of(out), op.name in FILLS
+        inputs = [t for t in op.inputs if storage_of(t) and not (t.is_leaf and t.requires_grad)]
+        others = [t for t in inputs if storage_of(t) != key]
+        if not key or not out.numel() or (target is None and len(others) < len(inputs)):
             return None
-        inputs = [t for t in op.inputs if not (t.is_leaf and t.requires_grad)]
-        key = storage_of(out)
-        dense = [t for t in inputs if t.layout is torch.strided]
-        if target is None and any(storage_of(t) == key for t in dense):
-            return None
-        sources = [v for t in dense if storage_of(t) != key and (v := self.view(t))]
-        sources = [target, *sources] if target else [] if name in FILLS else sources
+        sources = [view for t in others if (view := self.view(t))]
+        sources = [target, *sources] if target else [] if fills else sources
         root = self.add(out)
         root.learned = any([t.requires_grad for t in op.inputs] + [v.root.learned for v in sources])
         if op.is_choice:
             root.learned = False
             return root
         known = [v for v in sources if v.root.known or v.root.behind]
-        root.is_order = name in ORDERS or (bool(known) and all(v.root.is_order for v in known))
+        root.is_order = op.name in ORDERS or (bool(known) and all(v.root.is_order for v in known))
         if not known:
-            root.known = not (op.inputs or name in FILLS)
-            if name in FROM_ARRAY and isinstance(args[0], np.ndarray):
-                return self.from_array(args[0], out)
+            root.known = not (op.inputs or fills)
+            if op.name in FROM_ARRAY and isinstance(op.args[0], np.ndarray):
+                return self.from_array(op.args[0], out)
             return self._recognised(out, root) if root.known and not root.is_order else root
         if not self._moved(root, op, sources):
-            self._computed(root, op, known, partial=target is not None and name in WRITES)
+            self._computed(root, op, known, partial=target is not None and op.name in WRITES)
         depths = [link.root.depth for link in (root.data, root.state) if isinstance(link, View)]
         root.depth = 1 + max(depths, default=0)
         if root.depth > MAX_DEPTH:  # such as its own predictions, fed back
@@ -249,8 +230,12 @@ class RootTable:
 
     def _moved(self, root: Root, op: Any, sources: list[View]) -> bool:
         """Link the result of an operation that moves elements, by moving their numbers."""
-        name = op.name
-        if name == "__getitem__" and (index := _index_as_data(sources)):
+        name, index = op.name, sources[-1]
+        whole = index.shape == index.root.shape and index.root.data is None
+        if name == "__getitem__" and len(sources) > 1 and not index.root.covered and (
+            len(index.shape) > 1 or not (whole or index.root.is_order)
+        ):  # fmt: skip
+            # the indices of a table are the data themselves, such as numbers of words
             root.data = rows_of(index, root.shape, whole=True)
             root.covered = [] if root.data else list(self.covered(index))
             return True
@@ -268,8 +253,8 @@ class RootTable:
                 return False
         elif name not in MOVES and not (name in WRITES and root.shape == moved[0].shape):
             return False
-        links = root.data, root.state = [self._replayed(op, moved, kind) for kind in KINDS]
-        numbers = {n for link in links for n in (link // SPAN).unique().tolist()}
+        root.data, root.state = (self._replayed(op, moved, kind) for kind in ("data", "state"))
+        numbers = {n for link in (root.data, root.state) for n in (link // SPAN).unique().tolist()}
         root.sources = [self.by_number[n] for n in numbers if n in self.by_number]
         root.behind = max((r.behind for r in root.sources if r.behind), key=_serial, default=None)
         root.edited = any(v.root.edited for v in moved) or name == "__setitem__"
@@ -279,7 +264,13 @@ class RootTable:
 
     def _replayed(self, op: Any, moved: list[View], kind: Kind) -> Tensor:
         """The operation on the numbers of the elements that it moves."""
-        grids: list[Any] = [self._grid(v, kind).to(op.inputs[0].device) for v in moved]
+        grids: list[Any] = []
+        for view in moved:
+            indices = map(torch.from_numpy, np.indices(view.shape, sparse=True))
+            offset = torch.tensor(view.offset, device="cpu")
+            offsets = sum((n * i for n, i in zip(view.strides, indices, strict=True)), offset)
+            numbers = self._resolve(view.root, offsets, kind).expand(view.shape)
+            grids.append(numbers.to(op.inputs[0].device))
         args = [grids if op.name in JOINS else grids[0].clone(), *op.args[1:]]
         if op.name in WRITES:
             args[-1] = grids[1] if len(grids) > 1 else 0
@@ -327,18 +318,17 @@ class RootTable:
 
     def change(self, op: Any) -> None:
         """Record a tensor that an operation changed in place."""
-        target, base = op.inputs[0], base_of(op.inputs[0])
-        whole = target if base is None else base
-        root = self.roots.get(storage_of(target))
-        view = None
-        if root and not (op.name == "copy_" and base is None):
+        whole = base_of(op.inputs[0])
+        root, view = self.roots.get(storage_of(whole)), None
+        if root and not (op.name == "copy_" and whole is op.inputs[0]):
             offset = int(whole.storage_offset())
             view = View(root, offset, tuple(whole.shape), whole.stride(), whole.requires_grad)
         if not self.follow(op, whole, view):
             self.add(whole)
 
-    def lanes(self, view: View, lengths: list[int], dims: tuple[int | None, int | None],
-              starts: list[int]) -> list[Lane]:  # fmt: skip
+    def lanes(
+        self, view: View, lengths: list[int], dims: tuple[Any, Any], starts: list[int]
+    ) -> list[Lane]:
         """The first lanes of a chunk, whose dimensions are those of lanes and of time.
 
         For packed data `starts` has the row where each step begins.
@@ -346,11 +336,11 @@ class RootTable:
         raw = view.root.data is None and not view.root.covered
         lanes = list[Lane]()
         for lane, count in enumerate(lengths[: FEW_LANES if raw else MAX_LANES]):
-            first, second, last = (
-                self.element(view.root, view.at({0: starts[t] + lane} if starts
-                                                else {dims[0]: lane, dims[1]: t}))
+            ends = (
+                {0: starts[t] + lane} if starts else {dims[0]: lane, dims[1]: t}
                 for t in (0, min(1, count - 1), count - 1)
-            )  # fmt: skip
+            )
+            first, second, last = (self.element(view.root, view.at(index)) for index in ends)
             if not (first and second and last and first[0] is second[0] is last[0]):
                 return [] if starts else list(self.covered(view))
             root, step = first[0], second[1] - first[1]
@@ -394,11 +384,3 @@ def rows_of(view: View, shape: tuple[int, ...], *, whole: bool) -> View | None:
     if (view.shape and not lead) or len(shape) > lead + 1 or view.shape[:lead] != shape[:lead]:
         return None
     return View(view.root, view.offset, view.shape[:lead], view.strides[:lead])
-
-
-def _index_as_data(views: list[View]) -> View | None:
-    """The indices of a table, where they are the data themselves, such as numbers of words."""
-    index = views[-1]
-    whole = index.shape == index.root.shape and index.root.data is None
-    is_data = len(index.shape) > 1 or not (whole or index.root.is_order)
-    return index if len(views) > 1 and is_data and not index.root.covered else None

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import dropwhile, islice, takewhile
 from typing import Any, NamedTuple
 
-from throughtime.doctor._autograd import MeanTerm
 from throughtime.doctor._frames import (
     Instruction,
     SourceLine,
@@ -19,7 +18,7 @@ from throughtime.doctor._frames import (
     current_frame,
     variable_path,
 )
-from throughtime.doctor._torch_private import next_sequence
+from throughtime.doctor._graph import MeanTerm, next_sequence
 
 MAX_CHANGES = 5_000  # in-place changes remembered
 MAX_NODES = 50_000  # nodes remembered
@@ -30,38 +29,28 @@ MAX_EVENTS = 4_096  # events remembered, at least
 class Backward:
     """A backward of the user; its facts are those before it ran."""
 
-    root: Any  # the node of the first tensor, if it has one; `None` after the backward
     line: SourceLine
     site: int = 0  # see `call_site`
     retain: bool = False
     is_grad: bool = False  # `torch.autograd.grad`
-    number: int = -1  # the sequence number of the root, -1 without one
+    number: int = -1  # the sequence number of the first tensor's node, -1 without one
     again: bool = False  # another backward has gone through the same forward pass
     chunk: int = 0
     steps: int = 0  # of optimizers before it
     newest: int = 0  # the sequence number of the next node
     boundary: int = -1  # nodes up to this sequence number were created before its end
     means: list[MeanTerm] = field(default_factory=list)
-    leaves: set[int] = field(default_factory=set)  # parameters, after a step that lacked gradients
     # the loss is a sum of the means of all chunks of a recording, computed in one line
     by_chunk: bool = False
-    nodes: int = 0  # of a retained graph
-    oldest: int = 0  # of a retained graph, the smallest sequence number
-    reads: int = 0  # the user's reads of gradients so far
-    versions: dict[int, int] = field(default_factory=dict)  # of parameters, by optimizer
-    fresh: set[int] = field(default_factory=set)  # optimizers whose gradients were cleared by hand
+    reach: int = -1  # of a retained graph: the backwards in this line that it reaches back to
 
 
 @dataclass(slots=True, eq=False)
 class Clear:
-    """A call of `zero_grad`."""
+    """A call that clears gradients."""
 
     parameters: frozenset[int]  # their ids
-    line: SourceLine | None  # `None` within a step
-    useful: set[int] = field(default_factory=set)  # optimizers that had finite gradients, not zero
-    reads: int = 0
-    versions: dict[int, int] = field(default_factory=dict)
-    watched: bool = True  # the user's reads of gradients were watched
+    line: SourceLine | None  # `None` within a step, and by hand
 
 
 @dataclass(slots=True, eq=False)
@@ -83,17 +72,6 @@ class WeightStep:
 
 
 @dataclass(slots=True, eq=False)
-class Sum:
-    """A sum of losses with its graph."""
-
-    instruction: Instruction
-    chunk: int
-    depth: int  # chunks that it goes through, if it goes on from an earlier chunk
-    passes: int  # forward passes since the last backward
-    numbers: tuple[int, ...] = ()  # sequence numbers of the sum and of its last term
-
-
-@dataclass(slots=True, eq=False)
 class Clip:
     """A call that clips gradients."""
 
@@ -106,7 +84,17 @@ class Close:
     """The end of the loop, without an error."""
 
 
-Event = Backward | Clear | WeightStep | Sum | Clip | Close
+Event = Backward | Clear | WeightStep | Clip | Close
+
+
+class Sum(NamedTuple):
+    """A running sum of losses with its graph."""
+
+    number: int  # the sequence number of its node
+    chunk: int
+    call: int  # of the outermost module
+    depth: int = 0  # chunks before this one that it goes through
+    passes: int = 1  # forward passes that it goes through
 
 
 class Fault(NamedTuple):
@@ -127,10 +115,8 @@ class Log:
 
     events: list[Event] = field(default_factory=list)
     backwards: list[Backward] = field(default_factory=list)  # those among the events
-    retains: bool = False  # a backward has retained its graph
     chunk: int = 0  # backward calls so far
     call: int = 0  # calls of outermost modules so far
-    depth: int = 0  # modules that run now, one inside the other
     training: bool | None = None  # of the outermost module that runs
     batch: tuple[int, int] = (0, 0)  # the loader's iterator, and the batch
     random: bool = False  # the loader's sampler does not keep the order of time
@@ -141,7 +127,6 @@ class Log:
     recurrent: Instruction | None = None  # the last call of a recurrent unit
     units: dict[Any, Instruction] = field(default_factory=dict)  # where each was last called
     steps: int = 0  # of optimizers so far
-    reads: int = 0  # the user's reads of `.grad`
     boundary: int = -1  # the largest sequence number before the last backward
     node_numbers: list[int] = field(default_factory=list)  # ascending
     node_instructions: list[Instruction | None] = field(default_factory=list)
@@ -149,25 +134,16 @@ class Log:
     in_place: deque[tuple[int, Any, Instruction, int]] = field(
         default_factory=lambda: deque(maxlen=MAX_CHANGES)
     )
-    earlier: set[Instruction] = field(default_factory=set)  # of earlier chunks
-    current: set[Instruction] = field(default_factory=set)  # and of this one
     # states that entered with a graph of an earlier chunk, by the instruction that took them
     carried: dict[Instruction, list[Variable]] = field(default_factory=dict)
-    used_gradients: set[Instruction] = field(default_factory=set)  # detaches whose gradient is used
-    # calls of detach whose result is discarded: by the sequence number of the tensor, and those of
-    # states
-    lost_detaches: dict[int, Instruction] = field(default_factory=dict)
-    lost_states: set[Instruction] = field(default_factory=set)
     # the last result of each chunk that still exists
     results: dict[Instruction, dict[int, Any]] = field(default_factory=dict)
     targets: int = 0  # elements that the last results were compared with, and where
     compared_at: Instruction | None = None
-    sums: dict[Instruction, Sum] = field(default_factory=dict)  # no backward went through them
-    sent: set[Instruction] = field(default_factory=set)  # sums that one went through
+    sums: dict[Instruction, Sum] = field(default_factory=dict)
+    sent: set[Instruction] = field(default_factory=set)  # sums that a backward went through
     roots: set[Instruction | None] = field(default_factory=set)  # that computed what was sent back
     several: bool = False  # a forward pass has several losses
-    # objects whose holder was looked for, by the line that computed them
-    searches: dict[Instruction, int] = field(default_factory=dict)
     codes: set[str] = field(default_factory=set)  # of the findings so far
 
     def append(self, event: Event) -> None:
@@ -179,22 +155,10 @@ class Log:
             if len(events) > 2 * MAX_EVENTS:
                 del events[:MAX_EVENTS]
 
-    def clip(self, parameter: int, line: SourceLine | None) -> None:
-        """Record that the gradient of a parameter is clipped."""
-        last = self.events[-1] if self.events else None
-        if isinstance(last, Clip) and last.line == line:
-            last.parameters.add(parameter)
-        else:
-            self.append(Clip({parameter}, line))
-
     def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""
-        steps = (
-            event
-            for event in reversed(self.events)
-            if isinstance(event, WeightStep) and event.optimizer == optimizer
-        )
-        return list(islice(steps, most))
+        steps = (event for event in reversed(self.events) if isinstance(event, WeightStep))
+        return list(islice((step for step in steps if step.optimizer == optimizer), most))
 
     def before(self, step: WeightStep) -> list[Event]:
         """The events between a step and the step of the same optimizer before it."""
@@ -231,8 +195,6 @@ class Log:
         self.chunk += 1
         self.continued.clear()
         self.boundary = next_sequence() - 1
-        self.earlier |= self.current
-        self.current = set()
         count = len(self.node_numbers)
         if count > MAX_NODES:
             del self.node_numbers[: count // 2], self.node_instructions[: count // 2]

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator
 from itertools import product
 
-from throughtime.doctor._data import MAX_LEVELS, Lane, Root
+from throughtime.doctor._data import Lane, Root
+
+MAX_LEVELS = 4  # computations between data and a recurrence
 
 
 def follows(before: Lane, after: Lane) -> bool:

@@ -17,14 +17,12 @@ from types import TracebackType
 from typing import Self
 
 from throughtime.doctor._events import LoopEvents
-from throughtime.doctor._frames import error_chain, line_of, remove_doctor_frames
-from throughtime.doctor._log import Log
+from throughtime.doctor._frames import error_chain, line_of
 from throughtime.doctor.findings import Finding, FindingList
 from throughtime.errors import ConfigError, DiagnosisError
 
 _OPEN: list["Doctor"] = []
 NOTE = "tt.doctor: "  # what the notes of an exception begin with
-MAX_LINES = 3  # of recurrent states that the report names
 _NO_STATE = (
     "A recurrent state is that of a layer or cell of torch.nn, or of an operation that uses its own"
     " earlier result. Other processes and threads are not watched, nor is code inside"
@@ -52,12 +50,6 @@ class Coverage:
     recurrences: tuple[str, ...] = ()
     carried: bool = False
 
-    @classmethod
-    def from_log(cls, log: Log) -> "Coverage":
-        """What was watched until now."""
-        lines = dict.fromkeys(str(line_of(instruction)) for instruction in log.units.values())
-        return cls(log.chunk, log.steps, tuple(lines), bool(log.crossed))
-
     @property
     def missing(self) -> str:
         """What a training loop of a recurrent net has and this one lacked; empty if nothing."""
@@ -66,10 +58,8 @@ class Coverage:
     def __str__(self) -> str:
         state = "no recurrent state"
         if self.recurrences:
-            more = len(self.recurrences) - MAX_LINES
-            lines = ", ".join(self.recurrences[:MAX_LINES])
-            state = f"the recurrent state of {lines}{f' and {more} more lines' * (more > 0)}"
-            state += f", {'' if self.carried else 'not '}carried from chunk to chunk"
+            state = f"the recurrent state of {', '.join(self.recurrences)},"
+            state += f" {'' if self.carried else 'not '}carried from chunk to chunk"
         return (
             f"Watched: backward passes: {self.backwards}; optimizer steps: {self.steps}; {state}."
         )
@@ -149,11 +139,15 @@ class Doctor:
         except DiagnosisError as finding:
             raise finding.with_traceback(None) from None
         finally:
-            self.internal_error = events.watcher.internal_error
-            self.coverage = Coverage.from_log(events.log)
+            log, self.internal_error = events.log, events.watcher.internal_error
+            lines = dict.fromkeys(str(line_of(each)) for each in log.units.values())
+            self.coverage = Coverage(log.chunk, log.steps, tuple(lines), bool(log.crossed))
         if error is not None:
-            remove_doctor_frames(error)
-            self._annotate(error)
+            chain = error_chain(error)
+            known = {*map(str, chain), *(n for e in chain for n in getattr(e, "__notes__", []))}
+            for finding in map(str, self.findings):
+                if not known & {finding, NOTE + finding}:
+                    error.add_note(NOTE + finding)
 
     def _stop(self) -> LoopEvents | None:
         """Stop watching; return the events, or `None` if there are none."""
@@ -164,14 +158,6 @@ class Doctor:
         finally:
             _OPEN.clear()
         return events
-
-    def _annotate(self, error: BaseException) -> None:
-        """Add the findings to an exception as notes, those that it and its causes lack."""
-        chain = error_chain(error)
-        notes = "\n".join(note for each in chain for note in getattr(each, "__notes__", []))
-        for finding in self.findings:
-            if str(finding) not in notes and all(str(finding) != str(each) for each in chain):
-                error.add_note(f"{NOTE}{finding}")
 
     def __str__(self) -> str:
         lines = [f"tt.doctor: {self.verdict}", *map(str, self.findings)]

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from throughtime.doctor._autograd import (
+from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
+from throughtime.doctor._graph import (
     CHANGED,
     FREED,
     ChangedTensor,
@@ -26,13 +27,11 @@ from throughtime.doctor._autograd import (
     parameters_of_node,
     reachable_nodes,
     reaches_unusable,
+    sequence,
     stale_edges,
 )
-from throughtime.doctor._frames import Instruction, SourceLine, line_of, user_frame
 from throughtime.doctor._log import Backward, Fault, Log, WeightStep
-from throughtime.doctor._torch_private import sequence
-from throughtime.doctor.findings import BACKWARD_FIRST, LOST_DETACH, OWN_LOSS, detach_fix
-from throughtime.doctor.watcher import tensors
+from throughtime.doctor.findings import BACKWARD_FIRST, OWN_LOSS, detach_fix
 
 MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of this one
 
@@ -40,21 +39,17 @@ MAX_OLD_NODES = 2000  # nodes of an older graph that are compared with those of 
 def explain(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
     """The fault behind an error of a backward from this node; `None` if unknown."""
     if CHANGED in message:
-        return _changed(log, message, root, backward)
+        changed = changed_tensor(root, message)
+        return _changed(log, changed, root, backward) if changed else None
     return _entered(log, root, backward) if FREED in message else None
 
 
-def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | None:
+def _changed(log: Log, changed: ChangedTensor, root: Any, backward: Backward) -> Fault | None:
     """A tensor that was changed in place."""
-    changed = changed_tensor(root, message)
-    if not changed:
-        return None
     user = log.instruction_of(sequence(changed.node))
     detail = f"It is needed by the operation at {line_of(user)}." if user else ""
-    lines = _lines_of_change(log, changed)
-    at, others = next(iter(lines), None), ", ".join(map(str, lines[1:]))
+    at = _line_of_change(log, changed)
     if changed.parameter is None:
-        detail += f" It is also changed at {others}." if others else ""
         return Fault("TT103", at, detail)
     past = log.backwards[_position(log, changed.node) :]
     if not any(each.retain for each in past) and not reaches_unusable(
@@ -65,13 +60,12 @@ def _changed(log: Log, message: str, root: Any, backward: Backward) -> Fault | N
     return _entered(log, root, backward, change)
 
 
-def _lines_of_change(log: Log, changed: ChangedTensor) -> list[SourceLine]:
-    """The lines of the optimizer step or the operations that changed a tensor in place."""
+def _line_of_change(log: Log, changed: ChangedTensor) -> SourceLine | None:
+    """The line of the optimizer step or the operation that changed a tensor in place."""
     number, shape = sequence(changed.node), changed.shape
-    later = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
-    step = next((each for each in later if id(changed.parameter) in each.parameters), None)
-    if step:
-        return [step.line] if step.line else []
+    steps = (e for e in log.events if isinstance(e, WeightStep) and e.number >= number)
+    if step := next((e for e in steps if id(changed.parameter) in e.parameters), None):
+        return step.line
     changes = [
         (list(of), instruction)
         for version, of, instruction, last in log.in_place
@@ -79,7 +73,7 @@ def _lines_of_change(log: Log, changed: ChangedTensor) -> list[SourceLine]:
     ]
     same = [instruction for of, instruction in changes if of == shape]
     larger = [i for of, i in changes if math.prod(of) >= math.prod(shape)]
-    return list(dict.fromkeys(map(line_of, same or larger)))
+    return next(map(line_of, same or larger), None)
 
 
 def _entered(log: Log, root: Any, backward: Backward, change: str = "") -> Fault | None:
@@ -87,15 +81,14 @@ def _entered(log: Log, root: Any, backward: Backward, change: str = "") -> Fault
     if sequence(root) <= log.boundary:
         return _sent_twice(log, root, backward, "", change)
     edges = stale_edges(root, log.boundary)
-    states = [edge for edge in edges if _is_state(log, edge)]
-    if states:
+    if states := [edge for edge in edges if _is_state(log, edge)]:
         return _carried(log, states, backward.line, change)
     if not edges:
         return None
     edge, (entry, name) = edges[0], _entry(log, edges[0])
-    chunks = _chunks(log, edge.old)
-    again = log.backwards[_position(log, edge.old)].site == backward.site
-    if again and entry and entry == log.recurrent and entry in log.earlier:
+    past = log.backwards[_position(log, edge.old)]
+    chunks = past.chunk, log.chunk
+    if entry and entry == log.recurrent and past.site == backward.site:
         fix = f"compute {name or 'the state'} anew before each backward, inside the loop"
         return Fault("TT101", line_of(entry), "It is computed only once.", name, chunks, fix)
     if not _alike(log, reachable_nodes(root, above=log.boundary), _below(edge)):
@@ -137,11 +130,12 @@ def _instructions(log: Log, nodes: Iterable[Any]) -> dict[Instruction | None, se
 
 def _entry(log: Log, edge: StaleEdge) -> tuple[Instruction | None, str]:
     """The instruction that takes the old tensor in, and the path of the tensor."""
+
+    def matches(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.grad_fn is edge.old
+
     entry = log.instruction_of(sequence(edge.entry)) or log.recurrent
-    name = log.state_name(
-        entry, lambda value: isinstance(value, Tensor) and value.grad_fn is edge.old
-    )
-    return entry, name
+    return entry, log.state_name(entry, matches)
 
 
 def _position(log: Log, node: Any) -> int:
@@ -149,65 +143,52 @@ def _position(log: Log, node: Any) -> int:
     return bisect_left(log.backwards, sequence(node), key=lambda past: past.boundary)
 
 
-def _chunks(log: Log, old: Any) -> tuple[int, int]:
-    """The chunks that created and used a tensor."""
-    return log.backwards[_position(log, old)].chunk, log.chunk
-
-
 def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -> Fault:
     """States that were carried with the graph of their chunk."""
-    old, (entry, name) = states[0].old, _entry(log, states[0])
-    entries = dict.fromkeys(filter(None, (_entry(log, state)[0] for state in states)))
-    variables = [v for each in entries for v in log.carried.get(each, [])]
-    at = next((v.line for v in variables if v.is_argument), None)
-    at = at or (line_of(entry) if entry else line)
-    past = log.backwards[_position(log, old)]
+    past, (entry, name) = log.backwards[_position(log, states[0].old)], _entry(log, states[0])
+    entries = dict.fromkeys(_entry(log, state)[0] for state in states)
+    variables = [v for each in entries if each for v in log.carried.get(each, [])]
+    at = next(filter(None, (v.line for v in variables)), line_of(entry) if entry else line)
     retained = past.retain and change != ""
-    fix = detach_fix([v.path for v in variables] or [name], losses=int(retained))
+    at = past.line if retained else at
     details = [change or "A backward has freed that graph."]
-    numbers = (sequence(state.old) for state in states)
-    lost = [log.lost_detaches[n] for n in numbers if n in log.lost_detaches]
-    if retained:
-        at = past.line
-    elif lost:
-        at = min(map(line_of, lost), key=lambda each: each.line)
-        details[0] = LOST_DETACH
     if entry and line_of(entry) != at:
         details.append(f"It enters at {line_of(entry)}.")
-    code = "TT102" if retained else "TT101"
-    return Fault(code, at, " ".join(details), name, _chunks(log, old), fix)
+    fix = detach_fix([v.path for v in variables] or [name], losses=int(retained))
+    code, chunks = "TT102" if retained else "TT101", (past.chunk, log.chunk)
+    return Fault(code, at, " ".join(details), name, chunks, fix)
 
 
 def _sent_twice(log: Log, node: Any, backward: Backward, name: str, change: str) -> Fault:
     """A graph that two backwards go through without a forward pass in between."""
     past = log.backwards[_position(log, node)]
-    return Fault(
-        "TT105", backward.line, change or f"The backward at {past.line} has freed it.", name
-    )
+    detail = change or f"The backward at {past.line} has freed it."
+    return Fault("TT105", backward.line, detail, name)
 
 
-def lanes_of_error(error: BaseException | None) -> Fault | None:
+def lanes_of_error(error: BaseException) -> Fault | None:
     """TT211 or TT209: an error of a layer or cell whose state has other lanes than its inputs."""
-    trace = error.__traceback__ if error is not None else None
-    line, values = None, dict[str, Any]()
+    trace, line, values = error.__traceback__, None, dict[str, Any]()
     while trace:
-        frame = trace.tb_frame
+        frame, names = trace.tb_frame, trace.tb_frame.f_locals
         if user_frame(frame) is frame:
             line = SourceLine(frame.f_code.co_filename, trace.tb_lineno)
-        names = frame.f_locals
         module = names.get("self")
-        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and names.keys() >= {"input", "hx"}:
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)) and {"input", "hx"} <= names.keys():
             values = names
         trace = trace.tb_next
-    module, inputs, states = values.get("self"), values.get("input"), tensors(values.get("hx"))
+    module, inputs, state = map(values.get, ("self", "input", "hx"))
+    state = state[0] if isinstance(state, tuple) and state else state
     layer, batch_first = isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)
-    if not isinstance(inputs, Tensor) or inputs.dim() != 2 + layer or not states:
+    if not isinstance(inputs, Tensor) or not isinstance(state, Tensor):
+        return None
+    if inputs.dim() != 2 + layer or state.dim() < 2:
         return None
     steps = inputs.shape[int(batch_first)] if layer else 0
-    state, lanes = states[0].shape[-2], inputs.shape[int(layer and not batch_first)]
-    if state == lanes or states[0].dim() < 2:
+    rows, lanes = state.shape[-2], inputs.shape[int(layer and not batch_first)]
+    if rows == lanes:
         return None
-    if state == steps:
-        detail = f"The state has {state} lanes, the layer takes {steps} for steps."
+    if rows == steps:
+        detail = f"The state has {rows} lanes, the layer takes {rows} for steps."
         return Fault("TT209", line, detail)
-    return Fault("TT211", line, f"The state has {state} lanes, the chunk has {lanes}.")
+    return Fault("TT211", line, f"The state has {rows} lanes, the chunk has {lanes}.")

@@ -1,42 +1,40 @@
 """The rules of backwards and steps: where gradients arrive, and which graphs grow.
 
-Codes TT102, TT104, TT203, TT301, TT302 and TT304 to TT307. Each rule is a function of the log of a
-loop and of its last event, and yields the faults that it finds; `AT` lists them by event. A rule
-that fails does not stop the loop: the doctor stores the exception as `internal_error`.
+Codes TT102, TT104, TT301, TT302 and TT304 to TT307. Each rule is a function of the log of a loop
+and of its last event, and yields the faults that it finds; `AT` lists them by event. A rule that
+fails does not stop the loop: the doctor stores the exception as `internal_error`.
 """
 
-import itertools
+import re
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
-from throughtime.doctor._autograd import FREED, MeanTerm, reaches_unusable
-from throughtime.doctor._frames import SourceLine, container_of, line_of
+from throughtime.doctor._frames import (
+    INDICES,
+    SourceLine,
+    current_frame,
+    line_of,
+    variable_path,
+)
+from throughtime.doctor._graph import FREED, MeanTerm, reaches_unusable
 from throughtime.doctor._log import (
     Backward,
     Clear,
     Clip,
     Close,
-    Event,
     Fault,
     Log,
-    Sum,
     WeightStep,
 )
-from throughtime.doctor.findings import (
-    CLEAR_AFTER_STEP,
-    LOST_DETACH,
-    NO_GRAD,
-    OWN_LOSS,
-    detach_fix,
-)
+from throughtime.doctor.findings import NO_GRAD, OWN_LOSS, detach_fix
 
 REPEATS = 2  # steps that show a fault before it is reported
-MAX_STEPS = 8  # steps before one that are compared with it
-MAX_REACH = 6  # chunks behind a retained backward before it is reported
+MAX_REACH = 6  # passes behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
-MIN_RUNS = 2  # recordings of three chunks or more that each backward goes through
 MIN_SUMMED = 3  # chunks that a sum goes through
+MIN_UNSENT = 4  # forward passes in a sum that no backward goes through
+MAX_HELD_DEPTH = 4  # attributes and indices between a variable and a result that it keeps
 MIN_KEPT = 5  # chunks whose losses or outputs still exist
-MAX_SEARCHES = 2  # of all objects, for what keeps the results of one line
 
 
 def unequal_chunks_in_one_loss(_: Log, event: Backward) -> Iterator[Fault]:
@@ -45,27 +43,18 @@ def unequal_chunks_in_one_loss(_: Log, event: Backward) -> Iterator[Fault]:
         yield from _unequal(event.line, event.means)
 
 
-def unequal_means(log: Log, _: WeightStep) -> Iterator[Fault]:
+def unequal_means(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT301: losses of unequal chunks that one step sums, by their line and order in a pass."""
     by_line: dict[tuple[SourceLine, int], list[MeanTerm]] = {}
-    order, chunk = 0, 0
-    for each in _since_any_step(log):
-        if isinstance(each, WeightStep):
-            chunk = each.chunk
-        elif isinstance(each, Backward) and len(each.means) == 1:
+    order = 0
+    for each in log.before(event):
+        if isinstance(each, Backward) and len(each.means) == 1:
             order = order + 1 if each.again else 0
             by_line.setdefault((each.line, order), []).append(each.means[0])
-    if log.crossed_since(chunk):
-        for (line, _order), terms in by_line.items():
+    steps = log.steps_of(event.optimizer, 2)
+    if log.crossed_since(steps[1].chunk if steps[1:] else 0):
+        for (line, _), terms in by_line.items():
             yield from _unequal(line, terms)
-
-
-def _since_any_step(log: Log) -> list[Event]:
-    """The events from the last step but one, before the last event."""
-    numbers = (
-        i for i in range(len(log.events) - 2, -1, -1) if isinstance(log.events[i], WeightStep)
-    )
-    return log.events[next(numbers, 0) : -1]
 
 
 def _unequal(line: SourceLine, terms: list[MeanTerm]) -> Iterator[Fault]:
@@ -78,41 +67,12 @@ def _unequal(line: SourceLine, terms: list[MeanTerm]) -> Iterator[Fault]:
 
 def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT302: gradients that were cleared before a step used them."""
-    lost, kept, clear, used = _cleared(log, event)
-    if not clear or not event.line:
-        return
-    steps = log.steps_of(event.optimizer, MAX_STEPS)
-    unused = (clear.watched and not used) or log.crossed_since(steps[1].chunk if steps[1:] else 0)
-    always = unused and all(len(_cleared(log, step)[0]) == len(lost) for step in steps[1:])
-    wiped, arrives = ({backward.line for backward in each} for each in (lost, kept))
-    if event.lacks or (arrives and arrives <= wiped and always):
-        effect = "has no gradient" if event.lacks else "uses those of the last chunk only"
-        detail = f"It clears the gradients before a step has used them: the step {effect}."
-        fix = "" if event.lacks else CLEAR_AFTER_STEP
-        yield Fault("TT302", clear.line, detail, fix=fix, after=REPEATS)
-
-
-def _cleared(
-    log: Log, step: WeightStep
-) -> tuple[list[Backward], list[Backward], Clear | None, bool]:
-    """Before a step: backwards that were cleared, those that were not, and what cleared them.
-
-    The last is whether the gradients were used by other means than a step.
-    """
-    lost, kept, clear, used = list[Backward](), list[Backward](), None, False
-    for event in log.before(step):
-        if isinstance(event, Backward) and event.number >= 0:
-            kept.append(event)
-        elif isinstance(event, WeightStep):
-            kept = []
-        elif isinstance(event, Clear) and event.parameters & step.parameters:
-            if kept and event.line and step.optimizer in event.useful:
-                clear, lost = event, lost + kept
-                versions = (each.versions.get(step.optimizer) for each in (kept[-1], event))
-                used |= any(b.retain for b in kept) or kept[-1].reads != event.reads
-                used |= len(set(versions)) > 1
-            kept = []
-    return lost, kept, clear, used
+    past = log.before(event) if event.lacks else []
+    arrived = any(isinstance(each, Backward) for each in past)
+    last = next((e for e in reversed(past) if isinstance(e, (Backward, Clear))), None)
+    if arrived and isinstance(last, Clear) and last.parameters & event.parameters:
+        detail = "It clears the gradients before a step has used them: the step has no gradient."
+        yield Fault("TT302", last.line, detail, after=REPEATS)
 
 
 def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
@@ -120,12 +80,8 @@ def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
     steps = log.steps_of(event.optimizer, 2)
     if not event.repeated or len(steps) < 2 or event.chunk <= steps[1].chunk:
         return
-    cleared = any(
-        (isinstance(each, Clear) and each.parameters & event.parameters)
-        or (isinstance(each, Backward) and event.optimizer in each.fresh)
-        for each in log.before(event)
-    )
-    if not cleared:
+    clears = (each for each in log.before(event) if isinstance(each, Clear))
+    if not any(each.parameters & event.parameters for each in clears):
         detail = (
             "Nothing cleared the gradients since the previous step, so this step uses them again."
         )
@@ -140,31 +96,26 @@ def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
         and not step.by_trainer
         and step.chunk == before.chunk
         and (step.call, step.number) != (before.call, before.number)
-        for step, before in itertools.pairwise(steps)
+        for step, before in pairwise(steps)
     )
     if idle and (len(steps) > REPEATS or (len(steps) == REPEATS and steps[-1].chunk == 0)):
         detail = "No backward has run since the step before, and no parameter has a gradient."
         yield Fault("TT304", event.line, detail)
 
 
-def strange_parameters(log: Log, event: WeightStep) -> Iterator[Fault]:
+def strange_parameters(_: Log, event: WeightStep) -> Iterator[Fault]:
     """TT305: the parameters that get gradients are in no optimizer."""
-    leaves = [e.leaves for e in log.before(event) if isinstance(e, Backward)]
-    if event.strangers or any(leaves):
+    if event.strangers:
         yield Fault("TT305", event.constructed, after=REPEATS)
 
 
 def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT306: every clip since the last step comes before any backward."""
     past = log.before(event)
-    number = next((i for i, e in enumerate(past) if isinstance(e, Backward)), 0)
-    clips = [
-        (i, e.line)
-        for i, e in enumerate(past)
-        if isinstance(e, Clip) and e.parameters & event.parameters
-    ]
-    if clips and clips[-1][0] < number:
-        yield Fault("TT306", clips[-1][1], after=REPEATS)
+    clips = [e for e in past if isinstance(e, Clip) and e.parameters & event.parameters]
+    first = next((i for i, each in enumerate(past) if isinstance(each, Backward)), 0)
+    if clips and clips[-1] in past[:first]:
+        yield Fault("TT306", clips[-1].line, after=REPEATS)
 
 
 def never_trained_again(_: Log, event: WeightStep) -> Iterator[Fault]:
@@ -173,101 +124,65 @@ def never_trained_again(_: Log, event: WeightStep) -> Iterator[Fault]:
         yield Fault("TT307", event.evaluating, after=REPEATS)
 
 
-def retained(log: Log, event: Event) -> Iterator[Fault]:
-    """TT102: backwards in one line that each reach one chunk further back."""
-    if isinstance(event, Close):
-        lines = dict.fromkeys(each.line for each in log.backwards if each.nodes)
-        passes = [_passes(log, next(b for b in log.backwards if b.line == at)) for at in lines]
-    else:
-        passes = [_passes(log, event)] if isinstance(event, Backward) and event.nodes else []
-    for each in passes:
-        reach = [_reach(each, i) for i in range(len(each))]
-        at_end = isinstance(event, Close) and reach[-1] == len(each) - 1 >= MIN_REACH
-        if at_end or reach[-1] == MAX_REACH or _runs(log, each, reach) == MIN_RUNS:
-            yield from _growth(log, each, reach)
+def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
+    """TT102: backwards in one line that each reach further back."""
+    ended = isinstance(event, Close)
+    last = log.backwards if isinstance(event, Close) else [event]
+    for line in dict.fromkeys(each.line for each in last if each.reach >= 0):
+        same = [e for e in log.backwards if e.line == line and e.reach >= 0]
+        passes = [b for a, b in pairwise([Backward(line), *same]) if a.reach != b.reach]
+        grown = passes[-1:]
+        for each in reversed(passes[:-1]):
+            if each.reach >= grown[0].reach:
+                break
+            grown.insert(0, each)
+        first, last, count = grown[0], grown[-1], len(grown) - 1
+        # recordings whose third chunk reaches back to the first
+        restarts = count == 2 and not ended and first.chunk not in log.crossed
+        at_end = ended and len(passes) - 1 == count >= MIN_REACH
+        if not (count == MAX_REACH or restarts or at_end):
+            continue
+        if first.steps == last.steps and not log.crossed_since(first.chunk):
+            continue  # several losses of one forward
+        paths = [v.path for entered in log.carried.values() for v in entered if v.path]
+        fix = detach_fix(paths, losses=1 + log.several)
+        name = paths[0] if paths else ""
+        detail = f"It reaches {count} passes back."
+        yield Fault("TT102", line, detail, name, fix=fix, after=1 + restarts)
 
 
-def _passes(log: Log, event: Backward) -> list[Backward]:
-    """The retained backwards in the line of one, the last of each forward pass."""
-    result: list[Backward] = []
-    for each in log.backwards:
-        if each.line == event.line and each.nodes:
-            if result and each.number < result[-1].newest:
-                result.pop()
-            result.append(each)
-    return result
+def summed(log: Log, event: Backward | Close) -> Iterator[Fault]:
+    """TT104: a sum of losses with its graph over chunks, or one that no backward goes through."""
+    unsent = isinstance(event, Close) and not log.codes & {"TT104", "TT202"}
+    for instruction, each in log.sums.items():
+        line = line_of(instruction)
+        if each.depth >= MIN_SUMMED:
+            fix = OWN_LOSS if instruction in log.roots else ""
+            yield Fault("TT104", line, f"The sum goes through {each.depth} chunks.", fix=fix)
+        elif unsent and each.passes >= MIN_UNSENT and instruction not in log.sent:
+            detail = f"No backward goes through this sum over {each.passes} forward passes."
+            yield Fault("TT104", line, detail, fix=NO_GRAD)
 
 
-def _reach(passes: list[Backward], i: int) -> int:
-    """The number of earlier passes that a backward goes through."""
-    return sum(earlier.number >= passes[i].oldest for earlier in passes[:i])
-
-
-def _runs(log: Log, passes: list[Backward], reach: list[int]) -> int:
-    """The number of recordings whose third chunk reaches back to the first; 0 if not now."""
-    runs = 0
-    for i in range(len(passes) - 2):
-        grows = reach[i : i + 3] == [0, 1, 2]
-        runs += grows and passes[i].chunk not in log.crossed and passes[i + 2].chunk in log.crossed
-    return runs if reach[-1] == 2 else 0
-
-
-def _growth(log: Log, passes: list[Backward], reach: list[int]) -> Iterator[Fault]:
-    count = len(list(itertools.takewhile(bool, reversed(reach))))
-    grown, reached = passes[-count:], reach[-count:]
-    pairs = itertools.pairwise(zip(grown, reached, strict=True))
-    if not all(m == n + 1 and b.nodes > a.nodes for (a, n), (b, m) in pairs):
-        return
-    first, last = grown[0], grown[-1]
-    if first.steps == last.steps and not log.crossed_since(log.chunk - count - 1):
-        return  # several losses of one forward
-    growth = (last.nodes - first.nodes) // max(count - 1, 1)
-    detail = f"It reaches {reached[-1]} chunks back, {growth} nodes more in each chunk."
-    paths = [v.path for entered in log.carried.values() for v in entered if v.path]
-    fix = detach_fix(paths, losses=1 + log.several)
-    yield Fault("TT102", last.line, detail, paths[0] if paths else "", fix=fix)
-
-
-def summed(log: Log, event: Sum) -> Iterator[Fault]:
-    """TT104: a sum of losses that goes on with its graph over chunks."""
-    if event.depth >= MIN_SUMMED:
-        fix = OWN_LOSS if event.instruction in log.roots else ""
-        detail = f"The sum goes through {event.depth} chunks."
-        yield Fault("TT104", line_of(event.instruction), detail, fix=fix)
-
-
-def never_sent(log: Log, _: Close) -> Iterator[Fault]:
-    """TT104: a sum over forward passes that no backward goes through."""
-    for each in log.sums.values() if not log.codes & {"TT104", "TT202"} else ():
-        detail = f"No backward goes through this sum over {each.passes} forward passes."
-        yield Fault("TT104", line_of(each.instruction), detail, fix=NO_GRAD)
-
-
-def lost_detach(log: Log, _: Close) -> Iterator[Fault]:
-    """TT101: a lost detach of a state, where neither an error nor growth has shown it."""
-    for instruction in log.lost_states if not log.codes & {"TT101", "TT102"} else ():
-        yield Fault("TT101", line_of(instruction), LOST_DETACH)
-
-
-def kept(log: Log) -> Iterator[Fault]:
+def kept(log: Log, _: Backward) -> Iterator[Fault]:
     """TT104: results of several chunks that still exist, although their graphs were used."""
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
-        searches = log.searches.get(instruction, 0)
         tensors = [t for n, ref in alive.items() if n < log.chunk and (t := ref()).grad_fn]
-        if len(tensors) < MIN_KEPT or searches == MAX_SEARCHES:
+        if len(tensors) != MIN_KEPT or not reaches_unusable(tensors[0].grad_fn, 60, FREED):
             continue
-        log.searches[instruction] = searches + 1
-        if reaches_unusable(tensors[0].grad_fn, 60, FREED) and (name := container_of(tensors)):
-            yield Fault("TT104", line_of(instruction), f"{len(tensors)} still exist.", name)
+        paths = (
+            variable_path(lambda v, t=t: v is t, current_frame(), MAX_HELD_DEPTH) for t in tensors
+        )
+        holders = {re.sub(INDICES, "", path) for path in paths if re.search(INDICES, path)}
+        if len(holders) == 1:
+            detail = f"{MIN_KEPT} still exist."
+            yield Fault("TT104", line_of(instruction), detail, holders.pop())
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
-    Backward: (
-        unequal_chunks_in_one_loss,
-        retained,
-    ),
+    Backward: (unequal_chunks_in_one_loss, retained, summed, kept),
     WeightStep: (
         unequal_means,
         cleared_before_use,
@@ -277,10 +192,5 @@ AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
         clipped_early,
         never_trained_again,
     ),
-    Sum: (summed,),
-    Close: (
-        retained,
-        never_sent,
-        lost_detach,
-    ),
+    Close: (retained, summed),
 }

@@ -9,11 +9,11 @@ unbroken sequence of data.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from throughtime.doctor._calls import MIN_DETACHES, Calls, Unit, UnitCall, equal
 from throughtime.doctor._data import Lane, Root
-from throughtime.doctor._frames import Instruction, SourceLine, line_of
+from throughtime.doctor._frames import Instruction, line_of
 from throughtime.doctor._log import Fault, Log
 from throughtime.doctor._order import follows, raw_roots, relation, same_start
 
@@ -24,11 +24,9 @@ FRESH_CHUNKS = 3  # adjacent chunks that start from one state before it is repor
 REPEATS = 4  # calls on the same inputs before it is reported
 REPLAYS = 3  # chunks that are read twice before it is reported
 SMOOTHER = 0.8  # the change along time, at most, of that along lanes
-MIN_DRAWN = 3  # steps and lanes whose order shows that they are exchanged
 CHUNKS = 2  # chunks that show exchanged dimensions before it is reported
 TWICE = "Each chunk is read twice, the second time from the state at its end."
 BESIDE = "Each chunk goes on where the last lane ended, not where the steps ended."
-DRAWN = "What it takes for steps is drawn at random, and its lanes lie in order."
 MAX_RECORDINGS = 64  # recordings remembered, the lanes of some chunks
 
 
@@ -42,8 +40,7 @@ class SameStarts:
     lengths: set[int] = field(default_factory=set)  # of the chunks before them
 
 
-@dataclass
-class Wrap:
+class Wrap(NamedTuple):
     """A state that enters the beginning of the pass that it comes from, or the same inputs."""
 
     fault: Fault
@@ -78,15 +75,13 @@ class StateRule:
             if not before or before.position != call.position or call.steps > 1:
                 self._start(call)
             return
-        if origin.chunk != call.chunk:
+        if origin.chunk == call.chunk:
+            self._count_graph(call, origin)
+        else:
             self.log.crossed.add(call.chunk)
-        elif call.steps > 1:
-            self.log.continued[unit] = self.log.continued.get(unit, 0) + 1
-        self._count_graph(call, origin)
-        repeats = self._repeats(call, origin)
-        if origin.chunk != call.chunk and self._is_beside(origin, call):
-            self.exchanged.append(call)
-        if repeats or (before is not origin and self._start(call)):
+            if self._is_beside(origin, call):
+                self.exchanged.append(call)
+        if self._repeats(call, origin) or (before is not origin and self._start(call)):
             return
         order = self._relation(origin, call)
         if order == "next":
@@ -97,39 +92,36 @@ class StateRule:
             self._goes_elsewhere(call, origin, order)
 
     def _relation(self, origin: UnitCall, call: UnitCall) -> str:
-        before = self.calls.lanes(origin)
+        before, ends = self.calls.lanes(origin), call.unit.ends
         if call.step not in {None, origin.steps - 1}:  # the state is not the last one of the chunk
-            before = [
-                lane._replace(last=lane.first + lane.step * (call.step or 0)) for lane in before
-            ]
+            before = [x._replace(last=x.first + x.step * (call.step or 0)) for x in before]
         for lane in before:
-            remember(call.unit.ends, lane.root, origin)
-        order = relation(
-            before,
-            self.calls.lanes(call),
-            origin.steps,
-            call.rows,
-            lambda root: self._read(call, root),
-        )
+            remember(ends, lane.root, origin)
+
+        def read(root: Root) -> list[Lane]:
+            lanes = self.calls.lanes(ends[root]) if root in ends else []
+            return [lane for lane in lanes if lane.root is root]
+
+        order = relation(before, self.calls.lanes(call), origin.steps, call.rows, read)
         # single steps may lie anywhere, such as events of several users in one table
         return "" if order == "jump" and origin.steps == call.steps == 1 else order
-
-    def _read(self, call: UnitCall, root: Root) -> list[Lane]:
-        last = call.unit.ends.get(root)
-        return [x for x in self.calls.lanes(last) if x.root is root] if last else []
 
     # --- a state that is not that of the chunk before
 
     def _start(self, call: UnitCall) -> bool:
         """Whether the state that started the chunk before starts this one too, which goes on."""
-        before, unit = self._on_recording(call), call.unit
+        unit, recording = call.unit, self.calls.recording(call)
+        unit.starts.setdefault(recording, call)
+        if call.before:
+            remember(unit.ends, self.calls.recording(call.before), call.before)
+        before = unit.ends.get(recording)  # it may be older than the last call
+        before = before if before and before.chunk < call.chunk else call.before
         if not before or not call.grad or call.training is False:
             return False
         zeros = not any(bool(state.any()) for state in call.states)
         if not (zeros or equal(call.states, before.states)):
             return False
-        order = self._relation(before, call)
-        first = unit.starts.get(self.calls.recording(call))
+        order, first = self._relation(before, call), unit.starts.get(recording)
         if order == "jump" or (order == "again" and first and not self._same_start(first, call)):
             unit.samples = True
         drawn = self.log.random and call.batch != before.batch
@@ -137,15 +129,6 @@ class StateRule:
             return False
         self.pending.append((call, before.steps, zeros))
         return True
-
-    def _on_recording(self, call: UnitCall) -> UnitCall | None:
-        """The last call on the same recording, which may be older than the last call."""
-        before, unit, recording = call.before, call.unit, self.calls.recording(call)
-        unit.starts.setdefault(recording, call)
-        if before:
-            remember(unit.ends, self.calls.recording(before), before)
-        last = unit.ends.get(recording, before)
-        return last if last and last.chunk < call.chunk else before
 
     def _same_start(self, a: UnitCall, b: UnitCall) -> bool:
         return same_start(self.calls.lanes(a), self.calls.lanes(b))
@@ -156,9 +139,9 @@ class StateRule:
         for call in self.exchanged:
             if self.log.targets >= call.steps * _lanes(call):  # no samples with a label each
                 self._add("TT209", call, BESIDE, CHUNKS)
-        self.exchanged.clear()
         for call, length, zeros in self.pending:
             self._count_start(call, length, zeros)
+        self.exchanged.clear()
         self.pending.clear()
         self.log.targets = 0
         for unit in self.calls.units.values():
@@ -190,8 +173,6 @@ class StateRule:
     def _starts_fresh(self, call: UnitCall) -> None:
         """A new or a masked state: what was repeated before it is a sample of its own."""
         unit = call.unit
-        if call.before and self._is_drawn(call.before, call):
-            self._add("TT209", call, DRAWN, CHUNKS)
         if unit.wrap and unit.wrap.repeats and call.grad and call.training is not False:
             unit.reread, unit.wrap = True, None
 
@@ -211,58 +192,58 @@ class StateRule:
     def _moves_on(self, unit: Unit) -> None:
         """A state enters other inputs: those before were not all of the data."""
         if unit.wrap and unit.wrap.repeats:
-            unit.wrap.ends_pass, unit.reread = False, True
+            unit.wrap, unit.reread = unit.wrap._replace(ends_pass=False), True
             self._report_wrap(unit)
 
     def _goes_elsewhere(self, call: UnitCall, origin: UnitCall, order: str) -> None:
+        """A state that does not go on in time."""
         log, unit, line = self.log, call.unit, line_of(call.instruction)
         name = log.state_name(call.instruction, lambda v: any(v is t for t in call.entered))
-        if call.training == origin.training and self._begins_again(call, origin, order, line, name):
+        detail = f"The state enters at {line}."
+        fault = Fault("", line, detail, name, (origin.chunk, call.chunk))
+        same_mode = call.training == origin.training
+        if same_mode and self._begins_again(call, origin, order, fault):
             return
-        code, source, detail = self._fault(call, origin, order, line, name)
-        if code == "TT207":
+        fault = self._fault(call, origin, order, fault)
+        if fault.code == "TT207":
             unit.jumps, unit.in_order, unit.wrap = True, False, None
-        elif not code and call.training == origin.training:
+        elif not fault.code and same_mode:
             self._moves_on(unit)
-        if code:
-            self.report(Fault(code, source, detail, name, (origin.chunk, call.chunk)))
+        if fault.code:
+            self.report(fault)
 
-    def _fault(
-        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
-    ) -> tuple[str, SourceLine | None, str]:
-        """The code of a state that does not go on in time, its line and a detail."""
-        detail, new_batch = f"The state enters at {line}.", call.batch != origin.batch
-        starts = order == "other" or (order == "start" and self._is_recording(origin))
+    def _fault(self, call: UnitCall, origin: UnitCall, order: str, fault: Fault) -> Fault:
+        """The fault of a state that does not go on in time; without a code there is none."""
+        log, unit, new_batch = self.log, call.unit, call.batch != origin.batch
+        from_recording = order == "start" and self._is_recording(origin)
         if call.training is False and call.cloned:
-            return "", None, ""  # validation starts from a copy, training keeps its state
-        if call.training != origin.training or (call.grad != origin.grad and starts):
+            return fault  # validation starts from a copy, training keeps its state
+        new_data = order == "other" or from_recording
+        if call.training != origin.training or (call.grad != origin.grad and new_data):
             trains = call.training if call.training != origin.training else call.grad
             direction = "validation to training" if trains else "training to validation"
-            return "TT205", line, f"It goes from {direction}."
-        if new_batch and call.batch[0] == origin.batch[0] and self.log.random:
-            return "TT207", self.log.loader, detail
+            return fault._replace(code="TT205", detail=f"It goes from {direction}.")
+        if new_batch and call.batch[0] == origin.batch[0] and log.random:
+            return fault._replace(code="TT207", line=log.loader)
         if order == "rows" and not call.edited:
-            return "TT206", line, ""
+            return fault._replace(code="TT206", detail="")
         # what lies between may belong to other states, such as those of other users
         if order == "jump" and call.before is origin and call.chunk != origin.chunk:
-            return "TT207", (self.log.loader if new_batch else line) or line, detail
-        return self._other_recording(call, origin, order, line, name)
-
-    def _other_recording(
-        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
-    ) -> tuple[str, SourceLine | None, str]:
-        """TT204, at once or when the next chunk shows that the data are a recording."""
+            return fault._replace(code="TT207", line=(new_batch and log.loader) or fault.line)
         if call.chunk == origin.chunk and order in {"start", "other"}:
-            call.unit.mixed = True
-        elif order == "other" and not call.unit.mixed:
-            return "TT204", line, ""
-        if order == "start" and self._is_recording(origin):
-            fault = Fault("TT204", line, "", name, (origin.chunk, call.chunk))
-            for root in raw_roots(self.calls.lanes(call)):
-                remember(self.entered, root, fault)
-            if self._is_recording(call):
-                self._add_recording(call)
-        return "", None, ""
+            unit.mixed = True
+        elif order == "other" and not unit.mixed:
+            return fault._replace(code="TT204", detail="")
+        if from_recording:
+            self._enter_recording(call, fault._replace(code="TT204", detail=""))
+        return fault
+
+    def _enter_recording(self, call: UnitCall, fault: Fault) -> None:
+        """Report the fault at once, or when the next chunk shows that the data are a recording."""
+        for root in raw_roots(self.calls.lanes(call)):
+            remember(self.entered, root, fault)
+        if self._is_recording(call):
+            self._add_recording(call)
 
     def _add_recording(self, call: UnitCall) -> None:
         """Note that two chunks were read from these tensors: recordings, not copies of a chunk.
@@ -279,9 +260,7 @@ class StateRule:
 
     # --- the same inputs again
 
-    def _begins_again(
-        self, call: UnitCall, origin: UnitCall, order: str, line: SourceLine, name: str
-    ) -> bool:
+    def _begins_again(self, call: UnitCall, origin: UnitCall, order: str, fault: Fault) -> bool:
         """Whether a state enters the inputs, or the beginning of the pass, that it comes from.
 
         It is reported if the next chunk shows that chunks are in order, or at the end.
@@ -293,31 +272,19 @@ class StateRule:
         again = again and not self._is_same_step(origin, call)  # the same input at every step
         if not (again or call.repeats):
             return False
-        if not (call.repeats or unit.in_order):
-            return True  # no two chunks were in order so far
-        if not call.repeats:
-            self._report_wrap(unit)
-        ends_pass = again and not (call.repeats and (in_batch or unit.reread))
-        fault = Fault(
-            "TT208", line, f"The state enters at {line}.", name, (origin.chunk, call.chunk)
-        )
-        unit.wrap = Wrap(fault, call.repeats, ends_pass)
+        if call.repeats or unit.in_order:  # or no two chunks were in order so far
+            if not call.repeats:
+                self._report_wrap(unit)
+            ends_pass = again and not (call.repeats and (in_batch or unit.reread))
+            unit.wrap = Wrap(fault._replace(code="TT208"), call.repeats, ends_pass)
         return True
 
     def _report_wrap(self, unit: Unit) -> None:
         wrap, unit.wrap = unit.wrap, None
-        if not wrap or unit.jumps:
-            return
-        detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
-        self.report(
-            wrap.fault if wrap.ends_pass else wrap.fault._replace(code="TT210", detail=detail)
-        )
-
-    def _same_data(self, a: UnitCall, b: UnitCall) -> bool:
-        """Whether two calls begin with the same steps."""
-        if not a.data or not b.data or a.data.shape != b.data.shape:
-            return False
-        return a.data == b.data or self._same_start(a, b)
+        if wrap and not unit.jumps:
+            detail = f"{wrap.repeats + 1} updates in a row start where the one before ended."
+            again = wrap.fault._replace(code="TT210", detail=detail)
+            self.report(wrap.fault if wrap.ends_pass else again)
 
     def _is_same_step(self, origin: UnitCall, call: UnitCall) -> bool:
         """Whether a cell goes on with the input that it has read last."""
@@ -330,8 +297,9 @@ class StateRule:
 
         A loader's batch is no pass over the data: any number of calls may read it.
         """
-        unit, at_once = call.unit, call.chunk == origin.chunk
-        if not self._same_data(origin, call) or self._is_same_step(origin, call):
+        unit, at_once, a, b = call.unit, call.chunk == origin.chunk, origin.data, call.data
+        same = a and b and a.shape == b.shape and (a == b or self._same_start(origin, call))
+        if not same or self._is_same_step(origin, call):
             return False
         call.repeats = origin.repeats + 1
         if call.grad and origin.count == 1 and (at_once or call.batch == origin.batch != (0, 0)):
@@ -365,53 +333,36 @@ class StateRule:
         )
         return lanes < steps * (SMOOTHER if time_dim == 1 else 1 / SMOOTHER)
 
-    def _is_drawn(self, before: UnitCall, call: UnitCall) -> bool:
-        """Whether a layer's steps are drawn anew for each chunk, and its lanes lie in order."""
-        along_lanes = [lane.step for lane in self.calls.swapped_lanes(call)]
-        if not along_lanes or not all(along_lanes) or min(call.steps, _lanes(call)) < MIN_DRAWN:
-            return False
-        pairs = zip(self.calls.lanes(before), self.calls.lanes(call), strict=False)
-        return any(
-            not (a.step or b.step) and a.last - a.first != b.last - b.first < 0 for a, b in pairs
-        )
-
     # --- the graph
 
     def _count_graph(self, call: UnitCall, origin: UnitCall) -> None:
-        """Count the steps connected in one graph that no backward has freed."""
-        if call.has_graph and origin.chunk == call.chunk:
-            call.graph_steps, call.graph_calls = (
-                origin.graph_steps + call.steps,
-                origin.graph_calls + 1,
-            )
-            call.parts = origin.parts + 1
+        """Count the calls of this chunk that are connected, and their steps in one graph."""
+        if call.steps > 1:
+            self.log.continued[call.unit] = self.log.continued.get(call.unit, 0) + 1
+        if call.has_graph:
+            call.graph_steps = origin.graph_steps + call.steps
+            call.graph_calls = origin.graph_calls + 1
 
     def _report_connected(self, call: UnitCall) -> None:
         """A graph that grows: in an evaluation, before any backward, or longer than all others."""
         limit = CONNECTED_CHUNKS if call.steps > call.count else CONNECTED_STEPS
-        endless = (
-            call.training is False
-            or not self.log.chunk
-            or call.graph_calls > 2 * (call.unit.trained or LONG)
-        )
+        longest = 2 * (call.unit.trained or LONG)
+        endless = call.training is False or not self.log.chunk or call.graph_calls > longest
         if call.chunk == self.log.chunk and call.graph_calls >= limit and endless:
             detail = f"{call.graph_steps} steps are in one graph, and no backward goes through it."
             self._add("TT202", call, detail)
         # a cell that runs through one sequence is no stream
-        if self.log.chunk == 1 and not call.chunk and call.graph_steps >= LONG and (
-            call.steps > call.count or 0 < 2 * call.parts <= call.graph_steps
-        ):  # fmt: skip
+        only = self.log.chunk == 1 and not call.chunk and call.steps > call.count
+        if only and call.graph_steps >= LONG:
             self._add("TT202", call, f"{call.graph_steps} steps were kept for the only backward.")
 
     def _report_detaches(self) -> None:
-        """Detaches of the last chunk, unless its gradients were passed on by hand."""
+        """Detaches of the last chunk."""
         for call in self.stepwise:
-            at = call.stepwise
-            if at and at not in self.log.used_gradients:
-                detail = (
-                    f"{MIN_DETACHES} detaches in one chunk or more, a single step between them."
-                )
-                self.report(Fault("TT203", line_of(at), detail))
+            if call.unit.passes_gradients:
+                continue
+            detail = f"{MIN_DETACHES} detaches in one chunk or more, a single step between them."
+            self.report(Fault("TT203", call.stepwise and line_of(call.stepwise), detail))
         calls = (call for unit in self.calls.units.values() for call in unit.last.values())
         self.stepwise = [call for call in calls if call.stepwise and call.chunk == self.log.chunk]
 

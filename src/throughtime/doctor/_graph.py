@@ -1,23 +1,33 @@
-"""The autograd graph: order of nodes, unusable nodes, edges into older graphs, means of a loss.
+"""The autograd graph, and the private names of torch: no other module of the doctor uses any.
 
-A node is unusable if a backward has freed its saved tensors, or if one was changed in place.
+A node of the graph is unusable if a backward has freed its saved tensors, or if one was changed in
+place.
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as is_transformed
+from torch._C import _len_torch_function_stack as mode_depth
+from torch._C._autograd import _get_sequence_nr as next_sequence
+from torch.overrides import _get_current_function_mode as current_mode
+from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
-from throughtime.doctor._torch_private import (
-    mean_count,
-    output_shape,
-    saved,
-    sequence,
-    version_of,
-)
+__all__ = [
+    "ATTRIBUTE_GETTER",
+    "LoaderIterator",
+    "current_mode",
+    "is_transformed",
+    "mode_depth",
+    "next_sequence",
+]
 
+LEAF = 2**63  # sequence numbers of leaves are not smaller
 MAX_NODES = 20_000  # nodes visited in one search
 FREED, CHANGED = "second time", "inplace operation"  # parts of the errors of unusable nodes
 # Operations that only copy, view or index a tensor.
@@ -25,6 +35,29 @@ COPY_OR_VIEW = re.compile(
     "(Alias|Clone|Expand|Index|Permute|Reshape|Select|Slice|Squeeze|T|ToCopy|Transpose|UnsafeView"
     "|Unsqueeze|View)Backward[01]"
 )
+# the type of a getter of C, which the type checker replaces by the attribute's value
+ATTRIBUTE_GETTER = type(torch.Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that owns the memory: the base of a view, or the tensor itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes so far; inference tensors do not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_of(tensor: Tensor) -> int:
+    """The address of its storage; another storage may reuse it after this one is freed."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else 0
+
+
+def sequence(node: Any) -> int:
+    """The number of a node of the graph: larger for later ones, the largest for leaves."""
+    number = getattr(node, "_sequence_nr", None)
+    return LEAF if number is None else number()
 
 
 def is_leaf(node: Any) -> bool:
@@ -38,18 +71,18 @@ def children(node: Any) -> list[Any]:
 
 
 def reachable_nodes(root: Any, limit: int = MAX_NODES, above: int = -1) -> Iterator[Any]:
-    """The nodes reachable from `root`, itself included, up to about `limit`.
+    """The nodes reachable from `root`, itself included, the nearest first, up to about `limit`.
 
     Only nodes with a sequence number over `above`, which leaves have.
     """
-    stack, visited = [root], {root}
-    while stack and len(visited) < limit:
-        node = stack.pop()
+    queue, visited = deque([root]), {root}
+    while queue and len(visited) < limit + len(queue):
+        node = queue.popleft()
         yield node
         for child in children(node):
             if child not in visited and sequence(child) > above:
                 visited.add(child)
-                stack.append(child)
+                queue.append(child)
 
 
 def _saved_errors(node: Any) -> Iterator[str]:
@@ -64,17 +97,16 @@ def _saved_errors(node: Any) -> Iterator[str]:
 
 def reaches_unusable(node: Any, limit: int = 400, *errors: str) -> bool:
     """Whether this node or one that it reaches is unusable, for one of these reasons if any."""
-    return any(
-        error in text
+    texts = (
+        text
         for below in reachable_nodes(node, limit)
         if not is_leaf(below)
         for text in _saved_errors(below)
-        for error in errors or (FREED, CHANGED)
     )
+    return any(error in text for text in texts for error in errors or (FREED, CHANGED))
 
 
-@dataclass(frozen=True, eq=False)
-class ChangedTensor:
+class ChangedTensor(NamedTuple):
     """A saved tensor that was changed in place."""
 
     node: Any  # that saved it
@@ -87,27 +119,22 @@ class ChangedTensor:
 def changed_tensor(root: Any, message: str) -> ChangedTensor | None:
     """The tensor that torch's message is about; `None` if no node has that message."""
     parts = re.search(r"\[([\d, ]*)\]\].* is at version (\d+); expected version (\d+)", message)
-    if parts is None:
-        return None
-    shape = [int(n) for n in parts[1].split(",") if n.strip()]
-    version, expected = int(parts[2]), int(parts[3])
-    for node in reachable_nodes(root):
-        if any(parts[0] in text for text in _saved_errors(node)):
+    for node in reachable_nodes(root) if parts else ():
+        if parts and any(parts[0] in text for text in _saved_errors(node)):
+            shape, version = [int(n) for n in re.findall(r"\d+", parts[1])], int(parts[2])
             matches = (
                 p
                 for p in parameters_of_node(node)
                 if version_of(p) == version and sorted(p.shape) == sorted(shape)
             )
-            return ChangedTensor(node, next(matches, None), shape, version, expected)
+            return ChangedTensor(node, next(matches, None), shape, version, int(parts[3]))
     return None
 
 
 def parameters_of_node(node: Any) -> list[Tensor]:
     """The parameters that a node uses, directly or through views."""
-    parameters: list[Tensor] = []
-    pending = children(node)
-    while pending:
-        child = pending.pop(0)
+    parameters, pending = list[Tensor](), children(node)
+    for child in pending:
         if is_leaf(child):
             parameters.append(child.variable)
         elif _is_copy_or_view(child):
@@ -126,25 +153,18 @@ def _is_copy_or_view(node: Any) -> bool:
     return bool(COPY_OR_VIEW.fullmatch(node.name())) and len(children(node)) == 1
 
 
-@dataclass(frozen=True, eq=False)
-class StaleEdge:
+class StaleEdge(NamedTuple):
     """An edge from a node of this chunk to one of an earlier chunk."""
 
     path: list[Any]  # the nodes from the loss to the edge
     old: Any  # the node of the earlier chunk
-
-    @property
-    def entry(self) -> Any:
-        """The first operation on the old tensor that is not a view or copy."""
-        return next(
-            (node for node in reversed(self.path) if not _is_copy_or_view(node)), self.path[-1]
-        )
+    entry: Any  # the first operation on the old tensor that is not a view or copy
 
     @property
     def is_number(self) -> bool:
         """Whether the old tensor enters as a single number, as a loss does."""
-        shape = output_shape(self.entry)
-        return shape is not None and all(n == 1 for n in shape)
+        metadata = getattr(self.entry, "_input_metadata", None)
+        return bool(metadata) and all(n == 1 for n in metadata[0].shape)
 
     @property
     def uses_parameters(self) -> bool:
@@ -165,15 +185,12 @@ def stale_edges(root: Any, boundary: int) -> list[StaleEdge]:
             if sequence(child) > boundary:
                 stack.append(child)
             elif reaches_unusable(child):
-                edges.append(StaleEdge(_path_to(node, parents), child))
+                path = [node]
+                while above := parents[path[0]]:
+                    path.insert(0, above)
+                steps = (each for each in reversed(path) if not _is_copy_or_view(each))
+                edges.append(StaleEdge(path, child, next(steps, node)))
     return sorted(edges, key=lambda edge: sequence(edge.entry))
-
-
-def _path_to(node: Any, parents: dict[Any, Any]) -> list[Any]:
-    path = [node]
-    while node := parents[node]:
-        path.insert(0, node)
-    return path
 
 
 @dataclass(frozen=True)
@@ -191,23 +208,42 @@ def mean_terms(root: Any) -> list[MeanTerm]:
 
     Empty if the loss is anything else.
     """
-    terms: list[MeanTerm] = []
-    stack: list[tuple[Any, float]] = [(root, 1.0)]
-    while stack:
-        node, weight = stack.pop()
+    terms, stack = list[MeanTerm](), [(root, 1.0)]
+    for node, weight in stack:
         name = node.name()
-        if (count := mean_count(node, name)) is not None:
+        factor = _factor(node)
+        if (count := _mean_count(node, name)) is not None:
             terms.append(MeanTerm(name, weight, count, sequence(node)))
-        elif name in {"MulBackward0", "DivBackward0"} and (factor := _scalar_factor(node)):
-            scaled = weight * factor if name == "MulBackward0" else weight / factor
-            stack += [(child, scaled) for child in children(node) if not is_leaf(child)]
         elif name == "AddBackward0":
             stack += [(child, weight) for child in children(node)]
+        elif name in {"MulBackward0", "DivBackward0"} and factor:
+            scaled = weight * factor if name == "MulBackward0" else weight / factor
+            stack += [(child, scaled) for child in children(node) if not is_leaf(child)]
         else:
             return []
     return terms
 
 
-def _scalar_factor(node: Any) -> float | None:
-    factor = saved(node, "other")
-    return float(factor) if factor is not None and len(children(node)) == 1 else None
+def _factor(node: Any) -> float:
+    """The number by which a node multiplies or divides its only input; 0 if there is none."""
+    factor = _saved(node, "other") if len(children(node)) == 1 else None
+    is_number = factor is not None and torch.as_tensor(factor).numel() == 1
+    return float(factor) if factor is not None and is_number else 0.0
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What a node saved under a name; `None` if it has none or a backward has freed it."""
+    try:
+        return getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+
+
+def _mean_count(node: Any, name: str) -> float | None:
+    """The number of elements, or the total weight, of the mean that a node computes."""
+    if name == "MeanBackward0":
+        return float(node._saved_self_sym_numel)
+    if _saved(node, "reduction") != 1 or (inputs := _saved(node, "self")) is None:
+        return None
+    weight = _saved(node, "total_weight")
+    return float(inputs.numel() if weight is None else weight)
