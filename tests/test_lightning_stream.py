@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 
 import throughtime as tt
-from horizons import ForgetfulAdaptive, RecordingAdaptive
 from plain_loop import plain_loop
 from strategies import recordings
 from throughtime.errors import ConfigError, DataError
@@ -60,24 +59,6 @@ def test_weights_are_those_of_the_plain_loop_to_the_bit(
     mine = fitted(tmp_path, Module(gradient=POLICIES[name]()), chunks=chunks)
     assert torch.equal(mine, plain(POLICIES[name]))
     assert not torch.equal(mine, weights(net_of()))
-
-
-def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next(
-    tmp_path: Path,
-) -> None:
-    policies = [kind(0.05, 5, 40, every=4) for kind in (RecordingAdaptive, ForgetfulAdaptive)]
-    for policy in policies:
-        fitted(tmp_path, Module(gradient=policy), max_epochs=3)
-    ends, starts = zip(*policies[0].hand_overs(), strict=True)
-    assert ends == starts == (20, 40)
-    assert all(start == 5 < end for end, start in policies[1].hand_overs())
-
-
-def test_a_second_fit_starts_from_the_horizon_of_the_first(tmp_path: Path) -> None:
-    module = Module(gradient=(policy := RecordingAdaptive(0.05, 5, 40, every=4)))
-    for _ in range(2):
-        fitted(tmp_path, module, max_epochs=1)
-    assert policy.hand_overs() == [(20, 20)]
 
 
 @pytest.mark.parametrize("options", [{"clip": 0.05}, {"clip": 0.05, "accumulate": 3}], ids=str)
