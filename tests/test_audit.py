@@ -111,7 +111,7 @@ def width(net: Carried) -> int:
     return net(x, start(net, x))[0].shape[2]
 
 
-@examples(8)
+@examples(4)
 @given(
     lengths=st.lists(st.integers(1, 23), min_size=1, max_size=4),
     lanes=st.sampled_from([1, 2, 3]),

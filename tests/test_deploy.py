@@ -251,10 +251,7 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[] if n in ("cells", "squeezed") else pytest.mark.slow)
-        for n in OTHERS
-    ],
+    [pytest.param(n, marks=[] if n in ("cells", "squeezed") else pytest.mark.slow) for n in OTHERS],
 )
 def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
     net, written = exported(tmp_path, OTHERS[name], "net.onnx", steps=200)
@@ -413,7 +410,7 @@ def test_the_package_imports_no_torch_for_a_session(gru: tuple[Carried, Path]) -
 def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
     names = ["no */ beat", 'a "beat"']
     for name in ("my-net.2.onnx", "my-net.2.c", "my-net.2.js"):
-        _, written = exported(tmp_path, CHAINS["lstm"], name, rate=360, classes=names)
+        _, written = exported(tmp_path, CHAINS["lstm"], name, 20, rate=360, classes=names)
         assert written.verification is not None
     description = tt.deploy.Session(tmp_path / "my-net.2.onnx").description
     assert description["outputs"] == {
@@ -763,9 +760,9 @@ def _without_bias(chain: Chain) -> None:
 
 
 PLANTED: list[Any] = [
-    (_swapped, nn.LSTM, 1.0, "onnx"),
+    pytest.param(_swapped, nn.LSTM, 1.0, "onnx", marks=pytest.mark.slow),
     pytest.param(_without_bias, nn.LSTM, 1.0, "c", marks=needs_compiler),
-    pytest.param(_transposed, nn.GRU, 2.0, "js", marks=needs_node),
+    pytest.param(_transposed, nn.GRU, 2.0, "js", marks=[needs_node, pytest.mark.slow]),
 ]
 
 
@@ -826,7 +823,7 @@ def test_a_class_that_was_typed_in_a_prompt_is_exported_or_refused(
 def test_images_are_taken_as_predict_takes_them(tmp_path: Path) -> None:
     net = tt.carry(nn.Sequential(nn.Flatten(2), nn.GRU(12, 8), nn.Linear(8, 2))).eval()
     for x in (torch.randn(20, 1, 3, 4), torch.randn(20, 3, 4), torch.randn(20, 2, 1, 3, 4)):
-        written = tt.export(net, tmp_path / "net.c", inputs=x, steps=200)
+        written = tt.export(net, tmp_path / "net.onnx", inputs=x, steps=20)
         assert written.verification is None or written.verification.error < 1e-6
         if x.dim() < 5:
             assert tt.predict(net, x)[0].shape == (20, 2)

@@ -217,7 +217,7 @@ def test_module_that_does_not_repeat_is_refused_where_it_runs_again() -> None:
     data = PolicyData.draw(23, 2, 0)
     net = lawless(tt.carry(CountsCalls().double()), data.x)
     assert len(exact_updates(net, data, tt.Exact(chunk=23))) == 1
-    with pytest.raises(ModelError, match="does not repeat: .*steps 15 to 19 differ in"):
+    with pytest.raises(ModelError, match=r"does not repeat: .*steps 15 to 19 differ in"):
         exact_updates(net, data, tt.Exact(chunk=5))
 
 

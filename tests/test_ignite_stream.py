@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import throughtime as tt
+from horizons import ForgetfulAdaptive, RecordingAdaptive
 from plain_loop import plain_loop
 from test_ignite import same, weights
 from throughtime.carry import Carried
@@ -100,6 +101,19 @@ def test_an_engine_makes_the_weights_of_the_plain_loop(policy: str, chunks: int)
     assert state.updates == len(records) > 2
     assert state.iteration == 3 * -(-stream().steps // (10 * chunks))
     assert not same(came_to, weights(net_of()))
+
+
+def test_the_horizon_at_the_end_of_an_epoch_is_that_at_the_start_of_the_next() -> None:
+    policies = [kind(0.05, 5, 20, every=4) for kind in (RecordingAdaptive, ForgetfulAdaptive)]
+    for policy in policies:
+        net = net_of()
+        trainer = StreamTrainer(net, adam(net), nn.MSELoss(), gradient=policy)
+        trainer.run(stream(), max_epochs=3)
+    ends, starts = zip(*policies[0].hand_overs(), strict=True)
+    assert len(ends) == 2
+    assert ends == starts
+    assert min(starts) > 5
+    assert all(start == 5 < end for end, start in policies[1].hand_overs())
 
 
 def test_several_updates_are_accumulated_into_one() -> None:

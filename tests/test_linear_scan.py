@@ -126,10 +126,7 @@ def test_the_scan_is_the_loop_for_any_length_of_block(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "BLOCK", block)
         patch.setattr(scan, "LONG", 1)
-        assert (
-            deviation(Case.draw(steps, often=often, complex_=complex_, seed=steps))
-            < 1e-11
-        )
+        assert deviation(Case.draw(steps, often=often, complex_=complex_, seed=steps)) < 1e-11
 
 
 @pytest.mark.covering

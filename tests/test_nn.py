@@ -172,10 +172,13 @@ def test_gradients_by_sample_are_torch_s(name: str, batch_first: bool) -> None:
 @pytest.mark.parametrize("way", ["kernel", "mode", "autocast"])
 def test_no_steps_and_no_lanes_hand_the_state_on(name: str, way: str) -> None:
     """Where torch.nn would run, too: torch's own layers raise for zero steps."""
-    fused, contexts = LAYERS[name][1](4, 6, num_layers=2), {
-        "mode": torch.overrides.BaseTorchFunctionMode(),
-        "autocast": torch.autocast("cpu", torch.bfloat16),
-    }
+    fused, contexts = (
+        LAYERS[name][1](4, 6, num_layers=2),
+        {
+            "mode": torch.overrides.BaseTorchFunctionMode(),
+            "autocast": torch.autocast("cpu", torch.bfloat16),
+        },
+    )
     for steps, lanes in ((0, 3), (5, 0), (0, 0)) if way == "kernel" else ((0, 3),):
         x, hx = torch.randn(steps, lanes, 4), random_state(fused, lanes)
         resets = torch.ones(steps, lanes, dtype=torch.bool) if way == "kernel" else None

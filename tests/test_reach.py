@@ -209,7 +209,7 @@ def test_memory_is_used_where_a_delay_needs_it() -> None:
     """The loss falls once the net has seen `delay` steps, and credit ends exactly there."""
     delay = 3
     net = lawless(tt.carry(Delay(delay).double()), inputs(3, 2))
-    result = tt.reach(net, delayed(delay), nn.MSELoss(), max_lag=50, anchors=40)
+    result = tt.reach(net, delayed(delay), nn.MSELoss(), max_lag=50, anchors=20)
     assert result.memory_used
     assert result.loss == pytest.approx(0.01)
     assert all((loss > 0.1) == (steps <= delay) for steps, loss in result.contexts.items())

@@ -24,6 +24,8 @@ from throughtime.kernels.dispatch import Backend
 from throughtime.nn import layers
 
 pytestmark = needs_kernels
+
+
 def fused(net: nn.RNNBase) -> nn.RNNBase:
     return tt.fuse(copy.deepcopy(net))
 
@@ -137,9 +139,7 @@ def weights(net: Carried) -> Tensor:
 @pytest.mark.covering
 @pytest.mark.parametrize("zero", [True, False], ids=["one-by-one", "added-up"])
 @pytest.mark.parametrize("kind", NETS)
-def test_a_traced_epoch_trains_as_single_calls_do(
-    kind: str, zero: bool, calls: list[int]
-) -> None:
+def test_a_traced_epoch_trains_as_single_calls_do(kind: str, zero: bool, calls: list[int]) -> None:
     net = NETS[kind]()
     train(net, zero=zero)
     untraced, count = weights(net), len(calls)
