@@ -108,7 +108,8 @@ def epoch(
         gradients = [torch.as_tensor(weight.grad).to_dense().clone() for weight in trained]
         seen.gradients.extend(gradients)
         with torch.no_grad():
-            torch._foreach_sub_(trained, gradients, alpha=0.05)
+            for weight, gradient in zip(trained, gradients, strict=True):
+                weight.sub_(0.05 * gradient)
         if zero:
             net.zero_grad()
     return seen
@@ -410,7 +411,7 @@ def other_units(net: Carried) -> None:
 
 
 def says_it_has_more_units(net: Carried) -> None:
-    next(net.module.children()).hidden_size = 10  # pyright: ignore[reportAttributeAccessIssue]
+    vars(next(net.module.children()))["hidden_size"] = 10
 
 
 def child_replaced(net: Carried) -> None:

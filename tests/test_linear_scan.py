@@ -71,10 +71,10 @@ def deviation(case: Case) -> float:
     """How far outputs and gradients are from the loop's, relative to the largest entry of each."""
     torch.manual_seed(1)
     actual: list[list[Tensor]] = []
-    weigh = torch.randn_like(loop(*case.leaves(), case.resets))
+    weigh = torch.randn_like(loop(*case.leaves(), resets=case.resets))
     for way in (linear_scan, loop):
         leaves = case.leaves()
-        states = way(*leaves, case.resets)
+        states = way(*leaves, resets=case.resets)
         actual.append(
             [
                 states.detach(),
@@ -142,7 +142,7 @@ def test_gradients_of_first_and_second_order_are_those_of_finite_differences(
     leaves[0] = leaves[0][:, :, :1].detach().requires_grad_()
 
     def run(*leaves: Tensor) -> Any:
-        return linear_scan(*leaves, case.resets)
+        return linear_scan(*leaves, resets=case.resets)
 
     assert torch.autograd.gradcheck(run, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, leaves, check_fwd_over_rev=way != "as chosen")
@@ -176,7 +176,7 @@ def test_nothing_crosses_a_reset(bad: float) -> None:
     resets = torch.zeros(60, 2, dtype=torch.bool)
     resets[30, 0] = True
     gates, inputs, state = leaves = case.leaves()
-    states = linear_scan(*leaves, resets)
+    states = linear_scan(*leaves, resets=resets)
     fresh = loop(gates[30:, 0], inputs[30:, 0], torch.zeros(3, dtype=torch.float64))
     beside = loop(gates[:, 1], inputs[:, 1], state[1])
     torch.testing.assert_close(states[30:, 0], fresh, rtol=0, atol=1e-12)

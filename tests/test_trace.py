@@ -56,7 +56,7 @@ def play(net: Any, x: Tensor, states: tuple[Tensor, ...], weights: Mapping[str, 
     cell, seen, hidden = cell_of(net), dict[str, list[Tensor]](), list[Tensor]()
     assert cell is not None
     own: Any = (weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
-    for step in reference.steps(cell, x, states, Weights(*own, None)):
+    for step in reference.steps(cell, x, states, Weights(*own, hr=None)):
         states = step.states
         hidden.append(states[0])
         for letter, value in (step.gates | dict(zip(cell.states, states, strict=True))).items():
@@ -191,7 +191,7 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
     def run() -> tuple[Tensor, tuple[Tensor, ...]]:
         after, hidden = states, list[Tensor]()
         for step in x.unbind(0):
-            state = cell(step, after if len(after) > 1 else after[0])
+            state = cell(step, after if len(after) == 2 else after[0])
             after = (state,) if isinstance(state, Tensor) else state
             hidden.append(after[0])
         return torch.stack(hidden), after
