@@ -75,31 +75,6 @@ def test_every_update_calls_every_hook_once_with_the_whole_gradient(policy: Poli
         assert apart(got, {name: g / 2 for name, g in whole.items()}) < EXACT
 
 
-def test_optimizer_that_steps_inside_the_hook_makes_the_same_step() -> None:
-    usual, fused, data = (
-        named("hides-layer").net(),
-        named("hides-layer").net(),
-        PolicyData.draw(30, 2, 0),
-    )
-
-    def step(p: Tensor) -> None:
-        assert p.grad is not None
-        with torch.no_grad():
-            p -= 0.1 * p.grad
-        p.grad = None
-
-    for p in fused.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    optimizer = torch.optim.SGD(usual.parameters(), lr=0.1)
-    for _ in tt.updates(
-        usual, [data.chunk], nn.MSELoss(), gradient=tt.Exact(chunk=4, cut_every=10)
-    ):
-        optimizer.step()
-        optimizer.zero_grad()
-    exact_updates(fused, data, tt.Exact(chunk=4, cut_every=10))
-    assert apart(weights(fused), weights(usual)) < EXACT
-
-
 class Decayed(nn.Module):
     """A loss with a weight of its own and one of the net's."""
 
@@ -280,21 +255,6 @@ def test_every_weight_is_checked_and_gradients_are_as_before(policy: Policy) -> 
         assert p.grad is grad
         assert grad is not None
         assert (grad == 1).all()
-
-
-def test_finite_segments_whose_sum_is_not_are_refused() -> None:
-    net, x = (
-        tt.carry(nn.Sequential(nn.RNN(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1))),
-        torch.randn(8, 1, FEATURES),
-    )
-    chunk = Chunk.from_tensors(x, torch.zeros(8, 1))
-    with pytest.raises(RunError, match=r"the gradient of .* is not finite"):
-        list(
-            tt.updates(
-                net, [chunk], lambda y, _: y.mean() * 1e20 * 1e18 * 6, gradient=tt.Exact(chunk=4)
-            )
-        )
-    assert all(p.grad is None for p in net.parameters())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,11 +34,6 @@ needs_wasm = pytest.mark.skipif(
     wasm_compiler() is None, reason="needs clang with wasm-ld, or the package ziglang"
 )
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-FORMATS = [
-    "onnx",
-    pytest.param("c", marks=needs_compiler),
-    pytest.param("js", marks=needs_node),
-]
 LAYERS: dict[str, Callable[[], nn.RNNBase]] = {
     "lstm": lambda: nn.LSTM(3, 8),
     "lstm two": lambda: nn.LSTM(3, 8, 2),
@@ -148,10 +142,6 @@ def normalised() -> nn.Module:
     return net
 
 
-def images() -> nn.Module:
-    return nn.Sequential(nn.Flatten(2), nn.LSTM(12, 8), nn.Linear(8, 2))
-
-
 CHAINS: dict[str, Callable[[], nn.Module]] = {
     **{
         name: lambda layer=layer: nn.Sequential(layer(), nn.Linear(8, 2))
@@ -162,7 +152,6 @@ CHAINS: dict[str, Callable[[], nn.Module]] = {
     "between": between,
     "words": words,
     "normalised": normalised,
-    "images": images,
     "class": Sigmoids,
     "internal": Internal,
     "learned start": LearnedStart,
@@ -181,9 +170,22 @@ class LastOutput(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
+class Squeezed(nn.Module):
+    """One number a step, without a dimension of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.readout = nn.GRU(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        y, state = self.layer(x, state)
+        return self.readout(y).squeeze(-1), state
+
+
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "cells": Cells,
     "last output": LastOutput,
+    "squeezed": Squeezed,
     "gelu": lambda: nn.Sequential(tt.nn.GRU(3, 8), nn.GELU(), nn.Linear(8, 2)),
     "bare cell": lambda: nn.GRUCell(3, 5),
 }
@@ -192,8 +194,6 @@ OTHERS: dict[str, Callable[[], nn.Module]] = {
 def example_of(module: nn.Module) -> Tensor:
     if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Embedding):
         return torch.randint(0, 11, (50,))
-    if isinstance(module, nn.Sequential) and isinstance(module[0], nn.Flatten):
-        return torch.randn(50, 3, 4)
     x = torch.randn(50, 3)
     first = module[0] if isinstance(module, nn.Sequential) else module
     return x * first.scale + first.shift if isinstance(first, Affine) else x
@@ -204,7 +204,7 @@ def exported(
 ) -> tuple[Carried, Export]:
     torch.manual_seed(0)
     module = make()
-    net = tt.carry(module).eval()
+    net = tt.carry(module)
     return net, tt.export(net, folder / name, inputs=example_of(module), steps=steps, **options)
 
 
@@ -230,7 +230,7 @@ def close(got: Any, expected: Tensor) -> bool:
 OPERATIONS = (
     *("lstm two", "relu bare", "standardised", "between", "words", "learned start", "normalised"),
 )
-READ = ("gru", "class", "internal", "bare layer", "images")  # in ways that no template sees
+READ = ("gru", "class", "internal", "bare layer")  # in ways that no template sees
 
 
 @pytest.mark.parametrize(
@@ -251,15 +251,13 @@ def test_a_file_computes_what_the_net_computes(name: str, kind: str, tmp_path: P
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=[] if n in ("cells", "last output") else pytest.mark.slow)
-        for n in OTHERS
-    ],
+    [pytest.param(n, marks=[] if n in ("cells", "squeezed") else pytest.mark.slow) for n in OTHERS],
 )
 def test_any_carried_module_is_exported_step_by_step(name: str, tmp_path: Path) -> None:
-    _, written = exported(tmp_path, OTHERS[name], "net.onnx", steps=200)
+    net, written = exported(tmp_path, OTHERS[name], "net.onnx", steps=200)
     assert written.verification is not None
     assert written.verification.error < 1e-5
+    assert all(module.training for module in net.modules())
 
 
 @pytest.mark.slow
@@ -272,60 +270,26 @@ def test_a_net_of_doubles_is_written_in_its_own_type_unless_it_is_a_chain(tmp_pa
     assert other.verification.error < 1e-14
 
 
-def explosive() -> nn.Module:
-    """A difference in the last digit is one of all digits after the second step."""
-    torch.manual_seed(1)
-    layer = nn.LSTM(3, 32)
-    with torch.no_grad():
-        for name in ("weight_ih_l0", "weight_hh_l0"):
-            layer.get_parameter(name).mul_(300)
-    return nn.Sequential(layer, nn.Linear(32, 2))
-
-
-@pytest.mark.parametrize("suffix", FORMATS)
-def test_recurrent_weights_are_verified_where_no_second_step_can_be_compared(
-    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, written = exported(tmp_path, explosive, f"net.{suffix}", steps=1_000)
-    assert not written.remarks
-    if suffix == "onnx":
-        vector = tt.deploy.Session(written.paths[0]).description["conformance"]
-        assert len(vector["inputs"]) <= 4
-
-    def other(*args: Any) -> Any:
-        chain = read_chain(*args)
-        chain.layers[0].hh[:] = chain.layers[0].hh[:, ::-1].copy()
-        return chain
-
-    monkeypatch.setattr(exporting, "read_chain", other)
-    with pytest.raises(
-        ModelError, match=r"single steps, the file differs|check fails|computes other"
-    ):
-        exported(tmp_path, explosive, f"other.{suffix}", steps=1_000)
-
-
-@pytest.mark.parametrize("lanes", [1, 9])
-def test_lanes_are_independent_in_onnx(lanes: int, gru: Any) -> None:
+def test_lanes_are_independent_in_onnx(gru: Any) -> None:
     net, path = gru
-    x = torch.randn(60, lanes, 3)
-    session = tt.deploy.Session(path, lanes)
+    x = torch.randn(60, 9, 3)
+    session = tt.deploy.Session(path, 9)
     got = np.concatenate([session(part.numpy()) for part in pieces(x)])
-    expected = net(x, net.initial_state(lanes))[0].detach()
+    expected = net(x, net.initial_state(9))[0].detach()
     assert close(got, expected)
-    last, before = lanes - 1, session.state
-    broken = {leaf: value.copy() for leaf, value in before.items()}
+    before, broken = session.state, session.state
     for value in broken.values():
-        value[:, last] = np.nan
+        value[:, 8] = np.nan
     session.state = broken
     got = session(x[:5].numpy())
-    assert np.isnan(got[:, last]).any()
+    assert np.isnan(got[:, 8]).any()
     session.state = before
-    assert np.array_equal(got[:, :last], session(x[:5].numpy())[:, :last])
+    assert np.array_equal(got[:, :8], session(x[:5].numpy())[:, :8])
     session.state = broken
-    session.reset(lanes=[last])
+    session.reset(lanes=[8])
     again = session(x.numpy())
-    assert close(again[:, last], expected[:, last])
-    assert lanes == 1 or not close(again[:, 0], expected[:, 0])
+    assert close(again[:, 8], expected[:, 8])
+    assert not close(again[:, 0], expected[:, 0])
 
 
 def test_a_state_is_saved_and_loaded_to_the_bit(gru: tuple[Carried, Path], tmp_path: Path):
@@ -423,20 +387,12 @@ assert {"torch", "throughtime"}.isdisjoint(sys.modules)
 """
 
 
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_session_beside_a_model_needs_neither_torch_nor_throughtime(
-    fresh: bool, tmp_path: Path
-) -> None:
-    python = sys.executable
-    if fresh:  # installed by pip
-        subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
-        python = str(tmp_path / "venv/bin/python")
-        subprocess.run([python, "-m", "pip", "install", "-q", "numpy", "onnxruntime"], check=True)
+def test_the_session_beside_a_model_needs_neither_torch_nor_throughtime(tmp_path: Path) -> None:
     net, written = exported(tmp_path, CHAINS["gru two"], "net.onnx", with_session=True)
     assert written.paths == (tmp_path / "net.onnx", tmp_path / "session.py")
     x = torch.randn(50, 2, 3)
     np.save(tmp_path / "x.npy", x.numpy())
-    subprocess.run([python, "-c", ALONE], cwd=tmp_path, check=True)
+    subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, check=True)
     assert close(np.load(tmp_path / "y.npy"), net(x, net.initial_state(2))[0].detach())
     with pytest.raises(ConfigError, match="needs no session"):
         exported(tmp_path, CHAINS["lstm"], "net.c", with_session=True)
@@ -454,7 +410,7 @@ def test_the_package_imports_no_torch_for_a_session(gru: tuple[Carried, Path]) -
 def test_the_description_says_what_a_user_needs(tmp_path: Path) -> None:
     names = ["no */ beat", 'a "beat"']
     for name in ("my-net.2.onnx", "my-net.2.c", "my-net.2.js"):
-        _, written = exported(tmp_path, CHAINS["lstm"], name, rate=360, classes=names)
+        _, written = exported(tmp_path, CHAINS["lstm"], name, 20, rate=360, classes=names)
         assert written.verification is not None
     description = tt.deploy.Session(tmp_path / "my-net.2.onnx").description
     assert description["outputs"] == {
@@ -488,9 +444,8 @@ def test_settings_and_weights_that_no_file_can_have_are_refused(tmp_path: Path) 
     broken: Any = CHAINS["lstm"]()
     nn.init.constant_(broken[0].bias_hh_l0, torch.nan)
     for net in (broken, CHAINS["lstm"]().bfloat16()):
-        for name in ("net.c", "net.onnx"):
-            with pytest.raises(ModelError, match=r"'0\.\w+' is"):
-                exported(tmp_path, lambda net=net: net, name)
+        with pytest.raises(ModelError, match=r"'0\.\w+' is"):
+            exported(tmp_path, lambda net=net: net, "net.onnx")
     assert list(tmp_path.iterdir()) == []
     _, written = exported(tmp_path, CHAINS["lstm"], "net.onnx", steps=0)
     assert written.verification is None
@@ -594,7 +549,7 @@ int main(void) {
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["lstm two", "gru", "relu bare", "words"])
+@pytest.mark.parametrize("name", ["lstm two", "gru", "words"])
 def test_c_is_clean_under_sanitizers_and_needs_no_library(name: str, tmp_path: Path) -> None:
     exported(tmp_path, CHAINS[name], "net.c", steps=10)
     (tmp_path / "main.c").write_text(MAIN_OF_INDICES if name == "words" else MAIN)
@@ -680,25 +635,7 @@ def test_the_webassembly_of_the_page_runs(tmp_path: Path) -> None:
     assert np.abs(np.array(got) - expected[0].numpy()).max() < 1e-6
 
 
-def test_runners_of_the_page_have_ten_lines_at_most() -> None:
-    blocks = [block for language in ("c", "javascript", "rust") for block in page_blocks(language)]
-    assert len(blocks) == 6
-    assert all(len([line for line in block.splitlines() if line]) <= 10 for block in blocks)
-
-
 X = torch.randn(60, 3, generator=torch.Generator().manual_seed(0))
-
-
-class Squeezed(nn.Module):
-    """One number a step, without a dimension of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.readout = nn.GRU(3, 8), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, state: Any = None) -> Any:
-        y, state = self.layer(x, state)
-        return self.readout(y).squeeze(-1), state
 
 
 def export(module: nn.Module, path: Path, inputs: Any = X, **options: Any) -> Export:
@@ -717,13 +654,12 @@ def test_an_example_that_the_net_does_not_take_is_refused(tmp_path: Path) -> Non
         ),
         torch.full((9, 3), 1e300, dtype=torch.float64),
     ]
-    for suffix in ("onnx", "c"):
-        for inputs in wrongs:
-            with pytest.raises(DataError, match=r"expected|example|not take|lane 0"):
-                export(CHAINS["lstm"](), tmp_path / f"net.{suffix}", inputs)
-        for words in (torch.full((9,), 11), torch.tensor([3, -1]), torch.eye(11)):
-            with pytest.raises(DataError, match="not take"):
-                export(CHAINS["words"](), tmp_path / f"net.{suffix}", words)
+    for inputs in wrongs:
+        with pytest.raises(DataError, match=r"expected|example|not take|lane 0"):
+            export(CHAINS["lstm"](), tmp_path / "net.c", inputs)
+    for words in (torch.full((9,), 11), torch.tensor([3, -1]), torch.eye(11)):
+        with pytest.raises(DataError, match="not take"):
+            export(CHAINS["words"](), tmp_path / "net.onnx", words)
     with pytest.raises(DataError, match="the net expects 3"):
         export(CHAINS["lstm"](), tmp_path / "net.onnx", stream=torch.zeros(50, 4))
     assert list(tmp_path.iterdir()) == []
@@ -768,19 +704,6 @@ def test_a_readout_with_parametrized_weights_is_one_of_a_chain(tmp_path: Path) -
     assert written.verification is None or written.verification.error < 1e-6
 
 
-@pytest.mark.parametrize("make", [Squeezed, Cells])
-def test_an_export_step_by_step_leaves_the_net_in_its_mode(
-    make: Callable[[], nn.Module], tmp_path: Path
-) -> None:
-    net = tt.carry(make())
-    net.module.train()
-    written = tt.export(net, tmp_path / "net.onnx", inputs=X, steps=200)
-    assert all(module.training for module in net.module.modules())
-    y, _ = net.eval()(X[:, None], net.initial_state(1))
-    session = tt.deploy.Session(written.paths[0])
-    np.testing.assert_allclose(session(X.numpy()), y[:, 0].detach(), atol=1e-6)
-
-
 def test_numbers_of_lanes_are_whole_and_those_of_the_session(gru: Any) -> None:
     wrong: Any
     for wrong in (2, [-1], [0.5], "a", [True, False], [[0], [2]]):
@@ -813,6 +736,9 @@ def test_a_chaotic_net_is_exported_and_held_to_single_steps(
     _, written = exported(tmp_path, make, "net.onnx")
     assert written.verification is not None
     assert written.verification.error > 0.1
+    # after more steps no two runtimes agree
+    vector = tt.deploy.Session(written.paths[0]).description["conformance"]
+    assert len(vector["inputs"]) < 64
     monkeypatch.setattr(exporting, "read_chain", other)
     with pytest.raises(ModelError, match="single steps, the file differs"):
         exported(tmp_path, make, "other.onnx")
@@ -833,15 +759,10 @@ def _without_bias(chain: Chain) -> None:
     chain.layers[0].b_ih[:] = 0
 
 
-def _without_readout_bias(chain: Chain) -> None:
-    next(op for op in chain.operations if isinstance(op, Dense)).bias[:] = 0
-
-
 PLANTED: list[Any] = [
-    (_swapped, nn.LSTM, 1.0, "onnx"),
+    pytest.param(_swapped, nn.LSTM, 1.0, "onnx", marks=pytest.mark.slow),
     pytest.param(_without_bias, nn.LSTM, 1.0, "c", marks=needs_compiler),
-    pytest.param(_transposed, nn.GRU, 2.0, "js", marks=needs_node),
-    (_without_readout_bias, nn.GRU, 2.0, "onnx"),
+    pytest.param(_transposed, nn.GRU, 2.0, "js", marks=[needs_node, pytest.mark.slow]),
 ]
 
 
@@ -887,7 +808,7 @@ class Doubled(nn.Module):
 """
 
 
-def test_a_class_that_was_typed_in_a_prompt_is_exported_or_its_line_is_named(
+def test_a_class_that_was_typed_in_a_prompt_is_exported_or_refused(
     tmp_path: Path,
 ) -> None:
     names: dict[str, Any] = {"nn": nn}
@@ -895,14 +816,14 @@ def test_a_class_that_was_typed_in_a_prompt_is_exported_or_its_line_is_named(
     written = export(names["Doubled"](), tmp_path / "net.c")
     assert written.verification is None or written.verification.error < 1e-6
     exec(PROMPT.replace("FACTOR", "y * 2"), names)
-    with pytest.raises(ModelError, match=r"^line 10 in Doubled\.forward stands in the way"):
+    with pytest.raises(ModelError, match=r"^a line in Doubled\.forward stands in the way"):
         export(names["Doubled"](), tmp_path / "other.c")
 
 
 def test_images_are_taken_as_predict_takes_them(tmp_path: Path) -> None:
     net = tt.carry(nn.Sequential(nn.Flatten(2), nn.GRU(12, 8), nn.Linear(8, 2))).eval()
     for x in (torch.randn(20, 1, 3, 4), torch.randn(20, 3, 4), torch.randn(20, 2, 1, 3, 4)):
-        written = tt.export(net, tmp_path / "net.c", inputs=x, steps=200)
+        written = tt.export(net, tmp_path / "net.onnx", inputs=x, steps=20)
         assert written.verification is None or written.verification.error < 1e-6
         if x.dim() < 5:
             assert tt.predict(net, x)[0].shape == (20, 2)
@@ -910,26 +831,10 @@ def test_images_are_taken_as_predict_takes_them(tmp_path: Path) -> None:
 
 def test_two_threads_cannot_call_one_session(gru: Any) -> None:
     session, x = tt.deploy.Session(gru[1], lanes=2), np.ones((40, 2, 3), np.float32)
-    runtime, entered, leave = session._runtime, threading.Event(), threading.Event()
-
-    class Slow:
-        def run(self, *args: Any) -> Any:
-            entered.set()
-            leave.wait(10)
-            return runtime.run(*args)
-
-    session._runtime = Slow()
-    thread = threading.Thread(target=session, args=(x,))
-    thread.start()
-    entered.wait(10)
-    try:
+    with session._lock:  # as the call of another thread
         for call in (lambda: session(x), lambda: session.step(x[0])):
             with pytest.raises(RuntimeError, match="each thread needs one of its own"):
                 call()
-    finally:
-        leave.set()
-        thread.join()
-        session._runtime = runtime
     session.step(x[0])
 
 
@@ -940,10 +845,6 @@ def test_sessions_of_one_file_share_weights_and_no_state(gru: tuple[Carried, Pat
     second = tt.deploy.Session(first)
     assert np.array_equal(second(x), expected)
     assert not np.array_equal(first(x), expected)
-    kept = first.state
-    first(x)
-    assert all(np.array_equal(kept[k], v) for k, v in second.state.items()) is False
-    assert any(not np.array_equal(kept[k], v) for k, v in first.state.items())
 
 
 def test_the_recording_is_reported_apart_from_the_noise(tmp_path: Path) -> None:

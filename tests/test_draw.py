@@ -98,21 +98,6 @@ def outputs_joined() -> Drawing:
     return draw(nn.Linear(4, 1).to(D)(torch.cat(outputs)).pow(2).mean(), net)
 
 
-def upper_layer_not_cut(cut: tuple[bool, bool]) -> Drawing:
-    lower, upper = nn.GRUCell(3, 4).to(D), nn.GRUCell(4, 4).to(D)
-    a = b = torch.zeros(2, 4, dtype=D)
-    loss = torch.zeros(())
-    for _ in range(3):
-        a, b = a.detach() if cut[0] else a, b.detach() if cut[1] else b
-        outputs = list[Tensor]()
-        for x in torch.randn(6, 2, 3, dtype=D):
-            a = lower(x, a)
-            b = upper(a, b)
-            outputs.append(b)
-        loss = torch.stack(outputs).pow(2).mean()
-    return draw(loss)
-
-
 def twins() -> Drawing:
     """Two inputs through one net, step by step: no chunk ends there."""
     net = nn.GRUCell(3, 4).to(D)
@@ -160,13 +145,6 @@ KNOWN: dict[str, tuple[Callable[[], Drawing], list[int], list[tuple[int, int]], 
     "fused LSTM": (lambda: layer(tt.nn.LSTM, D, cut=False), [7, 7], [(0, 1)], 0),
     "fused LSTM, cut": (lambda: layer(tt.nn.LSTM, D, cut=True), [7], [], 0),
     "cut chunks in one loss": (outputs_joined, [9, 9, 9], [], 0),
-    "two layers, the upper not cut": (
-        lambda: upper_layer_not_cut((True, False)),
-        [6] * 3,
-        [(0, 1), (1, 2)],
-        0,
-    ),
-    "two layers, cut": (lambda: upper_layer_not_cut((True, True)), [6], [], 0),
     "two inputs through one net": (twins, [15], [], 0),
     "losses on the way": (losses_on_the_way, [10] * 4, [], 3),
     "nothing recurs": (feed_forward, [0], [], 0),
@@ -246,13 +224,6 @@ def test_k1_and_k2_are_marked() -> None:
     halves = outputs_joined().dot
     assert re.findall(r"k2 \(horizon\): (\d+ steps)", halves) == ["9 steps"] * 3
     assert "k1 (stride): 27 steps" in halves
-
-
-def test_what_a_notebook_shows_is_mermaid_in_markdown() -> None:
-    drawing = one_chunk(5)
-    assert drawing._repr_markdown_() == f"```mermaid\n{drawing.mermaid}```\n"
-    assert drawing.mermaid.startswith("flowchart ")
-    assert "cell.weight_hh\u00a0x\u00a05" in drawing.mermaid
 
 
 def test_dot_is_what_graphviz_accepts() -> None:

@@ -27,12 +27,10 @@ from strategies import (
     in_chunks,
     inputs,
     recordings,
-    remembering,
     start,
     states_apart,
 )
 from throughtime.carry import Carried
-from throughtime.errors import DataError
 from throughtime.nn.layers import Recurrent
 
 fusing: Any = import_module("throughtime.nn.fuse")  # the function has the name of its module
@@ -55,21 +53,6 @@ class Takes(nn.Module):
         return self.gru(x, state, resets)
 
 
-class InPieces(HidesLayer):
-    """Its layer plays the first half of the steps, then the rest."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, state = self.lstm(x[: len(x) // 2 + 1])
-        if len(x) > 1:
-            rest, _ = (
-                self.lstm(x[len(x) // 2 + 1 :], state)
-                if len(x) // 2 + 1 < len(x)
-                else (y[:0], state)
-            )
-            y = torch.cat([y, rest])
-        return self.head(y)
-
-
 FUSED = (
     Row("lstm", lambda: nn.LSTM(FEATURES, HIDDEN)),
     Row("chain", lambda: nn.Sequential(nn.GRU(FEATURES, 5, 2), nn.RNN(5, HIDDEN), nn.Tanh())),
@@ -77,12 +60,9 @@ FUSED = (
     Row("hides-layer", lambda: HidesLayer(batch_first=True)),
     Row("hides-two-layers", HidesTwoLayers),
     Row("takes-resets", Takes),
-    Row("takes-resets-batch-first", lambda: Takes(batch_first=True)),
-    Row("in-pieces", InPieces),
     Row("hidden-in-a-chain", lambda: nn.Sequential(HidesLayer(outputs=FEATURES), HidesTwoLayers())),
 )
 WHOLE = {"lstm", "chain", "batch-first"}
-by_name = {row.name: row for row in FUSED}
 
 
 def fused(row: Row) -> Carried:
@@ -195,49 +175,6 @@ def test_resets_inside_the_call_are_those_of_torch_nn_between_calls(row: Row) ->
     layer.register_forward_pre_hook(lambda *_: calls.append(1))
     net(x, start(net, x), resets)
     assert (len(calls) == 1) == (row.name in WHOLE)
-
-
-@pytest.mark.parametrize("name", ["hides-layer", "hides-two-layers", "hidden-in-a-chain"])
-def test_whether_the_call_stays_whole_does_not_depend_on_the_calls_before(name: str) -> None:
-    """A resumed run is a new net in the middle of a stream: it gives the same bits."""
-    x, resets = inputs(20, 2), torch.rand(20, 2) < 0.3
-    old, new = fused(by_name[name]), fused(by_name[name])
-    for lanes in (1, 2, 3):
-        old(inputs(7, lanes), start(old, inputs(7, lanes)))
-    drawn = torch.get_rng_state()
-    results = [everything(net, x, resets) for net in (old, new)]
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert torch.equal(results[0][0], results[1][0])
-    assert states_apart(results[0][1], results[1][1]) == apart(results[0][2], results[1][2]) == 0
-
-
-class WithItsOwn(HidesLayer):
-    """Hands its layer resets of its own: none at all, or every step."""
-
-    every = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, _ = (
-            self.lstm(x, None, torch.full(x.shape[:2], self.every)) if self.every else self.lstm(x)
-        )
-        return self.head(y)
-
-
-def test_resets_of_the_module_s_own_are_kept() -> None:
-    module = tt.fuse(remembering(WithItsOwn()))
-    net, x, resets = tt.carry(module), inputs(9, 2), torch.zeros(9, 2, dtype=torch.bool)
-    start(net, x)  # with a reset at every step the module would be refused: it has no memory
-    vars(module)["every"] = True
-    resets[4] = True
-    expected = module(x)
-    assert (net(x, start(net, x))[0] - expected).abs().max() < EXACT
-    assert (net(x, start(net, x), resets)[0] - expected).abs().max() < EXACT
-
-
-def test_resets_of_another_shape_are_refused() -> None:
-    net, x = fused(by_name["lstm"]), inputs(5, 2)
-    with pytest.raises(DataError, match=r"resets have shape \(2, 5\), expected \(5, 2\)"):
-        net(x, start(net, x), torch.zeros(2, 5, dtype=torch.bool))
 
 
 def test_carry_fuses_only_when_asked() -> None:

@@ -172,25 +172,6 @@ def test_terminate_stops_after_the_present_update(end: str) -> None:
     assert same(weights(net), by_hand("truncated", 1, stop=4)[0])
 
 
-@pytest.mark.parametrize("update", [3, 13, 25])
-def test_a_checkpoint_within_an_iteration_loses_and_repeats_no_update(update: int) -> None:
-    """Thirteen updates an epoch, in two iterations.
-
-    The stretch that was cut short counts as an iteration.
-    """
-    whole, first, later = (trainer_of(chunks=7) for _ in range(3))
-    state: Any = whole[0].run(stream(), max_epochs=3)
-    assert (state.updates, state.iteration) == (39, 6)
-    first[0].add_event_handler(StreamEvents.UPDATE_COMPLETED(once=update), first[0].terminate)
-    first[0].run(stream(), max_epochs=3)
-    Checkpoint.load_objects(
-        to_save(*later), {name: thing.state_dict() for name, thing in to_save(*first).items()}
-    )
-    state = later[0].run(stream(), max_epochs=3)
-    assert (state.updates, state.iteration) == (39, 6)
-    assert same(weights(later[1]), weights(whole[1]))
-
-
 def to_save(trainer: StreamTrainer, net: Carried, optimizer: Any) -> dict[str, Any]:
     return {"trainer": trainer, "net": net, "optimizer": optimizer}
 
@@ -233,17 +214,6 @@ def test_a_checkpoint_resumes_anywhere_to_the_bit(
     # a state takes any attribute
     counts = [getattr(run[0].state, "updates") for run in (later, whole)]  # noqa: B009
     assert counts[0] == counts[1]
-
-
-def test_a_loaded_trainer_that_has_not_run_yet_saves_what_it_loaded() -> None:
-    first, _, _ = trainer_of()
-    assert first.state_dict()["stream"] is None
-    first.add_event_handler(Events.ITERATION_COMPLETED(once=3), first.terminate)
-    first.run(stream())
-    saved = first.state_dict()
-    again, _, _ = trainer_of()
-    again.load_state_dict(saved)
-    assert again.state_dict()["stream"] is saved["stream"]
 
 
 def test_the_state_of_another_engine_and_of_another_stream_are_refused() -> None:

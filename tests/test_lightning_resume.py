@@ -62,7 +62,11 @@ def resumed(
 
 @pytest.mark.parametrize(
     ("at", "gradient"),
-    [(3, None), (24, None), (27, tt.Adaptive(0.05, 5, 40, every=4))],
+    [
+        (3, None),
+        pytest.param(24, None, marks=pytest.mark.slow),
+        (27, tt.Adaptive(0.05, 5, 40, every=4)),
+    ],
     ids=["update-3", "update-24", "adaptive-27"],
 )
 def test_resume_in_the_middle_of_an_epoch_gives_the_same_bits(

@@ -1,6 +1,5 @@
 """The scan equals the loop over its steps: values, gradients of any order, resets, any gates."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,27 +14,17 @@ from throughtime.errors import DataError, StateError
 from throughtime.kernels import scan
 from throughtime.kernels.scan import linear_scan
 
-Scan = Callable[..., Tensor]
 
-
-def loop(
-    gates: Tensor,
-    inputs: Tensor,
-    state: Tensor,
-    resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
-) -> Tensor:
+def loop(gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None = None) -> Tensor:
     """The oracle: what the words say, by plain autograd.
 
     Resets as `tt.state.reset` applies them.
     """
     gates, inputs = torch.broadcast_tensors(gates, inputs)
     h, states = state.expand(inputs.shape[1:]), list[Tensor]()
-    start = torch.zeros_like(h) if initial is None else initial.expand_as(h)
     for t in range(len(inputs)):
         if resets is not None:
-            h = tt.state.reset(h, start, resets[t])
+            h = tt.state.reset(h, torch.zeros_like(h), resets[t])
         h = gates[t] * h + inputs[t]
         states.append(h)
     return torch.stack(states)
@@ -52,7 +41,6 @@ class Case:
     inputs: Tensor
     state: Tensor
     resets: Tensor | None
-    initial: Tensor | None
 
     @classmethod
     def draw(
@@ -70,33 +58,23 @@ class Case:
         gates = torch.randn(steps, lanes, *behind, dtype=dtype)
         gates = gates / gates.abs() * (0.97 + 0.06 * torch.rand(gates.shape, dtype=torch.float64))
         gates = gates * (torch.rand(gates.shape) > 0.02)
-        inputs, state, initial = (
-            torch.randn(*shape, *behind, dtype=dtype)
-            for shape in ((steps, lanes), (lanes,), (lanes,))
+        inputs, state = (
+            torch.randn(*shape, *behind, dtype=dtype) for shape in ((steps, lanes), (lanes,))
         )
-        resets = torch.rand(steps, lanes) < often if often else None
-        return cls(gates, inputs, state, resets, initial if often else None)
+        return cls(gates, inputs, state, torch.rand(steps, lanes) < often if often else None)
 
     def leaves(self) -> list[Tensor]:
-        return [
-            leaf.clone().requires_grad_()
-            for leaf in (self.gates, self.inputs, self.state, self.initial)
-            if leaf is not None
-        ]
-
-    def run(self, method: Scan, leaves: list[Tensor]) -> Tensor:
-        gates, inputs, state, *initial = leaves
-        return method(gates, inputs, state, self.resets, initial=initial[0] if initial else None)
+        return [leaf.clone().requires_grad_() for leaf in (self.gates, self.inputs, self.state)]
 
 
-def deviation(method: Scan, case: Case) -> float:
+def deviation(case: Case) -> float:
     """How far outputs and gradients are from the loop's, relative to the largest entry of each."""
     torch.manual_seed(1)
     actual: list[list[Tensor]] = []
-    weigh = torch.randn_like(case.run(loop, case.leaves()))
-    for way in (method, loop):
+    weigh = torch.randn_like(loop(*case.leaves(), resets=case.resets))
+    for way in (linear_scan, loop):
         leaves = case.leaves()
-        states = case.run(way, leaves)
+        states = way(*leaves, resets=case.resets)
         actual.append(
             [
                 states.detach(),
@@ -138,7 +116,7 @@ def test_the_scan_is_the_loop(
     steps: int, lanes: int, behind: tuple[int, ...], often: float, complex_: bool, seed: int
 ) -> None:
     case = Case.draw(steps, lanes, behind, often=often, complex_=complex_, seed=seed)
-    assert deviation(linear_scan, case) < 1e-11
+    assert deviation(case) < 1e-11
 
 
 @given(st.integers(6, 60), st.integers(2, 5), st.sampled_from([0.0, 0.1]), st.booleans())
@@ -148,62 +126,7 @@ def test_the_scan_is_the_loop_for_any_length_of_block(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "BLOCK", block)
         patch.setattr(scan, "LONG", 1)
-        assert (
-            deviation(linear_scan, Case.draw(steps, often=often, complex_=complex_, seed=steps))
-            < 1e-11
-        )
-
-
-def no_gate_credit(gates: Tensor, *rest: Any, **more: Any) -> Tensor:
-    return loop(gates.detach(), *rest, **more)
-
-
-def late_credit(gates: Tensor, *rest: Any, **more: Any) -> Tensor:
-    """The gate is blamed with the state after it, where the one before it was due."""
-    states, before = loop(gates, *rest, **more), loop(gates.detach(), *rest, **more)
-    return before + gates * states.detach() - (gates * states).detach()
-
-
-def cut_credit(gates: Tensor, inputs: Tensor, state: Tensor, resets: Any, **more: Any) -> Tensor:
-    """Credit ends in the middle."""
-    middle, parts = len(gates) // 2, list[Tensor]()
-    for half in (slice(middle), slice(middle, None)):
-        parts.append(loop(gates[half], inputs[half], state, resets[half], **more))
-        state = parts[-1][-1].detach()
-    return torch.cat(parts)
-
-
-def unconjugated(*given: Any, **more: Any) -> Tensor:
-    """Complex credit through the gates as they are."""
-    states = loop(*given, **more)
-    return torch.complex(states.real, states.imag.detach()) if states.is_complex() else states
-
-
-def resets_forgotten(gates: Tensor, inputs: Tensor, state: Tensor, *_: Any, **__: Any) -> Tensor:
-    return loop(gates, inputs, state)
-
-
-def start_forgotten(*given: Any, initial: Tensor) -> Tensor:
-    del initial
-    return loop(*given)
-
-
-def quotients(gates: Tensor, inputs: Tensor, state: Tensor, *_: Any, **__: Any) -> Tensor:
-    """By cumulative products, which underflow, and divide by gates that are zero."""
-    products = gates.cumprod(0)
-    return products * (state + (inputs / products).cumsum(0))
-
-
-MUTANTS = (no_gate_credit, late_credit, cut_credit, resets_forgotten, start_forgotten, quotients)
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_a_faulty_scan_differs_from_the_loop(mutant: Scan) -> None:
-    assert not deviation(mutant, Case.draw(97, often=0.03)) < 1e-3
-
-
-def test_gradients_without_conjugates_differ_from_the_loop() -> None:
-    assert not deviation(unconjugated, Case.draw(97, complex_=True)) < 1e-3
+        assert deviation(Case.draw(steps, often=often, complex_=complex_, seed=steps)) < 1e-11
 
 
 @pytest.mark.covering
@@ -219,7 +142,7 @@ def test_gradients_of_first_and_second_order_are_those_of_finite_differences(
     leaves[0] = leaves[0][:, :, :1].detach().requires_grad_()
 
     def run(*leaves: Tensor) -> Any:
-        return case.run(linear_scan, list(leaves))
+        return linear_scan(*leaves, resets=case.resets)
 
     assert torch.autograd.gradcheck(run, leaves, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(run, leaves, check_fwd_over_rev=way != "as chosen")
@@ -239,38 +162,29 @@ def test_gates_and_inputs_broadcast_and_their_gradients_are_summed() -> None:
             torch.randn(inputs, dtype=torch.float64),
             case.state[0],
             None,
-            None,
         )
-        assert deviation(linear_scan, drawn) < 1e-12
+        assert deviation(drawn) < 1e-12
 
 
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
+@pytest.mark.parametrize("bad", [float("nan"), 1e300])
 def test_nothing_crosses_a_reset(bad: float) -> None:
     """Neither a state that is no number any more, nor its gradient."""
     case = Case.draw(60)
-    gates, inputs, state = (leaf.clone() for leaf in (case.gates, case.inputs, case.state))
-    inputs[21, 0] = bad
-    gates[22:29, 0] = 1e3  # and grow until the reset
+    case.inputs[21, 0] = bad
+    case.gates[22:29, 0] = 1e3  # and grow until the reset
     resets = torch.zeros(60, 2, dtype=torch.bool)
     resets[30, 0] = True
-    leaves = [leaf.requires_grad_() for leaf in (gates, inputs, state)]
-    states = linear_scan(gates, inputs, state, resets)
+    gates, inputs, state = leaves = case.leaves()
+    states = linear_scan(*leaves, resets=resets)
     fresh = loop(gates[30:, 0], inputs[30:, 0], torch.zeros(3, dtype=torch.float64))
+    beside = loop(gates[:, 1], inputs[:, 1], state[1])
     torch.testing.assert_close(states[30:, 0], fresh, rtol=0, atol=1e-12)
-    torch.testing.assert_close(
-        states[:, 1], loop(gates[:, 1], inputs[:, 1], state[1]), rtol=0, atol=1e-12
-    )
+    torch.testing.assert_close(states[:, 1], beside, rtol=0, atol=1e-12)
     to_gates, to_inputs, to_state = torch.autograd.grad(states[30:, 0].sum(), leaves)
-    assert (
-        to_inputs[:30].count_nonzero()
-        == to_inputs[:, 1].count_nonzero()
-        == to_state.count_nonzero()
-        == 0
-    )
-    assert (
-        to_gates[:20].count_nonzero() == 0
-    )  # later ones stand beside states that are no numbers: zero times NaN, as in the loop
+    # gates of steps 20 to 29 stand beside states that are no numbers: zero times NaN
+    for part in (to_inputs[:30], to_inputs[:, 1], to_state, to_gates[:20]):
+        assert part.count_nonzero() == 0
     assert to_gates[30:].isfinite().all()
 
 
@@ -299,13 +213,6 @@ def test_gates_of_any_size_give_what_the_loop_gives(size: float) -> None:
     assert states[-1].count_nonzero() == states[-1].numel()
 
 
-def test_a_thousand_small_gates_do_not_underflow() -> None:
-    case = Case.draw(1000)
-    small = Case(case.gates * 0.01, case.inputs, case.state, None, None)
-    assert deviation(linear_scan, small) < 1e-12
-    assert not deviation(quotients, small) < 1e-3
-
-
 def test_gates_and_states_are_all_that_is_kept() -> None:
     case, kept = Case.draw(1000), dict[int, int]()
     leaves = case.leaves()
@@ -321,18 +228,11 @@ def test_gates_and_states_are_all_that_is_kept() -> None:
 
 
 def test_types_widen_as_in_arithmetic() -> None:
-    gates, inputs, state = (
-        torch.rand(60, 2),
-        torch.randn(60, 2, dtype=torch.complex64),
-        torch.zeros(2, dtype=torch.float64),
-    )
+    gates, inputs = torch.rand(60, 2), torch.randn(60, 2, dtype=torch.complex64)
     leaf = gates.clone().requires_grad_()
-    states = linear_scan(leaf, inputs, state)
+    states = linear_scan(leaf, inputs, torch.zeros(2, dtype=torch.float64))
     assert states.dtype == torch.complex128
     assert torch.autograd.grad(states.abs().sum(), leaf)[0].dtype == torch.float32
-    assert (
-        linear_scan(gates.bfloat16(), inputs.real.bfloat16(), torch.zeros(2)).dtype == torch.float32
-    )
 
 
 def test_batches_of_scans_by_vmap() -> None:
@@ -341,19 +241,12 @@ def test_batches_of_scans_by_vmap() -> None:
     actual = torch.func.vmap(
         lambda inputs: linear_scan(case.gates, inputs, case.state, case.resets)
     )(more)
-    torch.testing.assert_close(
-        actual,
-        torch.stack([loop(case.gates, one, case.state, case.resets) for one in more]),
-        rtol=0,
-        atol=1e-12,
-    )
-    jacobian = torch.func.jacrev(
-        lambda state: linear_scan(case.gates, case.inputs, state, case.resets)[-1]
-    )(case.state)
-    expected = torch.autograd.functional.jacobian(
-        lambda state: loop(case.gates, case.inputs, state, case.resets)[-1], case.state
-    )
-    torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-12)
+    expected = torch.stack([loop(case.gates, one, case.state, case.resets) for one in more])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    with pytest.raises(DataError, match="resets differ within a vmap"):
+        torch.func.vmap(lambda resets: linear_scan(case.gates, case.inputs, case.state, resets))(
+            torch.zeros(4, 60, 2, dtype=torch.bool)
+        )
 
 
 SHAPES = {"gates": (6, 2, 3), "inputs": (6, 2, 3), "state": (2, 3)}
@@ -366,7 +259,6 @@ SHAPES = {"gates": (6, 2, 3), "inputs": (6, 2, 3), "state": (2, 3)}
         (DataError, {"gates": torch.ones(3), "inputs": torch.ones(3)}),
         (DataError, {"inputs": torch.ones(0, 2, 3), "gates": torch.ones(0, 2, 3)}),
         (StateError, {"state": torch.ones(4, 3)}),
-        (StateError, {"initial": torch.ones(2, 4)}),
         (DataError, {"resets": torch.ones(6, 3, dtype=torch.bool)}),
         (DataError, {"resets": torch.ones(6, 2)}),
         (DataError, {name: torch.ones(shape).long() for name, shape in SHAPES.items()}),
@@ -378,11 +270,3 @@ def test_what_does_not_fit_is_refused_by_name(
     whole: dict[str, Any] = {name: torch.ones(shape) for name, shape in SHAPES.items()}
     with pytest.raises(error, match="|".join(given)):
         linear_scan(**whole | given)
-
-
-def test_resets_that_differ_within_a_vmap_are_refused() -> None:
-    case = Case.draw(6)
-    with pytest.raises(DataError, match="resets differ within a vmap"):
-        torch.func.vmap(lambda resets: linear_scan(case.gates, case.inputs, case.state, resets))(
-            torch.zeros(4, 6, 2, dtype=torch.bool)
-        )

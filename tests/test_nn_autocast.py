@@ -9,8 +9,8 @@ Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden.
 """
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,11 +27,8 @@ from recurrences import (
     max_difference,
     needs_kernels,
     random_state,
-    twin_layers,
 )
 from throughtime.kernels import dispatch, library, recurrent, reference
-from throughtime.kernels.cells import BY_MODE
-from throughtime.kernels.dispatch import TorchFaster
 from throughtime.kernels.library import bfloat16
 
 pytestmark = needs_kernels
@@ -82,32 +79,23 @@ def defined(*given: Any) -> Any:
 
 
 @every_layer
-def test_outputs_and_states_are_float32_whatever_comes_in(name: str) -> None:
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_outputs_and_states_are_float32_whatever_comes_in(name: str, kind: torch.dtype) -> None:
     """An autocast layer before it gives bfloat16; gradients have the type of what they are of."""
-    layer = LAYERS[name][1](4, 6, num_layers=2)
-    x, hx, kinds = (
-        torch.randn(5, 3, 4),
-        random_state(layer, 3),
-        (torch.float32, torch.bfloat16, torch.float16),
+    layer, x = LAYERS[name][1](4, 6, num_layers=2), torch.randn(5, 3, 4).to(kind)
+    leaves = [leaf.to(kind) for leaf in leaves_of(random_state(layer, 3))]
+    state, wide = (
+        tuple(some) if len(some) == 2 else some[0]
+        for some in (leaves, [leaf.float() for leaf in leaves])
     )
-    for kind in kinds:
-        for entering in (None, *kinds):
-            state = None if entering is None else tuple(leaf.to(entering) for leaf in leaves_of(hx))
-            state = state if state is None or len(state) == 2 else state[0]
-            with lower():
-                assert tt.nn.backend(layer, x.to(kind), state).name == "fused"
-            given = [x.to(kind), *(() if state is None else leaves_of(state))]
-            results = under(layer, given[0], state)
-            ends = 1 + len(leaves_of(hx))
-            assert {t.dtype for t in results[:ends]} == {torch.float32}
-            assert [t.dtype for t in results[ends : ends + len(given)]] == [t.dtype for t in given]
-            assert {t.dtype for t in results[ends + len(given) :]} == {torch.float32}
-            wide = under(layer, given[0].float(), None if state is None else _wide(state))
-            assert all(torch.equal(a, b) for a, b in zip(results[:ends], wide[:ends], strict=True))
-
-
-def _wide(state: Any) -> Any:
-    return state.float() if isinstance(state, Tensor) else tuple(leaf.float() for leaf in state)
+    with lower():
+        assert tt.nn.backend(layer, x, state).name == "fused"
+    results, count = under(layer, x, state), 1 + len(leaves)
+    assert {t.dtype for t in results[:count]} == {torch.float32}
+    assert {t.dtype for t in results[count : 2 * count]} == {kind}
+    assert {t.dtype for t in results[2 * count :]} == {torch.float32}
+    expected = under(layer, x.float(), wide)[:count]
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=False))
 
 
 @every_layer
@@ -207,73 +195,6 @@ def test_under_float16_products_are_float32(name: str) -> None:
 
 
 @every_layer
-def test_where_the_table_says_torch_types_stay_the_same(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row for bfloat16 decides under autocast and nowhere else."""
-    layer = LAYERS[name][1](4, 6)
-    cell = BY_MODE[layer.mode]
-    row = TorchFaster((library.level() or "",), cell, torch.bfloat16, 6, 2, "it was measured")
-    monkeypatch.setattr(dispatch, "TORCH_FASTER", (row,))
-    monkeypatch.setattr(dispatch, "bfloat16", lambda: True)
-    dispatch.static_backend.cache_clear()
-    try:
-        x, hx, resets = torch.randn(5, 3, 4), random_state(layer, 3), torch.rand(5, 3) < 0.3
-        assert tt.nn.backend(layer, x).name == "fused"
-        with lower():
-            assert str(tt.nn.backend(layer, x)) == "torch.nn: it was measured"
-            assert tt.nn.backend(layer, x[:, :1]).name == "fused"
-        plain = call_and_grad(layer, x, hx, resets)
-        for given in (x, x.bfloat16()):
-            actual = under(layer, given, hx, resets)
-            assert {t.dtype for t in actual[: 1 + len(leaves_of(hx))]} == {torch.float32}
-            assert max_difference(actual, plain) < 0.05
-    finally:
-        dispatch.static_backend.cache_clear()
-
-
-def trained(net: Any, updates: Callable[[Any], Any]) -> list[Tensor]:
-    """The gradients of every update, side by side."""
-    actual = list[Tensor]()
-    for _ in updates(net):
-        actual += [torch.as_tensor(p.grad).clone() for p in net.parameters()]
-        net.zero_grad()
-    return actual
-
-
-@pytest.mark.covering
-@every_layer
-@pytest.mark.parametrize(
-    "policy",
-    [tt.Truncated(stride=7), tt.Truncated(stride=7, horizon=14)],
-    ids=["cut", "overlap"],
-)
-def test_updates_are_those_of_the_definition_under_the_same_autocast(
-    name: str, policy: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = nn.Sequential(LAYERS[name][1](4, 9), nn.Linear(9, 2))
-    data = {"inputs": torch.randn(70, 4), "targets": torch.randint(2, (70,))}
-
-    def updates(net: Any) -> Any:
-        with lower():
-            yield from tt.updates(
-                net,
-                tt.Stream([data, data], lanes=2, chunk=7),
-                nn.CrossEntropyLoss(),
-                gradient=policy,
-            )
-
-    actual = trained(tt.carry(module), updates)
-    with monkeypatch.context() as patch:
-        patch.setattr(recurrent, "run", defined)
-        expected = trained(tt.carry(module), updates)
-    assert len(actual) >= len(list(module.parameters()))
-    assert (
-        max(float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True)) < 0.02
-    )  # the head is bfloat16's on both sides
-
-
-@every_layer
 def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
     layer = LAYERS[name][1](4, 6)
     x, resets = torch.randn(3, 7, 2, 4), torch.rand(7, 2) < 0.2
@@ -292,28 +213,6 @@ def test_transforms_of_torch_func_see_the_same_products(name: str) -> None:
     exact = torch.func.grad(loss)(params, x[0], on=False)
     gap = max_difference([g[0] for g in each.values()], list(exact.values()))
     assert (gap > 1e-5) == ROUNDS
-
-
-@every_layer
-def test_packed_and_watched_calls_go_to_torch_as_ever(name: str) -> None:
-    plain, fused = twin_layers(name, 4, 6)
-    packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([5, 3, 1]))
-    with lower():
-        (y, _), (expected, _) = fused(packed), plain(packed)
-        assert torch.equal(y.data, expected.data)
-        with torch.overrides.BaseTorchFunctionMode():
-            y, end = fused(torch.randn(5, 3, 4))
-    assert {t.dtype for t in (y, *leaves_of(end))} == {torch.float32}
-
-
-def test_a_state_in_any_sequence_is_taken_as_float32() -> None:
-    layer, x = tt.nn.LSTM(4, 6), torch.randn(5, 3, 4)
-    h, c = torch.randn(1, 3, 6).bfloat16(), torch.randn(1, 3, 6).bfloat16()
-    pair = NamedTuple("pair", [("h", Tensor), ("c", Tensor)])(h, c)
-    with lower():
-        expected = layer(x, (h, c))[1]
-        for state in ([h, c], pair):
-            assert all(torch.equal(a, b) for a, b in zip(layer(x, state)[1], expected, strict=True))
 
 
 def test_packed_input_comes_back_float32() -> None:

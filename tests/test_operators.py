@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils._pytree import tree_map
 
 import throughtime as tt
 from recurrences import (
@@ -141,43 +140,13 @@ def test_compiled_for_dynamic_sizes_it_is_compiled_once(name: str, precision: st
     assert any("throughtime.recurrent" in str(node.target) for node in nodes)
 
 
-def test_a_carried_net_is_exported_for_any_size() -> None:
-    net = tt.carry(nn.Sequential(nn.Linear(3, 4), tt.nn.LSTM(4, 6), nn.Linear(6, 2)))
-    state, steps, lanes = net.initial_state(4), torch.export.Dim("T"), torch.export.Dim("B")
-    shapes = {0: steps, 1: lanes}
-    program = torch.export.export(
-        net,
-        (torch.randn(5, 4, 3), state, torch.zeros(5, 4, dtype=torch.bool)),
-        dynamic_shapes=(shapes, tree_map(lambda _: {0: lanes}, state), shapes),
-    ).module()
-    for size in (*SIZES, (1, 1)):
-        x, resets, state = (
-            torch.randn(*size, 3),
-            torch.rand(*size) < 0.3,
-            net.initial_state(size[1]),
-        )
-        y, after = program(x, state, resets)
-        expected, end = net(x, state, resets)
-        ends = (
-            [leaf for _, leaf in tt.state.leaves(after)],
-            [leaf for _, leaf in tt.state.leaves(end)],
-        )
-        assert max_difference([y, *ends[0]], [expected, *ends[1]]) < 1e-6
-
-
-@pytest.mark.filterwarnings(
-    "ignore:The tensor attributes .*_flat_weights"
-)  # of every layer of torch.nn
-def test_other_layers_are_exported_as_torch_nn() -> None:
-    net = Net("GRU").to(torch.bfloat16)
-    program = torch.export.export(net, (torch.randn(5, 3, 4, dtype=torch.bfloat16),))
-    assert not any("throughtime" in str(node.target) for node in program.graph.nodes)
-
-
-@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")
-def test_onnx_is_given_torch_s_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
-    program = torch.export.export(Net("LSTM"), (torch.randn(5, 3, 4),))
+@pytest.mark.filterwarnings("ignore:The tensor attributes .*_flat_weights")  # of torch.nn
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["half", "onnx"])
+def test_other_layers_and_onnx_get_torch_nn(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: dtype is torch.float32)
+    program = torch.export.export(Net("GRU").to(dtype), (torch.randn(5, 3, 4, dtype=dtype),))
     assert not any("throughtime" in str(node.target) for node in program.graph.nodes)
 
 

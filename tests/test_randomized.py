@@ -112,23 +112,6 @@ def test_expectation_over_all_patterns_of_cuts_is_the_exact_gradient(
     )
 
 
-@examples(25)
-@given(
-    mean=st.integers(1, 20_000),
-    alpha=st.floats(1.05, 30) | st.sampled_from([1.5, 2.0, 6.0]),
-    share=st.floats(0, 0.99),
-)
-def test_survival_has_the_mean_asked_for(mean: int, alpha: float, share: float) -> None:
-    """Hurwitz's zeta: the sum of (1 + k/q)^-alpha over k = 0, 1, ... is q^alpha zeta(alpha, q)."""
-    grain = max(1, int(share * mean))
-    assume(grain < mean)
-    law = Survival.with_mean(mean, alpha, grain)
-    assert law.mean() == pytest.approx(mean, rel=1e-9)
-    q = torch.tensor(law.scale / grain, dtype=torch.float64)
-    zeta = torch.special.zeta(torch.tensor(alpha, dtype=torch.float64), q)
-    assert grain * (alpha * q.log() + zeta.log()).exp().item() == pytest.approx(mean, rel=1e-7)
-
-
 @pytest.mark.parametrize(
     ("mean", "alpha", "grain"), [(10, 6.0, 1), (10, 3.0, 4), (50, 6.0, 3), (7, 6.0, 7)]
 )

@@ -4,7 +4,7 @@ resets, whatever the sizes.
 Shapes: `T` steps, `B` lanes, `D` input features, `H` hidden, `P` = `H` or the size of a projection.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
@@ -25,72 +25,10 @@ from recurrences import (
     tolerance,
 )
 from throughtime.kernels import recurrent, reference
-from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, Cell, Weights, cell_of
-from throughtime.kernels.reference import States
+from throughtime.kernels.cells import GRU, LSTM, RNN_RELU, Cell, Weights
 
 pytestmark = needs_kernels
 Some = tuple[Tensor | None, ...]  # gradients where allow_unused
-SIZES = [(1, 1, 1, 1), (17, 1, 16, 50), (13, 8, 3, 33), (5, 3, 70, 50), (11, 2, 1, 64)]
-sizes = pytest.mark.parametrize("size", SIZES, ids=lambda s: "T{}-B{}-D{}-H{}".format(*s))
-
-
-@every_cell
-@both_types
-@sizes
-@pytest.mark.parametrize("often", [0.0, 0.3], ids=["", "resets"])
-def test_kernel_equals_the_reference(
-    cell: Cell, dtype: torch.dtype, size: tuple[int, int, int, int], often: float
-) -> None:
-    data = LayerCase.draw(cell, *size, often=often)
-    assert max_difference(
-        run_and_grad(data.to(dtype), recurrent.run), run_and_grad(data, reference.run)
-    ) < tolerance(dtype)
-
-
-@every_cell
-def test_a_wrong_reference_is_detected(cell: Cell) -> None:
-    """The mutants: one gate without bias, a lane with its neighbour's state, resets a step late."""
-    data = LayerCase.draw(cell, 13, 3, 5, 7, often=0.3)
-    right = run_and_grad(data, reference.run)
-
-    def late(cell: Any, x: Any, states: States, weights: Weights, resets: Tensor) -> Any:
-        return reference.run(cell, x, states, weights, resets.roll(1, 0))
-
-    def mixed(cell: Any, x: Any, states: States, *rest: Any) -> Any:
-        return reference.run(cell, x, (states[0].roll(1, 0), *states[1:]), *rest)
-
-    def unbiased(cell: Any, x: Any, states: States, weights: Weights, resets: Tensor) -> Any:
-        assert weights.b_hh is not None
-        kept = weights.b_hh * (torch.arange(len(weights.b_hh)) >= 7)
-        return reference.run(cell, x, states, weights._replace(b_hh=kept), resets)
-
-    data_kept = LayerCase(
-        cell,
-        data.tensors,
-        data.resets & (torch.arange(13).unsqueeze(1) > 0) if data.resets is not None else None,
-    )
-    assert max_difference(run_and_grad(data, late), right) > 1e-3
-    assert (
-        max_difference(run_and_grad(data_kept, mixed), run_and_grad(data_kept, reference.run))
-        > 1e-3
-    )
-    assert max_difference(run_and_grad(data, unbiased), right) > 1e-3
-
-
-@every_cell
-def test_credit_of_the_last_step_reaches_the_first(cell: Cell) -> None:
-    """What makes the other tests bite: a gradient over 50 steps is not small."""
-    data = LayerCase.draw(cell, 51, 1, 3, 8)
-    leaves = data.leaves()
-    with torch.no_grad():
-        for small in (
-            (0, 1, 5, 6) if not cell.retention_gate else ()
-        ):  # so that tanh is not saturated; gates remember by themselves
-            cast(Tensor, leaves[small]).mul_(0.1)
-    y, *_ = data.run(recurrent.run, leaves)
-    assert leaves[0] is not None
-    (dx,) = torch.autograd.grad(y[-1].square().sum(), leaves[0])
-    assert dx[0].abs().max() > 1e-4
 
 
 @every_cell
@@ -122,34 +60,6 @@ def test_any_sizes_are_the_definition(
     assert max_difference(
         run_and_grad(data.to(dtype), recurrent.run), run_and_grad(data, reference.run)
     ) < tolerance(dtype)
-
-
-@every_cell
-def test_definition_is_torch_nn(cell: Cell) -> None:
-    """Without resets, torch itself says what is right."""
-    data = LayerCase.draw(cell, 13, 3, 5, 7)
-    options: dict[str, Any] = (
-        {} if cell.nonlinearity is None else {"nonlinearity": cell.nonlinearity}
-    )
-    plain = cast(Any, cell.layer)(5, 7, dtype=torch.float64, **options)
-    assert cell_of(plain) is cell
-    assert cell_of(cast(Any, cell.step)(5, 7, **options)) is cell
-    leaves = data.leaves()
-    x, states, weights = split(leaves)
-    named = {
-        n: w
-        for n, w in zip([n for n, _ in plain.named_parameters()], weights, strict=False)
-        if w is not None
-    }
-    hx = tuple(leaf.unsqueeze(0) for leaf in states)
-    entering: Any = hx if len(hx) > 1 else next(iter(hx))
-    y, state = torch.func.functional_call(plain, named, (x, entering))
-    ends = [state] if isinstance(state, Tensor) else list(state)
-    results = [y, *(end.squeeze(0) for end in ends)]
-    assert (
-        max_difference([*results, *loss_grads(results, leaves)], run_and_grad(data, reference.run))
-        < 1e-12
-    )
 
 
 @every_cell
@@ -324,21 +234,6 @@ def test_rows_of_a_jacobian_come_in_one_pass(cell: Cell) -> None:
         ]
         assert len(pairs) >= 5
         assert max_difference([t for t, _ in pairs], [a for _, a in pairs]) < 1e-12
-
-
-@every_cell
-def test_without_a_graph_the_same_numbers_come(cell: Cell) -> None:
-    data = LayerCase.draw(cell, 9, 2, 4, 6, often=0.2)
-    leaves = data.leaves()
-    expected = data.run(recurrent.run, leaves)
-    with torch.no_grad():
-        quiet = data.run(recurrent.run, leaves)
-    with torch.inference_mode():
-        inferred = data.run(recurrent.run, leaves)
-    for actual in (quiet, inferred):
-        assert all(
-            torch.equal(a, b) and not a.requires_grad for a, b in zip(actual, expected, strict=True)
-        )
 
 
 @pytest.mark.parametrize("level", [b"base", b"v2", b"v3", b"v4"], ids=bytes.decode)

@@ -84,20 +84,6 @@ def steps_of(result: SettlingTime) -> list[int | None]:
     return [start.steps for start in result.starts]
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.97])
-def test_a_leaky_integrator_settles_by_the_closed_form(decay: float) -> None:
-    net, (signal,) = tt.carry(Leaky(decay)), signals(900)
-    result = tt.settling_time(net, signal, span=400, starts=8, tolerance=1e-3, scale=1.0)
-    carried, _ = tt.predict(net, signal)
-    for start in result.starts:
-        first = decay * float(carried[start.position - 1].abs())  # the first difference
-        steps = max(0, math.ceil(math.log(1e-3 / first) / math.log(decay)))
-        assert start.steps == steps
-    assert result.quantiles[1.0] == max(n for n in steps_of(result) if n is not None)
-    assert len(set(steps_of(result))) > 2
-    assert not result.unsettled
-
-
 @pytest.mark.parametrize("kind", ["gru", "rotating"])
 def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) -> None:
     nets = {
@@ -115,6 +101,9 @@ def test_settling_is_that_of_whole_recordings_played_by_themselves(kind: str) ->
         assert start.position >= min(1500, max(1, len(signal) // 3))
         assert start.compared == min(1500, len(signal) - start.position)
     assert len({start.position for start in result.starts if start.compared == 1500}) > 2
+    pairs = zip(result.starts, steps_of(result), strict=True)
+    longest = max(start.compared if n is None else n for start, n in pairs)
+    assert result.quantiles[1.0] == (None if result.unsettled else longest)
 
 
 @pytest.mark.parametrize("chunk", [7, 5000])
@@ -184,17 +173,11 @@ def test_an_export_has_the_settling_time_and_the_verification_of_its_stream(
 ) -> None:
     recordings = [torch.randn(n, 2) for n in (700, 1200)]
     written, description = export(tmp_path, "net.onnx", stream=recordings)
-    assert written.recorded is not None
     assert written.settling is not None
     facts = description["settling_time"]
     assert facts["steps"]["1"] == written.settling.quantiles[1.0]
     assert list(facts["steps"]) == ["0.5", "0.9", "0.99", "1"]
     assert (facts["starts"], facts["unsettled"]) == (64, 0)
-    assert description["verified"] == {
-        "steps": 1200,
-        "error": written.recorded.error,
-        "drift": None,
-    }
     stream = tt.Stream(recordings, lanes=2, chunk=50, seed=None)
     _, same = export(tmp_path, "other.onnx", stream=stream)
     assert same["settling_time"] == facts

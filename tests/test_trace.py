@@ -18,23 +18,14 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import throughtime as tt
 from policy_data import PolicyData
-from strategies import (
-    FEATURES,
-    HIDDEN,
-    HidesCell,
-    Rotation,
-    apart,
-    inputs,
-    recordings,
-    remembering,
-    some_nets,
-    start,
-)
-from throughtime.carry import Carried
+from recurrences import needs_kernels
+from strategies import FEATURES, HIDDEN, HidesCell, Rotation, inputs, remembering, some_nets, start
 from throughtime.diagnose._trace_summary import GradientSummary, Timescale
 from throughtime.diagnose.trace import Trace, trace
 from throughtime.errors import ConfigError, ModelError, RunError
 from throughtime.gradient import Policy
+from throughtime.kernels import reference
+from throughtime.kernels.cells import Weights, cell_of
 
 EXACT = 1e-12
 STEPS, LANES = 11, 3
@@ -52,45 +43,6 @@ def layer(kind: str, **options: Any) -> nn.RNNBase:
     return remembering(KINDS[kind](FEATURES, HIDDEN, **options))  # pyright: ignore[reportReturnType]
 
 
-def play(
-    kind: str,
-    x: Sequence[Tensor],
-    h: Tensor,
-    c: Tensor | None,
-    weights: Mapping[str, Tensor],
-    seen: dict[str, list[Tensor]],
-) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """One direction of one layer, step by step, as the documentation of torch.nn defines it.
-
-    Notes every tensor by its letter.
-    """
-    w_ih, w_hh, w_hr = weights["weight_ih"], weights["weight_hh"], weights.get("weight_hr")
-    b_ih, b_hh = weights.get("bias_ih", 0.0), weights.get("bias_hh", 0.0)
-    hidden: list[Tensor] = []
-    for step in x:
-        a, b = step @ w_ih.T + b_ih, h @ w_hh.T + b_hh
-        now: dict[str, Tensor] = {}
-        if kind == "lstm":
-            assert c is not None
-            i, f, g, o = (a + b).chunk(4, 1)
-            now |= {"i": i.sigmoid(), "f": f.sigmoid(), "g": g.tanh(), "o": o.sigmoid()}
-            c = now["f"] * c + now["i"] * now["g"]
-            h = now["o"] * c.tanh()
-            h = h if w_hr is None else h @ w_hr.T
-            now |= {"c": c}
-        elif kind == "gru":
-            (ar, az, an), (br, bz, bn) = a.chunk(3, 1), b.chunk(3, 1)
-            now |= {"r": (ar + br).sigmoid(), "z": (az + bz).sigmoid()}
-            now |= {"n": (an + now["r"] * bn).tanh()}
-            h = (1 - now["z"]) * now["n"] + now["z"] * h
-        else:
-            h = (a + b).tanh() if kind == "tanh" else (a + b).relu()
-        for letter, value in {**now, "h": h}.items():
-            seen.setdefault(letter, []).append(value)
-        hidden.append(h)
-    return hidden, h, c
-
-
 class Whole(NamedTuple):
     """What the oracle gives: outputs, the states after, and every tensor of every step by name."""
 
@@ -99,36 +51,37 @@ class Whole(NamedTuple):
     seen: Seen
 
 
-def unrolled(kind: str, net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
+def play(net: Any, x: Tensor, states: tuple[Tensor, ...], weights: Mapping[str, Tensor]) -> Whole:
+    """One direction of one layer step by step, by the reference; tensors by their letters."""
+    cell, seen, hidden = cell_of(net), dict[str, list[Tensor]](), list[Tensor]()
+    assert cell is not None
+    own: Any = (weights.get(name) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    for step in reference.steps(cell, x, states, Weights(*own, hr=None)):
+        states = step.states
+        hidden.append(states[0])
+        for letter, value in (step.gates | dict(zip(cell.states, states, strict=True))).items():
+            seen.setdefault(letter, []).append(value)
+    return Whole(torch.stack(hidden), states, seen)
+
+
+def unrolled(net: nn.RNNBase, x: Tensor, states: tuple[Tensor, ...]) -> Whole:
     """All layers and directions of a module."""
-    named = dict(net.named_parameters())
     seen: Seen = {}
-    ends: list[tuple[Tensor, Tensor | None]] = []
+    ends: list[tuple[Tensor, ...]] = []
     y = x
     for k in range(net.num_layers):
         sides: list[Tensor] = []
         for end in ("", "_reverse") if net.bidirectional else ("",):
-            weights = {
-                name.removesuffix(f"_l{k}{end}"): w
-                for name, w in named.items()
-                if name.endswith(f"_l{k}{end}")
-            }
-            at, found = len(ends), dict[str, list[Tensor]]()
-            steps = list(y.unbind(0))
-            entering = states[0][at], states[1][at] if kind == "lstm" else None
-            hidden, h, c = play(kind, steps[::-1] if end else steps, *entering, weights, found)
-            seen |= {
-                f"layer{k}{end}.{letter}": values[::-1] if end else values
-                for letter, values in found.items()
-            }
-            sides.append(torch.stack(hidden[::-1] if end else hidden))
-            ends.append((h, c))
+            own = f"_l{k}{end}"
+            weights = {n.removesuffix(own): w for n, w in net.named_parameters() if n.endswith(own)}
+            turn = -1 if end else 1
+            entering = tuple(leaf[len(ends)] for leaf in states)
+            side = play(net, y.flip(0) if end else y, entering, weights)
+            seen |= {f"layer{k}{end}.{letter}": v[::turn] for letter, v in side.seen.items()}
+            sides.append(side.y.flip(0) if end else side.y)
+            ends.append(side.after)
         y = torch.cat(sides, 2)
-    after = (
-        torch.stack([h for h, _ in ends]),
-        *([torch.stack([torch.as_tensor(c) for _, c in ends])] if kind == "lstm" else []),
-    )
-    return Whole(y, after, seen)
+    return Whole(y, tuple(torch.stack(leaf) for leaf in zip(*ends, strict=True)), seen)
 
 
 def mixed(y: Tensor, after: Sequence[Tensor]) -> Tensor:
@@ -174,42 +127,49 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-bias": {"bias": False},
     "batch-first": {"batch_first": True},
     "both-ways": {"bidirectional": True, "num_layers": 2},
+    "no-bias-both-ways": {"bias": False, "bidirectional": True},
 }
 
 
-@every_kind
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
-    kind: str, options: dict[str, Any]
+def check(
+    net: nn.Module,
+    leaves: list[Tensor],
+    run: Callable[[], tuple[Tensor, tuple[Tensor, ...]]],
+    oracle: Callable[[], Whole],
 ) -> None:
-    net = layer(kind, **options)
-    check_layer(kind, net)
-
-
-def check_layer(kind: str, net: nn.RNNBase) -> None:
-    x, states = inputs(STEPS, LANES).requires_grad_(), states_for(net)
-    leaves = [x, *states, *net.parameters()]
-
-    def plain() -> tuple[Tensor, tuple[Tensor, ...]]:
-        torch.manual_seed(5)
-        y, after = called(net, x.transpose(0, 1) if net.batch_first else x, states)
-        return y, after
-
-    y, after = plain()
-    untraced = torch.autograd.grad(
-        mixed(y.transpose(0, 1) if net.batch_first else y, after), leaves
-    )
+    """The trace has autograd's gradients of the unrolled loop, and changes nothing."""
+    y, after = run()
+    untraced = torch.autograd.grad(mixed(y, after), leaves)
     with trace(net) as found:
-        y_traced, after_traced = plain()
-        loss = mixed(y_traced.transpose(0, 1) if net.batch_first else y_traced, after_traced)
-        traced = torch.autograd.grad(loss, leaves)
+        y_traced, after_traced = run()
+        traced = torch.autograd.grad(mixed(y_traced, after_traced), leaves)
     assert torch.equal(y, y_traced)
     assert y.stride() == y_traced.stride()
     assert all(torch.equal(a, b) for a, b in zip(after, after_traced, strict=True))
     assert max((a - b).abs().max().item() for a, b in zip(untraced, traced, strict=True)) < EXACT
-    torch.manual_seed(5)
-    whole = unrolled(kind, net, x, states)
+    whole = oracle()
     assert gradients_apart(found, whole.seen, mixed(whole.y, whole.after)) < EXACT
+
+
+@every_kind
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("fuse", [False, pytest.param(True, marks=needs_kernels)])
+def test_every_gradient_of_a_layer_is_that_of_the_unrolled_loop(
+    kind: str, options: dict[str, Any], fuse: bool
+) -> None:
+    net = layer(kind, **options)
+    if fuse:
+        tt.fuse(net)
+    x, states = inputs(STEPS, LANES).requires_grad_(), states_for(net)
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        if not net.batch_first:
+            return called(net, x, states)
+        y, after = called(net, x.transpose(0, 1), states)
+        return y.transpose(0, 1), after
+
+    leaves = [x, *states, *net.parameters()]
+    check(net, leaves, run, lambda: unrolled(net, x, states))
 
 
 CELLS = {
@@ -226,38 +186,22 @@ def test_every_gradient_of_a_cell_in_a_loop_is_that_of_the_unrolled_loop(kind: s
     cell = remembering(CELLS[kind]())
     kind = "lstm" if kind == "no-bias" else kind
     x = inputs(STEPS, LANES).requires_grad_()
-    states = tuple(
-        torch.randn(LANES, HIDDEN, dtype=torch.float64).requires_grad_()
-        for _ in range(2 if kind == "lstm" else 1)
-    )
-    leaves = [x, *states, *cell.parameters()]
+    states = tuple(leaf[0].detach().requires_grad_() for leaf in states_for(layer(kind)))
 
-    def looped() -> tuple[Tensor, tuple[Tensor, ...]]:
-        state: Any = states if kind == "lstm" else states[0]
-        hidden: list[Tensor] = []
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        after, hidden = states, list[Tensor]()
         for step in x.unbind(0):
-            state = cell(step, state)
-            hidden.append(state[0] if kind == "lstm" else state)
-        return torch.stack(hidden), state if kind == "lstm" else (state,)
+            state = cell(step, after if len(after) == 2 else after[0])
+            after = (state,) if isinstance(state, Tensor) else state
+            hidden.append(after[0])
+        return torch.stack(hidden), after
 
-    y, after = looped()
-    untraced = torch.autograd.grad(mixed(y, after), leaves)
-    with trace(cell) as found:
-        y_traced, after_traced = looped()
-        traced = torch.autograd.grad(mixed(y_traced, after_traced), leaves)
-    assert torch.equal(y, y_traced)
-    assert all(torch.equal(a, b) for a, b in zip(after, after_traced, strict=True))
-    assert max((a - b).abs().max().item() for a, b in zip(untraced, traced, strict=True)) < EXACT
-    seen: dict[str, list[Tensor]] = {}
-    weights = dict(cell.named_parameters())
-    hidden, h, c = play(
-        kind, list(x.unbind(0)), states[0], states[-1] if kind == "lstm" else None, weights, seen
-    )
-    loss = mixed(torch.stack(hidden), (h,) if c is None else (h, c))
-    assert (
-        gradients_apart(found, {f"cell.{letter}": values for letter, values in seen.items()}, loss)
-        < EXACT
-    )
+    def oracle() -> Whole:
+        whole = play(cell, x, states, dict(cell.named_parameters()))
+        named = {f"cell.{letter}": values for letter, values in whole.seen.items()}
+        return whole._replace(seen=named)
+
+    check(cell, [x, *states, *cell.parameters()], run, oracle)
 
 
 def test_packed_sequences_and_dropout_between_layers_are_refused() -> None:
@@ -353,46 +297,7 @@ def test_the_edge_is_the_gradient_of_the_state_that_enters() -> None:
             torch.testing.assert_close(edge, norms, rtol=EXACT, atol=0)
 
 
-STRIDE, ROWS = 10, 2
-POLICIES: dict[str, Policy] = {
-    "truncated": tt.Truncated(STRIDE),
-    "horizon": tt.Truncated(STRIDE, horizon=25),
-    "exact": tt.Exact(chunk=7),
-    "adaptive": tt.Adaptive(tolerance=0.1, min=STRIDE, max=40),
-    "randomized": tt.Randomized(mean_horizon=STRIDE, alpha=4),
-}
-CARRIED = some_nets("hides-layer", "hides-cell")
-
-
-def stream(*lengths: int) -> tt.Stream:
-    return tt.Stream(recordings(lengths), lanes=ROWS, chunk=STRIDE, dtype=torch.float64)
-
-
-def trained(net: Carried, policy: Policy) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses of an epoch, and the weights after it."""
-    torch.manual_seed(3)
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.01), list[Tensor]()
-    for update in tt.updates(net, stream(63, 41), nn.MSELoss(), gradient=policy):
-        losses.append(update.loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: weight.detach().clone() for name, weight in net.named_parameters()}
-
-
-@pytest.mark.covering
-@CARRIED
-@pytest.mark.parametrize("policy", POLICIES)
-def test_training_is_the_same_traced(row: Any, policy: str) -> None:
-    nets = row.net(), row.net()
-    nets[1].load_state_dict(nets[0].state_dict())
-    losses, weights = trained(nets[0], POLICIES[policy])
-    with trace(nets[1]) as results:
-        traced, after = trained(nets[1], POLICIES[policy])
-    assert len(losses) == len(traced) > 0
-    assert torch.equal(losses[0], traced[0])
-    assert max((a - b).abs().item() for a, b in zip(losses, traced, strict=True)) < EXACT
-    assert apart(after, weights) < EXACT
-    assert all(results[name].isfinite().all() for name in results.names)
+ROWS = 2
 
 
 @pytest.mark.parametrize(
@@ -400,7 +305,7 @@ def test_training_is_the_same_traced(row: Any, policy: str) -> None:
     [(tt.Truncated(10, horizon=30), 20), (tt.Exact(chunk=7), 0)],
     ids=["window", "pieces"],
 )
-@CARRIED
+@some_nets("hides-layer", "hides-cell")
 def test_a_window_of_strides_and_the_pieces_of_a_sweep_are_one_pass(
     row: Any, policy: Policy, counted: int
 ) -> None:
@@ -566,16 +471,6 @@ def test_only_the_last_passes_are_kept_and_no_graph(kind: Any) -> None:
         assert not any(ref() is not None for ref in alive)
 
 
-def test_a_graph_without_a_backward_pass_is_let_go() -> None:
-    net, x = nn.LSTMCell(FEATURES, HIDDEN).double(), inputs(STEPS, LANES)
-    with trace(net) as found:
-        y, _ = state = net(x[1], net(x[0]))
-        gone = weakref.ref(y)
-        del y, state
-        assert gone() is None  # without waiting for the collector: no cycle
-        assert found.count == 0
-
-
 LONG = 60
 
 
@@ -647,7 +542,7 @@ def test_time_constants_are_those_of_the_gates_seen(kind: str, gate: str) -> Non
     states = states_for(net)
     with trace(net) as found:
         called(net, x, states)[0].sum().backward()
-    kept = torch.stack(unrolled(kind, net, x, states).seen[f"layer0.{gate}"]).mean((0, 1))
+    kept = torch.stack(unrolled(net, x, states).seen[f"layer0.{gate}"]).mean((0, 1))
     (pace,) = found.summary().timescales
     assert pace.taus == pytest.approx((-1 / kept.log()).tolist(), rel=1e-12)
     assert min(pace.taus) <= pace.short <= pace.median <= pace.long <= max(pace.taus)

@@ -1,6 +1,6 @@
-"""What is particular to truncation: its horizon, its options, and the chunks and losses it takes.
+"""What is particular to truncation: the chunks and losses it takes.
 
-That its gradient equals plain autograd is tested by test_random_updates.py and test_policies.py.
+That its gradient equals plain autograd is tested by test_random_updates.py.
 
 Shapes: `T` steps, `B` lanes, `D` input features, `C` outputs.
 """
@@ -11,66 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import throughtime as tt
 from policy_data import PolicyData, plain, policy_gradients
-from strategies import (
-    HidesLayer,
-    Row,
-    apart,
-    inputs,
-    named,
-    recordings,
-    some_nets,
-    start,
-    states_apart,
-)
-from throughtime.carry import Carried
+from strategies import HidesLayer, apart, named, recordings, start, states_apart
 from throughtime.chunk import Chunk
 from throughtime.errors import DataError
 
 EXACT = 1e-11
-
-
-def blamed(net: Carried, data: PolicyData, policy: tt.Truncated) -> list[Tensor]:
-    """The gradient norm `(T, B)` that every update sends to the inputs."""
-    x = data.x.clone().requires_grad_()
-    chunk, results = (
-        Chunk.from_tensors(x, data.targets, resets=data.resets, mask=data.mask),
-        list[Tensor](),
-    )
-    for _ in tt.updates(net, [chunk], nn.MSELoss(), gradient=policy):
-        assert x.grad is not None
-        results.append(x.grad.norm(dim=2))
-        x.grad = None
-    return results
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(("stride", "horizon"), [(1, 1), (10, 10), (10, 17), (10, 60), (7, 50)])
-@some_nets("lstm", "sequential", "hides-cell", "dict-state", "learnt-start")
-def test_gradient_is_zero_beyond_the_horizon_and_alive_within(
-    row: Row, stride: int, horizon: int
-) -> None:
-    """Only the last step of every stride has a loss: it sees `horizon` steps and not one more."""
-    net, data = row.net(), PolicyData.draw(61, 2, 0)
-    width = net(data.x, start(net, data.x))[0].shape[2]
-    data = PolicyData(
-        data.x,
-        inputs(61, 2, features=width),
-        data.resets,
-        torch.arange(61).unsqueeze(1).expand(61, 2) % stride == stride - 1,
-    )
-    results = blamed(net, data, tt.Truncated(stride, horizon))
-    assert len(results) == 61 // stride
-    for i, norms in enumerate(results):
-        last = (i + 1) * stride
-        first = max(0, last - horizon)
-        assert norms[:first].abs().sum() == 0
-        assert norms[last:].abs().sum() == 0
-        assert norms[first:last].min() > 1e-9
-        assert norms[first].max() > 1e-3 * norms[last - 1].max()
 
 
 def refused(source: Any) -> None:

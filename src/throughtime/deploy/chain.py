@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
-from traceback import extract_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -223,10 +222,8 @@ def read_chain(net: Carried, inputs: Tensor) -> Chain:
         try:
             structure = require_structure(net, inputs)
         except UnknownError as error:
-            frames = extract_tb(getattr(error.__cause__, "__traceback__", None))
-            numbers = [frame.lineno for frame in frames if not frame.line]  # typed in a prompt
-            text = str(error).replace("``", f"line {numbers[-1]}") if numbers else str(error)
-            raise _refusal(text) from error
+            # a class that was typed in a prompt has no lines of source
+            raise _refusal(str(error).replace("``", "a line")) from error
         translator = _Translator({child: name for name, child in net.module.named_modules()})
         layers = translator.layers(net, structure, net.initial_state(1, like=inputs))
         operations: list[Operation] = []

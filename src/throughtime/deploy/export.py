@@ -20,7 +20,7 @@ from throughtime.carry.carried import Carried, require_carried, running
 from throughtime.deploy import session
 from throughtime.deploy.audio import write_nam, write_rtneural
 from throughtime.deploy.chain import Array, Chain, Leaf, read_chain, state_of
-from throughtime.deploy.onnx import chain_model, step_model, write_onnx
+from throughtime.deploy.onnx import step_model, write_chain, write_onnx
 from throughtime.deploy.source import write_c, write_javascript
 from throughtime.deploy.verify import (
     Verification,
@@ -40,7 +40,13 @@ from throughtime.stream.sources import Recordings
 from throughtime.stream.stream import whole_stream
 
 _Write: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, bytes]]
-_WRITERS = {"c": write_c, "js": write_javascript, "nam": write_nam, "json": write_rtneural}
+_WRITERS = {  # of chains
+    "onnx": write_chain,
+    "c": write_c,
+    "js": write_javascript,
+    "nam": write_nam,
+    "json": write_rtneural,
+}
 _SUFFIXES = {".onnx": "onnx", ".c": "c", ".js": "js", ".mjs": "js", ".nam": "nam", ".json": "json"}
 _VECTOR, _NUMBERS = 64, 4096  # steps of the conformance vector, and numbers in it, at most
 _NEEDS = {
@@ -143,7 +149,11 @@ def export(
         chain = _chain(net, kind, example)
         leaves = _leaves(net, example) if chain is None else chain.leaves
         description = _describe(net, chain, leaves, example, rate, classes, details or {})
-        write = _writer(net, kind, example, chain, description, path.stem)
+        write: _Write = (
+            partial(write_onnx, step_model(net, example, description, path.stem))
+            if chain is None
+            else partial(_WRITERS[kind], chain, name=path.stem)
+        )
 
     def check(x: Array) -> Verification | None:
         files = _named(path, write(description))
@@ -178,22 +188,6 @@ def _kind(path: Path, with_session: bool) -> str:
     if with_session and kind != "onnx":
         raise ConfigError(f"with_session: {path} needs no session, which runs .onnx files")
     return kind
-
-
-def _writer(
-    net: Carried,
-    kind: str,
-    example: Tensor,
-    chain: Chain | None,
-    description: Mapping[str, Any],
-    name: str,
-) -> _Write:
-    """Writes the files of the net by their suffixes, with a description, as often as needed."""
-    if chain is None:
-        return partial(write_onnx, step_model(net, example, description, name))
-    if kind == "onnx":
-        return partial(write_onnx, chain_model(chain, description, name))
-    return partial(_WRITERS[kind], chain, name=name)
 
 
 def _named(path: Path, files: Mapping[str, bytes]) -> dict[Path, bytes]:

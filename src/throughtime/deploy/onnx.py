@@ -58,8 +58,8 @@ def write_onnx(model: Any, description: Mapping[str, Any]) -> dict[str, bytes]:
     return {".onnx": model.SerializeToString(deterministic=True)}
 
 
-def chain_model(chain: Chain, description: Mapping[str, Any], name: str) -> Any:
-    """The ModelProto of a chain."""
+def write_chain(chain: Chain, description: Mapping[str, Any], name: str) -> dict[str, bytes]:
+    """The file of a chain, by suffix; `name` is that of the graph."""
     flat = "x" if len(description["inputs"]["shape"]) < 2 else "flat"
     fields = {leaf.name: str(k) for k, leaf in enumerate(chain.leaves)}
     text = render("net.onnx.j2", {"operations": [*operations(chain, fields, _EXPRESSIONS, flat)]})
@@ -71,7 +71,7 @@ def chain_model(chain: Chain, description: Mapping[str, Any], name: str) -> Any:
                 np.ascontiguousarray(array), f"op{index}_{key}"
             )
             model.graph.initializer.append(tensor)
-    return model
+    return write_onnx(model, description)
 
 
 def step_model(net: Carried, example: Tensor, description: Mapping[str, Any], name: str) -> Any:

@@ -152,20 +152,13 @@ def _loaded() -> tuple[ctypes.CDLL | None, str | None]:
     if core is not None:
         if level and not core.tt_use(level.encode()):
             raise ConfigError(
-                f"THROUGHTIME_LEVEL={level}: this processor and this library have {_levels(core)};"
-                " expected one of these, or none for plain PyTorch. For the widest: unset"
-                " THROUGHTIME_LEVEL"
+                f"THROUGHTIME_LEVEL={level}: the widest of this processor and this library is"
+                f" {core.tt_level().decode()}; expected v4, v3, v2 or base up to it, or none for"
+                " plain PyTorch. For the widest: unset THROUGHTIME_LEVEL"
             )
         core.tt_pool(_parallel())
         core.tt_blas(*_blas())
     return core, reason
-
-
-def _levels(core: ctypes.CDLL) -> str:
-    widest = core.tt_level()
-    names = [name.decode() for name in (b"v4", b"v3", b"v2", b"base") if core.tt_use(name)]
-    core.tt_use(widest)
-    return ", ".join(names)
 
 
 def _installed() -> tuple[ctypes.CDLL | None, str | None]:

@@ -49,8 +49,6 @@ def linear_scan(
     inputs: Tensor,
     state: Tensor,
     resets: Tensor | None = None,
-    *,
-    initial: Tensor | None = None,
 ) -> Tensor:
     """The states `h[t] = gates[t] * h[t-1] + inputs[t]` of all steps.
 
@@ -62,19 +60,17 @@ def linear_scan(
         inputs: `(T, B, ...)`. Gates and inputs broadcast against each other, as in torch's
             arithmetic, to the shape of the result.
         state: entering the first step, `(B, ...)`; broadcasts to the result without its steps.
-        resets: `(T, B)` bool, true where the state entering the step becomes the initial one, even
-            if it was NaN; no gradient crosses. For loops of your own: `tt.carry` splits the call of
-            a module at resets.
-        initial: the state at the start of a recording, `(B, ...)` or what broadcasts to it;
-            default: zeros. Only resets use it.
+        resets: `(T, B)` bool, true where the state entering the step becomes zeros, even if it was
+            NaN; no gradient crosses. For loops of your own: `tt.carry` splits the call of a module
+            at resets.
 
     Returns:
         `(T, B, ...)`, of the widest type of the arguments. It has gradients of any order for gates,
-        inputs, state and initial.
+        inputs and state.
 
     Raises:
         DataError: gates, inputs and resets do not fit each other, or are not floating or complex.
-        StateError: a state or initial state does not broadcast to the result without its steps.
+        StateError: the state does not broadcast to the result without its steps.
 
     Cost: memory for T + 1 states and for the gates; the backward pass needs nothing else.
 
@@ -86,30 +82,22 @@ def linear_scan(
 
     References: Martin & Cundy, ICLR (2018).
     """
-    shape = _shape(gates, inputs, resets)
-    starts = [
-        _start(name, tensor, shape[1:])
-        for name, tensor in (("state", state), ("initial", initial))
-        if tensor is not None
-    ]
-    dtype = reduce(torch.promote_types, [t.dtype for t in (gates, inputs, *starts)])
+    tensors = _expanded(gates, inputs, state, resets)
+    dtype = reduce(torch.promote_types, [t.dtype for t in tensors])
     if not (dtype.is_floating_point or dtype.is_complex):
         raise DataError(
             f"gates, inputs and state are {dtype}, expected floating or complex numbers:"
             " inputs.float()"
         )
-    a, b, *starts = [t.to(dtype) for t in (gates.expand(shape), inputs.expand(shape), *starts)]
-    cut = None
-    if resets is not None:
-        cut = resets.view(*shape[:2], *(1,) * (len(shape) - 2))
-        if initial is not None:
-            index = resets.nonzero(as_tuple=True)
-            b = b.index_put(index, a[index] * starts[1][index[1]], accumulate=True)
-    return _scan(a, b, starts[0], cut)[1:]
+    a, b, h = (t.to(dtype) for t in tensors)
+    cut = None if resets is None else resets.view(*resets.shape, *(1,) * (a.dim() - 2))
+    return _scan(a, b, h, cut)[1:]
 
 
-def _shape(gates: Tensor, inputs: Tensor, resets: Tensor | None) -> torch.Size:
-    """The shape of the result, after checking that everything fits."""
+def _expanded(
+    gates: Tensor, inputs: Tensor, state: Tensor, resets: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates and inputs in the shape of the result, and the state in that of a step; all checked."""
     got = f"gates {tuple(gates.shape)} and inputs {tuple(inputs.shape)}"
     try:
         shape = torch.broadcast_shapes(gates.shape, inputs.shape)
@@ -127,17 +115,13 @@ def _shape(gates: Tensor, inputs: Tensor, resets: Tensor | None) -> torch.Size:
             f"resets are {tuple(resets.shape)} {resets.dtype}, expected {tuple(shape[:2])}"
             " torch.bool: one flag for each step and lane"
         )
-    return shape
-
-
-def _start(name: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     try:
-        return tensor.expand(shape)
+        return gates.expand(shape), inputs.expand(shape), state.expand(shape[1:])
     except RuntimeError as error:
         raise StateError(
-            f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)} or what broadcasts to"
-            " it: one state for each lane. The state after a call is the last step of its result,"
-            " h[-1]."
+            f"state has shape {tuple(state.shape)}, expected {tuple(shape[1:])} or what broadcasts"
+            " to it: one state for each lane. The state after a call is the last step of its"
+            " result, h[-1]."
         ) from error
 
 
