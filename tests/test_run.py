@@ -336,7 +336,7 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     run = elsewhere(f"{smaller}\n{COMMAND}", "train", "--resume", values["out"])
     assert run.code == 2
     assert "could not be written" in run.errors
-    assert "the previous one is untouched" in run.errors
+    assert "an earlier one is untouched" in run.errors
     assert "Traceback" not in run.errors
     assert training.folder.checkpoint.read_bytes() == before
     assert not [p for p in training.folder.path.iterdir() if p.suffix == ".tmp"]

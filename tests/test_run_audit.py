@@ -114,7 +114,8 @@ def test_an_audit_leaves_the_run_as_it_is(folder: RunFolder) -> None:
 
 
 def test_other_recordings_are_those_that_eval_would_score(folder: RunFolder) -> None:
-    data, few = Path(folder.read_config().data), {"horizons": (10,), "max_lag": 10}
+    data = Path(folder.read_config().data)
+    few: dict[str, Any] = {"horizons": (10,), "max_lag": 10}
     assert look(folder, **few).split == "train"
     with pytest.raises(
         DataError, match=r"no recordings in split 'test'; there are train \(2\), valid \(1\)"

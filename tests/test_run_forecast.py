@@ -112,7 +112,7 @@ def test_rows_ahead_are_whole_frames(tmp_path: Path) -> None:
             Config(**{**values, name: 25})
     with pytest.raises(ConfigError, match="--season and --difference belong to forecasts"):
         Config(**{**values, "ahead": 0, "season": 24})
-    with pytest.raises(ConfigError, match="--ahead -1: expected rows in rising order"):
+    with pytest.raises(ConfigError, match="--ahead -1: Input should be greater than or equal to 0"):
         Config(**{**values, "ahead": -1})
 
 

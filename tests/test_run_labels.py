@@ -42,7 +42,8 @@ def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: P
     said = train(data, tmp_path / "run")
     assert "targets are several columns of 0 and 1, each a label by itself: --task multi" in said
     assert "macro-F1" in said
-    assert "f1[speech]" in run("eval", tmp_path / "run")
+    run("eval", tmp_path / "run")
+    assert "f1[speech]" in (tmp_path / "run" / "scores-valid.json").read_text(encoding="utf-8")
     run("predict", tmp_path / "run", data, "--out", tmp_path / "p.csv")
     with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)

@@ -32,7 +32,7 @@ def expected(folder: RunFolder, kind: str, name: str) -> dict[int, float]:
 NAMES = {
     ("train", "loss"): "train/loss",
     ("train", "lr"): "train/lr",
-    ("train", "f1[0]"): "train/f1/0",
+    ("valid", "f1[0]"): "valid/f1/0",
     ("valid", "macro_f1"): "valid/macro_f1",
     ("valid", "loss"): "valid/loss",
 }

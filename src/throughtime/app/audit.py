@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from throughtime.app.config import AuditOptions
 from throughtime.app.load import Run
-from throughtime.app.model import make_loss, make_stream
+from throughtime.app.model import make_loss, make_stream, without_dropout
 from throughtime.diagnose import Audit, Reach, SettlingTime, audit, reach, settling_time
 from throughtime.errors import RunError, one_line
 
@@ -103,6 +103,7 @@ def audit_run(run: Run, options: AuditOptions) -> AuditReport:
     lanes = config.lanes if as_trained else min(config.lanes, len(recordings))
     stream = make_stream(recordings, spec, config, lanes, seed=config.seed)
     loss_fn, steps = make_loss(spec, net, config.loss), options.steps or min(_STEPS, stream.steps)
+    without_dropout(net)
     anchors, lag = min(64, _PASSES * lanes), options.max_lag
     cost = audit(net, stream, loss_fn, horizons=options.horizons or None, steps=steps)
     back = reach(net, stream, loss_fn, max_lag=lag, anchors=anchors, steps=steps)

@@ -5,7 +5,6 @@ A command imports what it runs when it runs, so that `throughtime --help` needs 
 
 import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +79,7 @@ def train(values: dict[str, Any]) -> None:
         run_training(training)
 
 
-def new_settings(file: Path | None, flags: Mapping[str, Any]) -> Config:
+def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
     """The settings of a file with the flags over them."""
     try:
         return Config(**({} if file is None else read_toml(file)) | flags)
@@ -178,9 +177,11 @@ def export(options: ExportOptions) -> None:
         with_session=options.with_session,
     )
     console.print(f"{', '.join(map(str, written.paths))} written")
-    for verification in filter(None, (written.recorded, written.verification)):
-        steps = counted(verification.steps, "step")
-        console.print(f"verified on {steps}: {verification.summary}")
+    checks = (written.recorded, "step of the recording"), (written.verification, "random step")
+    for verification, what in checks:
+        if verification is not None:
+            steps = counted(verification.steps, what, what.replace("step", "steps"))
+            console.print(f"verified on {steps}: {verification.summary}")
     for text in filter(None, (written.settling, *written.remarks)):
         console.print(str(text))
 

@@ -7,7 +7,7 @@ from itertools import count
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from throughtime.app.distributed import from_first
 from throughtime.app.fit import Row
@@ -136,7 +136,7 @@ def print_scores(
     names = [name for name in metrics if not is_comparison(name)]
     titles = (METRIC_NAMES.get(name, name) for name in names)
     title = f"scores on the unbroken recordings of '{split}'{many}"
-    table = Table("recording", *titles, title=title)
+    table = Table(*_columns("recording", *titles), title=title)
     for name, row in {**({} if many else recordings), "all steps together": metrics}.items():
         table.add_row(name, *(number_text(row[key]) for key in names))
     out.print(table)
@@ -144,10 +144,15 @@ def print_scores(
         _print_baselines(metrics)
 
 
+def _columns(*names: str) -> list[Column]:
+    """Columns that a narrow terminal folds, and shortens no name of."""
+    return [Column(name, overflow="fold") for name in names]
+
+
 def _print_baselines(metrics: Mapping[str, float]) -> None:
     """Print the errors of a forecast and of the baselines, and what to try below a baseline."""
     steps = f"{metrics['compared/steps']:,.0f} steps"
-    table = Table("forecast", "target", "RMSE", "skill of the model")
+    table = Table(*_columns("forecast", "target", "RMSE", "skill of the model"))
     skills = list[float]()
     for key, value in metrics.items():
         name, _, target = key.partition("/rmse")

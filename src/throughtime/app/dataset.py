@@ -201,8 +201,11 @@ def split_recordings(
             f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
             f" share of {holdout}; take --holdout 0"
         )
-    parts = {"train": [Part(whole, 0, cut)], "valid": [Part(whole, cut, len(whole))]}
-    return {**parts}, f"the last {holdout:.0%} of the recording held out"
+    first, last = ([Part(whole, *span)] for span in ((0, cut), (cut, len(whole))))
+    return {
+        "train": [*first],
+        "valid": [*last],
+    }, f"the last {holdout:.0%} of the recording held out"
 
 
 def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recording]:

@@ -230,7 +230,8 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
         ModelError: its state cannot be carried; the message has the line to change.
         ConfigError: it returns outputs of another shape.
     """
-    x = example_inputs(net, spec)[:5, None].to(next(net.parameters()))
+    x = example_inputs(net, spec)[:5, None]
+    x = x.to(next(net.parameters(), x))
     try:
         net.prepare(x)
     except ModelError as error:
@@ -243,6 +244,15 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
             f" (5, 1, {spec.outputs}): a number for each class or target. Take the argument"
             " `outputs` in its constructor, and end with nn.Linear(hidden, outputs)"
         )
+
+
+def without_dropout(net: nn.Module) -> None:
+    """Switch dropout off for good: what is measured as in training draws no masks."""
+    for part in net.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        elif isinstance(part, nn.RNNBase):
+            part.dropout = 0.0
 
 
 def set_statistics(net: Carried, statistics: Statistics) -> None:

@@ -138,7 +138,7 @@ def play(run: Run, recording: Recording) -> tuple[dict[str, Lines], Array]:
         masked = ~np.isfinite(inputs).all(axis=1) | ((rows < 0) & bool(spec.classes))
         true = np.where(masked, np.nan, rows)
 
-    def lines(names: Sequence[str], columns: Sequence[Array]) -> Lines:
+    def lines(names: Sequence[str], columns: Any) -> Lines:
         return {name: ("-", np.arange(len(y)), y) for name, y in zip(names, columns, strict=False)}
 
     name, columns = spec.target_names[0], spec.layout.inputs[:_INPUTS]

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,9 +51,10 @@ class Rate(NamedTuple):
 
 def layout_of(config: Config) -> Layout:
     """The layout that the settings of a run describe."""
-    settings = {one.name: getattr(config, one.name, one.default) for one in fields(Layout)}
+    names = [one.name for one in fields(Layout) if one.name in Config.model_fields]
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
     settings |= {"ahead": rows_ahead(config.ahead), "rate_set": config.rate is not None}
-    return Layout(**settings | {"series": {}})
+    return Layout(**settings)
 
 
 @dataclass(frozen=True)

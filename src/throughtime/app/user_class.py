@@ -140,13 +140,14 @@ class ClassReference:
             raise ConfigError(f"{self.written}: no such file {self.path}") from error
 
     def _module(self, content: bytes) -> Any:
-        digest = hashlib.sha256(content).hexdigest()
-        if not is_trusted(digest):
+        digest = hashlib.sha256(content)
+        if not is_trusted(digest.hexdigest()):
             raise RunError(
                 f"{self.path}: its class {self.name} is code that you have not trained with; read"
                 " the file, then write --trust-code (in Python trust_code=True) to execute it"
             )
-        name = f"throughtime_user_{self.path.stem}_{digest[:16]}"
+        digest.update(str(self.path).encode())
+        name = f"throughtime_user_{self.path.stem}_{digest.hexdigest()[:16]}"
         if name in sys.modules:
             return sys.modules[name]
         module = ModuleType(name)
