@@ -24,7 +24,6 @@ import torch
 
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.load import load_run
-from throughtime.app.model import one_thread
 from throughtime.evaluation import Evaluator
 
 COLUMNS = ("accuracy", "macro_f1", "f1[0]", "f1[1]", "f1[2]")
@@ -57,13 +56,12 @@ def scores(out: Path) -> dict[str, Any]:
     run = load_run(out)
     saved, recordings = run.files.read_checkpoint(), run.recordings(split="test")
     result: dict[str, Any] = {"update": run.spec.update}
-    with one_thread():
-        for name in KEPT:
-            if name == "last" and saved is not None:
-                run.net.load_state_dict(saved["net"])
-            evaluator = Evaluator(run.net, metrics=run.spec.metrics())
-            scored = evaluate_recordings(evaluator, run.spec, recordings, run.config)
-            result[name] = {"metrics": scored.metrics, "recordings": scored.recordings}
+    for name in KEPT:
+        if name == "last" and saved is not None:
+            run.net.load_state_dict(saved["net"])
+        evaluator = Evaluator(run.net, metrics=run.spec.metrics())
+        scored = evaluate_recordings(evaluator, run.spec, recordings, run.config)
+        result[name] = {"metrics": scored.metrics, "recordings": scored.recordings}
     return result
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from throughtime.app.cli import commands
-from throughtime.app.flags import Command
 
 PAGE = Path(__file__).parent / "reference" / "flags.md"
 HEAD = """# All flags
@@ -22,20 +21,17 @@ a key of the file that `--config` names, with underscores for hyphens: `--max-no
 
 def page() -> str:
     """The text of the page."""
-    made = (command for command in commands.commands.values() if isinstance(command, Command))
-    return HEAD + "".join(map(section, made))
+    return HEAD + "".join(map(section, commands.commands.values()))
 
 
-def section(command: Command) -> str:
-    """A command: what it does, its arguments, and a list for each group of its options."""
+def section(command: click.Command) -> str:
+    """A command: what it does, and a list of its options."""
     context = click.Context(command, info_name=f"throughtime {command.name}")
     text = f"\n## throughtime {command.name}\n\n{command.help or ''}".rstrip()
-    text += f"\n\n`{' '.join(command.get_usage(context).removeprefix('Usage: ').split())}`\n"
-    for panel, records in command.records(context).items():
-        title = f"### {panel} ({command.name})\n\n" if command.panels else ""
-        items = (f"- `{name}`: {about}\n" for name, about in records if "--help" not in name)
-        text += f"\n{title}{''.join(items)}"
-    return text
+    text += f"\n\n`{' '.join(command.get_usage(context).removeprefix('Usage: ').split())}`\n\n"
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    items = (f"- `{record[0]}`: {record[1]}\n" for record in records if record and record[1])
+    return text + "".join(items)
 
 
 if __name__ == "__main__":

@@ -192,34 +192,6 @@ def test_predict_writes_what_the_library_predicts(
     ]
 
 
-def test_predict_goes_on_from_a_saved_state(trained: tuple[Path, Path], tmp_path: Path) -> None:
-    folder, data = trained
-    header, *rows = data.read_text(encoding="utf-8").splitlines()
-    for name, part in (("a", rows[:250]), ("b", rows[250:])):
-        (tmp_path / f"{name}.csv").write_text("\n".join([header, *part]), encoding="utf-8")
-    run("predict", folder, data, "--out", tmp_path / "whole.npy")
-    run(
-        "predict",
-        folder,
-        tmp_path / "a.csv",
-        "--out",
-        tmp_path / "a.npy",
-        "--state-out",
-        tmp_path / "s.safetensors",
-    )
-    run(
-        "predict",
-        folder,
-        tmp_path / "b.csv",
-        "--out",
-        tmp_path / "b.npy",
-        "--state-in",
-        tmp_path / "s.safetensors",
-    )
-    parts = np.concatenate([np.load(tmp_path / "a.npy"), np.load(tmp_path / "b.npy")])
-    np.testing.assert_allclose(parts, np.load(tmp_path / "whole.npy"), atol=1e-6)
-
-
 def test_scores_of_many_recordings_are_in_the_file_and_not_on_the_screen(tmp_path: Path) -> None:
     for count, shown in ((40, True), (41, False)):
         rows = ["id,split,inputs,label"]
@@ -405,7 +377,7 @@ def test_predict_names_the_row_and_column_or_leaves_the_step_out(
     assert "--on-nan hold" in complained
     for choice in ("hold", "reset"):
         printed = run("predict", folder, tmp_path / "gap.csv", "--out", out, "--on-nan", choice)
-        assert "1 step without an answer" in printed
+        assert "1 without an answer" in printed
         with out.open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         assert [row["step"] for row in rows if not row["class"]] == ["204"]

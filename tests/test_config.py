@@ -1,6 +1,5 @@
 """Settings: declared once, written, read back, and refused by name."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from test_cli import ended
 from throughtime.app.cli import new_settings
-from throughtime.app.config import LOSSES, PANELS, SHORT, Config
+from throughtime.app.config import SHORT, Config
 from throughtime.app.values import help_of, read_toml
 from throughtime.errors import ConfigError, did_you_mean
 
@@ -24,7 +23,6 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
         horizon=300,
         lr=1,
         optimizer="sgd",
-        momentum=0.9,
         schedule="plateau",
         loss="huber",
     )
@@ -36,19 +34,18 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"task": "clasify"}, "--task clasify: expected classify, multilabel or regress"),
-        ({"lanes": True}, "--lanes: expected a whole number of at least 1"),
-        ({"lr": True}, "--lr: expected a finite number above 0"),
-        ({"lr": float("nan")}, "--lr nan: expected a finite number above 0"),
-        ({"inputs": 3}, "--inputs 3: expected a list of column names"),
-        ({"inputs": [""]}, "--inputs '': expected a list of column names"),
-        ({"series": ["w"]}, "--series w: expected NAME=COLUMN, such as weight=w"),
-        ({"inputs": ["{a}"], "exclude": ["{a}", "b"]}, "{a} is among the inputs or targets"),
-        ({"seed": 2**63}, "expected a whole number from 0 to below 2**63"),
-        ({"standardise": "first:0"}, "expected split, recording, none or first:N"),
-        ({"weight_decay": 0.1, "optimizer": "adam"}, "--optimizer adam: take adamw"),
-        ({"momentum": 0.9}, "--momentum 0.9 belongs to --optimizer sgd: write that, or"),
-        ({"schedule": "plateau", "lr_warmup": 2}, "a plateau counts validations, not updates"),
+        (
+            {"task": "clasify"},
+            "--task clasify: Input should be 'classify', 'multilabel' or 'regress'",
+        ),
+        ({"lr": float("nan")}, "--lr nan: Input should be "),
+        ({"inputs": 3}, "--inputs 3: Input should be a valid tuple"),
+        ({"inputs": [""]}, "--inputs '': String should have at least 1 character"),
+        ({"seed": 2**63}, "Input should be less than 9223372036854775808"),
+        (
+            {"standardise": "first:0"},
+            "--standardise first:0: Input should be 'split', 'recording' or 'none' or String",
+        ),
         ({"data": None}, "DATA is missing: A file with one recording"),
     ],
 )
@@ -67,8 +64,8 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
         ({"ahead": "1-3"}, "1-3"),
         ({"workers": "2"}, 2),
         ({"workers": "thread"}, "thread"),
-        ({"gradient_args": ["min=20"], "gradient": "adaptive"}, {"min": 20}),
-        ({"logger": "wandb,mlflow"}, ("wandb", "mlflow")),
+        ({"gradient_args": "min=20,max=40", "gradient": "adaptive"}, ("min=20", "max=40")),
+        ({"logger": "tensorboard"}, "tensorboard"),
         ({"background_class": "0"}, "0"),
         ({"lr": 1}, 1.0),
         ({"out": None}, "runs/d"),
@@ -88,7 +85,7 @@ def test_a_fault_of_a_file_names_the_file(tmp_path: Path) -> None:
     file.write_text('data = "d"\nlanes = 0\n', encoding="utf-8")
     with pytest.raises(ConfigError) as refused:
         new_settings(file, {"hidden": "x"})
-    for part in (f"{file}: ", "--hidden x: expected a whole", "--lanes 0: expected a whole"):
+    for part in (f"{file}: ", "--hidden x: Input should be", "--lanes 0: Input should be"):
         assert str(refused.value).count(part) == 1
 
 
@@ -104,22 +101,16 @@ def test_a_changed_copy_is_checked_as_well() -> None:
     config = Config(data="d", horizon=300)
     assert config.changed(updates=3).updates == 3
     for _ in range(2):  # pydantic builds its schema once
-        with pytest.raises(ConfigError, match="--updates 0: expected a whole number of at least 1"):
+        with pytest.raises(ConfigError, match="--updates 0: Input should be greater than 0"):
             config.changed(updates=0)
-    with pytest.raises(ConfigError, match="--loss huber does not fit --task classify"):
-        Config(data="d", loss="huber").changed(task="classify")
+    with pytest.raises(ConfigError, match="--class-weights balanced belongs to classes"):
+        Config(data="d", class_weights="balanced").changed(task="regress")
 
 
-def test_every_setting_has_help_and_a_group() -> None:
+def test_every_setting_has_help() -> None:
     for name, about in Config.model_fields.items():
         assert len(help_of(about)) > 10, name
-    assert [*PANELS] == sorted(PANELS, key=[*Config.model_fields].index)
     assert {*SHORT} < {*Config.model_fields}
-    assert {task for tasks in LOSSES.values() for task in tasks} == {
-        "classify",
-        "multilabel",
-        "regress",
-    }
 
 
 def test_help_and_versions_need_no_torch_and_ranks_no_lightning() -> None:
@@ -145,7 +136,13 @@ for words in (["--version"], *([*c, flag] for c in words_of for flag in ("-h", "
     ("words", "written_as"),
     [
         ("train d --class_weights none", "--class_weights: no such option; write --class-weights"),
-        ("eval r --optimizer x", "--optimizer: no such option; throughtime eval --help lists them"),
+        (
+            "eval r --optimizer x",
+            (
+                "--optimizer: no such option; throughtime eval --help lists what it takes, such as"
+                " --seed 1"
+            ),
+        ),
     ],
 )
 def test_words_that_are_none_of_ours_are_refused_in_a_line(words: str, written_as: str) -> None:
@@ -156,43 +153,6 @@ def test_words_that_are_none_of_ours_are_refused_in_a_line(words: str, written_a
 def test_only_what_is_near_is_suggested() -> None:
     assert did_you_mean("hiden", Config.model_fields) == "; did you mean 'hidden'?"
     assert did_you_mean("optimizer", ["delimiter", "horizon"]) == ""
-
-
-def test_words_of_settings_are_read_in_any_case(tmp_path: Path) -> None:
-    words = [
-        "--gradient",
-        "EXACT",
-        "--device",
-        "CPU",
-        "--class-weights",
-        "Balanced",
-        "--out",
-        "RUNS",
-        "--lanes",
-        "0",
-    ]
-    _, _, complained = ended("train", tmp_path, *words)
-    assert complained == "error: --lanes 0: expected a whole number of at least 1\n"
-
-
-def test_a_shell_completes_flags_and_their_words() -> None:
-    completed = {
-        "train --gradient ": {"truncated", "exact", "adaptive", "randomized"},
-        "train --model ": {"lstm", "gru", "rnn"},
-        "train --la": {"--lanes", "--layers"},
-        "ev": {"eval"},
-    }
-    for words, expected in completed.items():
-        line = f"throughtime {words}"
-        request = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
-        done = subprocess.run(
-            [sys.executable, "-m", "throughtime"],
-            env={**os.environ, **request, "_THROUGHTIME_COMPLETE": "bash_complete"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert {line.partition(",")[2] for line in done.stdout.split()} == expected, words
 
 
 def test_help_of_the_command_line_is_quick() -> None:

@@ -36,7 +36,7 @@ def test_the_blocks_of_the_page_run(
             assert ended.value.code in {0, None}, f"{line}\n{capsys.readouterr().err}"
     config = (tmp_path / "runs" / "growing" / "config.toml").read_text(encoding="utf-8")
     assert "growing.py:Growing" in config
-    assert "longest = 80" in config
+    assert 'gradient_args = ["longest=80"]' in config
 
 
 def test_every_file_of_the_page_exists() -> None:

@@ -5,10 +5,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import throughtime as tt
 from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset, open_recording
+from throughtime.app.dataset import open_dataset
+from throughtime.app.load import Run
+from throughtime.app.model import ModelSpec
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.manifest import find_recordings, read_folder
 
@@ -153,6 +156,11 @@ def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
         dataset(path)
 
 
+def reading(spec: ModelSpec) -> Run:
+    """A run that only reads recordings."""
+    return Run(Path(), tt.carry(torch.nn.GRU(1, 1)), spec, Config(data="d"))
+
+
 def hourly(folder: Path, minutes: dict[str, int], rows: int = 60) -> Path:
     folder.mkdir(exist_ok=True)
     for name, step in minutes.items():
@@ -173,8 +181,8 @@ def test_evenly_spaced_time_stamps_are_the_rate_of_a_run(tmp_path: Path) -> None
     spec = dataset(mixed, rate=2.0).spec
     assert (spec.layout.rate, spec.layout.rate_set) == (2.0, True)
     with pytest.raises(DataError, match=r"what the model was trained on has 0.00055"):
-        open_recording([mixed / "y.csv"], data.spec, None)
-    assert len(open_recording([mixed / "y.csv"], spec, None)) == 60
+        reading(data.spec).recording(mixed / "y.csv")
+    assert len(reading(spec).recording(mixed / "y.csv")) == 60
     assert tt.recordings(mixed, targets="anomaly", rate=2.0)["train"]
 
 
@@ -183,5 +191,5 @@ def test_unevenly_spaced_time_stamps_have_no_rate(tmp_path: Path) -> None:
     lines = (folder / "y.csv").read_text().splitlines()
     (folder / "y.csv").write_text("\n".join(lines[:20] + lines[22:]))
     assert dataset(folder).spec.layout.rate == pytest.approx(1 / 1800)  # of the even one
-    with pytest.raises(ConfigError, match=r"--rate 0.0: expected a finite number above 0"):
+    with pytest.raises(ConfigError, match=r"--rate 0.0: Input should be greater than 0"):
         dataset(folder, rate=0.0)

@@ -14,9 +14,7 @@ import pandas as pd
 import pytest
 
 import throughtime as tt
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import DataError
 from throughtime.stream import Recording, layout, tables
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.sources import as_recording
@@ -285,20 +283,6 @@ def test_series_and_exclusions_that_make_no_sense_are_refused(
     choice: dict[str, Any] = {"targets": "y", **options}
     with pytest.raises(DataError, match=reason):
         list(tt.Stream(tt.recording(frame(), **choice), 1, 5))
-
-
-def test_series_of_the_command_line(tmp_path: Path) -> None:
-    frame().to_csv(tmp_path / "a.csv", index=False)
-    series = ("weight=w", "force=fx", "force=fy")
-    data, out = str(tmp_path), str(tmp_path / "run")
-    settings = {"data": data, "out": out, "targets": ("y",)}
-    config = Config(**{**settings, "task": "regress", "series": series, "holdout": 0.0})
-    (recording,) = open_dataset(config).train
-    steps = recording.read(0, STEPS)
-    assert steps.inputs.shape[1] == 2
-    assert {key: rows.size for key, rows in steps.series.items()} == {"weight": 23, "force": 46}
-    with pytest.raises(ConfigError, match="--series w: expected NAME=COLUMN, such as weight=w"):
-        Config(**{**settings, "series": ("w",)})
 
 
 def forget_series(lay_out: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ Killed at any moment it goes on to the bit.
 import copy
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -172,7 +173,7 @@ def test_an_unknown_class_in_a_later_file_names_file_class_and_step(tmp_path: Pa
     np.save(data / "2_y.npy", labels)
     with pytest.raises(
         DataError,
-        match="recording '2': unknown class '9' at step 200; the training split has 0, 1, 2",
+        match=r"held out have the classes 9, which the training split has not \(0, 1, 2\); hold",
     ):
         Training.begin(Config(**settings(data, tmp_path / "run")))
     assert not (tmp_path / "run").exists()
@@ -241,9 +242,8 @@ def test_a_regression_model_answers_in_the_units_of_its_targets(tmp_path: Path) 
 
 
 RESUMED = [
-    {"train_on": "stream"},
-    {"train_on": "stream", "horizon": 25, "model": "gru", "layers": 2},
-    {"train_on": "windows", "updates": 90},
+    {"model": "rnn"},
+    {"horizon": 25, "model": "gru", "layers": 2},
     {"epochs": 3, "updates": None, "warm_up": 5, "dtype": "float64"},
     {"gradient": "exact", "cut_every": 25, "stride": None},
 ]
@@ -270,7 +270,7 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(
 
 
 def _lines(folder: RunFolder) -> list[dict[str, Any]]:
-    timing = {"seconds", "training_seconds", "waiting", "peak_memory"}
+    timing = {"seconds", "waiting"}
     return [{k: v for k, v in row.items() if k not in timing} for row in folder.read_metrics()]
 
 
@@ -336,7 +336,7 @@ def test_a_full_disk_while_saving_leaves_the_previous_checkpoint(tmp_path: Path)
     run = elsewhere(f"{smaller}\n{COMMAND}", "train", "--resume", values["out"])
     assert run.code == 2
     assert "could not be written" in run.errors
-    assert "the previous one is untouched" in run.errors
+    assert "an earlier one is untouched" in run.errors
     assert "Traceback" not in run.errors
     assert training.folder.checkpoint.read_bytes() == before
     assert not [p for p in training.folder.path.iterdir() if p.suffix == ".tmp"]
@@ -363,7 +363,6 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     data = str(write_recordings(tmp_path / "data"))
     folder.create(Config(data=data, task="classify", out=str(folder.path)))
-    folder.unlock()
     (tmp_path / "run" / "checkpoint.safetensors").write_bytes(b"no checkpoint")
     with pytest.raises(RunError, match="no checkpoint to go on from"):
         Training.resume(tmp_path / "run")
@@ -434,10 +433,10 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weight_decay", [0.0, 3.0])
 def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path, weight_decay: float) -> None:
-    """Updates of Adam with a tight clip, warm-up, cosine and decay, against torch's by hand."""
+    """Updates of Adam with a tight clip, cosine and decay, against torch's by hand."""
     import throughtime as tt
 
-    rule = {"weight_decay": weight_decay, "schedule": "cosine", "lr_warmup": 2, "lr": 0.01}
+    rule = {"weight_decay": weight_decay, "schedule": "cosine", "lr": 0.01}
     training = Training.begin(
         Config(
             **settings(
@@ -459,7 +458,7 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path, weight_decay: floa
     ]
     optimizer = torch.optim.AdamW(groups)
     stream = training_stream(training.dataset, training.config, 1)
-    rates = (0.005, 0.01, 0.01, 0.005)  # up over two updates, then half a cosine of two
+    rates = [0.005 * (1 + math.cos(math.pi * done / 4)) for done in range(4)]
     for update, lr in zip(
         tt.updates(net, stream, torch.nn.CrossEntropyLoss(), gradient=tt.Truncated(10)),
         rates,
@@ -480,22 +479,6 @@ def test_an_update_clips_and_steps_as_by_hand(tmp_path: Path, weight_decay: floa
     ):
         assert not torch.equal(old, ours)
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_windows_start_each_from_a_zero_state(tmp_path: Path) -> None:
-    training = Training.begin(
-        Config(
-            **settings(write_recordings(tmp_path / "data"), tmp_path / "run", train_on="windows")
-        )
-    )
-    assert {len(recording) for recording in training.stream.recordings} == {10}
-    assert sum(map(len, training.stream.recordings)) == 650
-    assert all(
-        chunk.resets[0].sum() == (chunk.recording[0] >= 0).sum() and not chunk.resets[1:].any()
-        for chunk in training.stream
-    )
-    carried = Training.begin(Config(**settings(tmp_path / "data", tmp_path / "carried")))
-    assert sum(int(chunk.resets.sum()) for chunk in carried.stream) == 2
 
 
 def test_warm_up_steps_are_not_scored(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from throughtime.app.model import load_model
 from throughtime.app.recordings import collect_statistics
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
-from throughtime.errors import ConfigError, DataError
+from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import StepArrays
 
@@ -352,30 +352,10 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
     np.testing.assert_allclose(
         mine.softmax(dim=1).numpy(), np.load(one.path / "p" / "c.npy"), atol=1e-6
     )
-    with pytest.raises(DataError, match=r"features age, weight, got weight; write --static"):
+    with pytest.raises(DataError, match=r"features age, weight, got weight; give these"):
         trained.recording(plain / "c.npy", {"weight": 3})
-    with pytest.raises(DataError, match="leave them out"):
+    with pytest.raises(DataError, match="static features none, got a; give"):
         load_run(other.path).recording(columns / "c.npy", {"a": 3})
-
-
-def test_explicit_class_weights_are_those_of_the_loss(tmp_path: Path) -> None:
-    data = per_step(tmp_path / "data", {n: labels_of(n) for n in NAMES})
-    training = Training.begin(
-        Config(**settings(data, tmp_path / "run", class_weights="pvc=5, beat=2", **Y))
-    )
-    classes = training.dataset.spec.classes
-    assert classes == ("beat", "pvc", "rest")
-    outputs, targets = torch.randn(50, 3), torch.arange(50) % 3
-    expected = torch.nn.CrossEntropyLoss(weight=torch.tensor([2.0, 5.0, 1.0]))(outputs, targets)
-    torch.testing.assert_close(training.loss_fn(outputs, targets), expected, rtol=0, atol=0)
-    assert training.loss_fn(outputs, targets) != torch.nn.CrossEntropyLoss()(outputs, targets)
-    with pytest.raises(
-        ConfigError, match="there is no class 'pcv'; the training split has beat, pvc, rest"
-    ):
-        Training.begin(Config(**settings(data, tmp_path / "no", class_weights="pcv=5", **Y)))
-    assert not (tmp_path / "no").exists()
-    trained = finish(settings(data, tmp_path / "audited", class_weights="pvc=5", updates=3, **Y))
-    assert "worst parameter" in run("audit", trained.path, "--horizons", "10", "--max-lag", "10")
 
 
 def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
@@ -384,7 +364,7 @@ def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
     handed = Training.begin(
         Config(**settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
     )
-    assert (handed.stream.hand_off, handed.stream.offset) == (True, 0)
+    assert handed.stream.hand_off
     handed.run()
     assert handed.stream._entering_state(handed.net) is not None
     cold = Training.begin(Config(**settings(data, tmp_path / "cold", **more)))
@@ -394,9 +374,6 @@ def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
         torch.equal(a, b)
         for a, b in zip(cold.net.parameters(), handed.net.parameters(), strict=True)
     )
-    moved = Training.begin(Config(**settings(data, tmp_path / "moved", offset=40)))
-    assert moved.stream.offset == 40
-    assert sum(int(chunk.mask.sum()) for chunk in moved.stream) < 650
 
 
 @pytest.mark.parametrize("workers", [2, "thread"])
@@ -526,7 +503,7 @@ def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
             return StepArrays(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
 
     found = collect_statistics([Wide()], task="classify")
-    assert (found.steps, found.classes["1"]) == (10_000, 5_000)
+    assert found.classes["1"] == 5_000
     assert max(reads) <= 2**20
     assert found.inputs.count[0] == 10_000
 

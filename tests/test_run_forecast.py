@@ -110,9 +110,9 @@ def test_rows_ahead_are_whole_frames(tmp_path: Path) -> None:
     for name in ("ahead", "season"):
         with pytest.raises(ConfigError, match=f"--{name} 25 rows are no whole number of frames"):
             Config(**{**values, name: 25})
-    with pytest.raises(ConfigError, match="--season 24 belongs to forecasts"):
+    with pytest.raises(ConfigError, match="--season and --difference belong to forecasts"):
         Config(**{**values, "ahead": 0, "season": 24})
-    with pytest.raises(ConfigError, match="--ahead -1: expected rows of at least 1"):
+    with pytest.raises(ConfigError, match="--ahead -1: Input should be greater than or equal to 0"):
         Config(**{**values, "ahead": -1})
 
 
@@ -135,15 +135,7 @@ def test_classes_are_forecast_and_compared(tmp_path: Path) -> None:
     codes = np.array([classes.index(label) for label in labels])
     expected = np.append(codes[6:CUT], [IGNORE_INDEX] * 6)
     assert np.array_equal(targets_of(recording), expected)
-    scores = [row for row in folder.read_metrics() if row["kind"] == "valid"][-1]
-    now = np.arange(ROWS - CUT - 6)
-    held_out = codes[CUT:]
-    missing = {850 - CUT, 900 - CUT}
-    same = [n for n in now if n >= 18 and not {n, n + 6, n - 18} & missing]
-    assert scores["compared/steps"] == len(same)
-    for name, value in (("persistence", held_out[same]), ("season", held_out[np.array(same) - 18])):
-        right = (value == held_out[np.array(same) + 6]).mean()
-        assert scores[f"{name}/accuracy"] == pytest.approx(right)
+    assert not any("/" in name for row in folder.read_metrics() for name in row)
 
 
 def test_several_targets_and_recordings_are_compared_by_column(tmp_path: Path) -> None:
@@ -252,8 +244,9 @@ def test_a_difference_is_learned_in_units_of_the_change(tmp_path: Path) -> None:
     changes = [past[n:] - past[:-n] for n in (1, 24)]
     for statistic, key in ((np.mean, "shift"), (np.std, "scale")):
         expected = [statistic(change) for change in changes]
-        np.testing.assert_allclose(trained.statistics[f"module.units.{key}"], expected, rtol=1e-4)
-    assert trained.statistics["module.units.scale"].max() < 0.5 * past.std()
+        value = trained.net.module.get_buffer(f"module.units.{key}")
+        np.testing.assert_allclose(value, expected, rtol=1e-4)
+    assert value.max() < 0.5 * past.std()
     run("train", "--resume", tmp_path / "run", "--updates", "80")
 
 
@@ -264,9 +257,8 @@ def test_without_a_change_the_forecast_is_the_present_row(frame_size: int, tmp_p
     words = ("--frame-size", str(frame_size), "--difference", "--inputs", "drift,OT")
     train(data, tmp_path / "run", "--ahead", "4,24", *words)
     trained = load_run(tmp_path / "run")
-    for value in trained.statistics.values():
-        value.mul_(0)  # of the units: no change
-    trained.statistics["module.standardise.scale"].fill_(1)
+    for key in ("shift", "scale"):
+        trained.net.module.get_buffer(f"module.units.{key}").zero_()  # no change
     outputs, _ = predict(trained.net, trained.recording(data))
     present = ot[frame_size - 1 :: frame_size]
     np.testing.assert_allclose(outputs, np.stack([present, present], 1), rtol=1e-5)
@@ -288,7 +280,7 @@ def test_an_exported_run_returns_values(suffix: str, tmp_path: Path) -> None:
 def test_what_no_difference_can_be_made_of_is_refused(tmp_path: Path) -> None:
     data, _ = walk(tmp_path)
     values = settings(data, tmp_path / "run", targets=["OT"], task="regress", inputs=["drift"])
-    with pytest.raises(ConfigError, match="--difference belongs to forecasts"):
+    with pytest.raises(ConfigError, match="--season and --difference belong to forecasts"):
         Config(**{**values, "difference": True})
     values |= {"difference": True, "ahead": 3}
     with pytest.raises(ConfigError, match=r"\['OT'\] is not among the inputs \(drift\): name it"):
@@ -302,7 +294,7 @@ def test_what_no_difference_can_be_made_of_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ahead", ["", "1-", "-3", "24-1", "0-3", "1,1", "a", "1;2"])
 def test_other_rows_ahead_are_refused(ahead: str, tmp_path: Path) -> None:
     values = settings(tmp_path / "a.csv", tmp_path / "run", targets=["OT"])
-    with pytest.raises(ConfigError, match=r"--ahead .*: expected rows of at least 1"):
+    with pytest.raises(ConfigError, match=r"--ahead .*: expected rows in rising order"):
         Config(**{**values, "ahead": ahead})
     with pytest.raises(ConfigError, match="several forecasts, which are of numbers"):
         Config(**{**values, "ahead": "1-3", "task": "classify"})

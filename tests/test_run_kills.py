@@ -26,12 +26,12 @@ PATIENCE = 300.0
 RUNS: dict[str, dict[str, Any]] = {
     "stream": {},
     "horizon": {"horizon": 25, "model": "gru", "layers": 2, "dropout": 0.3},
-    "epochs": {"epochs": 12 * KILLS, "updates": None, "warm_up": 5, "offset": 20},
+    "epochs": {"epochs": 12 * KILLS, "updates": None, "warm_up": 5},
     "exact": {"gradient": "exact", "cut_every": 25, "stride": None},
     "last": {"dropout": 0.5, "layers": 2, "dtype": "float64", "keep": "last"},
-    "windows": {"train_on": "windows", "dtype": "float64"},
+    "float64": {"dtype": "float64", "weight_decay": 0.1},
     "hand-off": {"hand_off": True, "lanes": 3},
-    "schedule": {"task": "regress", "schedule": "cosine", "lr_warmup": 7, "workers": 1},
+    "schedule": {"task": "regress", "schedule": "cosine", "workers": 1},
     "ranks": {"lanes": 4, "horizon": 25},
     "ranks exact": {"lanes": 4, "gradient": "exact", "cut_every": 25, "stride": None},
 }

@@ -42,7 +42,8 @@ def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: P
     said = train(data, tmp_path / "run")
     assert "targets are several columns of 0 and 1, each a label by itself: --task multi" in said
     assert "macro-F1" in said
-    assert "f1[speech]" in run("eval", tmp_path / "run", "--json")
+    run("eval", tmp_path / "run")
+    assert "f1[speech]" in (tmp_path / "run" / "scores-valid.json").read_text(encoding="utf-8")
     run("predict", tmp_path / "run", data, "--out", tmp_path / "p.csv")
     with (tmp_path / "p.csv").open(newline="", encoding="utf-8") as file:
         header, *rows = csv.reader(file)
@@ -62,24 +63,14 @@ def test_labels_are_learned_scored_and_predicted_on_the_command_line(tmp_path: P
     )
 
 
-def test_the_loss_is_that_of_each_label_and_its_weights(tmp_path: Path) -> None:
-    data, labels = sounds(tmp_path)
+def test_the_loss_is_that_of_each_label(tmp_path: Path) -> None:
+    data, _ = sounds(tmp_path)
     values = settings(data, tmp_path / "run", targets=[*LABELS], task="multilabel")
-    outputs, targets = torch.randn(50, 2), torch.randint(0, 2, (50, 2)).float()
-    share = labels[:2400].mean(0)
-    weights = {"none": None, "balanced": (1 - share) / share, "music=3": [1.0, 3.0]}
-    for setting, weight in weights.items():
-        training = Training.begin(
-            Config(**{**values, "class_weights": setting, "out": str(tmp_path / setting)})
-        )
-        pos_weight = None if weight is None else torch.tensor(weight, dtype=torch.float32)
-        expected = torch.nn.BCEWithLogitsLoss(pos_weight=pos_weight)(outputs, targets)
-        torch.testing.assert_close(training.loss_fn(outputs, targets), expected)
-        assert type(make_loss(training.dataset.spec, training.net)) is torch.nn.BCEWithLogitsLoss
-    with pytest.raises(ConfigError, match=r"there is no class 'noise'; .* has speech, music"):
-        open_dataset(Config(**{**values, "class_weights": "noise=3"}))
-    with pytest.raises(ConfigError, match="--background-class rest belongs to classes"):
-        Config(**{**values, "background_class": "rest"})
+    training = Training.begin(Config(**values))
+    assert type(make_loss(training.dataset.spec, training.net)) is torch.nn.BCEWithLogitsLoss
+    for name in ("class_weights", "background_class"):
+        with pytest.raises(ConfigError, match="belongs to classes"):
+            Config(**{**values, name: "balanced"})
 
 
 def test_other_values_than_0_and_1_are_refused(tmp_path: Path) -> None:
@@ -88,9 +79,7 @@ def test_other_values_than_0_and_1_are_refused(tmp_path: Path) -> None:
     lines[8] = "0,0,0.5,1"
     data.write_text("\n".join(lines), encoding="utf-8")
     values = settings(data, tmp_path / "run", targets=[*LABELS], task="multilabel")
-    with pytest.raises(
-        DataError, match=r"has other targets, the first is step 7; .* 0 or 1, or NaN"
-    ):
+    with pytest.raises(DataError, match=r"the targets of step 7 must be 0 or 1, or NaN"):
         open_dataset(Config(**values))
 
 

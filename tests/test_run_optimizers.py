@@ -13,7 +13,7 @@ from test_run import finish, settings, stop_at, write_recordings
 from throughtime.app import user_class
 from throughtime.app.config import Config
 from throughtime.app.model import StandardisedError
-from throughtime.app.optimizer import learning_rate, make_optimizer, make_schedule
+from throughtime.app.optimizer import make_optimizer, make_schedule
 from throughtime.app.run_folder import load_checkpoint
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError
@@ -38,6 +38,11 @@ class Signs(torch.optim.Optimizer):
                 p -= group["lr"] * state["mean"].sign()
 
 
+class Still(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, dict(lr=lr))
+
+
 class Focal:
     def __init__(self, outputs, power=2.0):
         self.outputs, self.power = outputs, power
@@ -56,9 +61,9 @@ class Plain:
     pass
 """
 RULES: dict[str, dict[str, Any]] = {
-    "sgd along a cosine": {"optimizer": "sgd", "momentum": 0.9, "schedule": "cosine", "lr": 0.05},
+    "sgd along a cosine": {"optimizer": "sgd", "schedule": "cosine", "lr": 0.05},
     "adam on a plateau": {"optimizer": "adam", "schedule": "plateau", "valid_every": 3, "lr": 0.1},
-    "adamw with a warm-up": {"weight_decay": 0.1, "lr_warmup": 9},
+    "adamw with decay": {"weight_decay": 0.1, "schedule": "cosine"},
     "own optimizer and loss": {"optimizer": "{file}:Signs", "loss": "{file}:Focal"},
 }
 
@@ -112,11 +117,18 @@ def test_a_plateau_halves_the_rate_and_a_cosine_ends_at_zero() -> None:
         schedule.step(score)
         rates.append(optimizer.param_groups[1]["lr"])
     assert rates == [0.4, 0.4, 0.4, 0.2, 0.2, 0.2, 0.1, 0.1, 0.1, 0.05]
-    cosine = Config(data="d", lr=0.4, schedule="cosine", lr_warmup=2)
-    rates = [learning_rate(cosine, done, done / 50, 2 / 50) for done in range(51)]
-    assert rates[:3] == [0.2, 0.4, 0.4]
+    cosine = Config(data="d", lr=0.4, schedule="cosine", updates=50)
+    optimizer = make_optimizer(net, cosine)
+    schedule = make_schedule(optimizer, cosine, Stream(torch.zeros(9, 1), 1, 1), 50)
+    rates = []
+    for _ in range(51):
+        rates.append(optimizer.param_groups[1]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == 0.4
+    assert rates[25] == pytest.approx(0.2)
     assert rates[-1] == pytest.approx(0.0, abs=1e-12)
-    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert rates == sorted(rates, reverse=True)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "{file}:Signs"])
@@ -163,7 +175,10 @@ def test_the_loss_of_numbers_is_that_of_the_settings(tmp_path: Path) -> None:
         ),
         ({"loss": "{file}:Nowhere"}, "mine.py defines no class Nowhere"),
         ({"optimizer": "{file}:Plain"}, "Plain is no torch.optim.Optimizer; write class Plain(opt"),
-        ({"optimizer": "{file}:Signs", "momentum": 0.9}, "takes no momentum; leave --momentum out"),
+        (
+            {"optimizer": "{file}:Still", "weight_decay": 0.9},
+            "takes no weight_decay; leave --weight-",
+        ),
         ({"optimizer": "gone.py:Signs"}, "--optimizer gone.py:Signs: no such file gone.py"),
     ],
 )

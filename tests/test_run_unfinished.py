@@ -1,21 +1,17 @@
 """Runs that are not finished: killed before or after their first checkpoint, or stopped."""
 
 import time
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
-from test_cli import ended, run
+from test_cli import run
 from test_run import settings, stop_at, write_recordings
 from throughtime import tensor_files
-from throughtime.app import console
 from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
-from throughtime.app.scores import DataTable
 from throughtime.app.train import Training
 
 
@@ -25,25 +21,6 @@ def stopped(out: Path, **more: object) -> RunFolder:
     training = Training.begin(Config(**values))
     stop_at(training, 3)
     return training.folder
-
-
-def test_commands_say_that_a_run_is_not_finished(tmp_path: Path) -> None:
-    folder = stopped(tmp_path / "run")
-    commands = (
-        ["eval", folder.path, "--split", "valid"],
-        ["predict", folder.path, "--split", "valid", "--out", tmp_path / "predictions"],
-        ["export", folder.path, "--out", tmp_path / "net.js", "--steps", "0"],
-    )
-    remark = (
-        f"remark: the run is not finished: these are the weights of update 3 of 60; go on with:"
-        f" throughtime train --resume {folder.path}\n"
-    )
-    for command in commands:
-        code, printed, complained = ended(*command)
-        assert (code, complained.count(remark)) == (0, 1), printed + complained
-    run("train", "--resume", folder.path)
-    for command in commands:
-        assert "not finished" not in ended(*command)[2]
 
 
 def test_every_command_reads_the_model_file_once(
@@ -108,16 +85,3 @@ def test_a_folder_without_a_run_is_called_that_by_every_command(
         complained = run(command, place_without_run, *more, ok=False)
         assert f"{place_without_run}: no run there" in complained
         assert "--resume" not in complained
-
-
-def test_a_table_in_a_narrow_terminal_shows_whole_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["recurrent.layers.0.weight_ih", "recurrent.layers.0.weight_hh"]
-    rows: list[list[str | float]] = [[name, 1.0] for name in names]
-    printed = StringIO()
-    monkeypatch.setattr(console, "out", Console(file=printed, width=30))
-    console.print_table(DataTable(["parameter", "norm"], rows, "norms"))
-    text = printed.getvalue()
-    assert "…" not in text
-    letters = "".join(c for c in text if c.isalnum() or c in "._")
-    assert "weight_ih" in letters.replace("1", "")
-    assert "weight_hh" in letters.replace("1", "")

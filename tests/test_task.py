@@ -106,10 +106,10 @@ def test_survey_counts_missing_inputs_and_names_the_first() -> None:
     found = collect_statistics(
         [as_recording({"inputs": inputs, "name": "pump"}, 0)], task="classify"
     )
-    assert found.faults == {
-        "pump": (
+    assert found.faults == [
+        (
             "recording 'pump': 2 steps have inputs that are NaN or infinite, the first at step 40,"
             " column 1"
         )
-    }
+    ]
     np.testing.assert_array_equal(found.inputs.scale, np.ones(3))

@@ -1,6 +1,7 @@
 """The states in which windows start: those in which the windows before them ended, or noise.
 
-    throughtime train DATA --train-on windows --gradient examples/policies/starts.py:CarriedStart
+    tt.updates(net, tt.Stream([*tt.windows(recordings, 50)], 16, 50), loss_fn,
+               gradient=CarriedStart(stride=50))
 
 Trained on windows from the initial state alone, a net meets only the states of the first steps. Run
 for longer it enters others, and what it does there is left to chance. Two remedies of Buitrago Ruiz

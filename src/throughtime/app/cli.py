@@ -3,8 +3,8 @@
 A command imports what it runs when it runs, so that `throughtime --help` needs no torch.
 """
 
+import os
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import click
 
 from throughtime import __version__
 from throughtime.app.config import (
-    AuditFlags,
+    AuditOptions,
     Config,
     DoctorOptions,
     EvalOptions,
@@ -31,8 +31,15 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command line; an expected error is one message and exit code 2, no traceback."""
+    """Run the command line; an expected error is one message and exit code 2, no traceback.
+
+    torch gets one thread, unless `OMP_NUM_THREADS` says otherwise: the steps of most recurrent nets
+    are small, and on a busy machine threads wait for each other at every one of them. An audit of
+    64 units took 142 s with two threads and 2 s with one, with two processes beside it on two
+    cores.
+    """
     _raise_file_limit()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with failures_printed():
         words = sys.argv[1:] or ["--help"]
         sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
@@ -51,41 +58,37 @@ def _raise_file_limit() -> None:
 def train(values: dict[str, Any]) -> None:
     """Train a model on recordings."""
     own = {name: values.pop(name) for name in TrainOptions.model_fields if name in values}
-    options, resume = TrainOptions(**own), own.get("resume")
+    options = TrainOptions(**own)
+    resume, trust_code = options.resume, options.trust_code
     settings = _resumed(options, values) if resume else new_settings(options.config, values)
-    if options.trust_code and not resume:
+    if trust_code and not resume:
         raise ConfigError(
             "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since a"
             " file that you name yourself is executed anyway"
         )
-    from throughtime.app.console import ProgressDisplay, run_training
+    from throughtime.app.console import out, run_training
     from throughtime.app.distributed import started_ranks
     from throughtime.app.train import Training
 
-    with started_ranks(settings) as ranks, ProgressDisplay(enabled=ranks.rank == 0) as display:
-        if resume:
-            end = {name: getattr(settings, name) for name in values}
-            trust = options.trust_code
-            training = Training.resume(Path(resume), trust_code=trust, ranks=ranks, **end)
-        else:
-            training = Training.begin(settings, ranks)
-        run_training(training, display)
+    with started_ranks(settings) as ranks:
+        with out.status("reading recordings"):
+            if resume:
+                training = Training.resume(resume, trust_code=trust_code, ranks=ranks, **values)
+            else:
+                training = Training.begin(settings, ranks)
+        run_training(training)
 
 
-def new_settings(file: Path | None, flags: Mapping[str, Any]) -> Config:
-    """The settings of a file with the flags over them; arguments of another policy are dropped."""
+def new_settings(file: Path | None, flags: dict[str, Any]) -> Config:
+    """The settings of a file with the flags over them."""
     try:
-        base = {} if file is None else read_toml(file)
-        merged = {**base, **flags}
-        same = merged.get("gradient") == base.get("gradient")
-        kept = base.get("gradient_args", {}) if same else {}
-        return Config(**merged | {"gradient_args": [kept, *flags.get("gradient_args", [])]})
+        return Config(**({} if file is None else read_toml(file)) | flags)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}" if file else str(error)) from error
 
 
-def _resumed(options: TrainOptions, flags: Mapping[str, Any]) -> Config:
-    """The settings of a run, with another end if the flags name one."""
+def _resumed(options: TrainOptions, flags: dict[str, Any]) -> Config:
+    """The settings of a run, with another end if the flags name one, as whole numbers."""
     from throughtime.app.run_folder import RunFolder
 
     settings = RunFolder(Path(str(options.resume))).read_config()
@@ -96,59 +99,49 @@ def _resumed(options: TrainOptions, flags: Mapping[str, Any]) -> Config:
             f" {', '.join(other) or '--config'}. Only --updates or --epochs may be given, to train"
             " on to another end."
         )
-    end = {"updates": None, "epochs": None, **flags} if flags else {}
-    return settings.changed(**end)
+    if flags:
+        settings = settings.changed(**{"updates": None, "epochs": None, **flags})
+        flags.update({name: getattr(settings, name) for name in flags})
+    return settings
 
 
 def evaluate(options: EvalOptions) -> None:
     """Score a trained model on whole recordings, state carried, and update its report."""
-    from throughtime.app.console import ProgressDisplay, out, print_json, print_scores
+    from throughtime.app.console import out, print_scores
     from throughtime.app.evaluate import evaluate_run, keep_results
 
     trained = _open_run(options)
-    with ProgressDisplay(enabled=not options.as_json):
+    with out.status("evaluating"):
         scores = evaluate_run(trained, options.data, options.split)
     path = trained.files.scores(scores["split"])
     written = keep_results(trained, path, scores)
-    if options.as_json:
-        print_json(scores)
-        return
     print_scores(scores["split"], scores["metrics"], scores["recordings"], path)
-    out.print(
-        f"{counted(scores['steps'], 'step')} scored, by the model of update {scores['update']};"
-        f" {written}"
-    )
+    steps, update = counted(scores["steps"], "step"), scores["update"]
+    out.print(f"{steps} scored, by the model of update {update}; {written}")
 
 
 def predict(options: PredictOptions) -> None:
     """Run a trained model over whole recordings, in memory that does not grow with them."""
-    from throughtime.app.console import ProgressDisplay, out
+    from throughtime.app.console import out
     from throughtime.app.predictions import predict_run
 
     trained = _open_run(options)
-    with ProgressDisplay():
-        target, files = predict_run(trained, options)
-    steps, skipped = (sum(count) for count in zip(*(file[2:] for file in files), strict=True))
-    out.print(
-        f"{counted(steps, 'step')} of {counted(len(files), 'recording')} to {target}, by the model"
-        f" of update {trained.spec.update}"
-    )
-    if skipped:
-        out.print(f"{counted(skipped, 'step')} without an answer: the inputs are NaN or infinite")
+    with out.status("predicting"):
+        files = predict_run(trained, options)
+    for file in files:
+        left_out = f", {file.skipped:,} without an answer (NaN or infinite inputs)"
+        out.print(f"{file.path}: {counted(file.steps, 'step')}{left_out * bool(file.skipped)}")
 
 
 def _open_run(options: RunOptions) -> "Run":
-    """A run, perhaps with another treatment of NaN; a remark on standard error if it is unfinished.
+    """A run, perhaps with another treatment of NaN.
 
     Raises:
         RunError: no run there, none that reached a checkpoint, or code that is not trusted.
     """
     from throughtime.app.load import load_run
 
-    device = options.device if isinstance(options, AuditFlags) else "cpu"
-    run = load_run(options.run, device=device, trust_code=options.trust_code)
-    if run.remark:
-        print(f"remark: {run.remark}", file=sys.stderr, flush=True)
+    run = load_run(options.run, trust_code=options.trust_code)
     missing = options.missing if isinstance(options, EvalOptions) else None
     return run.changed(missing=missing or run.config.missing)
 
@@ -156,62 +149,53 @@ def _open_run(options: RunOptions) -> "Run":
 def export(options: ExportOptions) -> None:
     """Write a trained model, its state inside, as a file that runs without Python."""
     from throughtime.app.console import out as console
-    from throughtime.app.dataset import open_recording
-    from throughtime.app.model import example_inputs, make_stream, one_thread
+    from throughtime.app.model import example_inputs, make_stream
     from throughtime.deploy.export import export as export_net
 
     run, stream = _open_run(options), None
     spec, layout = run.spec, run.spec.layout
     if options.check is not None:
-        recording = open_recording([options.check], spec)
+        recording = run.recording(options.check)
         stream = make_stream([recording], spec, run.config, 1, len(recording))
-    with one_thread(spec):
-        written = export_net(
-            run.net,
-            options.out,
-            inputs=example_inputs(run.net, spec),
-            steps=options.steps,
-            rate=layout.rate and layout.rate / layout.frame_size,
-            classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
-            stream=stream,
-            details={
-                "task": layout.task,
-                "columns": {
-                    "inputs": [*layout.inputs, *layout.static],
-                    "targets": [*spec.target_names],
-                },
-                "rows_per_step": layout.frame_size,
-                "rows_ahead": layout.ahead,
+    written = export_net(
+        run.net,
+        options.out,
+        inputs=example_inputs(run.net, spec),
+        steps=options.steps,
+        rate=layout.rate and layout.rate / layout.frame_size,
+        classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
+        stream=stream,
+        details={
+            "task": layout.task,
+            "columns": {
+                "inputs": [*layout.inputs, *layout.static],
+                "targets": [*spec.target_names],
             },
-            with_session=options.with_session,
-        )
+            "rows_per_step": layout.frame_size,
+            "rows_ahead": layout.ahead,
+        },
+        with_session=options.with_session,
+    )
     console.print(f"{', '.join(map(str, written.paths))} written")
-    sources = (written.recorded, "step of the recording"), (written.verification, "random step")
-    for verification, what in sources:
+    checks = (written.recorded, "step of the recording"), (written.verification, "random step")
+    for verification, what in checks:
         if verification is not None:
             steps = counted(verification.steps, what, what.replace("step", "steps"))
             console.print(f"verified on {steps}: {verification.summary}")
-    for text in (written.settling, *written.remarks):
-        if text is not None:
-            console.print(str(text))
+    for text in filter(None, (written.settling, *written.remarks)):
+        console.print(str(text))
 
 
-def audit(options: AuditFlags) -> None:
+def audit(options: AuditOptions) -> None:
     """Measure what truncating the gradient costs a model and how long a cold start differs."""
     from throughtime.app.audit import audit_run
-    from throughtime.app.console import ProgressDisplay, out, print_json
+    from throughtime.app.console import out
     from throughtime.app.evaluate import keep_results
 
-    run = trained = _open_run(options)
-    if ":" in (trained.config.loss or ""):
-        run = trained.with_own_code("loss", trust_code=options.trust_code)
-    with ProgressDisplay(enabled=not options.as_json):
-        report = audit_run(run, options, options.data, options.split)
-    written = keep_results(trained, trained.files.audit, report.facts())
-    if options.as_json:
-        print_json(report.facts())
-    else:
-        out.print(f"{report}\n{written}")
+    run = _open_run(options)
+    with out.status("measuring gradients"):
+        report = audit_run(run, options)
+    out.print(f"{report}\n{keep_results(run, run.files.audit, report.facts())}")
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -225,6 +209,7 @@ def doctor(options: DoctorOptions) -> int:
     return watch_script(options, click.get_current_context().args)
 
 
+_SCRIPT = {"allow_extra_args": True, "ignore_unknown_options": True}
 commands = click.Group(
     name="throughtime",
     help="Train recurrent networks on one unbroken stream, with the state carried.",
@@ -234,13 +219,8 @@ commands = click.Group(
         Command("eval", evaluate, EvalOptions),
         Command("predict", predict, PredictOptions),
         Command("export", export, ExportOptions),
-        Command("audit", audit, AuditFlags),
-        Command(
-            "doctor",
-            doctor,
-            DoctorOptions,
-            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        ),
+        Command("audit", audit, AuditOptions),
+        Command("doctor", doctor, DoctorOptions, context_settings=_SCRIPT),
     ],
 )
 commands.commands["doctor"].allow_interspersed_args = False

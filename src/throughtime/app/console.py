@@ -1,147 +1,102 @@
 """What the commands print: progress, a training run from start to end, tables of results."""
 
-import sys
-import time
+import math
 from collections.abc import Mapping
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Any, Self
 
-from pydantic_core import to_json
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from throughtime.app.distributed import from_first
 from throughtime.app.fit import Row
 from throughtime.app.load import load_run
-from throughtime.app.model import one_thread
 from throughtime.app.optimizer import describe_policy
-from throughtime.app.recordings import displays
-from throughtime.app.scores import (
-    DataTable,
-    is_comparison,
-    score_tables,
-)
+from throughtime.app.scores import FORECASTS, METRIC_NAMES, is_comparison, number_text
 from throughtime.app.train import Training
 from throughtime.distributed import RankError
 from throughtime.errors import counted, listed
 
-_SHOWN = ("accuracy", "macro_f1", "rmse", "r2")  # metrics in a line of progress
 _MAX_ROWS = 40  # recordings in a table of scores
-_PLAIN_EVERY = 10.0  # seconds between two plain lines
+_EVERY = 10  # lines of the log where no terminal changes one line
 out = Console(soft_wrap=True, markup=False, highlight=False)  # names of columns may hold brackets
 
 
-class ProgressDisplay:
-    """A line that changes on a terminal; elsewhere a new one every ten seconds.
-
-    It is visible inside `with ProgressDisplay() as display`.
-
-    Args:
-        enabled: `False` prints nothing, as on all ranks but the first.
-    """
-
-    def __init__(self, *, enabled: bool = True) -> None:
-        self._enabled, self._printed, self._status = enabled, time.monotonic(), out.status("")
-
-    def __enter__(self) -> Self:
-        if self._enabled and out.is_terminal:
-            self._status.start()
-        displays.append(self.phase)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        displays.remove(self.phase)
-        self._status.stop()
-
-    def phase(self, name: str, done: int, total: int) -> None:
-        """Show that `done` of `total` parts of a phase are finished; of 0, that it has begun."""
-        self._show(f"{name}: {done / total:.0%}" if total else f"{name} ...", now=not total)
-
-    def train(self, row: Row) -> None:
-        """Show a line of the log: the last one always."""
-        self._show(progress_line(row), now=row["update"] >= row["updates"])
-
-    def _show(self, line: str, *, now: bool) -> None:
-        self._status.update(line[: out.width - 4])
-        due = now or time.monotonic() - self._printed >= _PLAIN_EVERY
-        if self._enabled and due and not out.is_terminal:
-            self._printed = time.monotonic()
-            out.print(line)
-            sys.stdout.flush()
-
-
 def progress_line(row: Row) -> str:
-    r"""Update, loss, time left, speed, metrics, and the share of time waiting for data.
+    r"""Update, loss, time left, speed, and the share of time waiting for data.
 
     Example:
-        >>> times = {"training_seconds": 25.0, "frames": 312_500, "waiting": 0.03}
-        >>> print(progress_line({"update": 50, "updates": 200, "loss": 0.25, "rmse": 0.5} | times))
-        update 50/200  loss 0.2500  0:01:15 left  12.5k steps/s  rmse 0.500  waiting for data 3%
+        >>> times = {"seconds": 25.0, "frames": 312_500, "waiting": 0.03}
+        >>> print(progress_line({"update": 50, "updates": 200, "loss": 0.25} | times))
+        update 50/200  loss 0.2500  0:01:15 left  12,500 steps/s  waiting for data 3%
     """
-    update, total, seconds = row["update"], row["updates"], row["training_seconds"]
-    rate = row["frames"] / max(seconds, 1e-3)
-    speed = f"{rate / 1e3:.1f}k" if rate >= 1e3 else f"{rate:.0f}"
-    left = duration((total - update) * seconds / update)
-    parts = [f"update {update}/{total}", f"loss {row['loss']:.4f}", f"{left} left"]
-    parts += [f"{speed} steps/s"]
-    parts += [f"{name} {row[name]:.3f}" for name in _SHOWN if name in row]
-    return "  ".join([*parts, f"waiting for data {row['waiting']:.0%}"])
+    update, total, seconds = row["update"], row["updates"], row["seconds"]
+    left = duration(max(0, total - update) * seconds / update)
+    return (
+        f"update {update}/{total}  loss {row['loss']:.4f}  {left} left"
+        f"  {row['frames'] / max(seconds, 1e-3):,.0f} steps/s"
+        f"  waiting for data {row['waiting']:.0%}"
+    )
 
 
 def duration(seconds: float) -> timedelta:
     """Seconds as hours, minutes and seconds; `str` of it is what people read."""
-    return timedelta(seconds=max(0, round(seconds)))
+    return timedelta(seconds=round(seconds))
 
 
-def run_training(training: Training, display: ProgressDisplay) -> None:
+def run_training(training: Training) -> None:
     """Train to the end, or until Ctrl-C or SIGTERM on any rank, which saves and stops.
 
     Raises:
         SystemExit: it was stopped; with code 130.
         RunError, DataError: why it could not go on.
     """
-    ranks, path, before = training.ranks, training.folder.path, training.done.count
+    ranks, before = training.ranks, training.done.count
+    again = f"throughtime train --resume {training.folder.path}"
     if ranks.rank == 0:
         _print_start(training)
     try:
-        with one_thread(training.dataset.spec, training.stream.lanes):
-            training.run(display.train)
+        with out.status("training") as status:
+            shown = count()
+
+            def show(row: Row) -> None:
+                if row["kind"] == "train":
+                    status.update(progress_line(row))
+                    due = next(shown) % _EVERY == 0 or row["update"] >= row["updates"]
+                    if due and not out.is_terminal:
+                        out.print(progress_line(row))
+
+            training.run(show)
         from_first(ranks, lambda: _print_end(training, was_finished=training.done.count == before))
     except KeyboardInterrupt as stop:
         if not stop.args:  # not saved
             raise
         if ranks.rank == 0:
-            out.print(f"{stop}; go on with: throughtime train --resume {path}")
+            out.print(f"{stop}; go on with: {again}")
         raise SystemExit(130) from stop
     except RankError as error:
-        raise RankError(f"{error}. Go on with: throughtime train --resume {path}") from error
+        raise RankError(f"{error}. Go on with: {again}") from error
 
 
 def _print_start(training: Training) -> None:
-    dataset, spec, config = training.dataset, training.dataset.spec, training.config
+    dataset, spec, ranks = training.dataset, training.dataset.spec, training.ranks
+    steps = counted(sum(map(len, dataset.train)), "step")
     out.print(
-        f"{counted(len(dataset.train), 'recording')},"
-        f" {counted(sum(map(len, dataset.train)), 'step')} to train on, {len(dataset.valid)}"
-        " held out; " + "; ".join(dataset.remarks)
+        f"{counted(len(dataset.train), 'recording')}, {steps} to train on, {len(dataset.valid)}"
+        f" held out; {'; '.join(dataset.remarks)}"
     )
-    layout, stream, count = spec.layout, training.stream, training.ranks.count
-    inputs = ", ".join((*layout.inputs, *layout.static))  # each by name: one may be a leak
-    inputs += f", {layout.frame_size} rows a step" * (layout.frame_size > 1)
+    inputs = ", ".join((*spec.layout.inputs, *spec.layout.static))  # by name: one may be a leak
     kind, names = ("classes", spec.classes) if spec.classes else ("targets", spec.target_names)
+    epoch = counted(training.epoch_updates, "update")
     model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
-    ranks = f"; {count} ranks of {counted(stream.lanes, 'lane')}" * (count > 1)
+    shared = f"; {ranks.count} ranks of {counted(training.stream.lanes, 'lane')}"
     out.print(
-        f"inputs {inputs}; {kind} {listed(names)}; {model}; {describe_policy(config)}, about"
-        f" {counted(training.epoch_updates, 'update')} an epoch{ranks}"
+        f"inputs {inputs}; {kind} {listed(names)}; {model};"
+        f" {describe_policy(training.config)}, about {epoch} an epoch{shared * (ranks.count > 1)}"
     )
     if training.resumed:
-        count = training.done.count
-        out.print(
-            f"resumed at update {count}"
-            if count
-            else "no checkpoint yet: starting again at update 0"
-        )
+        out.print(f"resumed at update {training.done.count}")
 
 
 def _print_end(training: Training, *, was_finished: bool) -> None:
@@ -152,14 +107,8 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
     if was_finished:
         again = f"throughtime train --resume {folder.path} --updates {2 * done.count}"
         out.print(f"already finished at update {done.count}; to train on: {again}")
-    if training.stopped_early:
-        out.print(
-            f"stopped early: no better one in {counted(done.stale, 'validation')};"
-            f" to train on: throughtime train --resume {folder.path} --updates N"
-        )
-    names = list(training.dataset.spec.metrics().compute())
     run, rows = load_run(folder.path), folder.read_metrics()
-    kept = run.spec.update
+    names, kept = list(run.spec.metrics().compute()), run.spec.update
     for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
@@ -184,23 +133,37 @@ def print_scores(
     Those of a forecast beside the baselines.
     """
     many = f" ({len(recordings)}, each of them in {path})" if len(recordings) > _MAX_ROWS else ""
-    shown = {} if many else recordings
-    title = f"scores on the unbroken recordings of '{split}'{many}"
     names = [name for name in metrics if not is_comparison(name)]
-    for content in score_tables(title, names, metrics, shown):
-        print_table(content)
+    titles = (METRIC_NAMES.get(name, name) for name in names)
+    title = f"scores on the unbroken recordings of '{split}'{many}"
+    table = Table(*_columns("recording", *titles), title=title)
+    for name, row in {**({} if many else recordings), "all steps together": metrics}.items():
+        table.add_row(name, *(number_text(row[key]) for key in names))
+    out.print(table)
+    if "compared/steps" in metrics:
+        _print_baselines(metrics)
 
 
-def print_json(facts: Mapping[str, Any]) -> None:
-    """Print an object, with `null` for numbers that are not finite."""
-    print(to_json(facts, indent=1, inf_nan_mode="null").decode(), flush=True)
+def _columns(*names: str) -> list[Column]:
+    """Columns that a narrow terminal folds, and shortens no name of."""
+    return [Column(name, overflow="fold") for name in names]
 
 
-def print_table(content: DataTable) -> None:
-    """Print a table under its caption."""
-    table = Table(title=content.caption)
-    for i, name in enumerate(content.columns):
-        table.add_column(name, justify="right" if i else "left", overflow="fold")
-    for cells in content.cells:
-        table.add_row(*cells)
+def _print_baselines(metrics: Mapping[str, float]) -> None:
+    """Print the errors of a forecast and of the baselines, and what to try below a baseline."""
+    steps = f"{metrics['compared/steps']:,.0f} steps"
+    table = Table(*_columns("forecast", "target", "RMSE", "skill of the model"))
+    skills = list[float]()
+    for key, value in metrics.items():
+        name, _, target = key.partition("/rmse")
+        if target:
+            skills.append(metrics.get(f"{name}/skill{target}", math.nan))
+            texts = target.strip("[]"), number_text(value), number_text(skills[-1])
+            table.add_row(FORECASTS[name], *texts)
+    advice = "; below 0, try --difference, by which the net learns the change from now"
+    advice *= any(skill < 0 for skill in skills)
+    table.title = (
+        f"RMSE of forecasts on the same {steps}. A skill above 0: the model has the smaller error"
+        f"{advice}"
+    )
     out.print(table)

@@ -16,19 +16,15 @@ from throughtime.app.model import ModelSpec, make_stream
 from throughtime.app.recordings import (
     SourceRecording,
     Statistics,
-    check_sources,
     collect_statistics,
     find_entries,
     layout_of,
     leaks,
-    once,
-    open_entry,
     open_recordings,
     target_moments,
 )
 from throughtime.errors import DataError, counted, listed
-from throughtime.stream import Recording, Stream, windows
-from throughtime.stream.formats import Table
+from throughtime.stream import Recording, Stream
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import (
     ManifestEntry,
@@ -38,9 +34,8 @@ from throughtime.stream.manifest import (
     read_folder,
 )
 from throughtime.stream.recording import Part, StandardisedRecording, read_blocks
-from throughtime.stream.targets import ClassRecording, shift_targets, sorted_classes
+from throughtime.stream.targets import ClassRecording, shift_targets
 
-_OWNER = "the training split has"  # the classes
 _MAX_CLASSES = 1000
 _COMPARED = 4  # recordings: fewer may differ by chance
 
@@ -92,24 +87,28 @@ def open_dataset(config: Config) -> Dataset:
     )
     _check_values(config, statistics, held_out)
     spec = ModelSpec.from_data(config, statistics, sources)
-    for recording in valid if {*held_out.classes} - {*spec.classes} and layout.classify else ():
-        for _ in read_blocks(ClassRecording(recording, spec.classes, _OWNER)):
-            pass  # reading names the step of the unknown class
     if any(entry.split for entry in entries):
         counts = sorted(Counter(entry.split for entry in entries).items())
         remark = f"splits as in the data ({listed(f'{name} {n}' for name, n in counts)})"
-    if spec.difference and any(entry.targets for entry in entries):
+    files = [entry.targets for entry in entries if entry.targets is not None]
+    if spec.difference and files:
         raise DataError(
             "--difference adds to the present values of the targets, which it finds among the"
             " columns of the inputs: put the targets into the files of the inputs, or leave"
             " --difference out"
         )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
-    copied = _target_columns(entries, spec)
-    remarks = remark, *_remarks(config, sources, train, statistics, held_out, spec, copied)
+    remarks = [remark, *_left_out(config, sources, statistics)]
+    if len(train) < config.lanes:
+        whole = f"--lanes {len(train)} keeps recordings whole"
+        remarks.append(f"cut into {config.lanes} parts, one a lane ({whole})")
+    remarks += _levels(statistics, spec)
+    # those called 0, 1, ... are without a name
+    copied = layout.open(files[0]).columns if files and not layout.ahead else ()
+    remarks += _leaks(train, spec, [name for name in copied if not name.isdecimal()])
     if spec.difference or len(layout.steps_ahead) > 1:
         statistics = replace(statistics, targets=target_moments(train, spec.difference))
-    return Dataset(train, valid, statistics, spec, remarks)
+    return Dataset(train, valid, statistics, spec, tuple(remarks))
 
 
 def recordings_for(
@@ -141,9 +140,9 @@ def recordings_for(
     default = "valid" if data is None else "all"
     chosen = split or next((name for name in ("test", "valid") if name in named), default)
     own = entries if chosen == "all" else entries_of(entries, (chosen,))
-    sources = open_recordings(own, spec.layout, targets=targets)
-    played, share = _fitting(sources, spec), config.holdout
-    splits, _ = split_recordings(played, 0.0 if chosen == "all" else share)
+    sources = open_recordings(own, spec.layout, targets=targets, width=spec.features)
+    share = 0.0 if chosen == "all" else config.holdout
+    splits, _ = split_recordings(in_splits(sources, spec.standardise), share)
     if split is None and data is None and set(splits) == {"train"}:
         raise DataError(
             "nothing of the data was held out from training: give other data, or write --split"
@@ -153,60 +152,14 @@ def recordings_for(
     return chosen, as_played(recordings, spec.layout, spec.classes) if targets else recordings
 
 
-def open_recording(
-    sources: Sequence[Path | Table],
-    spec: ModelSpec,
-    static: Mapping[str, float] | None = None,
-) -> Recording:
-    """The inputs in a file, or in several side by side, with the columns of a model, to predict.
-
-    Args:
-        sources: its files, or tables that are open already.
-        spec: of the model.
-        static: the static features of the recording, by name.
-
-    Raises:
-        DataError: a column or a static feature is missing, the rate differs, or a file cannot be
-            read.
-    """
-    features, expected = dict(static or {}), spec.layout.static
-    if set(features) != set(expected):
-        flag = "--static " + ",".join(f"{name}=NUMBER" for name in expected)
-        raise DataError(
-            f"the model was trained on the static features {listed(expected) or 'none'}, got"
-            f" {listed(features) or 'none'}; " + (f"write {flag}" if expected else "leave them out")
-        )
-    tables = [spec.layout.open(s) if isinstance(s, Path) else s for s in sources]
-    name = ";".join(Path(table.path).name for table in tables)
-    entry = ManifestEntry(name, "", (), static=tuple(features[feature] for feature in expected))
-    source = open_entry(entry, tables, spec.layout, targets=False)
-    ((_, recording),) = _fitting(check_sources([source], spec.layout), spec)
-    return recording
-
-
-def _fitting(sources: Sequence[SourceRecording], spec: ModelSpec) -> list[tuple[str, Recording]]:
-    """The split of each recording, and the recording.
-
-    Raises:
-        DataError: another number of input columns than that of the model.
-    """
-    for recording in (source.recording for source in sources):
-        width = recording.read(0, 1).inputs.size
-        if width != spec.features:
-            raise DataError(
-                f"{recording.name}: has {width} input columns, the model was trained on"
-                f" {spec.features} ({listed(spec.layout.inputs)})"
-            )
-    return in_splits(sources, spec.standardise)
-
-
 def as_played(
     recordings: Sequence[Recording], layout: Layout, classes: tuple[str, ...]
 ) -> list[Recording]:
     """The recordings of one split: classes as indices; of a forecast the targets of later steps."""
-    indexed = [ClassRecording(r, classes, _OWNER) for r in recordings] if classes else recordings
-    ahead = layout.steps_ahead or 0
-    return [shift_targets(recording, ahead) for recording in indexed]
+    if classes:
+        owner = "the training split has"
+        recordings = [ClassRecording(recording, classes, owner) for recording in recordings]
+    return [shift_targets(recording, layout.steps_ahead or 0) for recording in recordings]
 
 
 def in_splits(sources: Sequence[SourceRecording], standardise: str) -> list[tuple[str, Recording]]:
@@ -248,10 +201,10 @@ def split_recordings(
             f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
             f" share of {holdout}; take --holdout 0"
         )
-    parts: list[Recording] = [Part(whole, 0, cut), Part(whole, cut, len(whole))]
+    first, last = ([Part(whole, *span)] for span in ((0, cut), (cut, len(whole))))
     return {
-        "train": parts[:1],
-        "valid": parts[1:],
+        "train": [*first],
+        "valid": [*last],
     }, f"the last {holdout:.0%} of the recording held out"
 
 
@@ -264,62 +217,51 @@ def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recor
     chosen = [r for rs in splits.values() for r in rs] if name == "all" else splits.get(name, [])
     if not chosen:
         counts = listed(f"{k} ({len(v)})" for k, v in splits.items())
-        hint = (
-            "; write train into the column 'split' of those to train on" if name == "train" else ""
+        raise DataError(
+            f"no recordings in split '{name}'; there are {counts}. Name one of them, or write the"
+            " split into the manifest"
         )
-        raise DataError(f"no recordings in split '{name}'; there are {counts}{hint}")
     return chosen
 
 
 def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
     """The recordings to train on, in the lanes of this rank."""
-    recordings: list[Recording] = dataset.train
-    if config.train_on == "windows":
-        recordings = list(windows(recordings, config.chunk_steps()))
-    names = "seed", "offset", "hand_off", "workers"
-    how = {name: getattr(config, name) for name in names}
-    return make_stream(recordings, dataset.spec, config, config.lanes // ranks, **how)
+    how = {name: getattr(config, name) for name in ("seed", "hand_off", "workers")}
+    return make_stream(dataset.train, dataset.spec, config, config.lanes // ranks, **how)
 
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     """Refuse missing inputs that are not masked, and targets that the task cannot have."""
-    faults = once(train.faults | valid.faults) if config.missing == "error" else []
-    expected = "0 or 1" if config.task == "multilabel" else "finite"
-    faults += [
-        f"{fault}; targets must be {expected}, or NaN where there are none"
-        for fault in once(train.bad_targets | valid.bad_targets)
-    ]
+    faults = [*train.bad_targets, *valid.bad_targets]
+    if config.missing == "error" and (absent := [*train.faults, *valid.faults]):
+        first = f"{absent[0]}. Clean the files, or mask steps without inputs: --missing mask"
+        faults += [first, *absent[1:]]
+    if config.task in {None, "classify"}:
+        if not 2 <= len(train.classes) <= _MAX_CLASSES:
+            faults.append(
+                f"the training split has {counted(len(train.classes), 'class', 'classes')}"
+                f" ({listed(train.classes)}), expected 2 to {_MAX_CLASSES}. Name another column"
+                " with --targets, or is it --task regress?"
+            )
+        if unknown := sorted({*valid.classes} - {*train.classes}):
+            faults.append(
+                f"the recordings held out have the classes {listed(unknown)}, which the training"
+                f" split has not ({listed(train.classes)}); hold out others, or name a split"
+            )
+    elif not train.targets.count.all():
+        faults.append("a target column of the training split has no value at all")
     if faults:
-        raise DataError(
-            join_faults(faults) + ". Clean the files, or mask steps without inputs: --missing mask"
-        )
-    classes = sorted_classes(train.classes)
-    if config.task in {None, "classify"} and not 2 <= len(classes) <= _MAX_CLASSES:
-        raise DataError(
-            f"the training split has {counted(len(classes), 'class', 'classes')}"
-            f" ({listed(classes)}), expected 2 to {_MAX_CLASSES}. Name another column with"
-            " --targets, or is it --task regress?"
-        )
-    if config.task not in {None, "classify"} and not train.targets.count.all():
-        raise DataError(
-            "a target column of the training split has no value at all; regression needs some"
-        )
+        raise DataError(join_faults(faults))
 
 
-def _remarks(
-    config: Config,
-    sources: Sequence[SourceRecording],
-    train: Sequence[Recording],
-    statistics: Statistics,
-    held_out: Statistics,
-    spec: ModelSpec,
-    copied: list[str],
+def _left_out(
+    config: Config, sources: Sequence[SourceRecording], statistics: Statistics
 ) -> Iterator[str]:
-    """What a user may not expect of the data: files, rows and values left out, copies and leaks."""
-    data, trained = Path(config.data), {v: k for k, v in statistics.checksums.items()}
+    """The files, rows and steps that are not trained on."""
+    data = Path(config.data)
     is_list = manifest_of(data) is not None or not is_folder(data)
     others = () if is_list else read_folder(data).others
-    frame, lanes = f"they fill no frame of {config.frame_size}", config.lanes
+    frame = f"they fill no frame of {config.frame_size}"
     for count, noun, why in (
         (len(others), "file", f"of no known format: {listed(others)}"),
         (sum(one.left_out for one in sources), "row", frame),
@@ -329,14 +271,10 @@ def _remarks(
     ):
         if count:
             yield f"{counted(count, noun)} left out: {why}"
-    if len(train) < lanes and config.train_on == "stream":
-        yield f"cut into {lanes} parts, one a lane (--lanes {len(train)} keeps recordings whole)"
-    for name, checksum in held_out.checksums.items():
-        if checksum in trained:  # such as a copy of a file
-            yield (
-                f"held-out recording '{name}' has the values of '{trained[checksum]}', which is"
-                " trained on"
-            )
+
+
+def _levels(statistics: Statistics, spec: ModelSpec) -> Iterator[str]:
+    """The inputs whose level is another in each recording."""
     apart = np.std(statistics.means, axis=0)
     within = np.sqrt(np.maximum(statistics.inputs.scale**2 - apart**2, 0))
     differ = [n for n, far in zip(spec.layout.inputs, apart > within, strict=False) if far]
@@ -345,22 +283,18 @@ def _remarks(
             f"input {listed(differ)} differs more between recordings than within them; if its level"
             " is of no meaning, --standardise first:400 takes that of the first steps of each"
         )
+
+
+def _leaks(train: Sequence[Recording], spec: ModelSpec, copied: Sequence[str]) -> Iterator[str]:
+    """The inputs that determine a target, or that a targets file has as well."""
+    inputs = spec.layout.inputs
     _, steps = next(read_blocks(max(train, key=len)))
-    columns = zip(spec.target_names, leaks(steps, spec.layout.inputs), strict=False)
+    columns = zip(spec.target_names, leaks(steps, inputs), strict=False)
     named = {f"determines {target}": names for target, names in columns}
-    named["is a column of the targets files"] = copied
-    for what, names in () if config.allow_target_as_input else named.items():
+    named["is a column of the targets files"] = [name for name in inputs if name in copied]
+    for what, names in named.items():
         if names:
             yield (
                 f"input {listed(names)} {what}; if it is not known when the net runs, leave it out"
                 " of --inputs"
             )
-
-
-def _target_columns(entries: Sequence[ManifestEntry], spec: ModelSpec) -> list[str]:
-    """The inputs that are columns of a targets file as well."""
-    layout, files = spec.layout, [entry.targets for entry in entries if entry.targets is not None]
-    if not files or layout.ahead:
-        return []
-    own = layout.open(files[0]).columns  # those called 0, 1, ... are without a name
-    return [name for name in layout.inputs if name in own and not name.isdecimal()]

@@ -12,10 +12,8 @@ from pydantic_core import to_json
 from torch import Tensor
 
 from throughtime.app.config import Config
-from throughtime.app.dataset import recordings_for
 from throughtime.app.load import Run
-from throughtime.app.model import ModelSpec, make_stream, one_thread
-from throughtime.app.recordings import progress
+from throughtime.app.model import ModelSpec, make_stream
 from throughtime.app.scores import MODEL, ClassScores
 from throughtime.chunk import Chunk
 from throughtime.evaluation import Evaluation, Evaluator
@@ -60,7 +58,7 @@ class Baselines:
     latest season before that which is known (Hyndman & Athanasopoulos, Forecasting: Principles and
     Practice, section 5.2: naive and seasonal naive). All are measured on the same steps: those that
     have a target and all of these values. `skill = 1 - error / error of the baseline`, of squared
-    errors or of wrong classes, is above 0 where the model is better (Murphy 1988).
+    errors, is above 0 where the model is better (Murphy 1988).
 
     Args:
         spec: of the model.
@@ -68,52 +66,49 @@ class Baselines:
         season: steps of a season; one that ends with the present is no other baseline.
 
     Attributes:
-        recordings: with the values of the baselines, if the model forecasts classes or numbers.
+        recordings: with the values of the baselines, if the model forecasts numbers.
     """
 
     def __init__(
         self, spec: ModelSpec, recordings: Sequence[Recording], season: int | None
     ) -> None:
         ahead, self._lags = spec.layout.steps_ahead, dict[str, list[int]]()
-        if ahead and not spec.is_multilabel:
+        self.recordings: list[Any] = [*recordings]
+        if ahead and spec.layout.task == "regress":
             self._lags["persistence"] = [0] * len(ahead)
             if season and any(n % season for n in ahead):
                 self._lags["season"] = [-n % season for n in ahead]
-        self.recordings: list[Any] = [*recordings]
-        if self._lags:
             self.recordings = [BaselineRecording(r, self._lags) for r in self.recordings]
-        self._columns, self._numbers = spec.target_names, not spec.classes
-        self._steps, self._errors = 0, np.zeros((1 + len(self._lags), len(self._columns)))
+        self._columns, self._steps = spec.target_names, 0
+        self._errors = np.zeros((1 + len(self._lags), len(self._columns)))
 
     def add(self, chunk: Chunk, outputs: Tensor) -> None:
         """Add the outputs `(T, B, C)` of a chunk, which is where they are."""
+        if not self._lags:
+            return
         rows, targets = chunk.valid_pairs(outputs)
-        answers = rows if self._numbers else rows.argmax(dim=1)
-        others = (chunk[name][chunk.mask] for name in self._lags)
-        parts = [part.reshape(len(rows), -1).double() for part in (targets, answers, *others)]
-        values = torch.stack(parts)  # (2 + baselines, N, columns)
-        known = values.isfinite() if self._numbers else values >= 0
-        kept = values[:, known.all(dim=2).all(dim=0)]
-        errors = (kept[1:] - kept[0]).square() if self._numbers else (kept[1:] != kept[0]).double()
+        parts = targets, rows, *(chunk[name][chunk.mask] for name in self._lags)
+        values = torch.stack([part.reshape(rows.shape).double() for part in parts])  # of N rows
+        kept = values[:, values.isfinite().all(dim=2).all(dim=0)]
         self._steps += kept.shape[1]
-        self._errors += errors.sum(dim=1).cpu().numpy()
+        self._errors += (kept[1:] - kept[0]).square().sum(dim=1).cpu().numpy()
 
     def compute(self) -> Metrics:
         """The errors by name; empty if no step can be compared.
 
-        For numbers `model/rmse[column]`, `persistence/rmse[column]` and so on, and
-        `persistence/skill[column]`, that of the model against it. For classes `model/accuracy`,
-        `persistence/accuracy` and `persistence/skill`.
+        `model/rmse[column]`, `persistence/rmse[column]` and so on, and `persistence/skill[column]`,
+        that of the model against it.
         """
-        metrics: Metrics = {"compared/steps": float(self._steps)} if self._steps else {}
-        means = (self._errors / max(1, self._steps)).tolist()
-        for name, errors in zip((MODEL, *self._lags), means, strict=True) if self._steps else ():
+        if not self._steps:
+            return {}
+        metrics: Metrics = {"compared/steps": float(self._steps)}
+        means = (self._errors / self._steps).tolist()
+        for name, errors in zip((MODEL, *self._lags), means, strict=True):
             for column, error, own in zip(self._columns, errors, means[0], strict=True):
-                of = f"[{column}]" * self._numbers
-                score = {"rmse": math.sqrt(error)} if self._numbers else {"accuracy": 1 - error}
+                metrics[f"{name}/rmse[{column}]"] = math.sqrt(error)
                 if name != MODEL:
-                    score["skill"] = 1 - own / error if error else math.nan
-                metrics |= {f"{name}/{key}{of}": value for key, value in score.items()}
+                    skill = 1 - own / error if error else math.nan
+                    metrics[f"{name}/skill[{column}]"] = skill
         return metrics
 
 
@@ -134,11 +129,9 @@ def evaluate_recordings(
     for chunk in stream:
         outputs = evaluator.add(chunk)
         sent = chunk.to(outputs.device)
-        if spec.layout.ahead and not spec.is_multilabel:
-            baselines.add(sent, outputs)
+        baselines.add(sent, outputs)
         if classes is not None:
             classes.add(*sent.valid_pairs(outputs))
-        progress("evaluating", min(stream.position or stream.steps, stream.steps), stream.steps)
     result = evaluator.result(stream)
     return replace(result, metrics=result.metrics | baselines.compute())
 
@@ -157,11 +150,10 @@ def evaluate_run(run: Run, data: Path | None = None, split: str | None = None) -
         `classes` and the `confusion`, a row for each true class.
     """
     spec = run.spec
-    split, recordings = recordings_for(spec, run.config, data, split)
+    split, recordings = run.in_split(data, split)
     classes = ClassScores(spec.classes) if spec.classes else None
-    with one_thread(spec, min(len(recordings), _LANES)):
-        evaluator = Evaluator(run.net, metrics=spec.metrics())
-        scores = evaluate_recordings(evaluator, spec, recordings, run.config, classes)
+    evaluator = Evaluator(run.net, metrics=spec.metrics())
+    scores = evaluate_recordings(evaluator, spec, recordings, run.config, classes)
     content: dict[str, Any] = {
         "split": split,
         "update": spec.update,

@@ -8,12 +8,11 @@ Shapes: `B` lanes, `C` outputs, `N` valid steps.
 
 import math
 import signal
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -77,7 +76,6 @@ class Fit:
         rows: lines of the log.
         frames: valid steps of all updates.
         pending: those since the last line of the log.
-        training: seconds of the updates.
         seconds: of the training so far, with validation, the log and checkpoints.
         waited: of them, seconds in which data were waited for.
         end: updates and epochs that were asked for.
@@ -92,7 +90,6 @@ class Fit:
     rows: int = 0
     frames: int = 0
     pending: int = 0
-    training: float = 0.0
     seconds: float = 0.0
     waited: float = 0.0
     end: tuple[int | None, int | None] = (None, None)
@@ -136,7 +133,7 @@ def fit(
         schedule: of `torch.optim.lr_scheduler`; stepped after each update, `ReduceLROnPlateau`
             after each validation with its score, where lower is better.
         valid: recordings or a stream to validate on; or a function that returns an `Evaluation`.
-        metrics: as for `tt.evaluate`.
+        metrics: of validations, as for `tt.evaluate`.
         updates: stop after so many.
         epochs: stop after so many; default: 1, without `updates`.
         valid_every: updates between two validations, 0: only at the end; default: a fifth of all.
@@ -208,9 +205,8 @@ def fit(
             closure is not None and closure.default is closure.empty
         ),
     }
-    for fault, present in faults.items():
-        if present:
-            raise ConfigError(fault)
+    if present := [fault for fault, wrong in faults.items() if wrong]:
+        raise ConfigError("; ".join(present))
     if ranks.shards:
         raise ModelError("tt.fit saves no net that fully_shard has spread; write the loop yourself")
     # by epochs an estimate: the order moves their end
@@ -259,21 +255,20 @@ class _Training:
     best: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     position: Updates | None = None
     epoch_ended: bool = False
-    waited: float = 0.0  # before this process
+    before: float = 0.0  # seconds before this process
+    waited: float = 0.0  # the same
     stopping: bool = False
 
     def run(self) -> Fit:
         """Go on from the folder to the end."""
         self.parts, self.loss = self._parts(), torch.zeros((), device=self.ranks.device)
-        try:
-            if self.folder is not None:
-                self._open(self.folder)
+        folder = self.folder
+        with folder.locked() if folder is not None and self.ranks.rank == 0 else nullcontext():
+            if folder is not None:
+                self._open(folder)
             if not self.done.finished:
                 with self._stopped_by_signals():
                     self._train()
-        finally:
-            if self.folder is not None:
-                self.folder.unlock()
         if self.best:
             self.net.module.load_state_dict(self.best)
         return self.done
@@ -282,38 +277,33 @@ class _Training:
 
     def _train(self) -> None:
         done = self.done
-        self.mark = saved = time.monotonic()
+        self.started = saved = time.monotonic()
         if not done.rows:
             self._write("data", {} if self.folder is None else self.folder.facts)
         while not self._is_over():
             if (update := self._next()) is None:
                 continue
             self._apply(update)
-            done.training += self._passed()
             if done.count % max(1, self.total // _LOG_LINES) == 0:
-                self._log(update)
+                self._log()
             scored = self.valid_every and done.count % self.valid_every == 0
             if scored and not done.is_over(self.stream.epoch):  # by epochs `total` is an estimate
                 self._validate()
-            stop, save = self._wishes(self.mark - saved)
+            stop, save = self._wishes(time.monotonic() - saved)
             if stop or save:
                 self._save()
                 saved = time.monotonic()
             if stop:
                 raise KeyboardInterrupt(f"stopped at update {done.count}")
-            self._passed()
         self._save()
         if done.last < done.count:
             self._validate()
         done.finished = True
-        self._passed()
         self._save()
 
-    def _passed(self) -> float:
-        """Seconds since the last call."""
-        before, self.mark = self.mark, time.monotonic()
-        self.done.seconds += self.mark - before
-        return self.mark - before
+    def _seconds(self) -> float:
+        """Seconds of the training so far, in all processes."""
+        return self.before + time.monotonic() - self.started
 
     def _is_over(self) -> bool:
         impatient = self.patience is not None and self.done.stale >= self.patience
@@ -326,7 +316,7 @@ class _Training:
         the start loses a second, or a third of the run.
         """
         most = math.inf if self.folder is None else self.folder.checkpoint_every
-        due = since >= min(most, max(_FIRST_SAVE, self.done.seconds / 2))
+        due = since >= min(most, max(_FIRST_SAVE, self._seconds() / 2))
         wishes = [self.stopping, self.ranks.rank == 0 and due]
         return wishes if self.ranks.count == 1 else [*map(bool, self.ranks.total(wishes))]
 
@@ -368,19 +358,13 @@ class _Training:
 
     # --- what it writes ---
 
-    def _log(self, update: Update) -> None:
-        """Write a line; its metrics are those of the last update's steps, on all ranks."""
+    def _log(self) -> None:
+        """Write a line."""
         loss, self.done.pending = (self.loss / self.done.pending).item(), 0
         self.loss.zero_()
         if not math.isfinite(loss):
             raise self._diverged(self.done.count, f"the loss is {loss}")
-        row: dict[str, Any] = {"updates": self.total, "epoch": self.stream.epoch, "loss": loss}
-        row["lr"] = self.rate
-        if self.metrics is not None:
-            metric, pairs = self.metrics.new(), update.chunk.valid_pairs(update.outputs)
-            for outputs, targets in gathered(self.ranks, pairs):
-                metric.update(outputs.cpu(), targets.cpu())
-            row |= metric.compute()
+        row = {"updates": self.total, "epoch": self.stream.epoch, "loss": loss, "lr": self.rate}
         self._write("train", row)
 
     def _validate(self) -> None:
@@ -405,7 +389,9 @@ class _Training:
 
     def _write(self, kind: str, values: Row) -> None:
         done = self.done
-        done.waited, done.rows = self.waited + self.stream.wait_seconds, done.rows + 1
+        done.seconds, done.rows = self._seconds(), done.rows + 1
+        # a clock that was set back must not show -0 %
+        done.waited = self.waited + max(0.0, self.stream.wait_seconds)
         if self.ranks.rank:
             return
         row = {
@@ -413,10 +399,7 @@ class _Training:
             "update": done.count,
             **values,
             "seconds": round(done.seconds, 3),
-            "training_seconds": round(done.training, 3),
-            # a clock that was set back must not show -0 %
-            "waiting": round(max(0.0, done.waited) / max(done.seconds, 1e-9), 4),
-            "peak_memory": peak_memory(),
+            "waiting": round(done.waited / max(done.seconds, 1e-9), 4),
             "frames": done.frames,
         }
         if self.folder is not None:
@@ -425,12 +408,10 @@ class _Training:
             self.logger(row)
 
     def _diverged(self, update: int, what: str) -> RunError:
-        saved = self.folder is not None and self.folder.checkpoint.is_file()
-        last = "The last checkpoint is untouched" if saved else "There is no checkpoint yet"
         return RunError(
-            f"training diverged at update {update}: {what.rstrip('.')}. {last}; take a lower"
-            f" learning rate (now {self.optimizer.param_groups[0]['lr']}), or clip the gradient to"
-            " a smaller norm"
+            f"training diverged at update {update}: {what.rstrip('.')}. A checkpoint is untouched;"
+            f" take a lower learning rate (now {self.optimizer.param_groups[0]['lr']}), or clip the"
+            " gradient to a smaller norm"
         )
 
     # --- checkpoints ---
@@ -444,6 +425,7 @@ class _Training:
             "stream": self.stream.state_dict(),
             "random": generators(self.ranks.device),
         }
+        self.done.seconds = self._seconds()
         positions = gathered(self.ranks, position)
         from_first(self.ranks, lambda: self._save_first(folder, positions))
 
@@ -453,8 +435,8 @@ class _Training:
         content = {
             "net": dict(self.net.module.state_dict()),
             "optimizer": self.optimizer.state_dict(),
-            "parts": self.parts,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "parts": self.parts,
             "best": dict(self.best),
             "loss": self.loss,
             "done": asdict(self.done),
@@ -467,10 +449,10 @@ class _Training:
         weights, update = self.net.module.state_dict(), self.done.count
         if self.best:
             weights, update = self.best, self.done.best
-        return folder.model_bytes(weights, update, 0 if self.done.finished else self.total)
+        return folder.model_bytes(weights, update)
 
     def _open(self, folder: RunFolder) -> None:
-        """Lock the folder, and go on from its checkpoint if it has one."""
+        """Go on from the checkpoint of the folder if it has one."""
 
         def tidy() -> int:
             rows = folder.truncate_metrics(self.done.rows)
@@ -478,7 +460,6 @@ class _Training:
                 write_atomically(folder.model, self._model(folder))
             return rows
 
-        from_first(self.ranks, folder.lock)
         saved = folder.read_checkpoint()
         try:
             if saved is not None:
@@ -498,8 +479,7 @@ class _Training:
         if ranks != count:
             raise RunError(
                 f"{folder.checkpoint}: holds the positions of {counted(ranks, 'rank')}, each in its"
-                f" own share of the recordings, and there {'is' if count == 1 else 'are'} {count}"
-                " now: start as many as before by torchrun"
+                f" own share of the recordings, not of {count}: start as many by torchrun"
             )
         before = saved["parts"]
         for name in before.keys() & self.parts.keys():  # another torch may have other settings
@@ -527,7 +507,8 @@ class _Training:
         if end != self.done.end or folder.patient:
             self.done.end, self.done.stale = end, 0
             self.done.finished = self.done.is_over(position["stream"]["epoch"])
-        self.loss, self.waited = saved["loss"].to(self.ranks.device), self.done.waited
+        self.before, self.waited = self.done.seconds, self.done.waited
+        self.loss = saved["loss"].to(self.ranks.device)
         if position["updates"] is not None:
             self.position = self._new_updates()
             self.position.load_state_dict(position["updates"])
@@ -570,13 +551,3 @@ class _Training:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def peak_memory() -> int | None:
-    """Bytes of resident memory at its highest; `None` on Windows, which does not say."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -3,26 +3,30 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-
-from torch import Tensor
 
 from throughtime.app.config import Config
 from throughtime.app.dataset import (
     as_played,
     entries_of,
     in_splits,
-    open_recording,
     recordings_for,
     split_recordings,
 )
-from throughtime.app.model import ModelSpec, check_device, load_model, statistics_of
-from throughtime.app.recordings import find_entries, layout_of, open_recordings
+from throughtime.app.model import ModelSpec, check_device, load_model
+from throughtime.app.recordings import (
+    check_sources,
+    find_entries,
+    layout_of,
+    open_entry,
+    open_recordings,
+)
 from throughtime.app.run_folder import RunFolder
 from throughtime.carry.carried import Carried
-from throughtime.errors import DataError, counted, listed
-from throughtime.stream.formats.table import RowSource, is_number
+from throughtime.errors import DataError, listed
+from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import ManifestEntry
 from throughtime.stream.recording import Recording, read_blocks
@@ -31,7 +35,7 @@ from throughtime.stream.targets import At, class_names, horizons
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress"]
 _MOST_CLASSES = 20  # that are whole numbers; text may have more
-_RECORDINGS, _BLOCKS, _BLOCK = 8, 16, 65_536  # read at most
+_RECORDINGS, _BLOCKS = 8, 16  # read at most
 
 
 class Splits(dict[str, list[Recording]]):
@@ -49,10 +53,6 @@ class Splits(dict[str, list[Recording]]):
 
     def __missing__(self, split: str) -> list[Recording]:
         raise DataError(f"no split '{split}'; there are {listed(self)}")
-
-    def __repr__(self) -> str:
-        counts = ", ".join(f"{name}: {counted(len(rs), 'recording')}" for name, rs in self.items())
-        return f"Splits({counts}; classes {listed(self.classes) or 'none'})"
 
 
 def recordings(
@@ -150,15 +150,16 @@ def recordings(
     layout = replace(layout, task=task or _find_task(entries, layout))
     sources = open_recordings(entries, layout)
     splits, _ = split_recordings(in_splits(sources, "split"), holdout)
-    classes = _class_names(splits.get("train", [])) if layout.classify else ()
+    train = splits.get("train", []) if layout.classify else []
+    classes = class_names(targets for r in train for targets in _targets(r))
     played = {split: as_played(several, layout, classes) for split, several in splits.items()}
     return Splits(played, classes)
 
 
-def _class_names(recordings: Sequence[Recording]) -> tuple[str, ...]:
-    """The classes of the training split; one pass over it."""
-    blocks = (steps.targets for r in recordings for _, steps in read_blocks(r))
-    return class_names(targets for targets in blocks if targets is not None)
+def _targets(recording: Recording) -> Iterable[Array]:
+    """The targets of the blocks of a recording."""
+    blocks = (steps.targets for _, steps in read_blocks(recording))
+    return (targets for targets in blocks if targets is not None)
 
 
 def resolve_task(config: Config) -> Config:
@@ -170,7 +171,7 @@ def resolve_task(config: Config) -> Config:
     Raises:
         DataError: as for `open_dataset`.
 
-    Cost: the targets of up to 8 recordings, a million of each, until one decides.
+    Cost: the targets of up to 8 recordings, some blocks of each, until one decides.
     """
     if config.task is not None:
         return config
@@ -179,32 +180,20 @@ def resolve_task(config: Config) -> Config:
 
 
 def _find_task(entries: Sequence[ManifestEntry], layout: Layout) -> Task:
-    opened = open_recordings(
-        entries_of(entries, ("train",))[:_RECORDINGS], replace(layout, task="classify")
-    )
-    targets = [one.recording.targets for one in opened]
-    return task_of(rows for rows in targets if rows is not None)
-
-
-def task_of(sources: Iterable[RowSource]) -> Task:
-    """Whether the targets of recordings are classes, several labels of 0 and 1, or numbers."""
-    names = set[str]()
-    task: Literal["classify", "multilabel"] = "classify"
-    for targets in sources:
-        for start in range(0, len(targets), _BLOCK)[:_BLOCKS]:
-            block = targets.read(start, min(start + _BLOCK, len(targets)))
-            names |= set(class_names([block]))
+    first = entries_of(entries, ("train",))[:_RECORDINGS]
+    names, columns = set[str](), 1
+    for source in open_recordings(first, replace(layout, task="classify")):
+        for targets in islice(_targets(source.recording), _BLOCKS):
+            names |= {*class_names([targets])}
+            columns = targets[0].size
             if not all(map(is_number, names)):
                 return "classify"
-            values = {*map(float, names)}
-            if block.ndim > 1 and block.shape[1] > 1:
-                task = "multilabel"
-                fits = values <= {0.0, 1.0}
-            else:
-                fits = all(map(float.is_integer, values)) and len(names) <= _MOST_CLASSES
-            if not fits:
+            if len(names) > _MOST_CLASSES:
                 return "regress"
-    return task
+    values = {*map(float, names)}
+    if columns > 1:
+        return "multilabel" if values <= {0.0, 1.0} else "regress"
+    return "classify" if all(map(float.is_integer, values)) else "regress"
 
 
 def task_remark(config: Config) -> str:
@@ -243,12 +232,6 @@ class Run:
         """The run with other settings."""
         return replace(self, config=self.config.changed(**settings))
 
-    def with_own_code(self, setting: str, *, trust_code: bool) -> "Run":
-        """The run whose setting names the user's class in the copy of its file that is kept."""
-        saved = self.files.read_checkpoint()
-        own = self.files.with_own_code(self.config, saved, [setting], trust_code=trust_code)
-        return replace(self, config=own)
-
     @property
     def layout(self) -> Layout:
         """The columns of inputs and targets, and how files are read."""
@@ -258,21 +241,6 @@ class Run:
     def classes(self) -> tuple[str, ...]:
         """The names of the classes, in the order of the outputs; empty for a regression."""
         return self.spec.classes
-
-    @property
-    def statistics(self) -> dict[str, Tensor]:
-        """The means (`shift`) and deviations (`scale`) with which the net standardises."""
-        return statistics_of(self.net)
-
-    @property
-    def remark(self) -> str:
-        """What to say of a model whose run is not finished; empty of one whose run is."""
-        if not self.spec.planned:
-            return ""
-        return (
-            f"the run is not finished: these are the weights of update {self.spec.update:,} of"
-            f" {self.spec.planned:,}; go on with: throughtime train --resume {self.folder}"
-        )
 
     def recordings(
         self,
@@ -292,8 +260,13 @@ class Run:
         Raises:
             DataError: no such split, or recordings that the model does not fit.
         """
-        path = None if data is None else Path(data)
-        return recordings_for(self.spec, self.config, path, split, targets=targets)[1]
+        return self.in_split(data, split, targets=targets)[1]
+
+    def in_split(
+        self, data: str | Path | None = None, split: str | None = None, *, targets: bool = True
+    ) -> tuple[str, list[Recording]]:
+        """The name of the split, and its recordings, as `recordings`."""
+        return recordings_for(self.spec, self.config, data, split, targets=targets)
 
     def recording(self, source: Any, static: Mapping[str, float] | None = None) -> Recording:
         """The inputs of one recording, to predict: of a file, a frame or another table.
@@ -305,8 +278,20 @@ class Run:
         Raises:
             DataError: a column or a static feature is missing, or the rate differs.
         """
-        file = isinstance(source, (str, Path))
-        return open_recording([Path(source) if file else as_table(source)], self.spec, static)
+        layout, features = self.spec.layout, dict(static or {})
+        if {*features} != {*layout.static}:
+            raise DataError(
+                f"the model was trained on the static features {listed(layout.static) or 'none'},"
+                f" got {listed(features) or 'none'}; give these by static=, or in a manifest as"
+                " DATA"
+            )
+        is_file = isinstance(source, (str, Path))
+        table = layout.open(Path(source)) if is_file else as_table(source)
+        values = tuple(features[name] for name in layout.static)
+        entry = ManifestEntry(Path(table.path).name, "", (), static=values)
+        opened = [open_entry(entry, [table], layout, targets=False)]
+        checked = check_sources(opened, layout, width=self.spec.features)
+        return in_splits(checked, self.spec.standardise)[0][1]
 
 
 def load_run(folder: str | Path, *, device: str = "cpu", trust_code: bool = False) -> Run:

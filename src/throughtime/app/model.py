@@ -3,10 +3,8 @@
 Shapes: `T` steps, `B` lanes, `D` input features, `C` classes, outputs or target columns.
 """
 
-import os
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,14 +19,12 @@ from throughtime.app.recordings import SourceRecording, Statistics, layout_of
 from throughtime.app.run_folder import MODEL, check_layout, load_tensors
 from throughtime.app.scores import MultiLabel
 from throughtime.app.user_class import ClassReference, is_reference, kept_class
-from throughtime.app.values import class_numbers
 from throughtime.carry.carried import Carried, carry, running
 from throughtime.errors import (
     ConfigError,
     ModelError,
     RunError,
     ThroughtimeError,
-    counted,
     listed,
     one_line,
 )
@@ -37,12 +33,9 @@ from throughtime.nn import GRU, LSTM, RNN
 from throughtime.nn.affine import Affine, Difference, Standardise, WholeRecording
 from throughtime.stream import Recording, Stream
 from throughtime.stream.layout import Layout
-from throughtime.stream.targets import class_name, sorted_classes
+from throughtime.stream.targets import sorted_classes
 
 MODEL_ARGUMENTS = ("inputs", "outputs", "hidden", "layers", "dropout")  # of a user's module
-# Products of a step that are worth a second thread, in operations: about 40 microseconds, against
-# about 10 in which the threads wait for each other.
-_WORTH_THREADS = 2e6
 
 
 @dataclass(frozen=True)
@@ -60,11 +53,10 @@ class ModelSpec:
         dtype: of weights and inputs.
         dropout: the share of the outputs of each layer that training replaces by 0.
         sha256: of the file of a user's module.
-        weights: of the classes or labels in the loss; empty if all are 1.
+        weights: of the classes in the loss; empty if all are 1.
         difference: of each output, the input that it is a change of; empty for values.
         standardise: by which statistics inputs are standardised.
         update: the one that the weights are of; 0 in training.
-        planned: updates of the whole run while it is not finished; else 0.
     """
 
     layout: Layout
@@ -81,15 +73,13 @@ class ModelSpec:
     difference: tuple[int, ...] = ()
     standardise: str = "split"
     update: int = 0
-    planned: int = 0
 
     @classmethod
     def from_data(
         cls, config: Config, statistics: Statistics, sources: Sequence[SourceRecording]
     ) -> "ModelSpec":
         """The model that the settings describe, in the shape of the data."""
-        first = sources[0].recording
-        layout = layout_of(config)
+        first, layout = sources[0].recording, layout_of(config)
         rates = [rate.value for source in sources for rate in source.rates]
         layout = replace(
             layout,
@@ -97,7 +87,10 @@ class ModelSpec:
             targets=first.target_columns,
             rate=layout.rate if layout.rate_set else next(iter(rates), None),
         )
-        classes = sorted_classes(statistics.classes) if layout.classify else ()
+        counts = statistics.classes
+        classes = sorted_classes(counts) if layout.classify else ()
+        columns = len(statistics.targets.mean) * max(1, len(layout.steps_ahead))
+        balanced = classes if config.class_weights == "balanced" else ()
         own = own_class(config)
         return cls(
             layout,
@@ -105,14 +98,12 @@ class ModelSpec:
             config.hidden,
             config.layers,
             len(statistics.inputs.mean),
-            len(classes)
-            if layout.classify
-            else len(statistics.targets.mean) * max(1, len(layout.steps_ahead)),
+            len(classes) or columns,
             classes,
             config.dtype,
             config.dropout,
             "" if own is None else own.sha256(),
-            _loss_weights(config, layout, classes, statistics),
+            tuple(counts.total() / (len(classes) * counts[name]) for name in balanced),
             _present_columns(layout) if config.difference else (),
             config.standardise,
         )
@@ -155,13 +146,6 @@ class ModelSpec:
         file, _, name = self.model.rpartition(":")
         return f"{name} of {file}"
 
-    def is_small(self, lanes: int) -> bool:
-        """Whether the products of a step are too small for a second thread.
-
-        Those of a user's module are not known.
-        """
-        return not self.sha256 and 8 * lanes * self.hidden**2 < _WORTH_THREADS
-
 
 def _present_columns(layout: Layout) -> tuple[int, ...]:
     """Of each output, the input that holds the present value of its target.
@@ -169,8 +153,7 @@ def _present_columns(layout: Layout) -> tuple[int, ...]:
     Raises:
         ConfigError: a target is no input.
     """
-    absent = [name for name in layout.targets if name not in layout.inputs]
-    if absent:
+    if absent := sorted({*layout.targets} - {*layout.inputs}):
         raise ConfigError(
             f"--difference adds changes to the present values of the targets, and"
             f" {listed(absent, quoted=True)} is not among the inputs ({listed(layout.inputs)}):"
@@ -207,14 +190,9 @@ def build_model(
     layer = {"lstm": LSTM, "gru": GRU, "rnn": RNN}[spec.model]
     between = spec.dropout if spec.layers > 1 else 0.0  # torch warns where it does nothing
     recurrent = layer(spec.features, spec.hidden, spec.layers, dropout=between)
-    return _carried(
-        spec,
-        [
-            ("recurrent", recurrent),
-            *([("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []),
-            ("readout", nn.Linear(spec.hidden, spec.outputs)),
-        ],
-    )
+    dropout = [("dropout", nn.Dropout(spec.dropout))] if spec.dropout else []
+    readout = nn.Linear(spec.hidden, spec.outputs)
+    return _carried(spec, [("recurrent", recurrent), *dropout, ("readout", readout)])
 
 
 def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried:
@@ -235,13 +213,10 @@ def _carried(spec: ModelSpec, inner: Sequence[tuple[str, nn.Module]]) -> Carried
     return carry(net).to(spec.torch_dtype)
 
 
-def _affine(net: Carried) -> dict[str, Affine]:
-    """The modules that hold statistics, by their names in the net's weights."""
-    return {
-        name: part
-        for name, part in net.module.named_modules()
-        if isinstance(part, Affine) and "recurrent" not in name
-    }
+def _affine(net: Carried) -> list[Affine]:
+    """The modules that hold statistics."""
+    parts = net.module.named_modules()
+    return [p for name, p in parts if isinstance(p, Affine) and "recurrent" not in name]
 
 
 def prepare_own(net: Carried, spec: ModelSpec) -> None:
@@ -255,10 +230,8 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
         ModelError: its state cannot be carried; the message has the line to change.
         ConfigError: it returns outputs of another shape.
     """
-    rows = (
-        torch.linspace(-1.0, 1.0, 5 * spec.features, device="cpu").view(5, 1, spec.features).sin()
-    )
-    x = in_units(net, rows.to(next(net.parameters(), rows)))
+    x = example_inputs(net, spec)[:5, None]
+    x = x.to(next(net.parameters(), x))
     try:
         net.prepare(x)
     except ModelError as error:
@@ -266,16 +239,15 @@ def prepare_own(net: Carried, spec: ModelSpec) -> None:
     with running(net):
         y, _ = net(x, net.initial_state(1, like=x))
     if y.shape != (5, 1, spec.outputs):
-        per_step = f"each of {counted(spec.outputs, 'class' if spec.classes else 'target')}"
         raise ConfigError(
             f"--model {spec.model}: returns {tuple(y.shape)} for 5 steps of 1 lane, expected"
-            f" (5, 1, {spec.outputs}): a number for {per_step}. Take the argument `outputs` in its"
-            f" constructor, and end with nn.Linear(hidden, outputs)"
+            f" (5, 1, {spec.outputs}): a number for each class or target. Take the argument"
+            " `outputs` in its constructor, and end with nn.Linear(hidden, outputs)"
         )
 
 
 def without_dropout(net: nn.Module) -> None:
-    """Switch dropout off for good; evaluation mode does, but cuDNN has no backward pass there."""
+    """Switch dropout off for good: what is measured as in training draws no masks."""
     for part in net.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
@@ -285,34 +257,20 @@ def without_dropout(net: nn.Module) -> None:
 
 def set_statistics(net: Carried, statistics: Statistics) -> None:
     """Copy the means and deviations of the training split into the net."""
-    for part in _affine(net).values():
+    for part in _affine(net):
         moments = statistics.targets if part.inverse else statistics.inputs
         part.shift.copy_(torch.from_numpy(moments.mean))
         part.scale.copy_(torch.from_numpy(moments.scale))
 
 
-def statistics_of(net: Carried) -> dict[str, Tensor]:
-    """The statistics that the net standardises with, by their names in its weights."""
-    return {
-        f"{name}.{key}": value
-        for name, part in _affine(net).items()
-        for key, value in part.named_buffers()
-    }
-
-
-def in_units(net: Carried, x: Tensor) -> Tensor:
-    """Inputs of mean 0 and deviation 1 as those of the training split, if the net has these."""
-    for part in _affine(net).values():
+def example_inputs(net: Carried, spec: ModelSpec) -> Tensor:
+    """Random inputs of 1,000 steps `(T, D)`, the same ones each time, in the units of the data."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, spec.features, dtype=torch.float64, device="cpu", generator=random)
+    for part in _affine(net):
         if not part.inverse:
             return x * part.scale.to(x) + part.shift.to(x)
     return x
-
-
-def example_inputs(net: Carried, spec: ModelSpec) -> Tensor:
-    """Random inputs of 1,000 steps, the same ones each time."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(1000, spec.features, dtype=torch.float64, device="cpu", generator=random)
-    return in_units(net, x)
 
 
 _ERRORS = {
@@ -335,7 +293,7 @@ class StandardisedError:
 
 
 def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callable[..., Tensor]:
-    """Cross-entropy, of labels the binary one, with weights; of numbers the standardised error.
+    """Cross-entropy, of labels the binary one; of numbers the standardised error; or one's own.
 
     Args:
         spec: of the net.
@@ -345,51 +303,23 @@ def make_loss(spec: ModelSpec, net: Carried, name: str | None = None) -> Callabl
     Raises:
         ConfigError: a loss that does not fit the task, or a class of the user's that fails.
     """
-    device = next(net.parameters()).device
-    scale = next((part.scale.clone() for part in _affine(net).values() if part.inverse), None)
-    weight = None
-    if spec.weights:
-        weight = torch.tensor(spec.weights, dtype=spec.torch_dtype, device=device)
+    like = next(net.parameters())
+    scale = next((part.scale.clone() for part in _affine(net) if part.inverse), None)
+    weight = like.new_tensor(spec.weights) if spec.weights else None
     if name is not None and is_reference(name):
-        own = ClassReference.parse("loss", name)
         offered = {"outputs": spec.outputs, "weight": weight, "scale": scale}
-        loss: Any = own.make(object, offered, ["weight"] if spec.weights else ())
-        return loss.to(device) if isinstance(loss, nn.Module) else loss
+        needed = ["weight"] if spec.weights else ()
+        loss: Any = ClassReference.parse("loss", name).make(object, offered, needed)
+        return loss.to(like.device) if isinstance(loss, nn.Module) else loss
+    fitting = ("cross-entropy",) if scale is None else _ERRORS
+    if name is not None and name not in fitting:
+        raise ConfigError(
+            f"--loss {name} does not fit --task {spec.layout.task}: take --loss"
+            f" {' or '.join(fitting)}"
+        )
     if scale is not None:
         return StandardisedError(scale, name or "mse")
-    if spec.is_multilabel:
-        return nn.BCEWithLogitsLoss(pos_weight=weight)
-    return nn.CrossEntropyLoss(weight=weight)
-
-
-def _loss_weights(
-    config: Config, layout: Layout, classes: tuple[str, ...], statistics: Statistics
-) -> tuple[float, ...]:
-    """The weight of each class, or of the ones of each label, in the loss; empty if all are 1.
-
-    Balanced, it is the inverse frequency of a class, or the zeros for each one of a label.
-
-    Raises:
-        ConfigError: a class or label that the data do not have.
-    """
-    setting, names = config.class_weights, classes or layout.targets
-    if setting == "none" or layout.task == "regress":
-        return ()
-    if setting != "balanced":
-        weights = {class_name(name): weight for name, weight in class_numbers(setting).items()}
-        if unknown := [name for name in weights if name not in names]:
-            raise ConfigError(
-                f"--class-weights {setting}: there is no class '{unknown[0]}'; the training split"
-                f" has {listed(names)}"
-            )
-        values = [weights.get(name, 1.0) for name in names]
-    elif classes:
-        total = statistics.classes.total()
-        values = [total / (len(classes) * statistics.classes[name]) for name in classes]
-    else:
-        shares = statistics.targets.mean.tolist()
-        values = [(1 - share) / share if 0 < share < 1 else 1.0 for share in shares]
-    return tuple(values * max(1, len(layout.steps_ahead)))
+    return nn.BCEWithLogitsLoss() if spec.is_multilabel else nn.CrossEntropyLoss(weight=weight)
 
 
 def check_device(device: str) -> None:
@@ -398,31 +328,12 @@ def check_device(device: str) -> None:
     Raises:
         ConfigError: torch refuses it; the message names the devices of this machine.
     """
-    if device == "meta":
-        raise ConfigError("--device meta: holds no numbers; take --device cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"--device {device}: cannot be used on this machine; take --device cpu"
         ) from error
-
-
-@contextmanager
-def one_thread(spec: ModelSpec | None = None, lanes: int = 1) -> Generator[None]:
-    """A single thread, unless the steps of a net are not small; `OMP_NUM_THREADS` overrides it.
-
-    A second thread is useless then, and on a busy machine the two wait for each other at every
-    step: an audit of 64 units took 142 s with two threads and 2 s with one, with two processes
-    beside it on two cores.
-    """
-    before = torch.get_num_threads()
-    if (spec is None or spec.is_small(lanes)) and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def make_stream(

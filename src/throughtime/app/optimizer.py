@@ -1,9 +1,8 @@
 """The gradient policy of a run, its optimizer, and its schedule of learning rates.
 
-    u <= w:    lr * u / w                                  u: number of the update, from 1
-    constant:  lr                                          w: updates of warm-up
-    cosine:    lr * (1 + cos(pi * (u - w - 1) / (n - w))) / 2     n: updates of the run; in one by
-               epochs the shares of its steps count, not those of its updates
+    constant:  lr
+    cosine:    lr * (1 + cos(pi * s)) / 2     s: the share of the run that is done, of its updates,
+               or, in one by epochs, of its steps
     plateau:   lr / 2^m           m: how often two validations in a row have brought no better score
 
 References: I. Loshchilov and F. Hutter, SGDR: stochastic gradient descent with warm restarts, ICLR
@@ -32,6 +31,8 @@ _POLICIES = {
     "adaptive": Adaptive,
     "randomized": Randomized,
 }
+_RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
+_PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
 
 
 def make_policy(config: Config) -> Policy:
@@ -47,18 +48,17 @@ def make_policy(config: Config) -> Policy:
             f"--gradient {name}: its class {kind.__name__} has neither a method plan nor"
             " update; docs/how-to/extending.md shows a policy"
         )
-    parameters = inspect.signature(kind).parameters.values()
-    if any(p.name == "stride" and p.default is p.empty for p in parameters):
+    signature = inspect.signature(kind)
+    if any(p.name == "stride" and p.default is p.empty for p in signature.parameters.values()):
         arguments = {"stride": DEFAULT_STRIDE, **arguments}
     try:
         return kind(**arguments)
     except ThroughtimeError:
         raise
     except (TypeError, ValueError) as error:
-        shown = (p.name + f"={p.default!r}" * (p.default is not p.empty) for p in parameters)
         raise ConfigError(
-            f"--gradient {name} with {arguments}: {error}. Its arguments are {', '.join(shown)};"
-            " write --gradient-arg NAME=VALUE, or the table [gradient_args] of a TOML file"
+            f"--gradient {name} with {arguments}: {error}. It takes {signature}; write"
+            " --gradient-arg NAME=VALUE"
         ) from error
 
 
@@ -83,10 +83,6 @@ def describe_policy(config: Config) -> str:
     return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"
 
 
-_RULES = {"adam": Adam, "adamw": AdamW, "sgd": SGD}
-_PATIENCE = 2  # validations without a better one after which the plateau's rate is halved
-
-
 def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
     """The optimizer that the settings name, which clips by the global norm.
 
@@ -95,19 +91,19 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
     Raises:
         ConfigError: a net without weights, or a class of the user's that is no optimizer.
     """
-    groups = [
-        {"params": [p for p in net.parameters() if p.dim() > 1]},
-        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    if not groups:
+    decayed, others = (
+        [weight for weight in net.parameters() if (weight.dim() > 1) == matrices]
+        for matrices in (True, False)
+    )
+    if not decayed and not others:
         raise ConfigError(f"--model {config.model}: has no weights, so there is nothing to train")
-    options = {"lr": config.lr}
-    options |= {"momentum": config.momentum} if config.momentum else {}
+    every = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    groups = [group for group in every if group["params"]]
+    options = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer in _RULES:
-        options["weight_decay"] = config.weight_decay  # 0, too: a rule may have another default
         return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)
-    options |= {"weight_decay": config.weight_decay} if config.weight_decay else {}
+    if not config.weight_decay:
+        del options["weight_decay"]  # a rule of one's own has its own default
     own = ClassReference.parse("optimizer", config.optimizer)
     optimizer = own.make(Optimizer, {"params": groups, **options}, options)
 
@@ -116,28 +112,6 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
 
     optimizer.register_step_pre_hook(clip)
     return optimizer
-
-
-def learning_rate(config: Config, done: int, progress: float, warmup: float = 0.0) -> float:
-    """The learning rate of the next update, unless a plateau changes it.
-
-    Args:
-        config: the settings `lr`, `lr_warmup` and `schedule`.
-        done: updates so far.
-        progress: share of the run that they are.
-        warmup: share of the run that is warm-up.
-
-    Example:
-        >>> config = Config(data="data", lr=0.4, lr_warmup=2, schedule="cosine")
-        >>> [round(learning_rate(config, n, n / 6, 2 / 6), 3) for n in range(6)]
-        [0.2, 0.4, 0.4, 0.341, 0.2, 0.059]
-    """
-    if done < config.lr_warmup:
-        return config.lr * (done + 1) / config.lr_warmup
-    if config.schedule != "cosine":
-        return config.lr
-    share = min(1.0, max(0.0, progress - warmup) / max(1e-9, 1 - warmup))
-    return config.lr * (1 + math.cos(math.pi * share)) / 2
 
 
 def make_schedule(
@@ -158,10 +132,9 @@ def make_schedule(
         return ReduceLROnPlateau(optimizer, **rule)
 
     def factor(done: int) -> float:
-        progress = done / updates
-        if config.updates is None:
-            epoch = stream.epoch + stream.position / stream.steps
-            progress = epoch / (config.epochs or 1)
-        return learning_rate(config, done, progress, config.lr_warmup / updates) / config.lr
+        epoch = stream.epoch + stream.position / stream.steps
+        share = epoch / (config.epochs or 1) if config.updates is None else done / updates
+        cosine = (1 + math.cos(math.pi * min(1.0, share))) / 2
+        return cosine if config.schedule == "cosine" else 1.0
 
     return LambdaLR(optimizer, factor)

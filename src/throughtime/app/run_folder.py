@@ -11,11 +11,10 @@ import errno
 import json
 import os
 import re
-import socket
 import warnings
 import zlib
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,7 +26,7 @@ from throughtime import tensor_files
 from throughtime.app.config import CODE, Config
 from throughtime.app.user_class import kept_class
 from throughtime.app.values import read_toml
-from throughtime.errors import ConfigError, RunError, ThroughtimeError
+from throughtime.errors import ConfigError, RunError
 from throughtime.files import exclusive, named_errors, sync, write_atomically, write_together
 from throughtime.state import differences, map_tensors
 from throughtime.stream.manifest import join_faults
@@ -79,10 +78,10 @@ class RunFolder:
         self.kept: Mapping[str, Any] = {}
         self.checkpoint_every = 30.0
         self.patient = False
-        self._lock: ExitStack | None = None
 
-    def lock(self) -> None:
-        """Hold the lock of the folder, which is made, until `unlock`, or until this process ends.
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Hold the lock of the folder, which is made; a process that ends holds none.
 
         Files that an interrupted write has left are removed. Warns if the file system has no locks.
 
@@ -90,123 +89,85 @@ class RunFolder:
             RunError: another process holds it.
             OSError: the folder is not writable.
         """
-        if self._lock is not None:
-            return
-        if self.path.is_file():
-            raise RunError(f"{self.path} is a file: give the run a folder")
         self.path.mkdir(parents=True, exist_ok=True)
-        path, lock = self.path / ".lock", ExitStack()
-        try:
-            lock.enter_context(exclusive(path, wait=False))
-        except TimeoutError as error:
-            owner = ""
-            with suppress(OSError):
-                owner = path.read_text(encoding="utf-8", errors="replace")
-            raise RunError(
-                f"{self.path}: {owner or 'another process'} is training this run; wait until it"
-                " has ended, or choose another --out"
-            ) from error
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            warnings.warn(
-                f"{path}: the file system has no locks ({error.strerror}), so nothing keeps a"
-                " second process from training the same run",
-                stacklevel=2,
-            )
-        else:
-            with suppress(PermissionError):  # Windows locks the content as well
-                path.write_text(f"process {os.getpid()} on {socket.gethostname()}", "utf-8")
-        self._lock = lock
-        for temporary in self.path.glob("*.tmp"):
-            temporary.unlink()
-
-    def unlock(self) -> None:
-        """Let another process train the run; nothing happens if this one holds no lock."""
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        path = self.path / ".lock"
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(exclusive(path, wait=False))
+            except TimeoutError as error:
+                raise RunError(
+                    f"{self.path}: another process is training this run; wait until it has ended,"
+                    " or choose another --out"
+                ) from error
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                warnings.warn(
+                    f"{path}: the file system has no locks ({error.strerror}), so nothing keeps a"
+                    " second process from training the same run",
+                    stacklevel=2,
+                )
+            for temporary in self.path.glob("*.tmp"):
+                temporary.unlink()
+            yield
 
     def check_free(self) -> None:
         """Refuse a folder in which a new run cannot start.
 
         Raises:
-            RunError: it is a file, or holds results, or settings without a log; those of a start
+            RunError: it is a file, or holds results, or settings of another hand; those of a start
                 that saved nothing are replaced.
         """
-        if self.path.exists() and not self.path.is_dir():
+        if self.path.is_file():
             raise RunError(f"{self.path}: is a file; choose another --out")
-        files = [self.checkpoint, self.model, self.report, self.audit]
-        files += [] if self._is_start() else [self.config, self.metrics]
-        if any(map(os.path.lexists, files)):
-            if self._lock is None and (self.path / ".lock").exists():
-                self.lock()  # names the process that trains it
-                self.unlock()
+        saved = any(map(os.path.lexists, (self.checkpoint, self.model)))
+        own = self.config.exists() and self.config.read_text("utf-8", "replace")
+        if saved or (own and self.read_config().to_toml() != own):
             raise RunError(
                 f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
                 " choose another --out"
             )
 
-    def _is_start(self) -> bool:
-        """Whether settings and log are those of a start that saved nothing."""
-        try:
-            if self.metrics.exists():
-                self.read_metrics()
-            return self.read_config().to_toml() == self.config.read_text(encoding="utf-8")
-        except (ThroughtimeError, OSError, ValueError):
-            return False
-
     def create(self, config: Config) -> None:
-        """Create the folder, lock it, and write the resolved settings.
+        """Create the folder, with the resolved settings and the user's files that they name.
 
         Raises:
-            RunError: as `check_free`.
+            RunError: as `check_free`, or another process trains a run in it.
         """
-        self.lock()
-        try:
+        with self.locked():
             self.check_free()
-            self.metrics.unlink(missing_ok=True)
             for own in config.code():
                 write_atomically(self.path / own.path.name, own.path.read_bytes())
             write_atomically(self.config, config.kept().to_toml().encode())
-        except BaseException:
-            self.unlock()
-            raise
 
     def with_own_code(
-        self,
-        config: Config,
-        saved: Mapping[str, Any] | None,
-        names: Collection[str] = CODE,
-        *,
-        trust_code: bool,
+        self, config: Config, names: Collection[str] = CODE, *, trust_code: bool
     ) -> Config:
         """The settings with a user's classes in the copies of their files that the run keeps.
 
         Args:
             config: of the run.
-            saved: its checkpoint.
             names: of the settings.
             trust_code: whether this process may execute the copies.
 
         Raises:
             RunError: a copy is missing, or is not the file that the run was started with.
         """
+        code = [named for named in config.code() if named.setting in names]
+        saved = self.read_checkpoint() if code else None
         hashes = {} if saved is None else saved["code"]
-        for named in config.code():
-            if named.setting in names:
-                own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
-                config = config.changed(**{own.setting: str(own)})
+        for named in code:
+            own = kept_class(self.path, named, hashes.get(named.setting), trust_code=trust_code)
+            config = config.changed(**{own.setting: str(own)})
         return config
 
-    def check_settings(self, config: Config, saved: Mapping[str, Any] | None) -> None:
+    def check_settings(self, config: Config, saved: Mapping[str, Any]) -> None:
         """Refuse settings that are not those of the checkpoint, besides its paths and its end.
 
         Raises:
             RunError: names the settings, with both values.
         """
-        now = plain_settings(config)
-        before = now if saved is None else saved["settings"]
+        now, before = plain_settings(config), saved["settings"]
         changed = [
             f"{name} {before.get(name)} to {now.get(name)}"
             for name in sorted(dict(before.items() ^ now.items()))
@@ -257,28 +218,25 @@ class RunFolder:
         Raises:
             RunError: the disk is full or not writable; the previous ones are untouched.
         """
-        exists = self.checkpoint.is_file()
         checkpoint = checkpoint_bytes({**self.kept, **content})
         try:
             if self.metrics.exists():
                 sync(self.metrics)
             write_together({self.checkpoint: checkpoint, self.model: model})
         except OSError as error:
-            previous = "the previous one is untouched" if exists else "there is no earlier one"
             raise RunError(
                 f"{self.checkpoint}: the checkpoint of update {update} could not be written"
-                f" ({error}); {previous}"
+                f" ({error}); an earlier one is untouched"
             ) from error
 
-    def model_bytes(self, weights: Mapping[str, Tensor], update: int, planned: int) -> bytearray:
+    def model_bytes(self, weights: Mapping[str, Tensor], update: int) -> bytearray:
         """The content of the model file: weights and statistics by name, and the description.
 
         Args:
             weights: by name.
             update: the one that they are of.
-            planned: updates of the whole run while it is not finished; else 0.
         """
-        values = {**self.description, "update": update, "planned": planned}
+        values = {**self.description, "update": update}
         return tensor_files.to_bytes(MODEL, values, to_cpu(dict(weights)))
 
     def read_metrics(self) -> list[dict[str, Any]]:
@@ -304,15 +262,11 @@ class RunFolder:
             match = _SEALED.fullmatch(line)
             content = b"" if match is None else match[1] + b"}"
             if match is None or _checksum(content) != match[2]:
-                what = "it has no checksum" if match is None else "its checksum differs"
-                raise RunError(f"{self.metrics}: line {number} is damaged ({what}); {_LOG}")
+                raise RunError(
+                    f"{self.metrics}: line {number} is damaged (its checksum differs); {_LOG}"
+                )
             contents.append(content)
         return contents
-
-    def remove_scores(self) -> None:
-        """Remove the scores: they become stale when training continues."""
-        for path in self.path.glob("scores-*.json"):
-            path.unlink()
 
     def truncate_metrics(self, count: int) -> int:
         """Drop the lines written after the checkpoint from which the run resumes.
@@ -365,10 +319,9 @@ def load_tensors(path: Path, kind: str, hint: str) -> tuple[Any, dict[str, Tenso
     """
     try:
         return tensor_files.read_tensors(path, kind)
-    except OSError as error:
-        raise RunError(f"{path}: cannot be read ({error.strerror}); {hint}") from error
-    except ValueError as error:
-        raise RunError(f"{path}: {error}; {hint}") from error
+    except (OSError, ValueError) as error:
+        why = f"cannot be read ({error.strerror})" if isinstance(error, OSError) else error
+        raise RunError(f"{path}: {why}; {hint}") from error
 
 
 def check_layout(values: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

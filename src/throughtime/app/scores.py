@@ -1,20 +1,19 @@
-"""Scores of classes and of labels, and the tables of scores in the report and on the terminal.
+"""Scores of classes and of labels, and their names and numbers in tables.
 
 Shapes: `N` valid steps, `C` labels or classes.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from throughtime.errors import DataError, listed
 from throughtime.metrics import Classification, Metrics
-
-Cell: TypeAlias = str | float
 
 METRIC_NAMES = {
     "rmse": "RMSE",
@@ -23,7 +22,7 @@ METRIC_NAMES = {
     "macro_f1": "macro-F1",
 }
 MODEL = "model"
-_FORECASTS = {
+FORECASTS = {
     MODEL: "model",
     "persistence": "value now",
     "season": "value one season before",
@@ -34,16 +33,15 @@ _BINS, _LARGEST = 4096, 30.0  # of log-odds: 0.015 apart, which no ranking of a 
 class MultiLabel:
     """Accuracy and F1 of each of several labels, which are 0 or 1 side by side, and their means.
 
-    Each label is a `Classification` of its own: it is predicted where its output is above 0, as for
-    `torch.nn.BCEWithLogitsLoss`. A label that neither occurs nor is predicted has no F1 (NaN) and
-    is left out of the macro mean.
+    A label is predicted where its output is above 0, as for `torch.nn.BCEWithLogitsLoss`. One that
+    neither occurs nor is predicted has no F1 (NaN) and is left out of the macro mean.
 
     Args:
         labels: their names, in the order of the outputs, or their number.
 
     Raises:
         ConfigError: neither, or no label.
-        DataError: a target that is neither 0 nor 1, or outputs that are NaN; as `Classification`.
+        DataError: a target that is neither 0 nor 1, or outputs that are NaN or of another number.
 
     Example:
         >>> import torch
@@ -55,37 +53,62 @@ class MultiLabel:
     """
 
     def __init__(self, labels: Sequence[str] | int) -> None:
-        self.columns = {name: Classification(2) for name in Classification(labels).names}
+        self.names = Classification(labels).names
+        self.counts = torch.zeros(len(self.names), 4, dtype=torch.long, device="cpu")
 
     def new(self) -> "MultiLabel":
         """An empty one with the same labels."""
-        return MultiLabel([*self.columns])
+        return MultiLabel(self.names)
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add outputs and targets, both `(N, C)`."""
-        if outputs.shape[-1] != len(self.columns):
+        true = targets.view_as(outputs)
+        fits = outputs.shape[1:] == (len(self.names),) and not bool(outputs.isnan().any())
+        if not fits or bool(((true != 0) & (true != 1)).any()):
             raise DataError(
-                f"the outputs have {outputs.shape[-1]} columns, expected one for each of the labels"
-                f" {listed(self.columns, quoted=True)}"
+                f"expected outputs (N, {len(self.names)}), a number for each of the labels"
+                f" {listed(self.names, quoted=True)}, and targets of 0 and 1; got"
+                f" {tuple(outputs.shape)}, NaN or other targets"
             )
-        valid = targets.where(targets == targets.bool(), -1).view_as(outputs)
-        for column, y, target in zip(self.columns.values(), outputs.T, valid.T, strict=True):
-            column.update(torch.stack([-y, y], dim=1), target)
+        cases = 2 * true.long() + (outputs > 0)
+        self.counts += one_hot(cases.cpu(), 4).sum(dim=0)
 
     def merge(self, other: "MultiLabel") -> None:
         """Add the counts of another, as of another rank."""
-        for name, column in self.columns.items():
-            column.merge(other.columns[name])
+        self.counts += other.counts
 
     def compute(self) -> Metrics:
         """The values "accuracy", "macro_f1", and "accuracy[NAME]" and "f1[NAME]" of each label."""
-        scores = {name: column.compute() for name, column in self.columns.items()}
-        metrics: Metrics = {}
-        for mean, key, own in (("accuracy", "accuracy", "accuracy"), ("macro_f1", "f1[1]", "f1")):
-            known = [score[key] for score in scores.values() if score[key] == score[key]]
-            metrics[mean] = sum(known) / len(known) if known else math.nan
-            metrics |= {f"{own}[{name}]": score[key] for name, score in scores.items()}
+        neither, false, missed, hits = self.counts.double().T
+        accuracy = (neither + hits) / self.counts.sum(dim=1)
+        f1 = 2 * hits / (2 * hits + false + missed)
+        metrics: Metrics = {"accuracy": accuracy.nanmean().item(), "macro_f1": f1.nanmean().item()}
+        for name, *values in zip(self.names, accuracy.tolist(), f1.tolist(), strict=True):
+            metrics[f"accuracy[{name}]"], metrics[f"f1[{name}]"] = values
         return metrics
+
+
+@dataclass(frozen=True)
+class ClassRow:
+    """Steps of a class, and its scores against all others."""
+
+    steps: float
+    precision: float
+    recall: float
+    f1: float
+    auroc: float
+    auprc: float
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the report shows of the scores of a split; as `evaluate_run` names it."""
+
+    split: str
+    metrics: Mapping[str, float]
+    recordings: Mapping[str, Mapping[str, float]]
+    classes: Mapping[str, ClassRow] = field(default_factory=dict[str, ClassRow])
+    confusion: Sequence[Sequence[int]] = ()
 
 
 class ClassScores:
@@ -118,23 +141,23 @@ class ClassScores:
         for total, index in ((self.confusion, pairs), (self._ranked, rows.flatten())):
             total.add_(torch.bincount(index, minlength=total.numel()).view_as(total))
 
-    def compute(self) -> dict[str, dict[str, float]]:
-        """By class: its steps, precision, recall, F1, AUROC and AUPRC; NaN where undefined."""
+    def compute(self) -> dict[str, ClassRow]:
+        """By class; NaN where undefined."""
         confusion = self.confusion.double()
         right, true, named = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
         others, own = self._ranked.double().flip(2)  # by falling odds
         false_hits, hits = others.cumsum(1), own.cumsum(1)
-        columns = {
-            "steps": true,
-            "precision": right / named,
-            "recall": right / true,
-            "f1": 2 * right / (true + named),
-            "auroc": (others * (hits - own / 2)).sum(1) / (hits[:, -1] * false_hits[:, -1]),
-            "auprc": (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
-        }
+        columns = (
+            true,
+            right / named,
+            right / true,
+            2 * right / (true + named),
+            (others * (hits - own / 2)).sum(1) / (hits[:, -1] * false_hits[:, -1]),
+            (own * (hits / (hits + false_hits)).nan_to_num()).sum(1) / hits[:, -1],
+        )
         return {
-            name: {key: float(values[i]) for key, values in columns.items()}
-            for i, name in enumerate(self._names)
+            name: ClassRow(*row)
+            for name, row in zip(self._names, torch.stack(columns, dim=1).tolist(), strict=True)
         }
 
     def facts(self) -> dict[str, Any]:
@@ -142,73 +165,14 @@ class ClassScores:
         return {"classes": self.compute(), "confusion": self.confusion.tolist()}
 
 
-@dataclass(frozen=True)
-class DataTable:
-    """Rows of text and numbers; the first cell of a row is its heading.
-
-    Args:
-        columns: the column headings.
-        rows: one cell per column.
-        caption: what the table shows.
-    """
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    caption: str = ""
-
-    @property
-    def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text."""
-        return [tuple(map(_text, row)) for row in self.rows]
-
-
-def _text(value: Cell) -> str:
-    """Numbers with four digits or decimals and a minus sign; a dash for one that is not finite."""
-    if isinstance(value, str):
-        return value
+def number_text(value: float) -> str:
+    """Four digits or decimals and a minus sign; a dash for a number that is not finite."""
     if not math.isfinite(value):
         return "\u2013"
     form = "," if isinstance(value, int) else ".4f" if 1e-3 < abs(value) < 10 else ".4g"
     return format(value, form).replace("-", "\u2212")
 
 
-def score_tables(
-    caption: str,
-    names: Sequence[str],
-    overall: Mapping[str, float],
-    recordings: Mapping[str, Mapping[str, float]],
-) -> list[DataTable]:
-    """The metrics of these names, of each recording and of all steps; those of baselines."""
-    rows = {**recordings, "all steps together": overall}
-    cells = [[name, *(row[n] for n in names)] for name, row in rows.items()]
-    columns = ["recording", *(METRIC_NAMES.get(n, n) for n in names)]
-    return [DataTable(columns, cells, caption), *_baseline_table(overall)]
-
-
 def is_comparison(name: str) -> bool:
     """Whether a metric of a forecast is one of the comparison with the baselines."""
-    return name.partition("/")[0] in {"compared", *_FORECASTS} and "/" in name
-
-
-def _baseline_table(metrics: Mapping[str, float]) -> Iterator[DataTable]:
-    """Model and baselines of the metrics of a forecast, if there are some."""
-    if "compared/steps" not in metrics:
-        return
-    kind = "accuracy" if "model/accuracy" in metrics else "rmse"
-    rows: list[list[Cell]] = []
-    for key, value in metrics.items():
-        name, _, score = key.partition("/")
-        if score.startswith(kind):
-            target = score[len(kind) :]
-            skill = metrics.get(f"{name}/skill{target}", math.nan)
-            rows.append([_FORECASTS[name], target.strip("[]"), value, skill])
-    steps = f"forecasts on the same {metrics['compared/steps']:,.0f} steps"
-    caption = f"{METRIC_NAMES.get(kind, 'Accuracy')} of {steps}. A skill above 0: the model has"
-    columns = ["forecast", "target", METRIC_NAMES.get(kind, kind), "skill of the model"]
-    caption += " the smaller error"
-    if any(isinstance(row[3], float) and row[3] < 0 for row in rows):
-        caption += (
-            "; below 0, try --difference, by which the net learns the change from now, more"
-            " --updates, a smaller --lr, or inputs that lead the target"
-        )
-    yield DataTable(columns, rows, caption)
+    return name.partition("/")[0] in {"compared", *FORECASTS} and "/" in name

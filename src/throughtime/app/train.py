@@ -13,7 +13,7 @@ from throughtime.app.distributed import ALONE, from_first
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.fit import Fit, Row, fit
 from throughtime.app.load import resolve_task, task_remark
-from throughtime.app.loggers import check_installed, loggers
+from throughtime.app.loggers import summary_writer, tensorboard
 from throughtime.app.model import (
     build_model,
     check_device,
@@ -25,7 +25,7 @@ from throughtime.app.model import (
 from throughtime.app.optimizer import make_optimizer, make_policy, make_schedule, updates_per_epoch
 from throughtime.app.run_folder import RunFolder, plain_settings
 from throughtime.app.user_class import remember
-from throughtime.distributed import Ranks
+from throughtime.distributed import Ranks, differing_keys
 from throughtime.errors import ConfigError, DataError
 from throughtime.evaluation import Evaluation, Evaluator
 from throughtime.files import write_atomically
@@ -84,10 +84,8 @@ class Training:
                 " are none: hold recordings out (--holdout, or a split valid), with --valid-every"
                 " above 0"
             )
-        every = [*remarks, *dataset.remarks]
-        if config.keep == "best" and not self.validates:
-            every.append(NOT_VALIDATED)
-        self.dataset = replace(dataset, remarks=tuple(every))
+        last = [NOT_VALIDATED] if config.keep == "best" and not self.validates else []
+        self.dataset = replace(dataset, remarks=(*remarks, *dataset.remarks, *last))
         self.resumed, self.done = False, Fit()
         folder.facts, folder.description = self.dataset.facts(), asdict(dataset.spec)
         folder.checkpoint_every = config.checkpoint_every
@@ -110,12 +108,12 @@ class Training:
             DataError, ConfigError: what is wrong with data or settings.
         """
         folder = RunFolder(Path(config.out))
-        check_installed(config.logger)
+        if config.logger:
+            summary_writer()
         from_first(ranks, folder.check_free)
         own = _trusted(config.changed(data=str(Path(config.data).resolve())))
         config = resolve_task(own)
-        reasons = [] if own.task is not None else [task_remark(config)]
-        training = cls(config, folder, ranks, reasons)
+        training = cls(config, folder, ranks, () if own.task else [task_remark(config)])
         if ranks.rank == 0:
             folder.create(config)
             remember(config.code())
@@ -148,36 +146,23 @@ class Training:
             DataError: the columns have changed; `run` refuses other recordings.
         """
         folder = RunFolder(path)
-        config = folder.read_config()
-        longer = {} if updates is epochs is None else {"updates": updates, "epochs": epochs}
-        check_installed(config.logger)
-        from_first(ranks, folder.lock)
-        try:
-            saved = folder.read_checkpoint()
+        config, saved = folder.read_config(), folder.read_checkpoint()
+        if saved is not None:
             folder.check_settings(config, saved)
-            own = folder.with_own_code(config, saved, trust_code=trust_code)
-            training = cls(own.changed(**longer), folder, ranks)
-            training.resumed, folder.patient = True, bool(longer)
-            if saved is not None:
-                now, before = folder.description["layout"], saved["spec"]["layout"]
-                if changed := [key for key in now if before.get(key, now[key]) != now[key]]:
-                    raise DataError(
-                        f"the data of {path} have changed since the run was started: "
-                        + join_faults(
-                            [f"{k} were {before[k]!r} and are now {now[k]!r}" for k in changed]
-                        )
-                    )
-                training.done = Fit(**saved["done"])
-        except BaseException:
-            folder.unlock()
-            raise
+        own = folder.with_own_code(config, trust_code=trust_code)
+        longer = {} if updates is epochs is None else {"updates": updates, "epochs": epochs}
+        training = cls(own.changed(**longer), folder, ranks)
+        training.resumed, folder.patient = True, bool(longer)
+        if saved is not None:
+            now, before = folder.description["layout"], saved["spec"]["layout"]
+            if changed := differing_keys(before, now):
+                faults = [f"{k} were {before.get(k)!r} and are now {now[k]!r}" for k in changed]
+                raise DataError(
+                    f"the data of {path} have changed since the run was started:"
+                    f" {join_faults(faults)}"
+                )
+            training.done = Fit(**saved["done"])
         return training
-
-    @property
-    def stopped_early(self) -> bool:
-        """Whether the patience has ended before the run."""
-        patience = self.config.patience
-        return self.done.finished and patience is not None and self.done.stale >= patience
 
     def run(self, on_line: Callable[[Row], object] = lambda _: None) -> None:
         """Train to the end: log, validate, save.
@@ -193,17 +178,17 @@ class Training:
 
         def log(row: Row) -> None:
             if not write:  # a finished run has no line
-                folder.remove_scores()
+                for path in folder.path.glob("scores-*.json"):  # of weights that are replaced
+                    path.unlink()
                 write_atomically(folder.config, config.kept().to_toml().encode())
-                to = loggers(config.logger, folder.path, config.settings(), row["update"])
-                write.append(stack.enter_context(to))
-            if row["kind"] != "data":
-                write[0](row)
-            if row["kind"] == "train":
-                on_line(row)
+                write.append(on_line)
+                if config.logger:
+                    to = tensorboard(folder.path, config.settings(), row["update"])
+                    write.append(stack.enter_context(to))
+            for to_logger in write if row["kind"] != "data" else ():
+                to_logger(row)
 
         with ExitStack() as stack:
-            stack.callback(folder.unlock)
             self.done = fit(
                 self.net,
                 self.stream,
@@ -212,7 +197,6 @@ class Training:
                 optimizer=self.optimizer,
                 schedule=self.schedule,
                 valid=self._evaluate if self.dataset.valid else None,
-                metrics=self.dataset.spec.metrics(),
                 updates=config.updates,
                 epochs=config.epochs,
                 valid_every=config.valid_every,
@@ -224,11 +208,10 @@ class Training:
 
     def _evaluate(self) -> Evaluation:
         """The scores of the recordings held out, which the first rank plays for all."""
-        spec, valid, config = self.dataset.spec, self.dataset.valid, self.config
+        spec, valid = self.dataset.spec, self.dataset.valid
         evaluator = Evaluator(self.net, self.loss_fn, metrics=spec.metrics())
         return from_first(
-            self.ranks,
-            lambda: evaluate_recordings(evaluator, spec, valid, config),
+            self.ranks, lambda: evaluate_recordings(evaluator, spec, valid, self.config)
         )
 
 

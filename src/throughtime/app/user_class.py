@@ -19,14 +19,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeAlias, TypeVar, cast
+
+from pydantic import StringConstraints
 
 from throughtime.app.values import flag
 from throughtime.errors import ConfigError, RunError
 from throughtime.files import user_folder
 
 T = TypeVar("T")
-OWN_CODE = "throughtime_user_"  # begins the names of modules of the user's
+ClassFile: TypeAlias = Annotated[str, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+"""FILE.py:Class."""
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
 
 
@@ -125,18 +128,16 @@ class ClassReference:
         try:
             return kind(**offered)
         except Exception as error:
-            texts = (f"{name}={value!s:.40}" for name, value in offered.items())
             raise ConfigError(
-                f"{self.written}: {self.name}({', '.join(texts)}) fails with"
-                f" {type(error).__name__}: {error}"
+                f"{self.written}: {self.name} fails with {type(error).__name__}: {error}; it was"
+                f" given {', '.join(offered)}"
             ) from error
 
     def _read(self) -> bytes:
         try:
             return self.path.read_bytes()
         except OSError as error:
-            what = "no such file" if isinstance(error, FileNotFoundError) else error.strerror
-            raise ConfigError(f"{self.written}: {what} {self.path}") from error
+            raise ConfigError(f"{self.written}: no such file {self.path}") from error
 
     def _module(self, content: bytes) -> Any:
         digest = hashlib.sha256(content)
@@ -146,7 +147,7 @@ class ClassReference:
                 " the file, then write --trust-code (in Python trust_code=True) to execute it"
             )
         digest.update(str(self.path).encode())
-        name = f"{OWN_CODE}{self.path.stem}_{digest.hexdigest()[:16]}"
+        name = f"throughtime_user_{self.path.stem}_{digest.hexdigest()[:16]}"
         if name in sys.modules:
             return sys.modules[name]
         module = ModuleType(name)
@@ -157,14 +158,9 @@ class ClassReference:
             exec(compile(content, self.path, "exec"), vars(module))  # noqa: S102  # it is trusted
         except Exception as error:
             del sys.modules[name]
-            hint = ""
-            if isinstance(error, ModuleNotFoundError):
-                hint = (
-                    "; it is loaded by its path alone: what it imports must be installed, on"
-                    " PYTHONPATH, or in the file itself"
-                )
             raise ConfigError(
-                f"{self.path}: cannot be imported ({type(error).__name__}: {error}){hint}"
+                f"{self.path}: cannot be imported ({type(error).__name__}: {error}); it is loaded"
+                " by its path alone: what it imports must be installed, or on PYTHONPATH"
             ) from error
         return module
 
@@ -228,11 +224,11 @@ def kept_class(
             f"{folder}: {named.written} is outside this run folder, whose own copies alone are"
             f" executed; put the file into the folder, and name it {named.short}"
         )
-    hint = f"put back the file that the run was started with (SHA-256 {sha256 or 'not recorded'})"
-    if not kept.path.is_file():
-        raise RunError(f"{kept.path}: the code of the {named.setting} is missing; {hint}")
-    if sha256 is not None and kept.sha256() != sha256:
-        raise RunError(f"{kept.path}: the code of the {named.setting} has been changed; {hint}")
+    if not kept.path.is_file() or sha256 not in {None, kept.sha256()}:
+        raise RunError(
+            f"{kept.path}: the code of the {named.setting} is missing or has been changed; put back"
+            f" the file that the run was started with (SHA-256 {sha256 or 'not recorded'})"
+        )
     if trust_code:
         kept.trust()
     return kept
