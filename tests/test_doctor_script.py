@@ -52,37 +52,11 @@ def watch(folder: Path, script: str, *words: str) -> tuple[int, str, str]:
     return ended("doctor", *(words or ("train.py",)))
 
 
-<<<<<<< HEAD
-def frames(traceback: str) -> list[str]:
-    """The files and functions of a traceback."""
-    lines = [line.split(", ") for line in traceback.splitlines() if line.startswith("  File ")]
-    return [f"{Path(file[8:-1]).name} {name[0][3:] if name else ''}" for file, _, *name in lines]
-
-
-def plain_traceback(folder: Path, script: str) -> str:
-    """What Python writes of the same script."""
-    (folder / "train.py").write_text(script, encoding="utf-8")
-    words = [sys.executable, str(folder / "train.py")]
-    return subprocess.run(words, capture_output=True, text=True, check=False).stderr
-
-
-def test_a_failing_script_has_its_findings_once_then_the_traceback_of_python(folder: Path) -> None:
-    code, printed, complained = watch(folder, LEAK)
-    assert code == 1
-    assert printed.count("TT101") == 2  # the finding, and the address of its page
-    assert "TT101" not in complained
-    assert complained.splitlines()[-1] == plain_traceback(folder, LEAK).splitlines()[-1]
-    assert [frames(complained)[i] for i in (0, -1)] == [
-        "train.py <module>",
-        "graph.py _engine_run_backward",
-    ]
-=======
 def test_a_failing_script_has_its_traceback_and_findings(folder: Path) -> None:
     code, printed, complained = watch(folder, LEAK)
     assert code == 1
     assert "TT101" in printed
     assert "RuntimeError: Trying to backward through the graph a second time" in complained
->>>>>>> part/app
 
 
 def never_detached() -> None:

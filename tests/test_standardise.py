@@ -172,16 +172,10 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
         tt.Predictor(net).step(np.zeros((1, 3)))
     said = run("export", tmp_path / "run", "--out", tmp_path / "net.onnx", ok=False)
     assert "Train it with --standardise first:400" in said
-<<<<<<< HEAD
     run("predict", tmp_path / "run", data / "r2.npz", "--out", tmp_path / "p.npy")
     wrong = ("--inputs", "x", *options[:-1], "last:3", "--out", tmp_path / "no")
     said = run("train", data, *wrong, ok=False)
-    assert "--standardise last:3: expected split, recording, none or first:N" in said
-=======
-    run("predict", tmp_path / "run", offsets / "r19.csv", "--out", tmp_path / "p.npy")
-    said = run("train", offsets, *options[:-1], "last:3", "--out", tmp_path / "no", ok=False)
     assert "--standardise last:3: Input should be 'split', 'recording' or 'none' or" in said
->>>>>>> part/app
 
 
 def test_a_layer_of_other_steps_or_of_targets_alone_is_refused() -> None:
