@@ -65,7 +65,7 @@ class Case:
 
     @property
     def fused(self) -> bool:
-        return self.kind == "fused" or (self.kind in {"lstm", "gru"} and self.variant == 2)
+        return self.kind == "fused" or (self.kind == "lstm" and self.variant == 2)
 
 
 def draw(kind: str, seed: int) -> Case:

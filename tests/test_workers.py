@@ -220,27 +220,7 @@ def test_processes_start_at_the_first_read_and_end_with_the_stream() -> None:
     assert not alive
 
 
-def test_thread_reads_ahead_and_no_further_than_it_should() -> None:
-    source = Counting(1000)
-    stream = tt.Stream(source, 1, 5, workers="thread")
-    stream.take(5)
-    deadline = time.monotonic() + 10
-    while len(source.reads) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)  # for a thread that would read on
-    assert len(source.reads) == 3
-    assert source.reads[:2] == [(0, 20), (20, 40)]
-
-
 def test_workers_read_files_of_their_own(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(600.0).reshape(-1, 3))
     ahead, here = (tt.Stream(tmp_path / "a.npy", 2, 5, workers=w) for w in (2, 0))
     assert all_same([*ahead, *ahead], [*here, *here])
-
-
-@pytest.mark.parametrize("workers", [-1, "threads", 1.5, True])
-def test_workers_that_make_no_sense_are_refused(workers: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"workers=.*: expected a number of processes, 0 for none, or 'thread'"
-    ):
-        tt.Stream(recordings(LENGTHS), 2, 5, workers=workers)
