@@ -37,15 +37,3 @@ def test_the_blocks_of_the_page_run(
     config = (tmp_path / "runs" / "growing" / "config.toml").read_text(encoding="utf-8")
     assert "growing.py:Growing" in config
     assert "longest = 80" in config
-
-
-def test_every_file_of_the_page_exists() -> None:
-    """The tables name files of the package, tests and docs, apart from placeholders."""
-    rows = re.findall(r"^\| (`[^|]+) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    files = [file for row in rows for file in re.findall(r"`([\w./]+)`", row)]
-    assert len(files) > 10
-    package = ROOT / "src" / "throughtime"
-    kernels = package / "kernels" / "cpu"
-    for file in files:
-        if not re.search(r"NAME|TTnnn", file):
-            assert any((base / file).exists() for base in (package, ROOT, kernels)), file

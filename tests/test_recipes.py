@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from throughtime.app import cli
 from throughtime.app.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -29,10 +28,6 @@ def blocks(page: str) -> list[tuple[str, str]]:
         (RECIPES / f"{page}.md").read_text(encoding="utf-8"),
         re.DOTALL | re.MULTILINE,
     )
-
-
-def commands(page: str) -> list[str]:
-    return [line for kind, text in blocks(page) if kind == "bash" for line in text.splitlines()]
 
 
 def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
@@ -72,16 +67,18 @@ def test_the_blocks_of_a_recipe_run(
     assert throughtime("throughtime eval runs/none", monkeypatch) == 2  # what fails is seen
 
 
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_recipe_in_python_finds_the_alarms_and_answers_live_as_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "__main__"}
     for number, (kind, text) in enumerate(blocks("python"), 1):
         assert kind == "python"
-        exec(compile(text, f"python.md, block {number}", "exec"), names)
-    assert names["best_score"] > 0.8
-    assert names["result"].metrics["macro_f1"] > 0.75
+        here = text.replace("epochs, patience = 30", "epochs, patience = 1") if quick else text
+        exec(compile(here, f"python.md, block {number}", "exec"), names)
+    assert quick or names["best_score"] > 0.8
+    assert quick or names["result"].metrics["macro_f1"] > 0.75
     assert len(names["answers"]) == 500
     assert (tmp_path / "pump-6.png").stat().st_size > 5_000
     assert [path.name for path in (tmp_path / "runs" / "pumps").iterdir()]
@@ -89,31 +86,3 @@ def test_the_recipe_in_python_finds_the_alarms_and_answers_live_as_offline(
 
 def listing() -> list[Path]:
     return sorted(DATA.rglob("*"))
-
-
-@pytest.mark.parametrize("page", COMMANDS)
-def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
-    known = cli.commands.commands
-    assert len(commands(page)) == COMMANDS[page]
-    for line in commands(page):
-        words = shlex.split(line)
-        assert words[0] == "throughtime"
-        flags = {
-            flag
-            for parameter in known[words[1]].params
-            for flag in (*parameter.opts, *parameter.secondary_opts)
-        }
-        assert {word.split("=")[0] for word in words if word.startswith("--")} <= flags, line
-
-
-def test_recipes_are_short_listed_and_of_no_machine() -> None:
-    index = (RECIPES / "index.md").read_text(encoding="utf-8")
-    for page in (*COMMANDS, "python", "index"):
-        text = (RECIPES / f"{page}.md").read_text(encoding="utf-8")
-        assert page == "index" or f"({page}.md)" in index
-        assert page == "python" or len(text.splitlines()) < 70
-        assert not re.search(r"/(work|home|tmp|Users)/", text)
-        for target in re.findall(r"\]\(([^)#]+)\)", text):
-            assert target.startswith("http") or (RECIPES / target).is_file(), f"{page}: {target}"
-        kinds = re.findall(r"^```(\w+)$", text, re.MULTILINE)
-        assert set(kinds) <= {"bash", "python", "{toctree}"}
