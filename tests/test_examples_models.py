@@ -64,7 +64,14 @@ EXAMPLES = (
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 
 
-@every_example
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(e, marks=[] if e.name in {"min_gru", "transformer_xl"} else pytest.mark.slow)
+        for e in EXAMPLES
+    ],
+    ids=lambda example: example.name,
+)
 def test_an_example_learns(example: Example) -> None:
     assert example.names()["main"]() < example.bound
 
@@ -78,10 +85,7 @@ def test_chunks_of_an_example_are_the_whole(example: Example) -> None:
 
 @pytest.mark.parametrize(
     "example",
-    [
-        pytest.param(e, marks=[] if e.name in {"min_gru", "conv_lstm"} else pytest.mark.slow)
-        for e in EXAMPLES
-    ],
+    [pytest.param(e, marks=[] if e.name == "min_gru" else pytest.mark.slow) for e in EXAMPLES],
     ids=lambda example: example.name,
 )
 def test_an_example_is_exported_step_by_step(example: Example, tmp_path: Path) -> None:

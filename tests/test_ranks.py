@@ -434,7 +434,7 @@ def test_gradients_are_reduced_once_per_update_however_many_backward_passes(name
 def test_ranks_score_as_one_process(name: str) -> None:
     case, metric = SCORED[name]
     alone = tt.evaluate(case.net(), case.data(), metrics=metric)
-    assert len(alone.recordings) > 4
+    assert len(alone.recordings) > 1
     for told in found():
         for values, by_recording in told[f"scores of {name}"]:
             assert values == pytest.approx(alone.metrics, nan_ok=True)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
+from throughtime.app import cli
 from throughtime.app.cli import main
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ROOT / "docs" / "how-to" / "recipes"
 DATA = ROOT.parent / "shared" / "data"
 COMMANDS = {"ecg": 4, "wiener-hammerstein": 3, "rlc": 3, "nab": 4, "digits": 2, "forecasting": 3}
+QUICK = {"rlc", "forecasting"}  # the others read long recordings; their flags are tested always
 SMALLER = (
     ("--updates [0-9]+", "--updates 3"),
     ("--epochs [0-9]+", "--updates 3"),
@@ -28,6 +30,10 @@ def blocks(page: str) -> list[tuple[str, str]]:
         (RECIPES / f"{page}.md").read_text(encoding="utf-8"),
         re.DOTALL | re.MULTILINE,
     )
+
+
+def commands(page: str) -> list[str]:
+    return [line for kind, text in blocks(page) if kind == "bash" for line in text.splitlines()]
 
 
 def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
@@ -47,7 +53,7 @@ def throughtime(line: str, patch: pytest.MonkeyPatch) -> object:
 
 @pytest.mark.parametrize(
     "page",
-    [page if page != "nab" else pytest.param(page, marks=pytest.mark.slow) for page in COMMANDS],
+    [page if page in QUICK else pytest.param(page, marks=pytest.mark.slow) for page in COMMANDS],
 )
 def test_the_blocks_of_a_recipe_run(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -86,3 +92,18 @@ def test_the_recipe_in_python_finds_the_alarms_and_answers_live_as_offline(
 
 def listing() -> list[Path]:
     return sorted(DATA.rglob("*"))
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_the_commands_of_a_recipe_have_flags_that_exist(page: str) -> None:
+    known = cli.commands.commands
+    assert len(commands(page)) == COMMANDS[page]
+    for line in commands(page):
+        words = shlex.split(line)
+        assert words[0] == "throughtime"
+        flags = {
+            flag
+            for parameter in known[words[1]].params
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= flags, line

@@ -27,6 +27,7 @@ from strategies import (
     named,
     recordings,
     start,
+    states_apart,
     weights,
 )
 from throughtime.carry import Carried
@@ -246,15 +247,6 @@ def by_hand(net: Carried, source: dict[str, Any], length: int, epochs: int) -> l
     return epoch_outputs
 
 
-HANDING_ON = (
-    tt.Truncated(7),
-    tt.Truncated(6, 15),
-    tt.Exact(chunk=10),
-    tt.Exact(cut_every=9, chunk=4),
-    tt.Randomized(8),
-)
-
-
 def check_hand_off(
     net: Carried, lengths: list[int], lanes: int, epochs: int, policy: Policy
 ) -> None:
@@ -284,7 +276,7 @@ def check_hand_off(
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
     wish=st.integers(2, 7),
-    policy=st.sampled_from(HANDING_ON),
+    policy=st.sampled_from([tt.Truncated(7), tt.Truncated(6, 15)]),
 )
 def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
     lengths: list[int], wish: int, policy: Policy
@@ -292,6 +284,24 @@ def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
     lanes = max(draw_lanes(lengths, wish), len(lengths) + 1) if sum(lengths) > len(lengths) else 1
     if lanes > 1:
         check_hand_off(named("hides-layer").net(), lengths, lanes, lanes + 1, policy)
+
+
+@pytest.mark.parametrize(
+    "policy", [tt.Exact(chunk=10), tt.Exact(cut_every=9, chunk=4), tt.Randomized(8)], ids=str
+)
+def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -> None:
+    net, sources = named("tensor-state").net(), recordings([59])
+    stream = tt.Stream(sources, 4, 50, hand_off=True)
+    x = torch.from_numpy(sources[0]["inputs"]).unsqueeze(1)
+    for _ in range(4):
+        run = tt.updates(net, stream, nn.MSELoss(), gradient=policy)
+        for _ in run:
+            net.zero_grad()
+    for lane in (1, 2, 3):
+        with torch.no_grad():
+            _, end = net(x[: 15 * lane], start(net, x))
+        got = tt.state.select(stream._entering_state(net), [lane])
+        assert states_apart(got, end) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:lanes=4 for 1 recording")  # its parts are what is tested
