@@ -21,6 +21,7 @@ import throughtime as tt
 from quick import examples
 from strategies import (
     HidesLayer,
+    LearntStart,
     TensorState,
     draw_lanes,
     inputs,
@@ -441,6 +442,20 @@ def test_loop_equals_the_hand_written_one_to_the_bit(dtype: torch.dtype, autocas
             tools.step()
     assert same_bits(weights(module), hand_written(1.0))
     assert not same_bits(weights(module), hand_written(0.0))  # the mutant: state forgotten
+
+
+@pytest.mark.parametrize(
+    "module",
+    [LearntStart(), nn.Sequential(nn.GRUCell(3, 4), nn.Linear(4, 2))],
+    ids=["start", "cell"],
+)
+def test_autocast_keeps_the_state_in_the_type_of_the_weights(module: nn.Module) -> None:
+    net, chunk = tt.carry(module), Chunk.from_tensors(inputs(40, 1).float(), torch.zeros(40, 1, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for update in tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(9, 20)):
+            assert {leaf.dtype for leaf in tt.state.tensors(update.state)} == {torch.float32}
+            assert update.outputs.dtype == torch.bfloat16
+            assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
 
 
 class Encoded(nn.Module):
