@@ -114,7 +114,8 @@ def test_parameters_that_move_or_change_type_are_followed() -> None:
 
 @pytest.mark.parametrize("rule", PAIRS)
 def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, runs: str) -> None:
-    race = Race(rule, **({"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {}))
+    options: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if rule == "sgd" else {}
+    race = Race(rule, **options)
     for step in range(6):
         for params, optimizer in race.sides:
             set_grads(params, step)
@@ -134,7 +135,8 @@ def test_parameters_without_a_gradient_stay_and_keep_their_own_count(rule: str, 
 @pytest.mark.parametrize("rule", ["adam", "sgd"])
 def test_groups_that_join_later_and_schedules_are_followed(rule: str, runs: str) -> None:
     """A cycle also moves the momentum of SGD and the first beta of Adam."""
-    race = Race(rule, **({"momentum": 0.9} if rule == "sgd" else {}))
+    options: dict[str, Any] = {"momentum": 0.9} if rule == "sgd" else {}
+    race = Race(rule, **options)
     for params, optimizer in race.sides:
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=12)
         for step in range(5):

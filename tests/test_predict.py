@@ -364,5 +364,5 @@ def test_a_net_of_text_takes_tokens() -> None:
     assert predictor(torch.tensor(list(b"text"))).shape == (4, 4)
     for wrong in (torch.tensor([7.0]), torch.tensor([256]), torch.tensor([[7]])):
         with pytest.raises(DataError):
-            predictor.step(wrong)  # pyright: ignore[reportArgumentType]
+            predictor.step(wrong)
         predictor.step(torch.tensor([7]))

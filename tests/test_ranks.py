@@ -378,7 +378,7 @@ def test_resume_on_ranks_gives_the_same_weights_to_the_bit(name: str) -> None:
 WEIGHTS = "RankError: rank 1 starts with other weights than rank 0"
 PLAN = "RankError: rank 1 would not play its share of the plan of rank 0: "
 FAILED = "RankError: 1 of 2 ranks could not make this update; their own output says why"
-REFUSED: dict[str, tuple[str, str]] = {  # by rank; nobody waits for the other
+REFUSED: dict[str, tuple[str, ...]] = {  # by rank; nobody waits for the other
     "flipped": (WEIGHTS, WEIGHTS),
     "other seed": (PLAN, "seed is 0 there and 1 here"),
     "other stride": (PLAN, "gradient is Truncated(stride=7"),
