@@ -5,8 +5,9 @@ DEMO_VENV ?= $(VENV)-demo
 DIST ?= dist
 BUILD ?= build
 BIN := $(VENV)/bin
-# Two test files at a time: many tests wait for processes. The nets are too small for more threads.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Two test files at a time: many tests wait for processes. The nets are too small for more threads. In the order of their
+# names: by the number of tests, a file of one long test would begin last and run alone.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 INSTALLED := $(VENV)/.installed
 NAMED := pyproject.toml constraints.txt
 COMPILED := CMakeLists.txt $(wildcard src/throughtime/kernels/cpu/*)
@@ -39,17 +40,11 @@ test: $(INSTALLED)
 	$(PYTEST)
 
 test-all: $(INSTALLED)
-	$(PYTEST) -m "slow or not slow"
-	$(ON_DEVICE) -m "slow or not slow"
+	$(PYTEST) -m "slow or not slow" tests src tests/device
 
 # The laws on a device that PyTorch computes on but that has no memory of the host: needs a C++ compiler, no GPU.
-# tests/device has its own and parts of other files; LAWS are files of the CPU, run there as well.
-LAWS := adaptive audit exact delivery ignite_stream lightning_stream \
-	randomized reach settling trace
-ON_DEVICE = $(PYTEST) --device tests/device $(LAWS:%=tests/test_%.py) \
-	tests/test_example_policies.py::test_updates_sum_to_the_exact_gradient
 test-device: $(INSTALLED)
-	$(ON_DEVICE)
+	$(PYTEST) tests/device
 
 # Each edit of the source in tests/mutants.toml, and the test that fails; some 20 minutes.
 mutants: $(INSTALLED)

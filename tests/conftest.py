@@ -2,10 +2,8 @@
 
 import gc
 import os
-import sys
 import tempfile
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +13,6 @@ from quick import ALL_EXAMPLES, mark_products
 
 # Scripts and modules that tests open by name: no tests, and many import much.
 collect_ignore_glob = ["cases/*", "modules/*"]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", action="store_true", help="on the device of tests/device/laws.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,9 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
         derandomize=bool(os.environ.get("CI")),
     )
     settings.load_profile("throughtime")
-    if config.getoption("--device"):
-        sys.path.insert(0, str(Path(__file__).with_name("device")))
-        config.pluginmanager.import_plugin("laws")
 
 
 @pytest.hookimpl(tryfirst=True)

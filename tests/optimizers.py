@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 from throughtime import optim
 from throughtime.kernels.library import library, why_missing
@@ -93,19 +94,34 @@ def select_backend(path: str, monkeypatch: pytest.MonkeyPatch) -> str:
 class Race:
     """Our optimizer and torch's side by side, on parameters that begin alike."""
 
-    def __init__(self, rule: str, dtype: torch.dtype = torch.float64, /, **options: Any) -> None:
-        self.mine, self.theirs = make_params(dtype), make_params(dtype)
-        max_norm = options.pop("max_norm", None)
-        self.ours = PAIRS[rule][0](self.mine, lr=0.1, max_norm=max_norm, **options)
-        self.torchs = PAIRS[rule][1](self.theirs, lr=0.1, **options)
+    def __init__(
+        self,
+        rule: str,
+        dtype: torch.dtype = torch.float64,
+        /,
+        max_norm: float | None = None,
+        other: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        self.mine, self.theirs, self.max_norm = make_params(dtype), make_params(dtype), max_norm
+        options, other = {"lr": 0.1} | options, other or {}
+        groups = in_two_groups(self.mine, **other), in_two_groups(self.theirs, **other)
+        self.ours = PAIRS[rule][0](groups[0], max_norm=max_norm, **options)
+        self.torchs = PAIRS[rule][1](groups[1], **options)
 
     @property
     def sides(self) -> list[tuple[list[nn.Parameter], Any]]:
         return [(self.mine, self.ours), (self.theirs, self.torchs)]
 
     def run(self, start: int, stop: int) -> None:
-        for params, optimizer in self.sides:
-            steps(optimizer, params, start, stop)
+        for step in range(start, stop):
+            for params, _ in self.sides:
+                set_grads(params, step)
+            norm = None if self.max_norm is None else clip_grad_norm_(self.theirs, self.max_norm)
+            self.ours.step()
+            self.torchs.step()
+            if norm is not None:
+                assert self.ours.norm == pytest.approx(float(norm), rel=BOUNDS[norm.dtype])
 
     @property
     def apart(self) -> float:

@@ -85,6 +85,19 @@ def torchrun(ranks: int, *flags: str) -> list[str]:
     ]
 
 
+def example(path: Path, ranks: int, *arguments: str | Path) -> None:
+    """Run a script on so many ranks to its end."""
+    done = subprocess.run(
+        [*torchrun(ranks), str(path), *map(str, arguments)],
+        env=LOOPBACK,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @contextmanager
 def started(command: Sequence[str], **more: str) -> Generator[subprocess.Popen[str]]:
     """A command on loopback whose complaints can be read.

@@ -1,4 +1,4 @@
-"""Eight kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
+"""Six kinds of nets: a module for the library, and plain torch.nn that takes one step of it."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import throughtime as tt
 from brute_force import State
 
-KINDS = ("lstm", "gru", "fused", "cells", "start", "state", "rotation", "embedding")
+KINDS = ("lstm", "fused", "start", "state", "rotation", "embedding")
 FEATURES, UNITS, TOKENS = 3, 4, 5
 
 
@@ -40,33 +40,6 @@ class Chain(nn.Sequential):
             else:
                 x = layer(x)
         return x.squeeze(0), tuple(after)
-
-
-class Cells(nn.Module):
-    """Two cells in a loop over steps."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.LSTMCell(FEATURES, UNITS), nn.GRUCell(UNITS, UNITS)
-        self.head = nn.Linear(UNITS, classes)
-
-    def start(self, lanes: int) -> State:
-        return tuple(zeros(lanes, UNITS) for _ in range(3))
-
-    def step(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        h, c = self.first(x, state[:2])
-        g = self.second(h, state[2])
-        return self.head(g), (h, c, g)
-
-    def initial_state(self, lanes: int) -> State:
-        return self.start(lanes)
-
-    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
-        outputs = list[Tensor]()
-        for step in x.unbind(0):
-            y, state = self.step(step, state)
-            outputs.append(y)
-        return torch.stack(outputs), state
 
 
 class LearnedStart(nn.Module):
@@ -183,12 +156,8 @@ def build(kind: str, classes: int, variant: int) -> tuple[nn.Module, nn.Module]:
     match kind:
         case "lstm":
             return plain_sequential(nn.LSTM(FEATURES, UNITS), nn.Linear(UNITS, classes))
-        case "gru":
-            return plain_sequential(nn.GRU(FEATURES, UNITS, 2), nn.Linear(UNITS, classes))
         case "fused":
             return fused_layers(classes, variant)
-        case "cells":
-            module = Cells(classes)
         case "start":
             module = LearnedStart(classes)
         case "state":

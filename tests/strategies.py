@@ -184,22 +184,6 @@ class HidesCell(nn.Module):
         return self.head(torch.stack(hidden))
 
 
-class HidesCellFromNone(nn.Module):
-    """A cell in a Python loop over a batch-first input, starting from no state at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(FEATURES, HIDDEN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h: Tensor | None = None
-        hidden: list[Tensor] = []
-        for step in x.unbind(1):
-            h = self.cell(step, h)
-            hidden.append(torch.as_tensor(h))
-        return torch.stack(hidden, dim=1)
-
-
 def remembering(module: nn.Module) -> nn.Module:
     """The module in float64, its recurrent weights orthogonal and its gates nearly open."""
     module = module.double()
@@ -269,10 +253,8 @@ NETS = (
         lambda: nn.Sequential(HidesLayer(outputs=FEATURES), DictState(FEATURES), LearntStart()),
     ),
     Row("hides-layer", HidesLayer),
-    Row("hides-layer-batch-first", lambda: HidesLayer(batch_first=True)),
     Row("hides-two-layers", HidesTwoLayers),
     Row("hides-cell", HidesCell),
-    Row("hides-cell-batch-first", HidesCellFromNone, batch_first=True),
     Row("tensor-state", TensorState),
     Row("dict-state", DictState),
     Row("namedtuple-state", NamedTupleState),

@@ -3,9 +3,6 @@
 Laws of the numbers on another device than the CPU are in `tests/device`.
 """
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -16,82 +13,6 @@ import throughtime as tt
 from throughtime import _device
 from throughtime.carry import Carried
 from throughtime.testing import check_no_leak
-
-SOURCES = Path(tt.__file__).parent
-KINDS = {"cuda", "mps", "xpu"}
-# attributes of tensors and of torch's modules that ask for a kind, or touch every device
-ASKING = {"is_cuda", "is_mps", "is_xpu", "manual_seed_all", "get_rng_state_all", "synchronize"}
-# of torch itself
-GLOBAL = KINDS | {"manual_seed", "seed", "random"}
-
-
-def questions(source: str) -> Iterator[str]:
-    """The expressions that ask for a kind of device, or touch all devices."""
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Attribute(attr=name) if name in ASKING:
-                yield ast.unparse(node)
-            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in GLOBAL:
-                yield ast.unparse(node)
-            case ast.Compare(left=ast.Attribute(attr="type")):
-                named = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-                if named & KINDS:
-                    yield ast.unparse(node)
-            case _:
-                pass
-
-
-def test_one_module_asks_for_the_kind_of_a_device() -> None:
-    asked = {
-        str(path.relative_to(SOURCES)): expressions
-        for path in sorted(SOURCES.rglob("*.py"))
-        if path.name != "_device.py"
-        and (expressions := list(questions(path.read_text(encoding="utf-8"))))
-    }
-    assert not asked, asked
-
-
-# functions that make tensors on the device of `torch.set_default_device`
-FACTORIES = {
-    *("zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "eye"),
-    *("linspace", "logspace", "tensor", "as_tensor", "asarray", "scalar_tensor", "empty_strided"),
-    *("tril_indices", "triu_indices", "hann_window", "hamming_window", "sparse_coo_tensor"),
-}
-
-
-def undecided(source: str) -> Iterator[str]:
-    """The calls of functions that make tensors, without a device; names of them but in `is`."""
-    tree = ast.parse(source)
-    decided: set[int] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call() if any(keyword.arg == "device" for keyword in node.keywords):
-                decided.add(id(node.func))
-            case ast.Compare(ops=[ast.Is()], comparators=[compared]):
-                decided.add(id(compared))
-            case _:
-                pass
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in FACTORIES:
-                if id(node) not in decided:
-                    yield f"{node.lineno}: {ast.unparse(node)}"
-            case _:
-                pass
-
-
-def test_every_tensor_is_made_on_a_device_that_the_code_names() -> None:
-    """Or `torch.set_default_device` would move what belongs to the host.
-
-    The parameters and buffers of layers follow it, as those of `torch.nn` do.
-    """
-    calls = {
-        str(path.relative_to(SOURCES)): lines
-        for path in sorted(SOURCES.rglob("*.py"))
-        if path.parent != SOURCES / "nn"
-        and (lines := list(undecided(path.read_text(encoding="utf-8"))))
-    }
-    assert not calls, calls
 
 
 @pytest.fixture

@@ -63,24 +63,15 @@ def test_the_kernel_says_its_instruction_set_and_type() -> None:
 @needs_kernels
 def test_unsupported_inputs_have_a_reason() -> None:
     assert which(rnn.pack_sequence([X[:, 0]])).startswith("torch.nn: packed input")
-    assert which(X.to("meta")) == "torch.nn: the kernels are for the CPU, the inputs on meta"
-    assert (
-        which(X.half(), layer=tt.nn.LSTM(4, 6).half())
-        == "torch.nn: the kernels are for float32 and float64, the inputs torch.float16"
-    )
-    assert which(X[..., :3]).startswith("torch.nn: inputs, state or weights do not fit")
-    assert which(X.double()).startswith(
-        "torch.nn: inputs are torch.float64, a weight or state torch.float32"
-    )
-    assert which(X.as_subclass(Tagged)) == "torch.nn: inputs of type Tagged"
+    assert "the inputs on meta" in which(X.to("meta"))
+    assert "the inputs torch.float16" in which(X.half(), layer=tt.nn.LSTM(4, 6).half())
+    assert "do not fit" in which(X[..., :3])
+    assert "inputs are torch.float64, a weight" in which(X.double())
+    assert "inputs of type Tagged" in which(X.as_subclass(Tagged))
     assert which(X[:0]) == "reference: nothing to compute"
-    assert which([X]) == "torch.nn: inputs are a list"
     with torch.autocast("cpu"):
         assert which().startswith("fused")
-        half = which(layer=tt.nn.LSTM(4, 6).bfloat16())
-        assert half.startswith(
-            "torch.nn: inputs are torch.float32, under autocast, whose weights are float32"
-        )
+        assert "under autocast" in which(layer=tt.nn.LSTM(4, 6).bfloat16())
     assert "negative bit" in which(torch._neg_view(X))  # pyright: ignore[reportPrivateImportUsage]
     with BaseTorchFunctionMode():
         assert "TorchFunctionMode" in which()

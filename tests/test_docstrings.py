@@ -83,17 +83,3 @@ def test_a_class_describes_what_it_takes_and_what_it_has(name: str) -> None:
     assert described or ">>>" in text or laws or "Made by" in text
     fields: dict[str, Any] = getattr(CLASSES[name], "__dataclass_fields__", {})
     assert {field for field in fields if not field.startswith("_")} <= described
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_public_methods_of_a_class_have_docstrings(name: str) -> None:
-    own = vars(CLASSES[name])
-    methods = {k: getattr(v, "fget", v) for k, v in own.items() if not k.startswith("_")}
-    assert not [k for k, v in methods.items() if inspect.isfunction(v) and not inspect.getdoc(v)]
-
-
-@pytest.mark.parametrize("name", ["Policy", "Recording", "Updates", "Doctor"])
-def test_the_classes_with_invariants_say_them(name: str) -> None:
-    text = inspect.getdoc(CLASSES[name]) or ""
-    assert re.search(r"these (laws|hold)", text)
-    assert len(re.findall(r"^- ", text, re.MULTILINE)) >= 4

@@ -5,7 +5,8 @@ Shapes: `T` steps, `B` lanes, `n` numbers of the state, `P` weights.
 """
 
 import doctest
-from collections.abc import Iterator
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from examples.models.min_gru import MinGRU
 from examples.policies import rtrl, rtrl_elementwise
 from examples.policies.rtrl import RTRL
 from examples.policies.rtrl_elementwise import ElementwiseRTRL
-from examples.policies.starts import CarriedStart, NoiseStart, preceding
+from examples.policies.starts import CarriedStart, NoiseStart
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -32,45 +33,16 @@ from policy_data import (
 from quick import examples
 from strategies import (
     FEATURES,
-    Row,
-    Weights,
     apart,
+    named,
     recordings,
     seeds,
-    some_nets,
 )
 from test_updates import RESUMED, run_and_resume, same_bits
 from throughtime.carry import Carried
 from throughtime.errors import ConfigError, StateError
-from throughtime.gradient import Policy
 
 EXACT = 1e-12
-NETS = "lstm", "hides-cell", "dict-state", "namedtuple-state", "learnt-start"
-
-
-def exact(net: Carried, data: PolicyData) -> Weights:
-    ((_, _, results),) = plain(net, data)
-    return results
-
-
-@examples(8)
-@given(
-    steps=st.sampled_from([1, 2, 7, 13, 23]),
-    stride=st.sampled_from([1, 3, 5, 8, 50]),
-    lanes=st.sampled_from([1, 2, 3]),
-    seed=seeds,
-    resets=st.sampled_from([0.0, 0.1, 0.5]),
-    masked=st.sampled_from([0.0, 0.3, 0.9]),
-)
-@some_nets(*NETS)
-def test_updates_sum_to_the_exact_gradient(
-    row: Row, steps: int, stride: int, lanes: int, seed: int, resets: float, masked: float
-) -> None:
-    net = row.net()
-    data = data_for(net, steps, lanes, seed, resets, masked)
-    assume(bool(data.mask.any()))
-    results = policy_gradients(net, [data.chunk], RTRL(stride))
-    assert apart(summed(results), exact(net, data)) < EXACT
 
 
 def test_complex_states_are_refused() -> None:
@@ -85,8 +57,9 @@ def test_strides_out_of_range_are_refused() -> None:
             policy(0)
 
 
-def test_the_example_of_the_docstring_runs() -> None:
-    assert doctest.testmod(rtrl) == doctest.TestResults(failed=0, attempted=4)
+@pytest.mark.parametrize(("module", "attempted"), [(rtrl, 4), (rtrl_elementwise, 5)])
+def test_the_example_of_the_docstring_runs(module: ModuleType, attempted: int) -> None:
+    assert doctest.testmod(module) == doctest.TestResults(failed=0, attempted=attempted)
 
 
 UNITS, OUTPUTS = 5, 4
@@ -112,21 +85,26 @@ class TraceUnits(nn.Module):
         return torch.cat([h.real, h.imag], -1), h[-1]
 
 
-def net_of(kind: str) -> Carried:
-    torch.manual_seed(0)
-    layers = {
-        "minGRU": (MinGRU(FEATURES, UNITS), nn.Linear(UNITS, OUTPUTS)),
-        "trace units": (TraceUnits(), nn.Linear(2 * UNITS, OUTPUTS)),
-        "one unit of five numbers": (nn.GRU(FEATURES, UNITS), nn.Linear(UNITS, OUTPUTS)),
-    }
-    module = nn.Sequential(*layers[kind])
+def elementwise(layer: nn.Module, width: int, outputs: int = OUTPUTS) -> Carried:
+    """In double precision, whether real or complex."""
+    module = nn.Sequential(layer, nn.Linear(width, outputs))
     for name, weight in list(module.named_parameters()):
         wide = torch.complex128 if weight.is_complex() else torch.float64
         module.get_parameter(name).data = weight.data.to(wide)
     return tt.carry(module)
 
 
-every_net = pytest.mark.parametrize("kind", ["minGRU", "trace units", "one unit of five numbers"])
+def min_gru(outputs: int = OUTPUTS) -> Carried:
+    return elementwise(MinGRU(FEATURES, UNITS), UNITS, outputs)
+
+
+CASES: dict[str, tuple[Callable[[], Carried], type[RTRL | ElementwiseRTRL]]] = {
+    "hides-cell": (named("hides-cell").net, RTRL),
+    "dict-state": (named("dict-state").net, RTRL),
+    "learnt-start": (named("learnt-start").net, RTRL),
+    "minGRU": (min_gru, ElementwiseRTRL),
+    "trace units": (lambda: elementwise(TraceUnits(), 2 * UNITS), ElementwiseRTRL),
+}
 
 
 @examples(8)
@@ -138,16 +116,23 @@ every_net = pytest.mark.parametrize("kind", ["minGRU", "trace units", "one unit 
     resets=st.sampled_from([0.0, 0.1, 0.5]),
     masked=st.sampled_from([0.0, 0.3, 0.9]),
 )
-@every_net
-def test_elementwise_updates_sum_to_the_exact_gradient(
-    kind: str, steps: int, stride: int, lanes: int, seed: int, resets: float, masked: float
+@pytest.mark.parametrize(("make", "policy"), list(CASES.values()), ids=list(CASES))
+def test_updates_sum_to_the_exact_gradient(
+    make: Callable[[], Carried],
+    policy: type[RTRL | ElementwiseRTRL],
+    steps: int,
+    stride: int,
+    lanes: int,
+    seed: int,
+    resets: float,
+    masked: float,
 ) -> None:
-    net = net_of(kind)
+    torch.manual_seed(0)
+    net = make()
     data = data_for(net, steps, lanes, seed, resets, masked)
     assume(bool(data.mask.any()))
     ((_, _, expected),) = plain(net, data)
-    results = policy_gradients(net, [data.chunk], ElementwiseRTRL(stride))
-    assert apart(summed(results), expected) < EXACT
+    assert apart(summed(policy_gradients(net, [data.chunk], policy(stride))), expected) < EXACT
 
 
 class Mixing(MinGRU):
@@ -176,161 +161,33 @@ def test_units_that_see_each_other_are_refused(module: nn.Module) -> None:
         policy_gradients(net, [data.chunk], ElementwiseRTRL(5))
 
 
-def test_its_example_runs() -> None:
-    assert doctest.testmod(rtrl_elementwise) == doctest.TestResults(failed=0, attempted=5)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_windows_start_where_those_before_them_ended(lanes: int) -> None:
+    """At fixed weights, so many epochs as there are windows give the outputs of whole recordings.
 
-
-WIDE = torch.float64
-LENGTHS = (23, 10, 8, 31)  # windows of 5 leave shorter ones, so lanes reset within chunks
-Loss = nn.MSELoss
-
-
-def some_recordings(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "inputs": torch.randn(n, 2, dtype=WIDE, generator=generator),
-            "targets": torch.randn(n, 1, dtype=WIDE, generator=generator),
-        }
-        for n in lengths
-    ]
-
-
-def make_net(*, fused: bool = False) -> Carried:
-    torch.manual_seed(3)
-    net = tt.carry(nn.Sequential(nn.LSTM(2, 6), nn.Linear(6, 1)).to(WIDE), fused=fused)
-    with torch.no_grad():
-        net.get_parameter("module.0.bias_ih_l0")[6:12] += 3.0  # the state lasts
-    return net
-
-
-def make_stream(lanes: int, window: int = 5, lengths: tuple[int, ...] = LENGTHS) -> tt.Stream:
-    return tt.Stream(
-        tt.windows(some_recordings(lengths), window), lanes=lanes, chunk=window, seed=1
-    )
-
-
-def train_epochs(
-    net: Carried, stream: tt.Stream, policy: Policy, epochs: int = 3
-) -> Iterator[tuple[float, Tensor]]:
-    """The loss and the outputs of every update; the weights move after each."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    state = None
-    for _ in range(epochs):
-        epoch = tt.updates(net, stream, Loss(), gradient=policy, policy_state=state)
-        for update in epoch:
-            optimizer.step()
-            optimizer.zero_grad()
-            yield float(update.loss), update.outputs
-        state = epoch.policy_state
-
-
-class Oracle:
-    """The same by hand: each lane by itself, step by step, and a list of final states.
-
-    A window has ended when its lane starts another one, or with the epoch.
+    Windows of 5 steps leave shorter ones, so lanes reset within chunks.
     """
-
-    def __init__(self, net: Carried, stream: tt.Stream) -> None:
-        self.net, self.stream = net, stream
-        self.before = preceding(stream.recordings)
-        self.ended: list[tuple[int, Any]] = []
-
-    def initial(self, recording: int) -> Any:
-        """The state that enters a window."""
-        ends = [state for r, state in self.ended if r == self.before[recording]]
-        return ends[-1] if ends else self.net.initial_state(1)
-
-    def epoch(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[float, Tensor]]:
-        chunks = list(self.stream)
-        lanes = chunks[0].lanes
-        states: list[Any] = [None] * lanes
-        playing = [-1] * lanes
-        now = playing
-        for chunk in chunks:
-            rows: list[list[Tensor]] = [[] for _ in range(lanes)]
-            for t in range(chunk.steps):
-                now, starts = chunk.recording[t].tolist(), chunk.resets[t].tolist()
-                starting = [lane for lane in range(lanes) if starts[lane]]
-                for lane in starting:
-                    if playing[lane] >= 0:
-                        self.ended.append((playing[lane], tt.state.detach(states[lane])))
-                for lane in starting:
-                    states[lane], playing[lane] = self.initial(now[lane]), now[lane]
-                for lane in range(lanes):
-                    y = torch.zeros(1, 1, 1, dtype=WIDE)
-                    if now[lane] >= 0:
-                        x = chunk.inputs[t : t + 1, lane : lane + 1]
-                        y, states[lane] = self.net(x, states[lane])
-                    rows[lane].append(y[0])
-            states = [tt.state.detach(state) for state in states]
-            columns = [torch.stack(r) for r in rows]
-            outputs = torch.cat(columns, dim=1)
-            assert chunk.targets is not None
-            loss = (outputs - chunk.targets)[chunk.mask].square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            yield float(loss.detach()), outputs.detach() * chunk.mask.unsqueeze(2)
-        self.ended += [(r, states[k]) for k, r in enumerate(playing) if now[k] == r >= 0]
-
-    def run(self, epochs: int = 3) -> Iterator[tuple[float, Tensor]]:
-        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        for _ in range(epochs):
-            yield from self.epoch(optimizer)
-
-
-class NoiseOracle(Oracle):
-    """Noise with the mean and deviation of all states in which windows have ended."""
-
-    def initial(self, recording: int) -> Any:
-        del recording
-        fresh = self.net.initial_state(1)
-        if not self.ended:
-            return fresh
-        rows = zip(*(tt.state.tensors(state) for _, state in self.ended), strict=True)
-        drawn = [self.drawn(torch.cat(leaves)) for leaves in rows]
-        return tt.state.map_leaves(lambda _: drawn.pop(0).unsqueeze(0), fresh)
-
-    @staticmethod
-    def drawn(rows: Tensor) -> Tensor:
-        return rows.mean(0) + rows.std(0, correction=0) * torch.randn_like(rows[0])
-
-
-ORACLES: dict[str, tuple[Policy, type[Oracle]]] = {
-    "carried": (CarriedStart(5), Oracle),
-    "noise": (NoiseStart(5), NoiseOracle),
-}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize(("policy", "oracle"), list(ORACLES.values()), ids=list(ORACLES))
-@pytest.mark.parametrize(("lanes", "fused"), [(1, False), (2, False), (3, False), (3, True)])
-@pytest.mark.parametrize("lengths", [LENGTHS, (20, 10, 30)], ids=["uneven", "even"])
-def test_windows_start_from_the_states_of_the_definition(
-    policy: Policy, oracle: type[Oracle], lanes: int, lengths: tuple[int, ...], *, fused: bool
-) -> None:
-    stream = make_stream(lanes, lengths=lengths)
-    torch.manual_seed(0)
-    own = list(train_epochs(make_net(fused=fused), stream, policy))
-    torch.manual_seed(0)
-    expected = list(oracle(make_net(), make_stream(lanes, lengths=lengths)).run())
-    assert len(own) == len(expected) == 3 * len(stream)
-    for (loss, outputs), (other, rows) in zip(own, expected, strict=True):
-        assert loss == pytest.approx(other, rel=1e-9)
-        mask = rows != 0
-        assert torch.allclose(outputs[mask], rows[mask], rtol=1e-9, atol=1e-12)
-
-
-def elementwise() -> Carried:
-    return tt.carry(nn.Sequential(MinGRU(FEATURES, UNITS), nn.Linear(UNITS, 2)).double())
+    net, data = named("hides-layer").net(), recordings([23, 10, 8, 31])
+    stream, policy = tt.Stream(tt.windows(data, 5), lanes=lanes, chunk=5, seed=1), CarriedStart(5)
+    played, state = dict[tuple[int, int], Tensor](), None
+    for _ in range(8):
+        run = tt.updates(net, stream, nn.MSELoss(), gradient=policy, policy_state=state)
+        for update in run:
+            chunk = update.chunk
+            for at in chunk.mask.nonzero().tolist():
+                step = chunk.recording[*at].item(), chunk.position[*at].item()
+                played[int(step[0]), int(step[1])] = update.outputs[*at]
+        state = run.policy_state
+    whole = [tt.predict(net, recording)[0] for recording in data]
+    ours = torch.stack([played[at] for at in sorted(played)])
+    torch.testing.assert_close(ours, torch.cat(whole), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("make", "policy"),
     [
         (RESUMED["hidden-cell"], RTRL(5)),
-        (elementwise, ElementwiseRTRL(5)),
+        (lambda: min_gru(2), ElementwiseRTRL(5)),
         (RESUMED["rotation"], CarriedStart(5)),
         (RESUMED["rotation"], NoiseStart(5)),
     ],

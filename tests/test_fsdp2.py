@@ -4,7 +4,6 @@ has them whole.
 Shapes: `T` steps, `B` lanes, `D` input features.
 """
 
-import subprocess
 import warnings
 from collections.abc import Iterator
 from functools import cache
@@ -21,14 +20,17 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import throughtime as tt
-from processes import LOOPBACK, in_processes, torchrun
+from processes import example, in_processes
 from strategies import apart, recordings
 from throughtime.carry import Carried
 from throughtime.errors import ModelError
+from throughtime.gradient import Policy
 
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
 LANES, COUNT = 2, 20
 LOSS = nn.MSELoss()
+SEGMENTS, GAPS = tt.Exact(cut_every=20, chunk=7), tt.Truncated(7)
+RESUMED = tt.Truncated(3, 8)
 EXAMPLE = Path(__file__).parent.parent / "examples" / "fsdp2.py"
 
 
@@ -54,16 +56,36 @@ def whole(net: nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def trained(net: Carried, lanes: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses after so many updates."""
-    stream, losses = tt.Stream(recordings(LENGTHS, outputs=1), lanes, 10), list[float]()
-    optimizer, policy = torch.optim.Adam(net.parameters(), 0.01), tt.Exact(cut_every=20, chunk=7)
+def stream_of(lanes: int = LANES, data: list[dict[str, Any]] | None = None) -> tt.Stream:
+    return tt.Stream(data or recordings(LENGTHS, outputs=1), lanes, 10)
+
+
+def trained(
+    net: Carried,
+    lanes: int = LANES,
+    policy: Policy = SEGMENTS,
+    data: list[dict[str, Any]] | None = None,
+    stop: int | None = None,
+) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights and losses after so many updates; after `stop` of them with a new stream."""
+    optimizer, losses = torch.optim.Adam(net.parameters(), 0.01), list[float]()
+    stream = stream_of(lanes, data)
+    run = tt.updates(net, stream, LOSS, gradient=policy)
     while len(losses) < COUNT:
-        for update in tt.updates(net, stream, LOSS, gradient=policy):
+        for update in run:
             losses.append(update.loss.item())
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.3)
             optimizer.step()
             optimizer.zero_grad()
+            if len(losses) == COUNT:
+                break
+            if len(losses) == stop:
+                position, stream = run.state_dict(), stream_of(lanes, data)
+                run = tt.updates(net, stream, LOSS, gradient=policy)
+                run.load_state_dict(position)
+                break
+        else:
+            run = tt.updates(net, stream, LOSS, gradient=policy)
     return whole(net), losses
 
 
@@ -75,29 +97,11 @@ def gaps() -> list[dict[str, Any]]:
     return result
 
 
-def by_updates(net: Carried, lanes: int) -> dict[str, Tensor]:
-    stream, optimizer = (
-        tt.Stream(gaps(), lanes, 7, seed=None),
-        torch.optim.SGD(net.parameters(), 0.1),
-    )
-    for _ in tt.updates(net, stream, LOSS, gradient=tt.Truncated(7)):
-        optimizer.step()
-        optimizer.zero_grad()
-    return whole(net)
-
-
 def placed() -> tuple[bool, bool, float]:
     """Whether weights and gradients are sharded between updates, and the steps in Adam's state."""
     net = sharded(parts=True)
     optimizer = torch.optim.Adam(net.parameters())
-    next(
-        tt.updates(
-            net,
-            tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
-            LOSS,
-            gradient=tt.Truncated(7),
-        )
-    )
+    next(tt.updates(net, stream_of(), LOSS, gradient=GAPS))
     spread = [
         isinstance(w, DTensor) and isinstance(w.grad, DTensor) and w.grad.placements == w.placements
         for w in net.parameters()
@@ -111,37 +115,10 @@ def placed() -> tuple[bool, bool, float]:
     )
 
 
-def resumed(stop: int) -> bool:
-    """Whether a training that is stopped and goes on in new objects ends with the same bits."""
-    ends: list[dict[str, Tensor]] = []
-    for at in (None, stop):
-        net, stream = sharded(), tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10)
-        run = tt.updates(net, stream, LOSS, gradient=tt.Truncated(3, 8))
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        for done in range(1, 11):
-            next(run)
-            optimizer.step()
-            optimizer.zero_grad()
-            if done == at:
-                position, stream = (
-                    run.state_dict(),
-                    tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
-                )
-                run = tt.updates(net, stream, LOSS, gradient=tt.Truncated(3, 8))
-                run.load_state_dict(position)
-        ends.append(whole(net))
-    return apart(ends[0], ends[1]) == 0
-
-
 def refused() -> str:
     net = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     try:
-        tt.updates(
-            net,
-            tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10),
-            LOSS,
-            gradient=tt.Truncated(7),
-        )
+        tt.updates(net, stream_of(), LOSS, gradient=GAPS)
     except ModelError as error:
         return str(error)
     return "nothing was refused"
@@ -159,17 +136,13 @@ def quiet() -> None:
 def works(rank: int, before: None) -> Iterator[tuple[str, Any]]:
     del rank, before
     quiet()
-    yield "trained", trained(sharded(parts=True), LANES)
-    yield (
-        "evaluated",
-        tt.evaluate(
-            sharded(parts=True), tt.Stream(recordings(LENGTHS, outputs=1), LANES, 10), LOSS
-        ).loss,
-    )
-    yield "gaps", by_updates(sharded(), LANES)
+    yield "trained", trained(sharded(parts=True))
+    yield "evaluated", tt.evaluate(sharded(parts=True), stream_of(), LOSS).loss
+    yield "gaps", trained(sharded(), policy=GAPS, data=gaps())
     yield "placed", placed()
     yield "refused", refused()
-    yield "resumed", resumed(3)
+    yield "whole", trained(sharded(), policy=RESUMED)
+    yield "resumed", trained(sharded(), policy=RESUMED, stop=3)
 
 
 @cache
@@ -185,9 +158,9 @@ def test_spread_weights_become_those_of_one_process() -> None:
 
 
 def test_ranks_weigh_by_their_valid_steps_where_fully_shard_counts_each_the_same() -> None:
-    expected = by_updates(plain(), 2 * LANES)
+    expected, _ = trained(plain(), 2 * LANES, GAPS, gaps())
     for told in found():
-        assert apart(told["gaps"], expected) < 1e-12
+        assert apart(told["gaps"][0], expected) < 1e-12
 
 
 def test_between_updates_weights_gradients_and_optimizer_are_spread() -> None:
@@ -199,15 +172,13 @@ def test_between_updates_weights_gradients_and_optimizer_are_spread() -> None:
 
 
 def test_evaluation_of_spread_weights_is_that_of_one_process() -> None:
-    expected = tt.evaluate(
-        plain(), tt.Stream(recordings(LENGTHS, outputs=1), 2 * LANES, 10), LOSS
-    ).loss
+    expected = tt.evaluate(plain(), stream_of(2 * LANES), LOSS).loss
     for told in found():
         assert told["evaluated"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_spread_weights_resume_to_the_bit() -> None:
-    assert all(told["resumed"] for told in found())
+    assert all(apart(told["resumed"][0], told["whole"][0]) == 0 for told in found())
 
 
 def test_a_precision_of_its_own_is_refused_with_the_line_to_write() -> None:
@@ -220,18 +191,7 @@ def test_the_example_stopped_and_resumed_on_two_ranks_gives_the_weights_of_one(
     tmp_path: Path,
 ) -> None:
     def launched(updates: int, ranks: int, checkpoint: Path) -> dict[str, Tensor]:
-        command = [
-            *torchrun(ranks),
-            str(EXAMPLE),
-            "--updates",
-            str(updates),
-            "--checkpoint",
-            str(checkpoint),
-        ]
-        done = subprocess.run(
-            command, env=LOOPBACK, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        example(EXAMPLE, ranks, "--updates", str(updates), "--checkpoint", checkpoint)
         return torch.load(checkpoint)["net"]
 
     one, two = launched(50, 1, tmp_path / "one.pt"), launched(50, 2, tmp_path / "two.pt")

@@ -6,14 +6,12 @@ import shutil
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from processes import elsewhere
-from throughtime import kernels
 from throughtime.errors import ConfigError
 from throughtime.kernels import library as loader
 
@@ -113,29 +111,6 @@ def test_an_unavailable_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         loader.library()
 
 
-def test_none_leaves_the_library_alone_and_nobody_is_warned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("THROUGHTIME_LEVEL", "none")
-    assert loader.need("a test") is None
-    assert loader.level() is None
-    assert not loader.bfloat16()
-    assert "THROUGHTIME_LEVEL" in (loader.why_missing() or "")
-
-
-def test_a_missing_library_warns_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(kernels, "__path__", [str(tmp_path)])
-    assert loader.library() is None
-    assert "pip install" in (loader.why_missing() or "")
-    with pytest.warns(
-        UserWarning, match=r"unavailable for tt\.nn\.LSTM\. Using plain PyTorch.*pip install"
-    ):
-        assert loader.need("tt.nn.LSTM") is None
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert loader.need("tt.nn.GRU") is None
-
-
 @BUILT
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     path = _there()._name
@@ -164,16 +139,6 @@ def test_what_is_no_library_of_ours_is_refused(
         ConfigError, match=r"is not a compiled core that loads here.*unset THROUGHTIME_LIBRARY"
     ):
         loader.library()
-
-
-@BUILT
-def test_a_library_built_elsewhere_runs_in_place_of_the_installed_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    path = shutil.copy(_there()._name, tmp_path / loader.NAME)
-    loader._loaded.cache_clear()
-    monkeypatch.setenv("THROUGHTIME_LIBRARY", str(path))
-    assert _there()._name == str(path)
 
 
 def who_runs(parallel: int) -> set[int]:

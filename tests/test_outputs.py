@@ -6,7 +6,6 @@ of calling a module nor policies. Every net has two outputs of the same hidden u
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -61,11 +60,6 @@ class Nested(Heads):
         return {"heads": {"a": a}, "rest": (b,)}, h
 
 
-class Inside(Heads):
-    def forward(self, x: Tensor) -> Any:
-        return self.heads(self.layer(x)[0])
-
-
 class Step(Heads):
     def __init__(self) -> None:
         super().__init__(nn.GRUCell(3, 4))
@@ -100,11 +94,9 @@ class Style(NamedTuple):
 
 
 STYLES: dict[str, Style] = {
-    "pair by paths": Style(Pair, [(0, 0), (0, 1)]),
     "flat": Style(Flat),
     "names and state": Style(NamesAndState, named=True),
     "nested by paths": Style(Nested, [(0, "heads", "a"), (0, "rest", 0)]),
-    "inside": Style(Inside),
     "step": Style(Step),
     "two beside integers": Style(Whole, [0, 1]),
 }
@@ -280,35 +272,14 @@ def test_a_metric_of_one_tensor_says_what_several_outputs_need(metric: Any) -> N
         tt.evaluate(net_of("flat"), data(), metrics=metric)
 
 
-@pytest.mark.parametrize("policy", [tt.Truncated(5), tt.Exact(chunk=3)], ids=str)
-def test_a_loss_of_torch_says_what_several_outputs_need(policy: Any) -> None:
+def test_a_loss_of_torch_says_what_several_outputs_need() -> None:
     net, stream, loss_fn = net_of("flat"), tt.Stream(data(), 2, 4, seed=None), nn.MSELoss()
     for call in (
-        lambda: next(tt.updates(net, stream, loss_fn, gradient=policy)),
+        lambda: next(tt.updates(net, stream, loss_fn, gradient=tt.Truncated(5))),
         lambda: tt.evaluate(net, data(), loss_fn),
-        lambda: tt.audit(net, stream, loss_fn, (3,)),
-        lambda: tt.reach(net, stream, loss_fn, max_lag=3),
     ):
         with pytest.raises(ModelError, match="several outputs, and this loss"):
             call()
-
-
-def test_a_rollout_gives_the_outputs_and_their_gradients() -> None:
-    net = net_of("names and state")
-    x = torch.randn(11, 2, 3, dtype=torch.float64)
-    outputs, _ = tt.rollout(net, x, chunk=4)
-    weights = list(net.module.parameters())
-    ours = torch.autograd.grad(outputs["a"].square().sum() + outputs["b"].sum(), weights)
-    (a, b), _ = plain(net.module, x)
-    theirs = torch.autograd.grad(a.square().sum() + b.sum(), weights)
-    close(ours, theirs)
-
-
-@pytest.mark.parametrize("to", ["onnx", "c", "js"])
-def test_an_export_of_several_outputs_is_refused(to: str, tmp_path: Path) -> None:
-    with pytest.raises(ThroughtimeError, match="output="):
-        tt.export(net_of("flat").float(), tmp_path / f"net.{to}", inputs=torch.randn(20, 3))
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("output", [(0, 0), [(0, 0), (0, 1)]])
@@ -318,12 +289,6 @@ def test_a_scalar_beside_is_neither_output_nor_state(output: Any) -> None:
     outputs, _ = net(x, net.initial_state(2))
     theirs, _ = plain(net.module, x)
     close(outputs if isinstance(outputs, Tensor) else outputs[0], theirs[0])
-
-
-@pytest.mark.parametrize("make", [Whole, Penalty])
-def test_all_takes_no_module_that_returns_what_is_no_output(make: Any) -> None:
-    with pytest.raises(ModelError, match=make.__name__):
-        tt.carry(make(), torch.randn(5, 2, 3), output="all")
 
 
 @pytest.mark.parametrize(

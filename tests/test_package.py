@@ -14,28 +14,10 @@ import pytest
 import throughtime as tt
 from throughtime import errors
 
-DOCS = Path(__file__).parent.parent / "docs"
 OPTIONAL = (
     *("pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "edfio", "wfdb", "pandas", "scipy"),
     *("lightning", "pytorch_lightning", "matplotlib", "ignite", "accelerate"),
 )
-
-
-def isort_style(name: str) -> tuple[int, str]:
-    """Ruff's RUF022: constants, then classes, then the rest, each in order."""
-    rank = 0 if name.isupper() and len(name) > 1 else 1 if name[:1].isupper() else 2
-    return rank, name
-
-
-def test_all_is_sorted() -> None:
-    assert tt.__all__ == sorted(tt.__all__, key=isort_style)
-    assert len(set(tt.__all__)) == len(tt.__all__)
-    assert sorted(["updates", "Chunk", "__version__", "VERSION"], key=isort_style) == [
-        "VERSION",
-        "Chunk",
-        "__version__",
-        "updates",
-    ]
 
 
 def imported_for_type_checkers() -> dict[str, str]:
@@ -78,22 +60,6 @@ def test_public_names_are_functions_beside_their_modules_and_load_nothing_option
     assert not loaded & set(OPTIONAL)
 
 
-DOCUMENTED = [Path(__file__).parent.parent / "README.md", *DOCS.rglob("*.md")]
-
-
-def names_in_docs() -> set[str]:
-    """Every `tt.name` in README and docs."""
-    pages = "\n".join(page.read_text(encoding="utf-8") for page in DOCUMENTED)
-    return set(re.findall(r"\btt\.([A-Za-z]\w*)", pages))
-
-
-def test_pages_name_only_public_names() -> None:
-    """The API reference has all of them: test_site.py."""
-    named = names_in_docs()
-    assert named <= set(tt.__all__) - {"__version__"}
-    assert len(named) > 20
-
-
 def exceptions() -> list[type[Exception]]:
     return [e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)]
 
@@ -130,12 +96,6 @@ def test_import_loads_neither_torch_nor_an_optional_dependency() -> None:
     loaded = loaded_by("import throughtime")
     assert "throughtime" in loaded
     assert not loaded & {"torch", "numpy", *OPTIONAL}
-
-
-def test_the_check_of_optional_dependencies_can_fail() -> None:
-    """All are installed here, so that the test above would see them."""
-    modules = ["pyarrow", "soundfile", "h5py", "zarr", "netCDF4", "wfdb"]
-    assert set(modules) <= loaded_by(f"import {', '.join(modules)}") & set(OPTIONAL)
 
 
 def test_the_package_is_pickled_by_name() -> None:

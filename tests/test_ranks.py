@@ -7,13 +7,15 @@ Shapes: `T` steps, `B` lanes, `D` input features.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from types import SimpleNamespace
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+import torchmetrics
+from torch import Tensor, distributed, nn
 
 import throughtime as tt
 from processes import in_processes
@@ -22,8 +24,6 @@ from throughtime.carry import Carried
 from throughtime.distributed import Ranks
 from throughtime.errors import DataError, RunError
 from throughtime.gradient import Policy, Update, UpdatePolicy
-from throughtime.stream.recording import StepArrays
-from throughtime.stream.sources import as_recording
 
 LANES = 2  # of each rank
 LENGTHS = (40, 25, 53, 8, 3, 29, 15)
@@ -73,31 +73,32 @@ class Case:
     def stream(self, lanes: int) -> tt.Stream:
         return tt.Stream(self.data(), lanes, 10, **self.options)
 
-    def train(self, lanes: int, made: tt.Stream | None = None) -> dict[str, Any]:
-        """Weights at the end, and the loss and steps of every update."""
-        net, stream, told = (
-            self.net(),
-            self.stream(lanes) if made is None else made,
-            list[tuple[float, int]](),
-        )
+    def train(
+        self, lanes: int, made: tt.Stream | None = None, stop: int | None = None
+    ) -> dict[str, Any]:
+        """Weights at the end, and the loss and steps of every update.
+
+        After `stop` updates the loop goes on with a new stream, from the saved position.
+        """
+        net, stream = self.net(), self.stream(lanes) if made is None else made
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        policy, loss_fn = self.policy(), self.loss_fn().double()
-        policy_state = None
+        options: dict[str, Any] = {"gradient": self.policy(), "accumulate": self.accumulate}
+        loss_fn, told = self.loss_fn().double(), list[tuple[float, int]]()
         torch.manual_seed(11)
-        for _ in range(self.epochs):
-            updates = tt.updates(
-                net,
-                stream,
-                loss_fn,
-                gradient=policy,
-                policy_state=policy_state,
-                accumulate=self.accumulate,
-            )
-            for update in updates:
+        run = tt.updates(net, stream, loss_fn, **options)
+        while stream.epoch < self.epochs:
+            for update in run:
                 told.append((update.loss.item(), update.steps))
                 optimizer.step()
                 optimizer.zero_grad()
-            policy_state = updates.policy_state
+                if len(told) == stop:
+                    position, stream = run.state_dict(), self.stream(lanes)
+                    run = tt.updates(net, stream, loss_fn, **options)
+                    run.load_state_dict(position)
+                    break
+            else:
+                known = run.policy_state
+                run = tt.updates(net, stream, loss_fn, policy_state=known, **options)
         return {"weights": {name: p.detach() for name, p in net.named_parameters()}, "told": told}
 
 
@@ -119,18 +120,6 @@ def ratio(outputs: Tensor, chunk: Any) -> Tensor:
     return error.square().sum() / (1 + signal.square().sum())
 
 
-def ratio_of_ranks(outputs: Tensor, chunk: Any) -> tuple[Tensor, float]:
-    """That of all lanes of a rank: every rank has two, and calls it for its own."""
-    total, weight = outputs.new_zeros(()), 0.0
-    for first in range(0, chunk.lanes, LANES):
-        lanes = [chunk.lane(k) for k in range(first, first + LANES)]
-        valid = sum(lane.valid_steps for lane in lanes)
-        y, targets = outputs[:, first : first + LANES], chunk.targets[:, first : first + LANES]
-        own = SimpleNamespace(targets=targets)
-        total, weight = total + ratio(y, own) * valid, weight + valid
-    return total, weight
-
-
 def over_steps() -> nn.Module:
     return tt.SequenceLoss(squares, additive=True)
 
@@ -139,19 +128,13 @@ def over_recordings() -> nn.Module:
     return tt.SequenceLoss(ratio, over="recording")
 
 
-def over_windows() -> nn.Module:
-    return tt.SequenceLoss(ratio_of_ranks)
-
-
 UNEQUAL = (150, 9, 4, 20, 7)
 SEGMENT = tt.Exact(cut_every=20, chunk=7)
 CASES: dict[str, Case] = {
     "stride": Case(lambda: tt.Truncated(7)),
     "horizon": Case(lambda: tt.Truncated(7, 15)),
     "exact": Case(lambda: tt.Exact(chunk=11), epochs=3),
-    "randomized": Case(lambda: tt.Randomized(20)),
     "gaps-stride": Case(lambda: tt.Truncated(7), lambda: with_gaps(LENGTHS)),
-    "classes": Case(lambda: tt.Truncated(7), lambda: classes(LENGTHS), loss_fn=weighted, outputs=3),
     "unequal": Case(lambda: tt.Truncated(7, 15), lambda: recordings(UNEQUAL, outputs=1)),
     "handed-on": Case(
         lambda: tt.Truncated(7), lambda: recordings([123], outputs=1), {"hand_off": True}, epochs=4
@@ -161,39 +144,18 @@ CASES: dict[str, Case] = {
     ),
     "sums-randomized": Case(lambda: tt.Randomized(20), loss_fn=over_steps),
     "by recording-segment": Case(lambda: SEGMENT, loss_fn=over_recordings),
-    "by window-exact": Case(lambda: tt.Exact(chunk=11), loss_fn=over_windows),
+}
+STOPS = {"horizon": 3, "handed-on": 11}  # updates before a resume
+MESSAGES = {
+    "exact": CASES["exact"],
+    "segment": Case(lambda: SEGMENT),
+    "accumulated": Case(lambda: tt.Truncated(7, 15), accumulate=4),
+}
+SCORED: dict[str, tuple[Case, Any]] = {
+    "classes": (CASES["accumulated-classes"], tt.metrics.Classification(3)),
+    "numbers": (CASES["gaps-stride"], tt.metrics.Regression()),
 }
 MEASURED = Case(lambda: tt.Adaptive(0.1, 5, 40, every=1))
-
-
-def resumed(case: Case, stop: int) -> bool:
-    """Is a training, stopped after `stop` updates and resumed in new objects, equal to the bit?"""
-    ends: list[dict[str, Tensor]] = []
-    for at in (None, stop):
-        net, stream = case.net(), case.stream(LANES)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        run, done = tt.updates(net, stream, nn.MSELoss(), gradient=case.policy()), 0
-        while stream.epoch < case.epochs:
-            for _ in run:
-                optimizer.step()
-                optimizer.zero_grad()
-                done += 1
-                if done == at:
-                    place = run.state_dict()
-                    stream = case.stream(LANES)
-                    run = tt.updates(net, stream, nn.MSELoss(), gradient=case.policy())
-                    run.load_state_dict(place)
-                    break
-            else:
-                run = tt.updates(
-                    net,
-                    stream,
-                    nn.MSELoss(),
-                    gradient=case.policy(),
-                    policy_state=run.policy_state,
-                )
-        ends.append({name: p.detach().clone() for name, p in net.named_parameters()})
-    return all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
 def refused(call: Callable[[], object]) -> str:
@@ -204,19 +166,21 @@ def refused(call: Callable[[], object]) -> str:
     return "nothing was refused"
 
 
+def first_update(
+    stream: tt.Stream, net: Carried | None = None, stride: int = 7, **options: Any
+) -> str:
+    """What the first update says."""
+    net, policy = net or CASES["stride"].net(), tt.Truncated(stride)
+    run = tt.updates
+    return refused(lambda: next(run(net, stream, nn.MSELoss(), gradient=policy, **options)))
+
+
 def flipped(rank: int) -> Carried:
     """The same numbers at other positions of every rank: their float64 sum is equal to the bit."""
     net = CASES["stride"].net().float()
     with torch.no_grad():
         for weight in net.parameters() if rank else ():
             weight.copy_(weight.flip(0))
-    return net
-
-
-def frozen_on_the_first(rank: int) -> Carried:
-    net = CASES["stride"].net()
-    for weight in list(net.parameters())[: 2 * (1 - rank)]:
-        weight.requires_grad = False
     return net
 
 
@@ -233,7 +197,6 @@ def plans_apart(rank: int) -> dict[str, tuple[tt.Stream, int]]:
         "other seed": (tt.Stream(data, seed=rank, **settings), 7),
         "other stride": (tt.Stream(data, **settings), 7 + rank),
         "other values": (tt.Stream(changed(data, rank), **settings), 7),
-        "unreadable": (tt.Stream([*data, Unreadable(data[1], rank)], **settings), 7),
     }
 
 
@@ -242,23 +205,6 @@ def changed(data: list[dict[str, Any]], rank: int) -> list[dict[str, Any]]:
     targets = np.array(data[1]["targets"])
     targets[-1] += rank
     return [data[0], data[1] | {"targets": targets}, *data[2:]]
-
-
-class Unreadable:
-    """A recording that the second rank cannot read."""
-
-    name = "lost"
-
-    def __init__(self, values: dict[str, Any], rank: int) -> None:
-        self._whole, self._rank = as_recording(values, 0), rank
-
-    def __len__(self) -> int:
-        return len(self._whole)
-
-    def read(self, start: int, stop: int) -> StepArrays:
-        if self._rank:
-            raise OSError("gone")
-        return self._whole.read(start, stop)
 
 
 def steps_apart(rank: int) -> str:
@@ -289,11 +235,7 @@ def one_fails(rank: int) -> tuple[str, bool]:
         }
         for i in range(2)
     ]
-    told = refused(
-        lambda: next(
-            tt.updates(net, tt.Stream(bad, 1, 7, seed=None), nn.MSELoss(), gradient=tt.Truncated(7))
-        )
-    )
+    told = first_update(tt.Stream(bad, 1, 7, seed=None), net)
     kept = all(w.grad is not None and bool((w.grad == rank + 1.0).all()) for w in net.parameters())
     return told, kept and all(
         torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True)
@@ -305,10 +247,7 @@ def one_has_no_state(rank: int) -> str:
     net, stream = CASES["stride"].net(), CASES["stride"].stream(LANES)
     stream.load_state_dict(stream.state_dict() | {"position": 7})
     state = net.initial_state(stream.lanes) if rank else None
-    policy = tt.Truncated(7)
-    return refused(
-        lambda: next(tt.updates(net, stream, nn.MSELoss(), gradient=policy, state=state))
-    )
+    return first_update(stream, net, state=state)
 
 
 def reduced(rank: int) -> tuple[int, float, list[Tensor | None]]:
@@ -339,6 +278,25 @@ def one_is_sparse(rank: int) -> str:
     return refused(lambda: Ranks(rank, 2, torch.device("cpu")).reduce_update(update, [weight]))
 
 
+def messages(case: Case) -> list[int]:
+    """How many times ranks added something up for each update."""
+    run = tt.updates(
+        *(case.net(), case.stream(LANES), nn.MSELoss()),
+        gradient=case.policy(),
+        accumulate=case.accumulate,
+    )
+    with mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as sent:
+        counts = [0, *(sent.call_count for _ in run)]
+    return [after - before for before, after in pairwise(counts)]
+
+
+def scores(case: Case, metric: Any) -> Iterator[tuple[dict[str, float], Any]]:
+    """Of each rank's share of a stream, and of recordings, which every rank has."""
+    for data in (case.stream(LANES), case.data()):
+        result = tt.evaluate(case.net(), data, metrics=metric)
+        yield result.metrics, result.recordings
+
+
 def before_the_group() -> tuple[tt.Stream, tt.Stream]:
     """Streams made early: one that plays for the first time on ranks, and one that has played."""
     played = CASES["stride"].stream(LANES)
@@ -356,46 +314,26 @@ def ranks_work(rank: int, early: tuple[tt.Stream, tt.Stream]) -> Iterator[tuple[
     for name, case in CASES.items():
         yield name, case.train(LANES)
     yield "measured", MEASURED.train(LANES)
-    yield "resumed", [resumed(CASES["horizon"], 3), resumed(CASES["handed-on"], 11)]
+    for name, stop in STOPS.items():
+        yield f"{name}, resumed", CASES[name].train(LANES, stop=stop)
     case = CASES["stride"]
-    for name, net in (
-        ("flipped", flipped(rank)),
-        ("frozen", frozen_on_the_first(rank)),
-    ):
-        yield (
-            name,
-            refused(
-                lambda net=net: next(
-                    tt.updates(net, case.stream(LANES), nn.MSELoss(), gradient=tt.Truncated(7))
-                )
-            ),
-        )
+    yield "flipped", first_update(case.stream(LANES), flipped(rank))
     for name, (stream, stride) in plans_apart(rank).items():
-        yield (
-            name,
-            refused(
-                lambda s=stream, k=stride: next(
-                    tt.updates(case.net(), s, nn.MSELoss(), gradient=tt.Truncated(k))
-                )
-            ),
-        )
+        yield name, first_update(stream, stride=stride)
     yield "other rate", steps_apart(rank)
-    yield (
-        "more ranks",
-        refused(
-            lambda: tt.updates(
-                case.net(),
-                tt.Stream(case.data(), LANES, 7, rank=rank, ranks=4),
-                nn.MSELoss(),
-                gradient=tt.Truncated(7),
-            )
-        ),
-    )
-    yield "one fails", one_fails(rank)
+    yield "more ranks", first_update(tt.Stream(case.data(), LANES, 7, rank=rank, ranks=4))
+    told, kept = one_fails(rank)
+    yield from (("one fails", told), ("kept", kept))
     yield "one has no state", one_has_no_state(rank)
     yield from early_work(case, *early)
     place = case.stream(LANES).state_dict() | {"rank": 1 - rank}
     yield "place", refused(lambda: case.stream(LANES).load_state_dict(place))
+    for name, counted in MESSAGES.items():
+        yield f"messages of {name}", messages(counted)
+    for name, (scored, metric) in SCORED.items():
+        yield f"scores of {name}", [*scores(scored, metric)]
+    accuracy, (scored, _) = torchmetrics.Accuracy("multiclass", num_classes=3), SCORED["classes"]
+    yield "no merge", refused(lambda: [*scores(scored, accuracy)])
     yield "one is sparse", one_is_sparse(rank)
     yield "reduced", reduced(rank)
 
@@ -431,58 +369,39 @@ def test_adaptive_ranks_choose_the_horizon_of_one_process() -> None:
     assert deviation(found()[0]["measured"], MEASURED.train(2 * LANES)) < 1e-12
 
 
-def test_resume_on_ranks_gives_the_same_weights_to_the_bit() -> None:
+@pytest.mark.parametrize("name", STOPS)
+def test_resume_on_ranks_gives_the_same_weights_to_the_bit(name: str) -> None:
     for told in found():
-        assert told["resumed"] == [True] * 2
+        assert deviation(told[f"{name}, resumed"], told[name]) == 0
 
 
-def test_nets_that_start_apart_are_refused() -> None:
-    for told in found():
-        for way in ("flipped", "frozen"):
-            assert "RankError: rank 1 starts with other weights than rank 0" in told[way]
+WEIGHTS = "RankError: rank 1 starts with other weights than rank 0"
+PLAN = "RankError: rank 1 would not play its share of the plan of rank 0: "
+FAILED = "RankError: 1 of 2 ranks could not make this update; their own output says why"
+REFUSED: dict[str, tuple[str, ...]] = {  # by rank; nobody waits for the other
+    "flipped": (WEIGHTS, WEIGHTS),
+    "other seed": (PLAN, "seed is 0 there and 1 here"),
+    "other stride": (PLAN, "gradient is Truncated(stride=7"),
+    "other values": (PLAN, "checksum of recording 1 ('r1') is '"),
+    "other rate": ("RankError: rank 1 has after the first update other weights",) * 2,
+    "more ranks": ("plays rank 0 of 4, and this process is rank 0 of 2", "rank 1 of 4"),
+    "one fails": ("DataError: recording '0' has", FAILED),
+    "one has no state": ("the stream is at step 7 and no state came with it", FAILED),
+    "one is sparse": ("make the layer with sparse=False", FAILED),
+    "early and played": ("has played for rank 0 of 1", "this process is rank 1 of 2 now"),
+    "no merge": ("cannot be added up over ranks: give them a method merge",) * 2,
+    "place": ("rank is 1 there and 0 here", "rank is 0 there and 1 here"),
+}
 
 
-@pytest.mark.parametrize(
-    ("way", "reason"),
-    [
-        ("other seed", "seed is 0 there and 1 here"),
-        ("other stride", "gradient is Truncated(stride=7"),
-        ("other values", "checksum of recording 1 ('r1') is '"),
-        ("unreadable", "here"),
-    ],
-)
-def test_plans_that_differ_are_refused_on_every_rank(way: str, reason: str) -> None:
-    for told in found():
-        assert "RankError: rank 1 would not play its share of the plan of rank 0: " in told[way]
-        assert reason in told[way]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_go_apart_is_refused_on_every_rank(name: str) -> None:
+    for told, reason in zip(found(), REFUSED[name], strict=True):
+        assert reason in told[name]
 
 
-def test_ranks_that_step_differently_are_refused_at_the_second_update() -> None:
-    for told in found():
-        assert "RankError: rank 1 has after the first update other weights" in told["other rate"]
-        assert "the same optimizer, learning rate and clipping" in told["other rate"]
-
-
-def test_a_share_of_another_number_of_ranks_than_the_group_has_is_refused() -> None:
-    for rank, told in enumerate(found()):
-        assert (
-            f"DataError: the stream plays rank {rank} of 4, and this process is rank {rank} of 2"
-            in told["more ranks"]
-        )
-
-
-def test_a_rank_without_its_state_is_named_and_the_others_do_not_wait() -> None:
-    first, second = (told["one has no state"] for told in found())
-    assert "the stream is at step 7 and no state came with it" in first
-    assert "1 of 2 ranks could not make this update" in second
-
-
-def test_a_failure_on_one_rank_is_told_on_all_and_changes_nothing() -> None:
-    (first, first_kept), (second, second_kept) = (told["one fails"] for told in found())
-    assert "DataError: recording '0' has" in first
-    assert second == "RankError: 1 of 2 ranks could not make this update; their own output says why"
-    assert first_kept
-    assert second_kept
+def test_a_failure_on_one_rank_changes_nothing() -> None:
+    assert [told["kept"] for told in found()] == [True, True]
 
 
 def test_gradients_of_all_types_are_added_up_and_counts_are_exact() -> None:
@@ -504,28 +423,29 @@ def test_gradients_of_all_types_are_added_up_and_counts_are_exact() -> None:
         assert grads[4] is None
 
 
-def test_a_sparse_gradient_is_refused_on_its_rank_and_the_others_do_not_wait() -> None:
-    first, second = (told["one is sparse"] for told in found())
-    assert "make the layer with sparse=False" in first
-    assert "1 of 2 ranks could not make this update" in second
+@pytest.mark.parametrize("name", MESSAGES)
+def test_gradients_are_reduced_once_per_update_however_many_backward_passes(name: str) -> None:
+    """One message adds up the numbers of valid steps, one the gradients."""
+    for told in found():
+        assert set(told[f"messages of {name}"]) == {2}
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_ranks_score_as_one_process(name: str) -> None:
+    case, metric = SCORED[name]
+    alone = tt.evaluate(case.net(), case.data(), metrics=metric)
+    assert len(alone.recordings) > 1
+    for told in found():
+        for values, by_recording in told[f"scores of {name}"]:
+            assert values == pytest.approx(alone.metrics, nan_ok=True)
+            assert by_recording.keys() == alone.recordings.keys()
+            for recording, own in alone.recordings.items():
+                assert by_recording[recording] == pytest.approx(own, nan_ok=True)
 
 
 def test_stream_made_before_the_group_takes_its_place_in_it() -> None:
     for told in found():
         assert deviation(told["early"], told["stride"]) == 0
-
-
-def test_stream_that_played_before_the_group_is_refused() -> None:
-    for rank, told in enumerate(found()):
-        reason = f"the stream has played for rank 0 of 1, and this process is rank {rank} of 2 now"
-        assert f"DataError: {reason}" in told["early and played"]
-
-
-def test_place_of_another_rank_is_refused() -> None:
-    for rank, told in enumerate(found()):
-        assert (
-            f"belongs to another stream: rank is {1 - rank} there and {rank} here" in told["place"]
-        )
 
 
 def test_ranks_without_a_group_are_refused() -> None:

@@ -24,7 +24,10 @@ from strategies import apart
 EXAMPLE = Path(__file__).parent.parent / "examples" / "ray_train.py"
 UPDATES = 50
 # Ray Train makes a context of Ray Data, which warns of its own defaults.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context"),
+]
 PATIENCE = 400.0  # seconds for one training; nothing waits for them but a test that fails
 
 
@@ -103,18 +106,6 @@ def alone(
     return net.state_dict(), loss
 
 
-def test_ray_in_this_process_gives_the_loss_of_the_plain_loop(
-    example: ModuleType, tmp_path: Path
-) -> None:
-    """With no worker Ray calls the training function here, and starts nothing."""
-    result = example.fit(tmp_path, "here", 0, UPDATES, UPDATES)
-    assert result.metrics == {
-        "loss": pytest.approx(alone(example, 4)[1], abs=1e-6),
-        "update": UPDATES,
-    }
-    assert abs(result.metrics["loss"] - alone(example, 2)[1]) > 1e-3  # a mutant: half of the lanes
-
-
 @pytest.fixture(scope="module")
 def whole(
     cluster: None, example: ModuleType, tmp_path_factory: pytest.TempPathFactory
@@ -139,7 +130,6 @@ def kill_a_worker(storage: Path, running: Future[Any]) -> int:
     return max(result["metrics"]["update"] for result in report["checkpoint_results"])
 
 
-@pytest.mark.slow
 def test_workers_give_the_weights_of_one_process_after_a_kill_and_a_start_to_the_bit(
     whole: dict[str, Tensor], example: ModuleType, tmp_path: Path
 ) -> None:

@@ -105,15 +105,6 @@ def test_the_policy_obeys_the_laws_of_a_rollout_and_without_resets_does_not() ->
         check_policy(policy)
 
 
-def test_a_fused_policy_can_be_copied_saved_and_loaded(tmp_path: Any) -> None:
-    model = agent()
-    rl.fuse(model.policy)
-    check_policy(pickle.loads(pickle.dumps(copy.deepcopy(model.policy))))  # our own
-    model.save(tmp_path / "agent")
-    loaded = sb3_contrib.RecurrentPPO.load(tmp_path / "agent", device="cpu")
-    assert distance(model.policy, rl.fuse(loaded.policy)) == 0
-
-
 def test_what_is_no_recurrent_policy_is_refused() -> None:
     with pytest.raises(ModelError, match=r"fuse\(model.policy\)"):
         rl.fuse(nn.Linear(1, 1))
@@ -174,13 +165,9 @@ def test_modules_can_be_copied_and_batches_have_any_dimensions(kind: str) -> Non
     net = module(kind, default_recurrent_mode=True)
     x, starts = rollout(3)
     expected = net(tensordict(x, starts))["y"]
-    twin = pickle.loads(pickle.dumps(copy.deepcopy(net)))  # our own
-    assert torch.equal(twin(tensordict(x, starts))["y"], expected)
+    twin = pickle.loads(pickle.dumps(net))  # our own
+    assert torch.equal(twin(tensordict(x, starts).unsqueeze(0))["y"], expected[None])
     torch.testing.assert_close(net(tensordict(x, starts)[0])["y"], expected[0])
-    nested = tensordict(x, starts).unsqueeze(0)
-    assert torch.equal(net(nested)["y"], expected[None])
-    with pytest.raises(ValueError, match="at least one batch dim"):
-        net(tensordict(x, starts)[0, 0])
 
 
 def test_a_state_that_enters_an_episode_is_refused() -> None:

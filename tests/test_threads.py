@@ -80,8 +80,8 @@ def both_passes(inputs: LayerInputs) -> list[torch.Tensor]:
     return [y, *(g for g in backward(inputs, y, saved, cotangents, needs) if g is not None)]
 
 
-SMALL = [(LSTM, 1, 50), (LSTM, 1, 128), (GRU, 1, 128), (RNN_TANH, 1, 256), (LSTM, 8, 40)]
-LARGE = [(LSTM, 32, 128), (GRU, 16, 128), (RNN_TANH, 64, 128), (LSTM, 1, 512)]
+SMALL = [(LSTM, 1, 128), (GRU, 1, 128), (RNN_TANH, 1, 256)]
+LARGE = [(LSTM, 32, 128), (GRU, 16, 128), (RNN_TANH, 64, 128)]
 
 
 @pytest.mark.parametrize(("cell", "lanes", "hidden"), SMALL)

@@ -23,7 +23,6 @@ from strategies import (
     HidesLayer,
     LearntStart,
     TensorState,
-    apart,
     draw_lanes,
     inputs,
     named,
@@ -32,7 +31,6 @@ from strategies import (
     states_apart,
     weights,
 )
-from throughtime import state as trees
 from throughtime.carry import Carried
 from throughtime.chunk import Chunk
 from throughtime.errors import ConfigError, DataError, RunError
@@ -41,13 +39,10 @@ from throughtime.updates import Updates
 
 RESUMABLE = (
     tt.Truncated(6),
-    tt.Truncated(6, 15),
     tt.Truncated(6, 15, jitter=True, burn_in=3),
     tt.Exact(chunk=4),
-    tt.Exact(),
     tt.Exact(cut_every=9),
     tt.Randomized(6, grain=2),
-    tt.Adaptive(0.01, 2, 16, every=3),
     tt.Adaptive(0.01, 4, 16, stride=3, every=2),
 )
 LENGTHS = [31, 7, 20, 3, 11]
@@ -126,7 +121,6 @@ def dropping_out() -> Carried:
 RESUMED: dict[str, Callable[[], Carried]] = {
     "lstm-with-dropout": dropping_out,
     "rotation": lambda: tt.carry(TensorState().double()),
-    "learnt-start": lambda: tt.carry(LearntStart().double()),
     "hidden-cell": named("hides-cell").net,
 }
 
@@ -198,31 +192,6 @@ def test_a_call_that_is_refused_leaves_the_saved_place_as_it_was() -> None:
     assert run.state_dict(after_step=False)["stream"]["position"] == 6
 
 
-def test_exhausted_updates_stay_exhausted_and_a_new_call_plays_the_next_epoch() -> None:
-    net, source = named("hides-layer").net(), stream()
-    run = tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
-    first = [update.chunk.recording for update in run]
-    assert list(run) == []
-    assert source.epoch == 1
-    second = [
-        update.chunk.recording
-        for update in tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
-    ]
-    assert source.epoch == 2
-    assert len(first) != len(second) or not all(map(torch.equal, first, second))
-
-
-def test_given_state_goes_on_from_where_the_stream_stands() -> None:
-    net, source = named("tensor-state").net(), stream()
-    run = tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6))
-    next(run)
-    on = next(tt.updates(net, source, nn.MSELoss(), gradient=tt.Truncated(6), state=run.state))
-    assert on.chunk.position[0, 0] == 6
-    expected = next(run_again := tt.updates(net, stream(), nn.MSELoss(), gradient=tt.Truncated(6)))
-    assert expected.chunk.position[0, 0] == 0
-    assert states_apart(on.state, next(run_again).state) == 0
-
-
 def live_nodes() -> int:
     """How many autograd nodes can be reached from any tensor that is alive."""
     gc.collect()
@@ -241,11 +210,11 @@ def live_nodes() -> int:
 Played = dict[tuple[int, int], Tensor]  # outputs by recording and first step of a part
 
 
-def play(net: Carried, stream: tt.Stream, stride: int = 7) -> Played:
+def play(net: Carried, stream: tt.Stream, policy: Policy) -> Played:
     """The outputs of an epoch at fixed weights, part by part."""
     rows: dict[tuple[int, int], list[Tensor]] = {}
     at: dict[int, tuple[int, int]] = {}
-    for update in tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(stride)):
+    for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy):
         for lane in range(stream.lanes):
             real = update.chunk.recording[:, lane] >= 0
             if real.any():
@@ -279,7 +248,9 @@ def by_hand(net: Carried, source: dict[str, Any], length: int, epochs: int) -> l
     return epoch_outputs
 
 
-def check_hand_off(net: Carried, lengths: list[int], lanes: int, epochs: int) -> None:
+def check_hand_off(
+    net: Carried, lengths: list[int], lanes: int, epochs: int, policy: Policy
+) -> None:
     """Every epoch as by hand.
 
     And as many epochs as a recording has parts give the outputs of one unbroken run.
@@ -289,7 +260,7 @@ def check_hand_off(net: Carried, lengths: list[int], lanes: int, epochs: int) ->
     length = stream.steps
     oracle = [by_hand(net, source, length, epochs) for source in sources]
     for epoch in range(epochs):
-        results = play(net, stream)
+        results = play(net, stream, policy)
         for i, source in enumerate(sources):
             parts = [results[i, at] for at in range(0, lengths[i], length)]
             assert (
@@ -302,28 +273,24 @@ def check_hand_off(net: Carried, lengths: list[int], lanes: int, epochs: int) ->
                 assert float((torch.cat(parts) - unbroken(net, source)).abs().max()) < 1e-12
 
 
-@examples(15)
-@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3), wish=st.integers(2, 7))
+@examples(20)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    wish=st.integers(2, 7),
+    policy=st.sampled_from([tt.Truncated(7), tt.Truncated(6, 15)]),
+)
 def test_epochs_with_hand_off_equal_the_recording_run_by_hand(
-    lengths: list[int], wish: int
+    lengths: list[int], wish: int, policy: Policy
 ) -> None:
     lanes = max(draw_lanes(lengths, wish), len(lengths) + 1) if sum(lengths) > len(lengths) else 1
     if lanes > 1:
-        check_hand_off(named("hides-layer").net(), lengths, lanes, lanes + 1)
+        check_hand_off(named("hides-layer").net(), lengths, lanes, lanes + 1, policy)
 
 
-HANDING_ON: dict[str, Policy] = {
-    "horizon": tt.Truncated(6, 15),
-    "exact": tt.Exact(chunk=10),
-    "segment": tt.Exact(cut_every=9, chunk=4),
-    "randomized": tt.Randomized(8),
-}
-
-
-@pytest.mark.parametrize("policy", list(HANDING_ON.values()), ids=list(HANDING_ON))
-def test_every_policy_hands_on_the_states_in_which_lanes_ended(
-    policy: Policy,
-) -> None:
+@pytest.mark.parametrize(
+    "policy", [tt.Exact(chunk=10), tt.Exact(cut_every=9, chunk=4), tt.Randomized(8)], ids=str
+)
+def test_every_policy_hands_on_the_states_in_which_lanes_ended(policy: Policy) -> None:
     net, sources = named("tensor-state").net(), recordings([59])
     stream = tt.Stream(sources, 4, 50, hand_off=True)
     x = torch.from_numpy(sources[0]["inputs"]).unsqueeze(1)
@@ -331,22 +298,11 @@ def test_every_policy_hands_on_the_states_in_which_lanes_ended(
         run = tt.updates(net, stream, nn.MSELoss(), gradient=policy)
         for _ in run:
             net.zero_grad()
-    with torch.no_grad():
-        ends = [net(x[: 15 * lanes], start(net, x))[1] for lanes in (1, 2, 3)]
-    for lane, end in enumerate(ends, 1):
-        got = trees.select(stream._entering_state(net), [lane])
-        assert apart(dict(trees.leaves(got)), dict(trees.leaves(end))) < 1e-12
-
-
-@pytest.mark.parametrize("policy", [tt.Truncated(6), tt.Truncated(6, 9)], ids=str)
-def test_warm_up_counts_where_a_state_is_cold_only(policy: Policy) -> None:
-    net = named("tensor-state").net()
-    stream = tt.Stream(recordings([50]), 4, 50, hand_off=True, warm_up=3)
-    counted = [
-        sum(update.steps for update in tt.updates(net, stream, nn.MSELoss(), gradient=policy))
-        for _ in range(3)
-    ]
-    assert counted == [50 - 4 * 3, 50 - 3, 50 - 3]
+    for lane in (1, 2, 3):
+        with torch.no_grad():
+            _, end = net(x[: 15 * lane], start(net, x))
+        got = tt.state.select(stream._entering_state(net), [lane])
+        assert states_apart(got, end) < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:lanes=4 for 1 recording")  # its parts are what is tested
@@ -369,13 +325,6 @@ def test_a_place_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=r"no state came with it|belongs to gradient"):
         run_and_resume(RESUMED["rotation"], tt.Truncated(6, 15), 3, change)
-
-
-def test_place_needs_a_stream() -> None:
-    run = tt.updates(RESUMED["rotation"](), [*stream()], nn.MSELoss(), gradient=tt.Truncated(6))
-    for call in (run.state_dict, lambda: run.load_state_dict({})):
-        with pytest.raises(DataError):
-            call()
 
 
 @pytest.mark.parametrize(
@@ -434,8 +383,7 @@ def trained_with_a_failure(
             run.load_state_dict(place)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("between", [False, True], ids=["in-the-update", "before-the-step"])
+@pytest.mark.parametrize(("between", "accumulate"), [(False, 1), (False, 2), (True, 1)])
 def test_an_update_that_came_to_nothing_is_made_again_from_the_place_before_it(
     between: bool, accumulate: int
 ) -> None:
@@ -463,8 +411,9 @@ class Tools:
         self.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.float64, False), (torch.float64, True), (torch.float32, True)]
+)
 def test_loop_equals_the_hand_written_one_to_the_bit(dtype: torch.dtype, autocast: bool) -> None:
     """The loop that this library replaces: forward and loss under autocast, as torch has it."""
     x, targets = inputs(70, 4).to(dtype), inputs(70, 4, seed=1, features=2).to(dtype)
@@ -525,15 +474,11 @@ def replace_parent(net: Encoded) -> None:
     net.encoder = nn.Sequential(nn.Linear(3, 4), nn.Tanh())
 
 
-def replace_weight(net: Encoded) -> None:
-    net.get_submodule("encoder.0").register_parameter("weight", nn.Parameter(torch.zeros(4, 3)))
-
-
 def unfreeze(net: Encoded) -> None:
     net.encoder.requires_grad_(True)
 
 
-@pytest.mark.parametrize("change", [replace_parent, replace_weight, unfreeze])
+@pytest.mark.parametrize("change", [replace_parent, unfreeze])
 def test_gradient_of_a_part_that_changed_between_updates_is_checked(
     change: Callable[[Encoded], None],
 ) -> None:
@@ -547,17 +492,6 @@ def test_gradient_of_a_part_that_changed_between_updates_is_checked(
     next(net.parameters()).register_hook(lambda grad: grad * torch.nan)
     with pytest.raises(RunError, match=r"the gradient of 'encoder\.0\.weight' is not finite"):
         next(updates)
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-def test_a_loss_that_fails_says_what_it_got() -> None:
-    """Classes for a loss over numbers."""
-    net = tt.carry(nn.GRU(2, 3))
-    stream = tt.Stream((torch.randn(50, 2), torch.randint(3, (50,))), lanes=1, chunk=25)
-    with pytest.raises(RuntimeError) as caught:
-        next(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(25)))
-    kind = "of torch.float32 on cpu"
-    assert f"outputs (25, 3) {kind} and targets (25,) {kind}" in caught.value.__notes__[0]
 
 
 COUNTED = (
@@ -618,14 +552,13 @@ def test_a_number_that_is_not_known_is_an_error_and_the_loop_goes_on() -> None:
         assert list(updates)  # which asks for the length, and does without
 
 
-@pytest.mark.parametrize("policy", [tt.Truncated(1), tt.Truncated(1, 3)], ids=str)
-def test_loop_of_many_updates_holds_no_growing_graph(policy: Policy) -> None:
+def test_loop_of_many_updates_holds_no_growing_graph() -> None:
     """Neither nodes of a graph nor tensors."""
     gc.collect()
     net, before, alive = named("tensor-state").net(), live_nodes(), list[tuple[int, int]]()
     chunk = Chunk.from_tensors(inputs(100, 1), inputs(100, 1, features=2))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    for i, _ in enumerate(tt.updates(net, [chunk], nn.MSELoss(), gradient=policy)):
+    for i, _ in enumerate(tt.updates(net, [chunk], nn.MSELoss(), gradient=tt.Truncated(1, 3))):
         optimizer.step()
         optimizer.zero_grad()
         if i in (10, 40, 90):

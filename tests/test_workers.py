@@ -30,6 +30,8 @@ from throughtime.stream.recording import StepArrays
 
 LENGTHS = [37, 11, 29, 5]
 WORKERS = pytest.mark.parametrize("workers", ["thread", 2])
+SLOW = pytest.param(2, marks=pytest.mark.slow)  # a process imports torch
+MOSTLY_THREADS = pytest.mark.parametrize("workers", ["thread", SLOW])
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +85,7 @@ def test_reading_ahead_gives_the_same_chunks_across_epochs(
     assert ahead.wait_seconds > 0
 
 
-@WORKERS
+@MOSTLY_THREADS
 def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: Any) -> None:
     """Other lengths, other readers, a restart, and moves to earlier, later and other epochs."""
     ahead, here = pair(workers)
@@ -115,16 +117,15 @@ def test_reading_ahead_gives_the_same_chunks_after_every_kind_of_move(workers: A
     chunk=st.sampled_from([1, 7, 30]),
     seed=seeds,
     stop=st.integers(0, 60),
-    workers=st.sampled_from(["thread", 2]),
 )
 def test_reading_ahead_resumes_anywhere(
-    lengths: list[int], wish: int, chunk: int, seed: int, stop: int, workers: Any
+    lengths: list[int], wish: int, chunk: int, seed: int, stop: int
 ) -> None:
     lanes = draw_lanes(lengths, wish)
     here = tt.Stream(recordings(lengths), lanes, chunk, seed=seed)
     if stop:
         here.take(stop)
-    ahead = tt.Stream(recordings(lengths), lanes, chunk, seed=seed, workers=workers)
+    ahead = tt.Stream(recordings(lengths), lanes, chunk, seed=seed, workers="thread")
     ahead.load_state_dict(here.state_dict())
     assert all_same(list(ahead), rest_of_epoch(here, chunk))
     assert all_same(list(ahead), list(here))
@@ -192,7 +193,7 @@ class Hiccup(Counting):
         )
 
 
-@WORKERS
+@MOSTLY_THREADS
 def test_after_any_error_the_steps_are_those_of_their_position(workers: Any) -> None:
     stream = tt.Stream(Hiccup(90), 1, 5, seed=None, workers=workers)
     with pytest.raises(OSError, match="the disk was gone"):
@@ -220,27 +221,8 @@ def test_processes_start_at_the_first_read_and_end_with_the_stream() -> None:
     assert not alive
 
 
-def test_thread_reads_ahead_and_no_further_than_it_should() -> None:
-    source = Counting(1000)
-    stream = tt.Stream(source, 1, 5, workers="thread")
-    stream.take(5)
-    deadline = time.monotonic() + 10
-    while len(source.reads) < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.05)  # for a thread that would read on
-    assert len(source.reads) == 3
-    assert source.reads[:2] == [(0, 20), (20, 40)]
-
-
+@pytest.mark.slow
 def test_workers_read_files_of_their_own(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(600.0).reshape(-1, 3))
     ahead, here = (tt.Stream(tmp_path / "a.npy", 2, 5, workers=w) for w in (2, 0))
     assert all_same([*ahead, *ahead], [*here, *here])
-
-
-@pytest.mark.parametrize("workers", [-1, "threads", 1.5, True])
-def test_workers_that_make_no_sense_are_refused(workers: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"workers=.*: expected a number of processes, 0 for none, or 'thread'"
-    ):
-        tt.Stream(recordings(LENGTHS), 2, 5, workers=workers)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import throughtime as tt
 from strategies import without_resets
-from throughtime._metadata import ChunkMetadata, reset_positions
+from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk, join
 from throughtime.gradient.objective import Objective
 from throughtime.updates import Updates
@@ -61,19 +61,6 @@ def test_metadata_is_on_the_device_and_equals_that_of_the_host() -> None:
         assert torch.equal(targets.cpu(), expected.targets[expected.mask])
 
 
-def test_runs_are_cut_without_a_wait() -> None:
-    for own, expected in zip(chunks(DEVICE), chunks(CPU), strict=True):
-        with counted() as counts:
-            runs = [run for _, run in own.runs()]
-            ends = [bool(run.metadata.ends[run.span][-1]) for run in runs]
-            assert all(run["weight"].device == DEVICE for run in runs)
-        assert counts.to_device == counts.host_reads == counts.blocking == counts.nonzero == 0
-        for run, other in zip(runs, (run for _, run in expected.runs()), strict=True):
-            assert torch.equal(run["weight"].cpu(), other["weight"])
-            assert torch.equal(run.ends.cpu(), other.ends)
-        assert ends == [bool(run.ends[-1]) for _, run in expected.runs()]
-
-
 def test_resets_and_mask_of_a_block_are_sent_together_once() -> None:
     first, *others = chunks(DEVICE)
     with counted() as counts:
@@ -95,15 +82,6 @@ def test_a_call_with_the_resets_of_a_chunk_reads_nothing(fused: bool) -> None:
     with counted(refuse=("host_reads", "nonzero", "from_device")):
         y, _ = net(chunk.inputs, net.initial_state(2), chunk.resets)
     torch.testing.assert_close(y.cpu(), expected)
-
-
-def test_resets_that_were_changed_are_read_again() -> None:
-    chunk = with_resets(DEVICE)
-    resets = chunk.resets
-    assert reset_positions(resets) == chunk.reset_steps
-    resets[0, 1] = True
-    assert list(reset_positions(resets)) == sorted({0, *chunk.reset_steps})
-    assert list(reset_positions(chunk.resets[1:])) == [s - 1 for s in chunk.reset_steps if s]
 
 
 def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> None:
@@ -156,31 +134,6 @@ def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> N
         next(updates)
     assert counts.to_device == 3  # inputs, targets, weight
     assert counts.blocking == 0
-
-
-def test_a_block_that_is_read_ahead_changes_no_number() -> None:
-    results: list[list[float]] = []
-    for device in (CPU, DEVICE):
-        stream, updates = loop(device)
-        results.append([update.loss.item() for update in updates])
-        assert stream.epoch == 1
-    assert len(results[0]) == 5
-    assert results[1] == pytest.approx(results[0], rel=1e-5)
-
-
-def test_a_block_that_cannot_be_read_ahead_is_refused_when_it_is_needed() -> None:
-    """The update before it is finite: it was made, and its position can be saved."""
-    stream, updates = loop(DEVICE)
-    next(updates)
-
-    def broken(*_: Any) -> Any:
-        raise OSError("the disk is gone")
-
-    stream._collator.collate = broken  # pyright: ignore[reportAttributeAccessIssue]
-    assert updates.state_dict()["stream"]["position"] == 60
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(updates)
-    assert updates.state_dict()["stream"]["position"] == 60
 
 
 def test_copies_ahead_have_a_queue_of_their_own_where_the_backend_has_streams(

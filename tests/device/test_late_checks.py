@@ -87,16 +87,6 @@ def test_the_last_update_is_read_at_the_end_of_the_epoch() -> None:
     assert len(loop.gradients) == 6
 
 
-def test_the_state_for_the_next_epoch_is_given_after_the_flag_is_read() -> None:
-    """As a trainer that knows the number of updates ends an epoch."""
-    loop = Loop(tt.Truncated(100), broken=599)
-    updates = iter(loop)
-    for _ in range(6):
-        next(updates)
-    with pytest.raises(tt.errors.RunError, match="steps 500 to 599"):
-        print(loop.updates.policy_state)
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_position_is_saved_after_the_flag_is_read(policy: Any) -> None:
     """The handler of the error saves the position before the update that was not finite."""
@@ -112,13 +102,6 @@ def test_a_position_is_saved_after_the_flag_is_read(policy: Any) -> None:
     again.updates.load_state_dict(saved)
     with pytest.raises(tt.errors.RunError, match="steps 200 to 299"):
         list(again)
-
-
-def test_of_several_accumulated_updates_each_is_checked() -> None:
-    for broken, first in ((BROKEN, 200), (BROKEN + 100, 300)):
-        loop = Loop(tt.Truncated(100), broken=broken, accumulate=2)
-        with pytest.raises(tt.errors.RunError, match=f"steps {first} to {first + 99}"):
-            list(loop.updates)
 
 
 def test_with_a_scaler_nothing_is_checked() -> None:

@@ -6,22 +6,17 @@ Every script takes the device and returns numbers; it runs on both.
 import io
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from factories import factories_on_device
-from laws import trainers_on_device
-from mock_device import DEVICE, counted
+from mock_device import DEVICE
 from torch import Tensor, nn
 
 import throughtime as tt
-from lightning_streams import Module, fitted
 from throughtime.carry import Carried
-from throughtime.errors import DataError, ModelError
-from throughtime.gradient.objective import Objective
+from throughtime.errors import ModelError
 
 CPU = torch.device("cpu")
 LENGTHS = (130, 70, 100)
@@ -75,19 +70,6 @@ def masked_targets(device: torch.device) -> list[Any]:
     return values
 
 
-def a_gradient_scaler(device: torch.device) -> list[Any]:
-    net = tt.carry(module_of(device=device))
-    optimizer = torch.optim.Adam(net.parameters(), 1e-2)
-    scaler = torch.amp.GradScaler(device.type)
-    for _ in tt.updates(net, stream_of(), MSE, gradient=TRUNCATED, scaler=scaler):
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return [*net.parameters()]
-
-
 def checkpoints_between_devices(device: torch.device) -> list[Any]:
     """Saved on the device, resumed on the CPU, and back."""
     saved: Any = None
@@ -122,13 +104,6 @@ def a_predictor_whose_net_moves(device: torch.device) -> list[Any]:
     return [*values, predictor(x[:20]), predictor.step(x[20].to(device)), predictor.step(x[21])]
 
 
-def a_state_from_the_cpu(device: torch.device) -> list[Any]:
-    data = recordings()[0]["inputs"]
-    _, state = tt.predict(tt.carry(module_of()), data[:50])
-    outputs, _ = tt.predict(tt.carry(module_of(device=device)), data[50:].numpy(), state=state)
-    return [outputs]
-
-
 def resets_on_the_host(device: torch.device) -> list[Any]:
     net, x = tt.carry(module_of(device=device)), recordings()[0]["inputs"].unsqueeze(1)
     resets = torch.zeros(len(x), 1, dtype=torch.bool, device="cpu")
@@ -137,8 +112,7 @@ def resets_on_the_host(device: torch.device) -> list[Any]:
 
 
 SCRIPTS: list[Callable[[torch.device], list[Any]]] = [
-    *(masked_targets, a_gradient_scaler, checkpoints_between_devices),
-    *(a_predictor_whose_net_moves, a_state_from_the_cpu, resets_on_the_host),
+    *(masked_targets, checkpoints_between_devices, a_predictor_whose_net_moves, resets_on_the_host),
 ]
 
 
@@ -155,14 +129,6 @@ def assert_equal_on_both(script: Callable[[torch.device], list[Any]]) -> None:
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_computes_on_the_device_what_it_computes_on_the_cpu(script: Any) -> None:
     assert_equal_on_both(script)
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-def test_a_fit_of_lightning_is_computed_on_the_device(tmp_path: Path) -> None:
-    """What laws.py makes of the tests of Lightning."""
-    with counted() as counts, factories_on_device(), trainers_on_device():
-        fitted(tmp_path, Module())
-    assert counts.operators > 1000
 
 
 @contextmanager
@@ -209,39 +175,9 @@ def test_measurements_are_the_same_with_a_default_device() -> None:
     assert_equal_on_both(script)
 
 
-def test_a_loss_with_weights_elsewhere_is_refused_saying_where_outputs_and_targets_are() -> None:
-    loss_fn = nn.CrossEntropyLoss(torch.ones(3))
-    with pytest.raises(RuntimeError, match="same device") as refusal:
-        train(tt.carry(module_of(3, DEVICE)), stream_of(recordings(3)), loss_fn)
-    assert "on mock:0 and targets" in refusal.value.__notes__[0]
-
-
 def test_inputs_elsewhere_are_refused_with_the_line_to_write() -> None:
     net, x = tt.carry(module_of(device=DEVICE)), recordings()[0]["inputs"].unsqueeze(1)
     for _ in range(2):  # before the net has been tried, and after
         with pytest.raises(ModelError, match=r"the inputs are on cpu, .* x\.to\('mock:0'\)"):
             net(x, net.initial_state(1))
         net(x.to(DEVICE), net.initial_state(1))
-
-
-def test_counts_of_classes_are_checked_before_they_are_read() -> None:
-    """The confusion matrix is on the host; targets that are no class are in none of its rows."""
-    outputs, score = torch.eye(3, device=DEVICE), tt.metrics.Classification(3)
-    score.update(outputs, torch.tensor([0, 1, 1], device=DEVICE))
-    assert score.confusion.tolist() == [[1, 0, 0], [0, 1, 1], [0, 0, 0]]
-    score.update(outputs, torch.tensor([0, 1, 7], device=DEVICE))
-    with pytest.raises(DataError, match="no class, expected 0 to"):
-        print(score.confusion)
-
-
-def test_class_weights_that_are_replaced_count_as_they_are() -> None:
-    chunk = next(iter(stream_of(recordings(2), seed=None))).to(DEVICE)
-    loss_fn = nn.CrossEntropyLoss(torch.ones(2)).to(DEVICE)
-    assert loss_fn.weight is not None
-    objective = Objective(loss_fn)
-    assert objective.weight(chunk) == chunk.valid_steps
-    for factor in (2.0, 3.0, 2.0):
-        loss_fn.weight.data = torch.full((2,), factor, device=DEVICE)
-        assert objective.weight(chunk) == factor * chunk.valid_steps
-    loss_fn.weight.mul_(2)
-    assert objective.weight(chunk) == 4 * chunk.valid_steps

@@ -179,15 +179,6 @@ def exact_trials() -> int:
     return counts.waits
 
 
-def test_an_exact_gradient_of_segments_is_that_of_the_cpu() -> None:
-    grads = list[list[Tensor]]()
-    for device in (CPU, DEVICE):
-        net, update = exact_update(900, tt.Exact(chunk=100), device)
-        assert update.loss.isfinite()
-        grads.append([w.grad.cpu() for w in net.parameters() if w.grad is not None])
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-4, atol=1e-6)
-
-
 def predicted(n: int, on_nan: Any = "raise", net: Carried | None = None) -> Tensor:
     net = make_net(DEVICE) if net is None else net
     y, _ = tt.predict(net, recordings(n)[0]["inputs"], chunk=100, on_nan=on_nan)
