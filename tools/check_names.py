@@ -67,7 +67,7 @@ class Part(NamedTuple):
 # app), 180 in nn, 190 in root
 PARTS = {
     "root": Part(18_000, 18_000),
-    "stream": Part(32_884, 25_000),
+    "stream": Part(28_625, 25_000),
     "kernels, nn": Part(16_177, 16_000),
     "carry": Part(26_861, 20_000, modules=11),
     "gradient": Part(18_500, 18_500, modules=10),

@@ -163,7 +163,7 @@ class Config(Settings):
     hand_off: bool = False
     """A part of a recording starts from the final state of the part before it."""
     workers: Literal["thread"] | Natural = 0
-    """Processes that read ahead, or 'thread'."""
+    """'thread' reads ahead in a thread."""
     updates: Count | None = None
     """Stop after this many updates."""
     epochs: Count | None = None
