@@ -278,8 +278,14 @@ timed("german_date", "31.12.2019", "01.01.2020", "%d.%m.%Y")
 timed("german_low_days", "01.02.2020", "02.02.2020", "%d.%m.%Y")
 timed("german_short_year", "31.12.19 23:59", "01.01.20 00:00", "%d.%m.%y %H:%M", common=False)
 timed("german_no_zeros", "9.3.2020 9:05", "9.3.2020 9:06", "%d.%m.%Y %H:%M", common=False)
-timed("american", "12/31/2019 11:59 PM", "01/01/2020 12:00 AM", "%m/%d/%Y %I:%M %p")
-timed("american_seconds", "1/31/2020 1:00:00 PM", "1/31/2020 1:00:01 PM", "%m/%d/%Y %I:%M:%S %p")
+timed("american", "12/31/2019 11:59 PM", "01/01/2020 12:00 AM", "%m/%d/%Y %I:%M %p", common=False)
+timed(
+    "american_seconds",
+    "1/31/2020 1:00:00 PM",
+    "1/31/2020 1:00:01 PM",
+    "%m/%d/%Y %I:%M:%S %p",
+    common=False,
+)
 timed("american_24_hours", "12/30/2019 23:59", "12/31/2019 23:59", "%m/%d/%Y %H:%M")
 timed("british", "31/12/2019 23:58", "31/12/2019 23:59", "%d/%m/%Y %H:%M", common=False)
 timed("names_of_months", "9-Mar-2020", "10-Mar-2020", "%d-%b-%Y", common=False)

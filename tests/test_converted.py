@@ -78,7 +78,7 @@ def flipped(content: bytes, draw: np.random.Generator) -> bytes:
 
 
 DAMAGES = {
-    "another row is the first": lambda content, _: content.replace(b"[[0, ", b"[[1, "),
+    "another row is the first": lambda content, _: content.replace(b'"], [0, ', b'"], [1, '),
     "a bit flips": flipped,
     "it is cut short": lambda content, draw: content[: int(draw.integers(len(content)))],
     "another file": lambda content, draw: content[::-1] if draw.random() < 0.5 else b"",

@@ -165,13 +165,13 @@ def hourly(folder: Path, minutes: dict[str, int], rows: int = 60) -> Path:
     folder.mkdir(exist_ok=True)
     for name, step in minutes.items():
         times = np.datetime64("2020-03-28T00:00") + np.arange(rows) * np.timedelta64(step, "m")
-        lines = [f"{str(t)[:10]},{str(t)[11:]},{i / 7:.3f},{i % 2}" for i, t in enumerate(times)]
-        (folder / f"{name}.csv").write_text("\n".join(["date,time,u,anomaly", *lines]))
+        lines = [f"{str(t)[:10]} {str(t)[11:]},{i / 7:.3f},{i % 2}" for i, t in enumerate(times)]
+        (folder / f"{name}.csv").write_text("\n".join(["time,u,anomaly", *lines]))
     return folder
 
 
 def test_evenly_spaced_time_stamps_are_the_rate_of_a_run(tmp_path: Path) -> None:
-    """Mutants: a rate of the dates without the times, one that `--rate` does not replace."""
+    """Mutant: one that `--rate` does not replace."""
     data = dataset(hourly(tmp_path / "a", {"x": 30, "y": 30}))
     assert data.spec.layout.inputs == ("u",)
     assert data.spec.layout.rate == pytest.approx(1 / 1800)

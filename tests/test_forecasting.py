@@ -175,5 +175,12 @@ def test_a_forecast_across_a_gap_in_time_is_a_remark() -> None:
     with pytest.warns(UserWarning, match="'when' has 1 gap, and 'ahead' counts rows"):
         tt.recording(gap, name="one", targets="y", ahead=24)
     tt.recording(gap, name="one", targets="y", ahead=24)  # once in a process
-    with pytest.warns(UserWarning, match="'when' has 1 gap"):
-        tt.from_frame(gap, time="when", targets="y", ahead=24)
+
+
+def test_times_that_nanoseconds_lack_are_refused() -> None:
+    """A year 9999 for "never"; without the column the recording is read."""
+    never = np.array(["2020-01-01", "9999-12-31"], "M8[s]")
+    frame = pd.DataFrame({"until": never, "y": [1.0, 2.0]})
+    with pytest.raises(DataError, match=r"'until': holds the time 9999.* exclude the column"):
+        tt.recording(frame, inputs="y")
+    assert tt.recording(frame, exclude="until").read(0, 2).inputs[:, 0].tolist() == [1, 2]

@@ -205,14 +205,14 @@ def test_missing_file_is_refused(suffix: str, tmp_path: Path) -> None:
 
 def test_folder_and_unknown_suffix_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.csv").mkdir()
-    with pytest.raises(DataError, match="is a folder, expected one file"):
+    with pytest.raises(DataError, match="no such file"):
         open_table(tmp_path / "folder.csv")
     (tmp_path / "r.txt").write_text("a\n1\n")
     with pytest.raises(
         DataError,
         match=(
             r"r\.txt: the format '\.txt' is unknown, expected one of \.arrow, \.bdf, \.csv, .*,"
-            r" \.zarr; of text, codes = np\.memmap"
+            r" \.zarr; read it with its library"
         ),
     ):
         open_table(tmp_path / "r.txt")
@@ -258,7 +258,7 @@ def test_malformed_file_is_refused_with_its_position(
 ARRAYS: dict[str, tuple[dict[str, Any] | Array, str]] = {
     "npy-3d": (
         np.zeros((3, 2, 2)),
-        r"holds 0 float64 \(3, 2, 2\), expected .* \(steps,\) or \(steps, features\); of",
+        r"holds 0 float64 \(3, 2, 2\), expected .* \(steps,\) or \(steps, features\)",
     ),
     "npy-0d": (np.array(1.0), r"holds 0 float64 \(\), expected"),
     "npy-complex": (np.zeros((3, 2), complex), "holds 0 complex128 .* expected arrays of numbers"),
@@ -266,7 +266,7 @@ ARRAYS: dict[str, tuple[dict[str, Any] | Array, str]] = {
     "npy-no-rows": (np.zeros((0, 2)), "is empty, expected at least one step"),
     "npz-unequal": (
         {"a": np.zeros(3), "b": np.zeros(4)},
-        r"holds a float64 \(3,\), b float64 \(4,\), expected .*, all of one length",
+        r"holds a float64 \(3,\), b float64 \(4,\), expected arrays of numbers",
     ),
     "npz-0d": ({"a": np.zeros(3), "b": np.array(1.0)}, r"b float64 \(\), expected"),
     "npz-none": ({}, "holds no array, expected arrays of numbers"),

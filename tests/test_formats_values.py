@@ -163,7 +163,7 @@ def test_more_files_are_read_than_handles_stay_open(
         assert [float(table.read(start, start + 10, ["0"])[0, 0]) for table in tables] == [
             index / 16 for index in range(12)
         ]
-    assert sum(table.handle._file is not None for table in tables) == 4
+    assert sum(table._file is not None for table in tables) == 4
 
 
 def test_wfdb_signal_file_that_is_missing_is_refused(tmp_path: Path) -> None:

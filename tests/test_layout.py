@@ -15,7 +15,7 @@ import pytest
 
 import throughtime as tt
 from throughtime.errors import DataError
-from throughtime.stream import Recording, layout, tables
+from throughtime.stream import Recording, layout, sources
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.sources import as_recording
 
@@ -37,11 +37,6 @@ CHOICE: dict[str, Any] = {
 
 def from_frame(_: Path) -> Recording:
     return tt.recording(frame(), **CHOICE)
-
-
-def from_groups(_: Path) -> Recording:
-    (recording,) = tt.from_frame(frame().assign(who="a"), by="who", **CHOICE)
-    return recording
 
 
 def from_file(folder: Path) -> Recording:
@@ -75,7 +70,6 @@ def from_files_side_by_side(folder: Path) -> Recording:
 
 SOURCES: list[Callable[[Path], Recording]] = [
     from_frame,
-    from_groups,
     from_file,
     from_arrays,
     from_mapping,
@@ -212,9 +206,9 @@ def test_an_input_that_is_the_target_of_the_same_step_is_refused(
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (copies_in_arrays, r"\['inputs\[:, 1\] = targets'\] are .* take them out of the inputs"),
-        (copies_under_another_name, r"\['y = z'\] are .*inputs=\['u', 'v', 'w'.* targets='z'\)"),
-        (copies_in_a_wide_entry, r"\['x\[:, 2\] = y'\] are "),
+        (copies_in_arrays, r"\['inputs\[:, 1\] = targets\[:, 0\]'\] are .* name other inputs"),
+        (copies_under_another_name, r"\['y = z'\] are "),
+        (copies_in_a_wide_entry, r"\['the dict\[:, 2\] = y'\] are "),
     ],
     ids=["arrays", "frame", "entry"],
 )
@@ -268,9 +262,12 @@ def test_a_copy_is_accepted_where_it_is_meant() -> None:
     ("options", "reason"),
     [
         ({"series": {"weight": "wight"}}, r"series 'weight' \['wight'\] asked for, the file has"),
-        ({"series": {"weight": "w"}, "inputs": ["w"]}, r"\['w'\] are inputs and named as"),
-        ({"exclude": "u", "inputs": ["u"]}, r"\['u'\] are inputs and named as"),
-        ({"exclude": list(frame())}, "no column is left for the inputs"),
+        (
+            {"series": {"weight": "w"}, "inputs": ["w"]},
+            r"\['w'\] are inputs, and series or excluded",
+        ),
+        ({"exclude": "u", "inputs": ["u"]}, r"\['u'\] are inputs, and series or excluded"),
+        ({"exclude": list(frame())}, r"inputs \[\] asked for, the file has"),
         ({"exclude": ["u", "ww"]}, r"no column \['ww'\] to exclude.*did you mean 'w'"),
         ({"series": {"targets": "w"}}, "a series 'targets', a name that every chunk has"),
         ({"series": ["w"]}, r"series=\['w'\]: expected the columns of each series by its name"),
@@ -315,7 +312,7 @@ def test_the_law_sees_a_broken_layout(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(tables, "lay_out", mutant(layout.lay_out))
+    monkeypatch.setattr(sources, "lay_out", mutant(layout.lay_out))
     with pytest.raises(AssertionError):
         check(from_frame(tmp_path))
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import h5py
-import mne
-import netCDF4
 import numpy as np
 import pandas as pd
 import polars as pl
@@ -21,7 +19,7 @@ import torch
 import xarray as xr
 import zarr
 from pyarrow import parquet
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import throughtime as tt
 from test_stream import all_same, rest_of_epoch
@@ -89,15 +87,6 @@ def frame() -> pd.DataFrame:
     return pd.DataFrame(values(), columns=NAMES)
 
 
-def raw(folder: Path) -> Any:
-    """MNE's, (channels, time), read from its file as it is played."""
-    info = mne.create_info(NAMES, 100.0)
-    mne.io.RawArray(values().T, info, verbose=False).save(
-        folder / "x_raw.fif", fmt="double", verbose=False
-    )
-    return mne.io.read_raw_fif(folder / "x_raw.fif", verbose=False)
-
-
 def with_date(table: pd.DataFrame) -> pd.DataFrame:
     table.index = pd.date_range("2026-01-01", periods=T, freq="h")
     return table
@@ -110,18 +99,12 @@ KINDS: dict[str, Callable[[Path], Any]] = {
     "tensor": lambda _: torch.from_numpy(values()),
     "tensor with a gradient": lambda _: torch.from_numpy(values()).requires_grad_(),
     "masked array": lambda _: np.ma.masked_array(values()),
-    "h5py dataset": lambda folder: hdf5(folder)["x"],
-    "h5py group": lambda folder: hdf5(folder)["columns"],
     "zarr array": lambda folder: zarr_group(folder)["x"],
     "zarr group": lambda folder: zarr_group(folder)["columns"],
     "xarray": lambda folder: netcdf(folder)["x"],
     "xarray on dask": lambda folder: netcdf(folder, chunks={"time": 40})["x"],
     "xarray dataset": lambda folder: (netcdf(folder), xr.open_dataset(folder / "columns.nc"))[1],
     "dask": lambda folder: netcdf(folder, chunks={"time": 40})["x"].data,
-    "netCDF4 variable": lambda folder: (netcdf(folder), netCDF4.Dataset(folder / "matrix.nc")["x"])[
-        1
-    ],
-    "netCDF4 dataset": lambda folder: (netcdf(folder), netCDF4.Dataset(folder / "columns.nc"))[1],
     "pandas": lambda _: frame(),
     "pandas with dates as index": lambda _: with_date(frame()),
     "polars": lambda _: pl.DataFrame(values(), schema=NAMES),
@@ -130,12 +113,10 @@ KINDS: dict[str, Callable[[Path], Any]] = {
         [pa.table(frame()).slice(0, 100), pa.table(frame()).slice(100)]
     ),
     "arrow batch": lambda _: pa.RecordBatch.from_pandas(frame()),
-    "MNE": raw,
     "CSV": csv,
     "CSV as text": lambda folder: str(csv(folder)),
     "Parquet": parquet_file,
     "folder": lambda folder: parquet_file(folder).parent,
-    "glob": lambda folder: str(parquet_file(folder).parent / "*.parq*"),
 }
 PAIRS: dict[str, Callable[[Path], Any]] = {
     "arrays": lambda _: (values(), target()),
@@ -144,29 +125,16 @@ PAIRS: dict[str, Callable[[Path], Any]] = {
     "polars": lambda _: (pl.from_pandas(frame()), pl.Series("y", target())),
     "arrow": lambda _: (pa.table(frame()), pa.chunked_array([target()])),
     "array and series": lambda _: (values(), pd.Series(target())),
-    "h5py": lambda folder: ((file := hdf5(folder))["x"], file["y"]),
     "xarray": lambda folder: ((data := netcdf(folder))["x"], data["y"]),
     "list": lambda _: [(values(), target())],
     "zip": lambda _: zip([values()], [target()], strict=True),
-    "dataset of one": lambda _: TensorDataset(
-        torch.from_numpy(values())[None], torch.from_numpy(target())[None]
-    ),
-    "subset of a dataset": lambda _: Subset(
-        TensorDataset(
-            torch.from_numpy(np.stack([values() * 0, values()])),
-            torch.from_numpy(np.stack([target() * 0, target()])),
-        ),
-        [1],
-    ),
 }
-QUIET = pytest.mark.filterwarnings("ignore:This filename .* does not conform to MNE naming")
 
 
 def play(data: Any, **options: Any) -> list[Chunk]:
     return list(tt.Stream(data, lanes=3, chunk=20, **options))
 
 
-@QUIET
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_plays_as_its_array(kind: str, tmp_path: Path) -> None:
     expected = play({"inputs": values()})
@@ -181,17 +149,14 @@ def test_every_pair_plays_as_its_arrays(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.covering
-@QUIET
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("workers", ["thread", 2])
-def test_every_kind_is_read_by_workers(kind: str, workers: Any, tmp_path: Path) -> None:
-    stream = tt.Stream(KINDS[kind](tmp_path), lanes=3, chunk=20, workers=workers)
+def test_every_kind_is_read_by_a_thread(kind: str, tmp_path: Path) -> None:
+    stream = tt.Stream(KINDS[kind](tmp_path), lanes=3, chunk=20, workers="thread")
     expected = tt.Stream(values(), lanes=3, chunk=20)
     for _ in range(2):
         assert all_same(list(stream), list(expected))
 
 
-@QUIET
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_resumes_and_can_be_pickled(kind: str, tmp_path: Path) -> None:
     data = KINDS[kind](tmp_path)
@@ -229,38 +194,41 @@ def test_a_lazy_array_is_read_as_far_as_it_is_played() -> None:
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "(N, T, D)": (
         lambda _: np.zeros((4, 5, 2)),
-        r"4 recordings or one of 4 steps; write .* several recordings, {'inputs': x",
+        r"\(4, 5, 2\) may be one recording or several; write .* {'inputs': x",
     ),
     "a pair of (N, T, D)": (
         lambda _: (np.zeros((4, 5, 2)), np.zeros((4, 5))),
         r"list\(zip\(x, y\)\)",
     ),
-    "rows as samples": (
-        lambda _: TensorDataset(torch.zeros(9, 3), torch.zeros(9)),
-        r"of 9 steps write tt.Stream\(dataset.tensors, ...\); for 9 .*\(\[\*dataset\], ...\)",
+    "two paths": (
+        lambda _: ("x.npy", "y.npy"),
+        r"a tuple of 2 whose first is x.npy.*{'inputs': x, 'targets': y}",
     ),
-    "two paths": (lambda _: ("x.npy", "y.npy"), r"tuple of two paths.*{'inputs': x, 'targets': y}"),
-    "three arrays": (lambda _: (np.ones(3),) * 3, r"a tuple of 3: expected \(inputs, targets\)"),
+    "three arrays": (lambda _: (np.ones(3),) * 3, "a tuple of 3 "),
     "lengths": (lambda _: (np.ones(3), np.ones(4)), "3 steps of inputs and 4 of targets"),
     "a series of the frame": (
         lambda _: (frame(), frame()["b"]),
-        r"\['b'\] are inputs and targets.*tt.recording\(..., inputs=\['a', 'c'\], targets='b'\)",
+        r"\['b'\] are inputs and targets.* name other inputs",
     ),
     "recordings by name": (lambda _: {"a": frame(), "b": frame()}, r"list\(data.values\(\)\)"),
     "numbers": (lambda _: [1.0, 2.0], r"recording 0 is a float.*np.asarray\(values\)"),
     "lists of numbers": (lambda _: [[1.0, 2.0]], r"recording 0 is a list.*np.asarray\(values\)"),
     "a lazy frame": (
         lambda _: {"inputs": pl.DataFrame({"a": [1]}).lazy()},
-        "collect the lazy frame, or write it to a Parquet file",
+        "collect a lazy frame",
     ),
-    "times": (lambda _: np.array(["2026-01-01", "NaT"], "M8[s]"), "time is no input: leave it out"),
-    "objects": (lambda _: np.array([None, 1.0]), r"array.astype\(float\)"),
-    "a structured array": (lambda _: np.zeros(3, [("u", "f4")]), r"take a column: array\['u'\]"),
+    "times": (lambda _: np.array(["2026-01-01", "NaT"], "M8[s]"), "leave times out"),
+    "objects": (lambda _: np.array([None, 1.0]), "type object.* expected numbers"),
+    "a structured array": (lambda _: np.zeros(3, [("u", "f4")]), "take one field of records"),
     "time last": (
         lambda folder: netcdf(folder)["x"].transpose("channel", "time"),
-        r"time is not the first: array.transpose\('time', ...\)",
+        "one row per step, time first",
     ),
-    "no match": (lambda folder: str(folder / "*.csv"), "no file matches the pattern"),
+    "a data set": (
+        lambda _: TensorDataset(torch.zeros(4, 30, 3), torch.zeros(4, 30)),
+        r"pass the samples, each of them a recording: \[data\[i\]",
+    ),
+    "h5py": (lambda folder: hdf5(folder)["x"], "belong to an open file; give its path"),
     "nothing": (lambda _: None, "recording 0 is a NoneType"),
 }
 
@@ -303,7 +271,7 @@ def test_time_stamps_are_no_inputs() -> None:
     for table in (data, pl.from_pandas(data), pa.table(data), {"inputs": data}):
         chunk = next(iter(tt.Stream(table, lanes=1, chunk=2)))
         assert chunk.inputs.flatten().tolist() == [1.0, 2.0]
-    with pytest.raises(DataError, match="time is no input: leave it out"):
+    with pytest.raises(DataError, match="leave times out"):
         tt.Stream(data["date"].to_numpy(), lanes=1, chunk=2)
 
 
@@ -318,41 +286,12 @@ def test_missing_values_of_frames_are_nan_and_their_integers_floating() -> None:
 def test_labels_of_whole_recordings_and_samples_of_any_length() -> None:
     lengths = (7, 4, 9)
     samples = [(np.ones((n, 2)), i) for i, n in enumerate(lengths)]
-    for data in (samples, Samples(samples)):
+    for data in (samples, iter(samples)):
         recordings = as_recordings(data)
         assert [r.name for r in recordings] == ["0", "1", "2"]
         assert [len(r) for r in recordings] == [*lengths]
         targets = [r.read(0, len(r)).targets for r in recordings]
         assert [t[-1] for t in targets if t is not None] == [0, 1, 2]
-
-
-class Samples(torch.utils.data.Dataset[Any]):
-    """A user's data set, whose samples have their own lengths."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]  # a user's may have no end of its own
-
-
-def test_a_file_of_h5py_may_be_closed_before_it_is_played(tmp_path: Path) -> None:
-    file = hdf5(tmp_path)
-    stream = tt.Stream(file["x"], lanes=3, chunk=20)
-    file.close()
-    assert all_same(list(stream), play(values()))
-
-
-def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
-    file = hdf5(tmp_path)
-    stream = tt.Stream(file["x"], lanes=3, chunk=20)
-    file.close()
-    (tmp_path / "x.h5").unlink()
-    with pytest.raises(DataError, match=r"x\.h5: '/x' cannot be opened again"):
-        list(stream)
 
 
 def test_evaluate_predict_and_windows_accept_the_same() -> None:
@@ -374,51 +313,8 @@ def test_splits_of_a_folder_are_not_mixed(tmp_path: Path) -> None:
     (tmp_path / "manifest.csv").write_text(rows, encoding="utf-8")
     for path in (tmp_path, tmp_path / "manifest.csv"):
         with pytest.raises(
-            DataError, match=r"has the splits train; .*tt.recordings\('.*'\)\['train'\]"
+            DataError, match=r"has splits or labels; .*tt.recordings\('.*'\)\['train'\]"
         ):
             tt.Stream(path, lanes=1, chunk=2)
     (tmp_path / "manifest.csv").write_text("id,inputs\na,x.csv\n", encoding="utf-8")
     assert [r.name for r in as_recordings(tmp_path)] == ["a"]
-
-
-def test_a_loader_is_refused_for_its_dataset() -> None:
-    dataset = TensorDataset(torch.zeros(4, 30, 3), torch.zeros(4, 30))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=2)
-    with pytest.raises(DataError, match=r"pass its dataset, loader\.dataset"):
-        tt.Stream(loader, lanes=2, chunk=10)
-    assert len(tt.Stream(loader.dataset, lanes=2, chunk=10).recordings) == 4
-
-
-def test_a_damaged_block_of_an_open_dataset_is_refused(tmp_path: Path) -> None:
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        dataset = file.create_dataset("x", data=values(), chunks=(50, D), compression="gzip")
-        begin = dataset.id.get_chunk_info(1).byte_offset
-    content = bytearray((tmp_path / "x.h5").read_bytes())
-    content[begin + 20 : begin + 40] = bytes(20)
-    (tmp_path / "x.h5").write_bytes(content)
-    with pytest.raises(DataError, match=r"inputs: rows 0 to .* cannot be read \(.*filter"):
-        play(h5py.File(tmp_path / "x.h5")["x"])
-
-
-def test_a_file_that_this_process_writes_is_read_as_far_as_it_is_written(tmp_path: Path) -> None:
-    """It is opened a second time, and HDF5 shares what is not on the disk yet."""
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        dataset = file.create_dataset("x", data=values() * 0)
-        stream = tt.Stream(dataset, lanes=3, chunk=20)
-        dataset[...] = values()
-        assert all_same(list(stream), play(values()))
-
-
-@pytest.mark.parametrize("group", ["/", "/in/side"])
-def test_a_file_of_netcdf4_may_be_closed_before_it_is_played(group: str, tmp_path: Path) -> None:
-    with netCDF4.Dataset(tmp_path / "x.nc", "w") as file:
-        file.createDimension("time", T)
-        parent = file if group == "/" else file.createGroup(group)
-        parent.createVariable("x", "f8", ("time",))[:] = values()[:, 0]
-    file = netCDF4.Dataset(tmp_path / "x.nc")
-    parent = file if group == "/" else file[group]
-    streams = [tt.Stream(data, 3, 20, seed=None) for data in (parent["x"], tt.recording(parent))]
-    expected = [list(tt.Stream(x, 3, 20, seed=None)) for x in (values()[:, 0], values()[:, :1])]
-    assert all(map(all_same, map(list, streams), expected))
-    file.close()
-    assert all(map(all_same, map(list, streams), expected))

@@ -31,18 +31,18 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"inputs": [1, 2, 3]},
         {},
-        "recording '0': inputs are a list, expected a NumPy array or a torch tensor",
+        "recording '0': inputs are a list, expected an array, such as",
     ),
     (
         {"inputs": np.array(["a", "b"])},
         {},
-        r"inputs have shape \(2,\) and type <U1, expected numbers",
+        r"inputs have shape \(2,\), type <U1 and .* expected numbers",
     ),
     ({"inputs": np.float64(3)}, {}, r"inputs are a float64|inputs have shape \(\)"),
     (
         {"inputs": np.ones(4), "targets": np.array([None] * 4)},
         {},
-        "targets have shape .* and type object",
+        "targets have shape .* type object",
     ),
     ([3], {}, "recording 0 is a int, expected a mapping with 'inputs'"),
     ({"inputs": np.ones(4)}, {"lanes": 5}, "5 lanes, but the recordings have 4 steps in all"),
@@ -228,7 +228,7 @@ def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Pa
     for inputs, targets in ((path, path), (str(path), link), ([path, link], path)):
         with pytest.raises(
             DataError,
-            match=r"tt\.recording\(\.\.\., inputs=\[.*u'\], targets='label'\)",
+            match=r"are inputs and targets of the same step",
         ):
             tt.Stream({"inputs": inputs, "targets": targets}, lanes=1, chunk=2)
 

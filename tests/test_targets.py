@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "both": (
         {"targets": np.ones(10), "intervals": ([0], [1], [2])},
-        "has targets and intervals, expected one of them",
+        "and no targets beside them",
     ),
     "no triple": (
         {"intervals": ([0], [1])},

@@ -27,9 +27,9 @@ from throughtime.stream.recording import Part, step_times
 from throughtime.stream.sources import as_recording
 
 FORMS = {
-    "ymd+time": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],
-    "dmy+time": ["%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
-    "mdy+time": ["%m/%d/%Y %I:%M:%S %p", "%m/%d/%Y %H:%M"],
+    "ymd": ["%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S.%f", "%Y/%m/%d %H:%M", "%Y-%m-%d"],
+    "dmy": ["%d.%m.%Y %H:%M", "%d.%m.%Y", "%d/%m/%Y %H:%M:%S", "%d-%m-%Y %H:%M"],
+    "mdy": ["%m/%d/%Y", "%m/%d/%Y %H:%M"],
 }
 
 
@@ -57,22 +57,20 @@ def test_a_time_means_what_python_reads(time: datetime, pair: tuple[str, str]) -
 )
 def test_times_with_a_zone_become_utc(time: datetime, minutes: int) -> None:
     local = time.replace(tzinfo=timezone(timedelta(minutes=minutes)))
-    assert form([local.isoformat()]) == "ymd+zone"
+    assert form([local.isoformat()]) == "ymdZ"
     utc = local.astimezone(UTC).replace(tzinfo=None)
-    values = parse_times(pa.array([local.isoformat()]), "ymd+zone").to_numpy()
+    values = parse_times(pa.array([local.isoformat()]), "ymdZ").to_numpy()
     assert values[0] == np.datetime64(utc, "ns")
 
 
 def test_months_and_days_are_told_apart_by_all_stamps() -> None:
-    assert form(["1/13/2020 10:00"]) == "mdy+time"
-    assert form(["13/1/2020 10:00", "14/1/2020 10:00"]) == "dmy+time"
-    assert form(["1/2/2020 10:00", "1/13/2020 10:00"]) == "mdy+time"
+    assert form(["1/13/2020 10:00"]) == "mdy"
+    assert form(["13/1/2020 10:00", "14/1/2020 10:00"]) == "dmy"
+    assert form(["1/2/2020 10:00", "1/13/2020 10:00"]) == "mdy"
     for texts in (["1/1/2020 10:00", "1/2/2020 10:00"], ["1/2/2020"]):  # no order of rows decides
         assert [kind[:3] for kind in time_kinds(pa.array(texts))] == ["mdy", "dmy"]
-    assert form(["3/9/2020 1:00 PM"]) == "mdy+time"
-    assert form(["01.02.2020"]) == "dmy+date"
-    assert form(["10:14:33", "11:00"]) == "+clock"
-    assert form(["2024-01-01T00", "2024-01-01T01"]) == "ymd+time"  # the hour alone
+    assert form(["01.02.2020"]) == "dmy"
+    assert form(["2024-01-01T00", "2024-01-01T01"]) == "ymd"  # the hour alone
 
 
 NO_TIMES = [
@@ -82,6 +80,8 @@ NO_TIMES = [
     "1600000000",
     "N",
     "2020-01-01 10:00 or so",
+    "3/9/2020 1:00 PM",
+    "10:14:33",
     "192.168.10.1",
 ]
 
@@ -91,12 +91,10 @@ def test_other_texts_are_no_times(text: str) -> None:
     assert not form([text])
 
 
-@pytest.mark.parametrize(
-    "text", ["2020-13-01", "2020-02-30", "2020-01-01 25:00", "13/13/2020", "0:00 AM"]
-)
+@pytest.mark.parametrize("text", ["2020-13-01", "2020-02-30", "2020-01-01 25:00", "13/13/2020"])
 def test_times_that_there_are_not_are_wrong(text: str) -> None:
     texts = pa.array([text])
-    for known in ("ymd+time", "ymd+date", "dmy+date", "mdy+date", "+clock"):
+    for known in ("ymd", "dmy", "mdy", "ymdZ"):
         with pytest.raises(pa.ArrowInvalid):
             parse_times(texts, known)
 
@@ -104,10 +102,8 @@ def test_times_that_there_are_not_are_wrong(text: str) -> None:
 def test_days_and_months_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
     """A month apart or a day apart: both ascend, and each would give another rate."""
     (tmp_path / "r.csv").write_text("day,x\n01/02/2020,1\n01/03/2020,2\n")
-    table = open_table(tmp_path / "r.csv")
-    assert table.read(0, 2, ["x"])[:, 0].tolist() == [1, 2]
-    with pytest.raises(DataError, match=r"column 'day' .* day and month cannot be told apart"):
-        table.read(0, 2, ["day"])
+    with pytest.raises(DataError, match=r"column 'day' .* day and month distinct"):
+        open_table(tmp_path / "r.csv")
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow", ".feather"])
@@ -134,7 +130,7 @@ def test_a_column_of_times_is_no_input_in_any_format(
     part = step_times(Part(recording, 10, 20), 1, 3)
     assert part is not None
     assert time_texts(part) == ["2020-01-01T11:00:00", "2020-01-01T12:00:00"]
-    with pytest.raises(DataError, match="inputs hold time stamps in column 'when'"):
+    with pytest.raises(DataError, match=r"inputs .* no time stamps, which are \['when'\]"):
         Layout(inputs=("x", "when")).input_rows(table)
 
 
@@ -153,7 +149,6 @@ def test_gaps_are_those_that_a_loop_counts(steps: list[int], block: int) -> None
     stamps = np.cumsum([0, *steps]).astype("m8[s]") + np.datetime64("2020-01-01")
     result = summary(stamps.astype("M8[ns]"), block)
     median = np.median(steps[: block - 1])
-    assert result.spacing == median * 10**9
     assert result.gaps == sum(step > 1.5 * median for step in steps)
     assert result.backward is None
     assert summary(stamps[[0, 0, 0, 1]].astype("M8[ns]")).gaps == 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from throughtime.nn import fuse
     from throughtime.predict import Predictor, predict
     from throughtime.stream import Stream, windows
-    from throughtime.stream.tables import from_frame, recording
+    from throughtime.stream.sources import recording
     from throughtime.updates import updates
 
 __all__ = [
@@ -44,7 +44,6 @@ __all__ = [
     "evaluate",
     "export",
     "fit",
-    "from_frame",
     "fuse",
     "linear_scan",
     "load_run",
@@ -80,7 +79,7 @@ _EXPORTS = {
     "nn": "fuse",
     "predict": "Predictor predict",
     "stream": "Stream windows",
-    "stream.tables": "from_frame recording",
+    "stream.sources": "recording",
     "updates": "updates",
 }
 _SOURCE = {name: module for module, names in _EXPORTS.items() for name in names.split()}

@@ -130,8 +130,8 @@ class Config(Settings):
     """First steps of a recording whose loss does not count."""
     hand_off: bool = False
     """A part of a recording starts from the final state of the part before it."""
-    workers: Literal["thread"] | NonNegativeInt = 0
-    """Processes that read ahead, or 'thread'."""
+    workers: Literal["thread"] | None = None
+    """'thread' reads ahead in a thread."""
     updates: PositiveInt | None = None
     """Stop after this many updates."""
     epochs: PositiveInt | None = None

@@ -30,7 +30,7 @@ from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import ManifestEntry
 from throughtime.stream.recording import Recording, read_blocks
-from throughtime.stream.tables import as_table, names_of
+from throughtime.stream.sources import as_table, names_of
 from throughtime.stream.targets import At, class_names, horizons
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress"]

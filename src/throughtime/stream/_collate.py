@@ -6,11 +6,13 @@ and blocks read ahead are no part of the position in a stream.
 Shapes: `T` steps, `B` lanes, `S` static features.
 """
 
-from collections.abc import Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import RLock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -27,6 +29,9 @@ Rows: TypeAlias = dict[str, Array]
 """The arrays of some steps by role: inputs, targets, and each series."""
 Reads: TypeAlias = Sequence[tuple[LaneSlice, Rows]]
 
+Workers: TypeAlias = Literal[0, "thread"]
+
+DEPTH = 2  # blocks read ahead by a thread
 DTYPES = (torch.float32, torch.float64, torch.float16)
 
 
@@ -84,6 +89,23 @@ class ReadLock:
                 self._busy = not free
 
 
+def map_in_thread(
+    read: Callable[[ReadRequest], Block], requests: Iterable[ReadRequest]
+) -> Iterator[Block]:
+    """Map as `map` does, the next blocks read in a thread: for slow disks, and for decoders."""
+    thread = ThreadPoolExecutor(1, thread_name_prefix="throughtime-stream")
+    pending = deque[Future[Block]]()
+    try:
+        for request in requests:
+            pending.append(thread.submit(read, request))
+            if len(pending) > DEPTH:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        thread.shutdown(wait=False, cancel_futures=True)
+
+
 @dataclass
 class Collator:
     """Makes blocks of one layout: that of the first recording that is read."""
@@ -105,13 +127,12 @@ class Collator:
     def read(self, request: ReadRequest) -> Block:
         """The requested block, when no other thread reads one."""
         with self.lock.exclusive():
-            return self.collate(request)
+            return self._collate(request)
 
-    def collate(self, request: ReadRequest) -> Block:
-        """The requested block."""
+    def _collate(self, request: ReadRequest) -> Block:
         start, steps, slices = request
         reads = [(part, self._read(part)) for part in slices]
-        first = self.prime()
+        first = self._prime()
         arrays = {
             role: self._assemble(role, rows, reads, steps)
             for role, rows in self._in_columns(first.by_role).items()
@@ -137,7 +158,7 @@ class Collator:
             resets[part.start, part.lane] = part.age == 0
         return resets, mask, recording, position, position + 1 == self._lengths[recording]
 
-    def prime(self) -> StepArrays:
+    def _prime(self) -> StepArrays:
         """The layout that all recordings must have: that of the first one, read now if need be."""
         if self._first is None:
             self._read(LaneSlice(0, 0, 1, 0, 0, 0))

@@ -12,7 +12,6 @@ Shapes: `T` steps, `N` rows per frame, `D` input features, `C` target columns, `
 """
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +24,7 @@ from throughtime.errors import DataError, counted, listed, warn_caller
 from throughtime.stream import formats
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource, Table, is_number
-from throughtime.stream.formats.times import TimeRangeError, summarize_times
+from throughtime.stream.formats.times import summarize_times
 from throughtime.stream.recording import TableRecording
 from throughtime.stream.rows import (
     ColumnRows,
@@ -35,14 +34,9 @@ from throughtime.stream.rows import (
     time_rows,
     value_columns,
 )
-from throughtime.stream.targets import (
-    At,
-    class_names,
-    interval_labels,
-    periodic_labels,
-)
+from throughtime.stream.targets import At, interval_labels, periodic_labels
 
-_COMPARED, _EXCERPT, _BLOCK = 4096, 64, 65_536  # rows
+_COMPARED, _EXCERPT = 4096, 64  # rows
 _WIDE = 1000  # columns at most that are compared with the targets
 _CLASSES, _FEW = 20, 7  # different values that two columns, of few rows, may share by chance
 _INTERVALS = ("start", "stop", "label")
@@ -122,18 +116,11 @@ class Layout:
         present = self.ahead or self.allow_target_as_input
         own = [] if self.inputs else [n for n in targets if not present or _is_text(table, n)]
         names = self.inputs or value_columns(table, [*used, *own])
-        if not names:
-            raise DataError(
-                f"{table.path}: no column is left for the inputs: {listed(table.columns)}"
-                " are targets, time stamps or excluded; name the inputs"
-                if table.columns
-                else f"{table.path}: it has no columns, expected those of the inputs"
-            )
         check_columns(table, names, "inputs")
-        if both := [name for name in names if name in used]:
+        if both := used.intersection(names):
             raise DataError(
-                f"{table.path}: {listed(both, quoted=True)} are inputs and named as by, time,"
-                " static, series or exclude as well; name each column once"
+                f"{table.path}: {listed(sorted(both), quoted=True)} are inputs, and series or"
+                " excluded as well; name each column once"
             )
         return ColumnRows(table, names)
 
@@ -225,15 +212,15 @@ def lay_out(
     lengths = [(f"series '{key}'", len(rows)) for key, rows in others.items()]
     check_lengths(name, [("inputs", len(inputs)), *lengths])
     labels = None if targets is None else _place(name, targets, inputs, layout)
-    roles = {"inputs": inputs, "targets": None if named or layout.classify else targets}
-    for role, rows in (roles | {f"series '{key}'": rows for key, rows in others.items()}).items():
-        check_numbers(rows, role, layout.task)
+    check_numbers(inputs, "inputs")
+    check_numbers(None if named or layout.classify else targets, "targets")
+    for key, rows in others.items():
+        check_numbers(rows, f"series '{key}'")
     if not (layout.ahead or layout.allow_target_as_input):
-        _refuse_copies(name, inputs, targets, layout.task)
+        _refuse_copies(name, inputs, targets)
     times = time_rows(inputs.table, layout.exclude) if isinstance(inputs, ColumnRows) else None
     if times is not None:
-        with suppress(TimeRangeError):  # refused where they are read: they may be of no use
-            _check_times(name, times, layout)
+        _check_times(name, times, layout)
 
     def last(rows: RowSource) -> RowSource:
         return FrameRows(rows, size, last=True) if size > 1 else rows
@@ -250,10 +237,9 @@ def lay_out(
     )
 
 
-def _check_times(name: str, times: RowSource, layout: Layout) -> None:
+def _check_times(name: str, times: ColumnRows, layout: Layout) -> None:
     """Refuse times that descend, and warn of gaps that a forecast would cross."""
-    summary = summarize_times(times)
-    column = times.source.rpartition(": ")[2].split(" and ")[0].strip("'")
+    summary, column = summarize_times(times), times.columns[0]
     if summary.backward is not None:
         row, before, after = summary.backward
         raise DataError(
@@ -319,37 +305,32 @@ def _place(name: str, targets: Targets, inputs: RowSource, layout: Layout) -> Ro
     return FrameRows(rows, size, last=True) if size > 1 else rows
 
 
-def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None, task: str | None) -> None:
+def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None) -> None:
     """Refuse an input that has the values of a target at the same step.
 
     Under another name it needs more values than classes have, which may agree by chance.
     """
-    own, pairs = _values(targets, 0), dict[str, str]()
-    for column, values in _values(inputs, 0).items():
-        varies = len(np.unique(values)) > min(_CLASSES, max(_FEW, len(values) // 2))
-        for target, wanted in own.items():
-            if (
-                (varies or (column == target and _source(inputs) == _source(targets)))
-                and np.array_equal(values, wanted, equal_nan=True)
-                and all(
-                    np.array_equal(_values(inputs, i)[column], _values(targets, i)[target], True)
-                    for i in range(_COMPARED, len(inputs), _COMPARED)
-                )
-            ):
-                pairs[column] = target
-    if not pairs:
-        return
-    texts = [c if c == target else f"{c} = {target}" for c, target in pairs.items()]
-    others = [c for c in _columns(inputs) if c not in pairs]
-    others = others or [c for c, name in pairs.items() if c.rpartition(".")[2] == name][:-1]
-    choice = f"inputs={listed(others, quoted=True)}"
-    if task is None:
-        choice = f"tt.recording(..., {choice}, targets='{[*pairs.values()][-1]}')"
-    advice = f"name other inputs: {choice}" if others else "take them out of the inputs"
+    pairs: list[tuple[str, str]] | None = None
+    for start in range(0, len(inputs), _COMPARED):
+        values, own = _values(inputs, start), _values(targets, start)
+        if pairs is None:
+            same = _source(inputs) == _source(targets)
+            pairs = [
+                (column, target)
+                for column, rows in values.items()
+                for target in own
+                if (same and column == target)
+                or len(np.unique(rows)) > min(_CLASSES, max(_FEW, len(rows) // 2))
+            ]
+        pairs = [(c, t) for c, t in pairs if np.array_equal(values[c], own[t], equal_nan=True)]
+        if not pairs:
+            return
+    texts = [c if c == target else f"{c} = {target}" for c, target in pairs or ()]
     raise DataError(
         f"recording '{name}': {listed(texts, quoted=True)} are inputs and targets of the same"
-        f" step, so the net would only learn to copy them; {advice}, predict"
-        " later values: ahead=1, or write allow_target_as_input=True (--allow-target-as-input)"
+        " step, so the net would only learn to copy them; name other inputs: inputs=[...]"
+        " (--inputs), predict later values: ahead=1, or write allow_target_as_input=True"
+        " (--allow-target-as-input)"
     )
 
 
@@ -361,10 +342,9 @@ def _values(rows: Any, start: int) -> dict[str, Array]:
     first = rows.read(0, 1)
     if first.dtype.kind not in "biuf" or first.size > _WIDE:
         return {}
-    names = _columns(rows) or (rows.source,)
+    names = _columns(rows)
     if len(names) != first.size:
-        whole = names[0] if len(names) == 1 else rows.source
-        names = [f"{whole}[:, {i}]" for i in range(first.size)]
+        names = [f"{rows.source}[:, {i}]" for i in range(first.size)]
     columns = rows.read(start, start + _COMPARED).reshape(-1, first.size).T
     return dict(zip(names, columns.astype(np.float64), strict=True))
 
@@ -377,36 +357,25 @@ def _columns(rows: object) -> tuple[str, ...]:
     return rows.columns if isinstance(rows, ColumnRows) else ()
 
 
-def check_numbers(rows: object, role: str, task: str | None = None) -> None:
+def check_numbers(rows: object, role: str) -> None:
     """Refuse columns of text; the message says how to leave them out.
 
     Args:
-        rows: of columns of a table; others are not looked at.
-        role: inputs or targets.
-        task: of the layout.
+        rows: of columns of a table; others are not checked.
+        role: inputs, targets or a series.
 
     Cost: one row of the columns.
     """
     if not isinstance(rows, ColumnRows) or rows.read(0, 1).dtype.kind in "biuf":
         return
-    table, texts = rows.table, dict[str, list[str]]()
-    for name in rows.columns:
-        values = table.read(0, _EXCERPT, (name,))[:, 0]
-        if values.dtype.kind not in "biuf":
-            texts[name] = [*map(str, values.tolist())]
-    (name, first), names = next(iter(texts.items())), listed(texts, quoted=True)
-    word = next((text for text in first if text.strip() and not is_number(text)), "")
-    if word == first[0] and any(map(is_number, first)):
-        hint = "; is the line after the header one of units? Delete it"
-    elif task is not None:
-        hint = f" (or is '{name}' a class? --targets {name} --task classify)"
-    else:
-        classes = class_names([table.read(0, min(_BLOCK, len(table)), (name,))])
-        hint = f", or name the classes in the order of their indices: classes={[*classes]}"
-        hint *= role == "targets"
+    texts = [name for name in rows.columns if _is_text(rows.table, name)]
+    words = rows.table.read(0, _EXCERPT, texts[:1])[:, 0].tolist()
+    word = next((w for w in map(str, words) if w.strip() and not is_number(w)), "")
     raise DataError(
-        f"{rows.source}: column '{name}' of the {role} holds text, such as {word!r}, expected"
-        f" numbers; leave it out: exclude={names} (--exclude {','.join([*texts][:8])}){hint}"
+        f"{rows.source}: column '{texts[0]}' of the {role} holds text, such as {word!r}, expected"
+        f" numbers; leave it out: exclude={listed(texts, quoted=True)} (--exclude"
+        f" {','.join(texts[:8])}); delete the line below the header if it is one of units; or name"
+        " the classes of targets: classes=[...] in the order of their indices (--task classify)"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from torch.utils._pytree import tree_leaves
 
-from throughtime.errors import DataError, listed
+from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 
 _SAMPLE = 64  # steps
@@ -134,9 +134,7 @@ class TableRecording:
     series: tuple[tuple[str, RowSource], ...] = ()
 
     def __repr__(self) -> str:
-        roles = {"inputs": self.input_columns, "targets": self.target_columns}
-        named = [f"{role}={listed(names, quoted=True)}" for role, names in roles.items() if names]
-        return f"TableRecording({', '.join([f'{self.name!r:.100}', f'{len(self)} steps', *named])})"
+        return f"TableRecording({self.name!r:.100}, {len(self)} steps)"
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -222,22 +220,20 @@ def step_times(recording: object, start: int, stop: int) -> Array | None:
 
 
 def location(recording: object, step: int, column: int) -> str:
-    """An input in words: `step 1204, column 0 (row 1204, column 'ecg')`; its name if it has one.
+    """An input in words: `step 1204, column 'ecg' (row 1204)`; its number if it has no name.
 
     Args:
         recording: plays the step; wrappers are looked through.
         step: of the recording.
         column: of its inputs. A frame of N rows has the columns of each of them in turn.
     """
-    text = f"step {step}, column {column}"
     table, start = innermost(recording)
-    if table is None:
-        return text
-    names, rows = table.input_columns, getattr(table.inputs, "frame_size", 1)
-    if not names or column >= rows * len(names):
-        return text
+    names = () if table is None else table.input_columns
+    rows = getattr(table.inputs, "frame_size", 1) if table is not None else 1
+    if column >= rows * len(names):
+        return f"step {step}, column {column}"
     row = (step + start) * rows + column // len(names)
-    return f"{text} (row {row}, column '{names[column % len(names)]}')"
+    return f"step {step}, column '{names[column % len(names)]}' (row {row})"
 
 
 def innermost(recording: object) -> tuple[TableRecording | None, int]:
@@ -340,14 +336,15 @@ def check_standardise(how: str | None, recordings: Sequence[Recording], missing:
     Raises:
         DataError: one of these.
     """
-    fault = ""
     if how not in (None, "split", "recording") and not re.fullmatch(r"first:[1-9]\d*", str(how)):
-        fault = "expected 'split', 'recording', 'first:N', such as 'first:400', or None"
-    elif how not in (None, "split"):
-        if any(getattr(innermost(r)[0], "static", None) is not None for r in recordings):
-            fault = "has no statistics of static features, which are the same at each step of a"
-            fault += " recording: take 'split', or leave static out"
-        elif how != "recording" and missing == "mask":
-            fault = "would count masked steps as zeros: fill them, or take 'split'"
-    if fault:
-        raise DataError(f"standardise={how!r}: {fault}")
+        raise DataError(
+            f"standardise={how!r}: expected 'split', 'recording', 'first:N', such as 'first:400',"
+            " or None"
+        )
+    static = any(getattr(innermost(r)[0], "static", None) is not None for r in recordings)
+    masked = missing == "mask" and how != "recording"
+    if how not in (None, "split") and (static or masked):
+        raise DataError(
+            f"standardise={how!r} has no statistics of static features, and 'first' would count"
+            " masked steps as zeros: take 'split', or leave static out, or fill what is missing"
+        )

@@ -3,7 +3,6 @@
 Shapes: `n` rows read, `D` columns, `N` rows per frame.
 """
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,6 @@ from throughtime.stream.formats.objects import (
     open_object,
 )
 from throughtime.stream.formats.table import Array, RowSource, Table
-from throughtime.stream.formats.times import nanoseconds
 
 
 @dataclass(frozen=True)
@@ -78,25 +76,6 @@ class FrameRows:
         return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
 
 
-@dataclass(frozen=True)
-class TimeRows:
-    """The times of rows, `datetime64[ns]` `(n,)`: of a column, or of a date and a time of day."""
-
-    table: Table
-    columns: tuple[str, ...]
-
-    @property
-    def source(self) -> str:
-        return f"{self.table.path}: {' and '.join(map(repr, self.columns))}"
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def read(self, start: int, stop: int) -> Array:
-        first, *rest = (self.table.read(start, stop, (name,))[:, 0] for name in self.columns)
-        return sum(rest, nanoseconds(first, self.source))
-
-
 class ConcatTable(Table):
     """Tables of equal length, their columns side by side.
 
@@ -134,10 +113,9 @@ def concat_tables(name: str, tables: Sequence[Table]) -> Table:
         for column in table.columns
     ]
     if len(dict(sources)) < len(sources):
-        repeated = Counter(column for column, _ in sources).most_common(1)[0][0]
         raise DataError(
-            f"recording '{name}': its files have a column '{repeated}' and another that would get"
-            " this name; rename one"
+            f"recording '{name}': its files have the columns {listed(dict(sources), quoted=True)},"
+            " one of which is also the name that another one gets; rename it"
         )
     return ConcatTable(tables, dict(sources))
 
@@ -171,8 +149,6 @@ def is_rows(value: object) -> bool:
 
 def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> Table:
     """The table of anything with named columns, see `tt.recording`."""
-    if isinstance(source, Table):
-        return source
     if isinstance(source, (str, Path)):
         return formats.open_table(Path(source), delimiter=delimiter, decimal=decimal)
     if delimiter is not None or decimal is not None:
@@ -180,11 +156,14 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
             f"delimiter={delimiter!r}, decimal={decimal!r} belong to a CSV file, and the source is"
             f" a {type(source).__name__}; leave them out"
         )
-    if is_table(source):
-        return open_object(source)
     path = f"the {type(source).__name__}"
+    if isinstance(source, Table):
+        return source
+    if is_table(source):
+        return open_object(path, source)
     if is_array(source) and len(source.shape) == 2:
         return MatrixColumns(path, as_file_array(source))
+    source = {"0": source} if is_array(source) else source
     # scipy.io.loadmat adds '__header__' and the like
     items = source.items() if isinstance(source, Mapping) else ()
     arrays = {str(key): value for key, value in items if not str(key).startswith("__")}
@@ -192,7 +171,7 @@ def as_table(source: Any, delimiter: str | None = None, decimal: str | None = No
         arrays = {key: as_file_array(value) for key, value in arrays.items()}
         return ArraysFile(path, longest_arrays(path, arrays))
     raise DataError(
-        f"tt.recording got a {type(source).__name__}, expected a path, a frame, a table or group of"
+        f"tt.recording got a {type(source).__name__}, expected a path, a frame, a mapping of"
         " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
     )
 
@@ -209,55 +188,28 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
         DataError: anything else, or an array without rows of numbers.
     """
     if role == "inputs" and isinstance(value, (list, tuple)) and value and all(map(is_rows, value)):
-        parts = [as_rows(part, name, role) for part in value]
-        tables = [
-            part.table
-            if isinstance(part, ColumnRows)
-            else ArraysFile(role, {f"inputs[{i}]": part.array})
-            for i, part in enumerate(parts)
-            if isinstance(part, (ColumnRows, ArrayRows))
-        ]
-        table = concat_tables(name, tables)
-        return parts[0] if len(parts) == 1 else ColumnRows(table, value_columns(table))
-    if is_table(value):
+        value = concat_tables(name, [*map(as_table, value)])
+    if isinstance(value, Table) or is_table(value):
         table = as_table(value)
         return ColumnRows(table, value_columns(table), flat=role != "inputs" or is_series(value))
     if not is_array(value):
-        hint = ""
-        if has(value, "collect"):
-            hint = "; collect the lazy frame, or write it to a Parquet file and give its path"
-        elif isinstance(value, (list, tuple)):
-            hint = f": np.array({role})"
         raise DataError(
-            f"recording '{name}': {role} are a {type(value).__name__}, expected a NumPy array or a"
-            f" torch tensor, another array, a frame, or a path{hint}"
+            f"recording '{name}': {role} are a {type(value).__name__}, expected an array, such as"
+            f" np.array({role}), a frame, or a path; collect a lazy frame"
         )
     array = as_file_array(value, f"recording '{name}': {role}")
-    _check_array(array, name, role)
-    return ArrayRows(role, array)
-
-
-def _check_array(value: Any, name: str, role: str) -> None:
-    """Refuse an array without rows, one that does not hold numbers, and time that is not first."""
-    try:
-        dtype = np.dtype(value.dtype)
-    except TypeError:
-        dtype = np.dtype(object)
-    fault, dims = "", tuple[Any, ...](getattr(value, "dims", ()))
-    if not value.shape or dtype.kind not in "biuf" or dtype == np.longdouble:
-        fault = {
-            "M": "; time is no input: leave it out, or take differences in seconds",
-            "V": f"; take a column: array['{(dtype.names or ('x',))[0]}']",
-            "O": "; of recordings give their list: list(array). Otherwise array.astype(float)",
-            "U": "; map text to integers first: np.unique(text, return_inverse=True)[1]",
-        }.get(dtype.kind, " ")
-    elif "time" in dims[1:]:
-        fault = f"; of {listed(dims)} time is not the first: array.transpose('time', ...)"
-    if fault:
+    dims: Any = getattr(value, "dims", ())
+    # torch and others have types of their own, which are numbers
+    dtype: Any = getattr(array, "dtype", None)
+    is_number = getattr(dtype, "kind", "O") in "biuf" and dtype != np.longdouble
+    if not array.shape or not is_number or "time" in dims[1:]:
         raise DataError(
-            f"recording '{name}': {role} have shape {tuple(value.shape)} and type {value.dtype},"
-            f" expected numbers with one row per step{fault.rstrip()}"
+            f"recording '{name}': {role} have shape {tuple(array.shape)}, type {dtype} and"
+            f" dimensions {listed(dims) or 'without names'}, expected numbers with one row per"
+            " step, time first; leave times out, map text to integers, take one field of records,"
+            " and pass several recordings as a list"
         )
+    return ArrayRows(role, array)
 
 
 def value_columns(table: Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
@@ -266,36 +218,20 @@ def value_columns(table: Table, exclude: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(name for name in table.columns if name not in others)
 
 
-def time_rows(table: Table, exclude: Sequence[str] = ()) -> TimeRows | None:
-    """The times of a table's rows: its first column of time stamps; `None` without one.
-
-    To dates, the only column of times of day is added. That column alone is a time of 1970-01-01.
-    """
-    types = {n: table.read(0, 1, (n,)).dtype for n in table.times if n not in exclude}
-    clocks = [name for name, dtype in types.items() if dtype.kind == "m"]
-    chosen = next((name for name in types if name not in clocks), *clocks[:1] or [None])
-    if chosen is None:
-        return None
-    joined = types[chosen] == "M8[D]" and len(clocks) == 1
-    return TimeRows(table, (chosen, *clocks) if joined else (chosen,))
+def time_rows(table: Table, exclude: Sequence[str] = ()) -> ColumnRows | None:
+    """The first column of time stamps of a table, `datetime64[ns]` `(n,)`; `None` without one."""
+    names = tuple(name for name in table.times if name not in exclude)
+    return ColumnRows(table, names[:1], flat=True) if names else None
 
 
 def check_columns(table: Table, names: Sequence[str], role: str) -> None:
-    """Refuse names of columns that are missing, named twice, or of time stamps."""
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    clocks = [name for name in names if name in table.times]
-    available = {*table.columns}  # there may be a million
-    missing = [name for name in names if name not in available]
-    what, hint = f"{listed(names, quoted=True)} asked for, the file has", ""
-    if twice:
-        what = f"name {listed(twice, quoted=True)} twice; name each column once of"
-    elif clocks:
-        what = f"hold time stamps in column '{clocks[0]}', expected numbers; leave it out of"
-    elif missing:
-        hint = did_you_mean(missing[0], table.columns)
-        hint = f"; {listed(missing, quoted=True)} missing{hint}" if missing != [*names] else hint
-        if len(available) == 1 and (signs := re.findall(r"[,;\t|]", table.columns[0])):
-            hint = f": was it read without sep={signs[0]!r}?"
-    elif names:
-        return
-    raise DataError(f"{table.path}: {role} {what} {listed(table.columns, quoted=True)}{hint}")
+    """Refuse names of columns that are missing, named twice, or of time stamps; and no names."""
+    usable = {*value_columns(table)}  # there may be a million
+    wrong = [name for name in names if name not in usable]
+    if wrong or not names or len({*names}) < len(names):
+        hint = did_you_mean(wrong[0], usable) if wrong else ""
+        raise DataError(
+            f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
+            f" {listed(value_columns(table), quoted=True)}; name one or several, each once, and no"
+            f" time stamps, which are {listed(table.times, quoted=True)}{hint}"
+        )

@@ -1,29 +1,28 @@
 """What a stream plays: whatever a user has, as recordings.
 
 Two kinds of objects hold steps. An *array* has `shape`, `dtype` and slices of rows (NumPy, torch,
-h5py, Zarr, xarray, Dask). A *table* has named columns (a file, a frame, an Arrow table, a group of
-arrays, an MNE `Raw`). All else is made of them: pairs, mappings, lists, data sets, folders.
+Zarr, xarray, Dask). A *table* has named columns (a file, a frame, an Arrow table, a group of
+arrays). All else is made of them: pairs, mappings, lists, folders.
 
 Shapes: `T` steps, `D` input features, `C` target columns, `S` static features, `N` recordings.
 """
 
-import glob
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from throughtime.errors import DataError, did_you_mean, listed
-from throughtime.stream.formats.objects import has, has_columns, is_series
-from throughtime.stream.formats.table import Table
+from throughtime.stream.formats.arrays import ArrayRows
+from throughtime.stream.formats.objects import has_columns, is_series
+from throughtime.stream.formats.table import RowSource, Table
 from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import Part, Recording
 from throughtime.stream.rows import as_rows, as_table, is_array, is_rows
-from throughtime.stream.tables import recording
-from throughtime.stream.targets import horizons, shift_targets
+from throughtime.stream.targets import horizons, shift_targets, with_classes
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
@@ -58,9 +57,7 @@ def as_recordings(data: Recordings) -> list[Recording]:
             any other name: a series `(T,)` or `(T, ...)`, such as a `weight` of each step, that
             chunks have as `chunk["weight"]`.
 
-            Several are a list, or another iterable, of these; a folder or a glob pattern; or a
-            `torch.utils.data.Dataset`, each sample of which, `(T, D)` or `((T, D), targets)`, is
-            one recording.
+            Several are a list, or another iterable, of these, or a folder.
 
     Raises:
         DataError: another kind of object, inputs and targets of different lengths, or a shape that
@@ -82,6 +79,123 @@ def as_recording(data: Recordings, index: int | None = None) -> Recording:
             " write a loop over them: for recording in ..."
         )
     return recordings[0]
+
+
+def recording(
+    source: Any,
+    *,
+    inputs: str | Sequence[str | int] | None = None,
+    targets: Any = None,
+    static: Any = None,
+    start: int = 0,
+    stop: int | None = None,
+    name: str | None = None,
+    series: Mapping[str, str | Sequence[str]] | None = None,
+    exclude: str | Sequence[str] | None = None,
+    delimiter: str | None = None,
+    decimal: str | None = None,
+    classes: Sequence[Any] | None = None,
+    ahead: int | Sequence[int] = 0,
+    allow_target_as_input: bool = False,
+) -> Recording:
+    """One recording, its columns chosen by name.
+
+    `tt.recordings` makes those of a folder or manifest. Of the groups of a frame make a list:
+    `[tt.recording(part, name=key) for key, part in frame.groupby("patient")]`.
+
+    Args:
+        source: the path of a file, a pandas or polars frame, an Arrow table, an `xarray.Dataset`,
+            an open group of Zarr, a mapping of arrays by name, or an array `(T, D)`, whose columns
+            are called "0", "1" and so on.
+        inputs: columns, in this order; default: all that have no other use and are no time stamps,
+            and of a forecast (`ahead`) the targets as well.
+        targets: columns; or the targets themselves, `(T,)` or `(T, C)`, as an array or a series.
+        static: `(S,)` numbers of the whole recording, appended to the inputs of every step.
+        start: the first step.
+        stop: the step after the last one; default: the end.
+        name: in messages and reports; default: that of the file.
+        series: further columns by name, one or several each, such as `{"weight": "w"}`, which
+            chunks have as `chunk["weight"]`. They are no inputs by default.
+        exclude: columns that are not used.
+        delimiter: the character between the fields of a CSV file; default: detected.
+        decimal: the decimal mark of a CSV file; default: detected.
+        classes: the names of the classes in the order of their indices, where the targets are
+            names. A target without a name is -100; one that is no class is an error when it is
+            read.
+        ahead: the target of a step is that of so many steps later, within `start` and `stop`; the
+            last steps have none. Those of several, such as `range(1, 25)`, lie side by side.
+        allow_target_as_input: whether an input may be the target of the same step.
+
+    Returns:
+        A recording for `tt.Stream`, which reads its rows as they are played.
+
+    Raises:
+        DataError: a column that does not exist, is named twice, holds no numbers, or is an input
+            and the target of the same step; a class that is named twice; a start and stop that
+            leave no step.
+
+    Cost: the header of a file and one row.
+
+    Example:
+        >>> import pandas, throughtime as tt
+        >>> frame = pandas.DataFrame({"u": [0.1, 0.2, 0.3], "v": [1.0, 2.0, 3.0], "y": [0, 0, 1]})
+        >>> stream = tt.Stream(tt.recording(frame, inputs=["u", "v"], targets="y"), 1, chunk=3)
+        >>> next(iter(stream))
+        Chunk(inputs (3, 1, 2), targets (3, 1), valid=3, resets=1)
+    """
+    named: Any = series or {}
+    if not isinstance(named, Mapping):
+        raise DataError(
+            f"series={series!r}: expected the columns of each series by its name, such as"
+            " series={'weight': 'w'}"
+        )
+    table = as_table(source, delimiter, decimal)
+    title = name or (Path(source).name if isinstance(source, (str, Path)) else "0")
+    targets = str(targets) if isinstance(targets, int) else targets  # pandas has such names
+    items: Any = targets if isinstance(targets, (list, tuple)) else [targets]
+    by_name = all(isinstance(item, str) for item in items)
+    layout = Layout(
+        inputs=names_of(inputs),
+        targets=names_of(targets) if by_name else (),
+        exclude=names_of(exclude),
+        series={key: names_of(names) for key, names in named.items()},
+        ahead=horizons(ahead),
+        allow_target_as_input=allow_target_as_input,
+    )
+    if absent := [column for column in layout.exclude if column not in table.columns]:
+        raise DataError(
+            f"{table.path}: there is no column {listed(absent, quoted=True)} to exclude; it has"
+            f" {listed(table.columns, quoted=True)}{did_you_mean(absent[0], table.columns)}"
+        )
+    labels: RowSource | None = layout.target_rows(table)
+    if targets is not None and not layout.targets:
+        is_text = classes is not None and is_array(targets)
+        labels = ArrayRows("targets", targets) if is_text else as_rows(targets, title, "targets")
+    whole = lay_out(
+        title,
+        layout.input_rows(table, layout.targets),
+        layout,
+        labels,
+        static=None if static is None else as_static(static, title),
+        series=layout.series_rows(table),
+        named=classes is not None,
+    )
+    result = with_classes(whole, classes)
+    end = len(result) if stop is None else stop
+    if not 0 <= start < end <= len(result):
+        raise DataError(
+            f"recording '{title}': start={start}, stop={stop} of {len(result)} steps; expected"
+            " 0 <= start < stop <= the number of steps"
+        )
+    part = result if end - start == len(result) else Part(result, start, end)
+    return shift_targets(part, ahead)
+
+
+def names_of(value: Any) -> tuple[str, ...]:
+    """Names of columns; pandas also has numbers as such."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(map(str, value))
 
 
 def windows(recordings: Recordings, length: int) -> list[Part]:
@@ -121,7 +235,7 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
     if isinstance(data, Recording) and callable(data.read):  # a frame may have a column 'read'
         return [data]
     if isinstance(data, (str, Path)):
-        return _from_path(str(data))
+        return _from_path(Path(data))
     if has_columns(data):
         return [_from_table(name, as_table(data))]
     if isinstance(data, Mapping):
@@ -130,58 +244,28 @@ def _expand(data: Any, index: int | None) -> list[Recording]:
         return [_from_pair((data,), index, name)]
     if isinstance(data, tuple) and any(map(is_rows, data[:1])):
         return [_from_pair(data, index, name)]
-    if isinstance(data, Dataset) and has(data, "__len__"):
-        return _from_dataset(data)
-    if isinstance(data, DataLoader):
-        raise DataError(
-            "a DataLoader makes batches, and so does a stream: pass its dataset, loader.dataset,"
-            " each sample of which is a recording"
-        )
-    if index is None and isinstance(data, Iterable):
+    if index is None and isinstance(data, Iterable) and not isinstance(data, DataLoader):
         return [r for i, item in enumerate(data) for r in _expand(item, i)]
-    hint = ": np.asarray(values)" if isinstance(data, (list, int, float)) else ""
     raise DataError(
         f"recording {index or 0} is a {type(data).__name__}, expected a mapping with 'inputs' and"
-        " 'targets', an array, a table, a tuple (inputs, targets), a path, or an object with name,"
-        f" __len__ and read(start, stop){hint}"
+        " 'targets', an array (np.asarray(values)), a table, a tuple (inputs, targets), a path, or"
+        " an object with name, __len__ and read(start, stop); of a data set or a loader pass the"
+        " samples, each of them a recording: [data[i] for i in range(len(data))]"
     )
 
 
 def _from_pair(pair: tuple[Any, ...], index: int | None, name: str) -> Recording:
     """The recording of `(inputs,)` or `(inputs, targets)`; alone it must not mean several."""
     inputs, targets = (*pair, None)[:2]
-    shape, fault = tuple(getattr(inputs, "shape", ())), ""
-    if len(pair) > 2:
-        fault = f"a tuple of {len(pair)}: expected (inputs, targets) of one recording"
-    elif index is None and isinstance(inputs, (str, Path)) and isinstance(targets, (str, Path)):
-        fault = f"a tuple of two paths, '{inputs}' and '{targets}', may be two recordings"
-    elif index is None and len(shape) > 2:
-        fault = f"inputs of shape {shape} may be {shape[0]} recordings or one of {shape[0]} steps"
-    if fault:
+    shape = tuple(getattr(inputs, "shape", ()))
+    paths = all(isinstance(part, (str, Path)) for part in (inputs, targets))
+    if len(pair) > 2 or (index is None and (paths or len(shape) > 2)):
         raise DataError(
-            f"{fault}; write [a, b] or list(zip(x, y)) for several recordings, {{'inputs': x,"
-            " 'targets': y} for one"
+            f"a tuple of {len(pair)} whose first is {inputs if paths else shape} may be one"
+            " recording or several; write [a, b] or list(zip(x, y)) for several recordings,"
+            " {'inputs': x, 'targets': y} for one"
         )
     return _from_mapping({"inputs": inputs, "targets": targets}, name)
-
-
-def _from_dataset(data: Any) -> list[Recording]:
-    """A recording of each sample."""
-    recordings: list[Recording] = []
-    for i in range(len(data)):
-        sample: Any = data[i]
-        sample = tuple(sample) if isinstance(sample, list) else sample
-        inputs: Any = next(iter(sample), None) if isinstance(sample, tuple) else sample
-        if is_array(inputs) and len(inputs.shape) < 2:
-            name = type(data).__name__
-            rows = "dataset.tensors" if hasattr(data, "tensors") else "(x, y)"
-            raise DataError(
-                f"sample {i} of the {name} has inputs of shape {tuple(inputs.shape)}: a step, or a"
-                f" recording of one column? For one recording of {len(data)} steps write"
-                f" tt.Stream({rows}, ...); for {len(data)} recordings, tt.Stream([*dataset], ...)"
-            )
-        recordings += _expand(sample, i)
-    return recordings
 
 
 def _from_table(name: str, table: Table) -> Recording:
@@ -193,22 +277,14 @@ def _from_table(name: str, table: Table) -> Recording:
     )
 
 
-def _from_path(location: str) -> list[Recording]:
-    """The recordings of a file, of a folder or of the files that match a pattern."""
-    path = Path(location)
-    if glob.has_magic(location) and not path.exists():
-        matches = sorted(glob.glob(location, recursive=True))  # noqa: PTH207  the pattern may be absolute
-        if not matches:
-            raise DataError(f"{location}: no file matches the pattern")
-        return [r for match in matches for r in _from_path(match)]
+def _from_path(path: Path) -> list[Recording]:
+    """The recordings of a file or a folder."""
     if not is_folder(path) and not is_manifest(path):
         return [_from_table(path.name, as_table(path))]
     entries = find_recordings(path)
-    splits = list(dict.fromkeys(entry.split for entry in entries))
-    if splits != [""] or any(entry.label is not None for entry in entries):
-        reason = f"has the splits {listed(splits)}" if splits != [""] else "has labels"
-        choice = f"tt.recordings('{path}')['{splits[0] or 'train'}']"
-        raise DataError(f"{path}: {reason}; write tt.Stream({choice}, ...)")
+    if any(entry.split or entry.label is not None for entry in entries):
+        choice = f"tt.recordings('{path}')['{entries[0].split or 'train'}']"
+        raise DataError(f"{path}: has splits or labels; write tt.Stream({choice}, ...)")
     return [
         _from_mapping({"inputs": [first, *others], "targets": entry.targets}, entry.name)
         if others or entry.targets is not None
@@ -232,7 +308,7 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
         raise DataError(
             f"recording '{name}' has the keys {listed(map(str, source), quoted=True)}, expected"
             f" 'inputs' and optionally {', '.join(_KEYS[1:])}, and arrays by other names, one row"
-            f" per step{hint or '; several recordings are a list: list(data.values())'}"
+            f" per step{hint}; several recordings are a list: list(data.values())"
         )
     targets = _targets(values, name)
     settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
@@ -258,21 +334,15 @@ def _targets(values: Mapping[str, Any], name: str) -> Targets | None:
     if intervals is None:
         if value is None:
             return None
-        if (np.isscalar(value) and not isinstance(value, str)) or getattr(
-            value, "shape", None
-        ) == ():
+        is_scalar = np.isscalar(value) and not isinstance(value, str)
+        if is_scalar or getattr(value, "shape", None) == ():
             return Label("the mapping", value)
         return as_rows(value, name, "targets")
-    if value is not None:
-        raise DataError(
-            f"recording '{name}' has targets and intervals, expected one of them: a step has one"
-            " target"
-        )
-    if isinstance(intervals, (str, Path)):
+    if value is None and isinstance(intervals, (str, Path)):
         return Intervals.of(as_table(intervals))
-    if isinstance(intervals, (list, tuple)) and len(intervals) == 3:
+    if value is None and isinstance(intervals, (list, tuple)) and len(intervals) == 3:
         return Intervals("the mapping", *intervals)
     raise DataError(
         f"recording '{name}': intervals are a {type(intervals).__name__}, expected (starts, stops,"
-        " labels), or a path"
+        " labels), or a path, and no targets beside them"
     )

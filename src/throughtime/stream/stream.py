@@ -9,10 +9,9 @@ import random
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal, NamedTuple, Never, TypeAlias
+from typing import Any, Literal, NamedTuple, Never
 
 import torch
 from torch import distributed
@@ -21,13 +20,17 @@ from throughtime._device import SideStream, is_accelerator
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError, check_whole
 from throughtime.state import State
-from throughtime.stream._collate import DTYPES, Block, Collator, ReadRequest
-from throughtime.stream._prefetch import ProcessMap, Workers, map_in_thread
+from throughtime.stream._collate import (
+    DTYPES,
+    Block,
+    Collator,
+    ReadRequest,
+    Workers,
+    map_in_thread,
+)
 from throughtime.stream.lanes import LaneSchedule, check_offset
 from throughtime.stream.recording import Recording, check_standardise, sample_checksum, standardised
 from throughtime.stream.sources import Recordings, as_recordings
-
-BlockMap: TypeAlias = Callable[[Iterable[ReadRequest]], Iterator[Block]]
 
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
 _MOST_LANES = 64  # of recordings that are not cut
@@ -76,10 +79,10 @@ class Stream:
     of a long one), balanced by length. An epoch has the same number of steps on all ranks.
 
     Args:
-        recordings: one or several: arrays `(T, D)`, also of h5py, Zarr or xarray; tuples `(inputs,
+        recordings: one or several: arrays `(T, D)`, also of Zarr or xarray; tuples `(inputs,
             targets)`; mappings with `inputs`, `targets`, labels at a lower rate, static features,
             and series by other names; frames, Arrow tables, paths; objects with `name`, `__len__`
-            and `read(start, stop)`; a list of these; a folder, a glob pattern, a `TensorDataset`.
+            and `read(start, stop)`; a list of these; a folder.
             What is lazy is read as it is played.
         lanes: B, of this rank, at most the number of steps of all recordings.
         chunk: steps per chunk; it changes memory and speed, never a gradient.
@@ -100,9 +103,7 @@ class Stream:
             each, as they arrive, and anew where a recording is cut. The net does it, and is saved
             and exported with it: put `tt.nn.Standardise.of(stream)` before its first layer, or
             `tt.updates` refuses the net.
-        workers: 0 reads when needed; "thread" prefetches in a thread, a number in so many worker
-            processes. No number changes. Processes keep arrays as they were at the first read: they
-            miss what is written into an array later.
+        workers: 0 reads when needed; "thread" prefetches in a thread. No number changes.
         rank: of this process, with `ranks`; default: that of `torch.distributed`.
         ranks: how many there are; 1 plays everything in this process.
 
@@ -178,7 +179,11 @@ class Stream:
                 f"recording '{name}' is empty; leave it out: a recording needs at least one step"
             )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
-        self.workers, self._map = workers, self._make_map(workers)
+        if workers not in (0, "thread"):
+            raise DataError(
+                f"workers={workers!r}: expected 0, or 'thread' to read the next blocks in a thread"
+            )
+        self.workers: Workers = workers
         self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._placement: Placement | None = None
@@ -186,16 +191,6 @@ class Stream:
         self._begin(0)
         self._resumed = False
         self.masked = self.missing_targets = self._generation = 0
-
-    def _make_map(self, workers: Workers) -> BlockMap:
-        if workers == "thread":
-            return partial(map_in_thread, self._collator.read)
-        count: Any = workers  # a user's "threads"
-        if not isinstance(count, int) or count is True or count < 0:
-            raise DataError(
-                f"workers={workers!r}: expected a number of processes, 0 for none, or 'thread'"
-            )
-        return ProcessMap(self._collator, count) if count else partial(map, self._collator.read)
 
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
         played = self.lanes * self._shard.ranks
@@ -375,17 +370,16 @@ class Stream:
         """Read the block that begins at a step; those after it will probably follow."""
         coming, self._coming = self._coming, None  # after an error it begins anew
         if coming is None or coming[0] != start:
-            # not self: a request to come must not keep the stream, and its workers, alive
+            # not self: a request to come must not keep the stream alive
             schedule, size = self._schedule, self._block_steps
             requests = (
                 ReadRequest.of(schedule, begin, begin + size)
                 for begin in range(start, schedule.steps, size)
             )
-            coming = start, self._map(requests)
+            read = self._collator.read
+            coming = start, (map_in_thread if self.workers else map)(read, requests)
         with self._waiting():
-            block = next(coming[1], None)
-        if block is None:
-            raise RuntimeError("the worker processes ended before they had read every block")
+            block = next(coming[1])
         self._coming = block.stop, coming[1]
         return block._replace(chunk=self._placed(block.chunk))
 
@@ -429,7 +423,7 @@ class Stream:
         With the same recordings it resumes bit for bit. They are known by their names, lengths and
         checksums.
 
-        Cost: the first call reads up to 96 blocks of 64 steps, twice.
+        Cost: the first call reads up to 96 blocks of 64 steps.
         """
         return {
             "epoch": self.epoch,

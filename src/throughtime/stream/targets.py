@@ -218,16 +218,13 @@ def with_classes(recording: Recording, classes: Iterable[Any] | None) -> Recordi
     """
     if classes is None:
         return recording
-    if getattr(recording, "targets", recording) is None:
-        raise DataError(
-            f"recording '{recording.name}' has classes={classes!r} and no targets that they could"
-            " name; write targets='label'"
-        )
     names = tuple(map(class_name, classes))
-    if isinstance(classes, str) or not names or len(set(names)) < len(names) or "" in names:
+    distinct = 0 < len({*names} - {""}) == len(names) and not isinstance(classes, str)
+    if not distinct or getattr(recording, "targets", recording) is None:
         raise DataError(
             f"recording '{recording.name}': classes={classes!r}, expected distinct names in the"
-            " order of their indices: classes=['N', 'V']"
+            " order of their indices, and targets that they name: targets='label', classes=['N',"
+            " 'V']"
         )
     return ClassRecording(recording, names)
 

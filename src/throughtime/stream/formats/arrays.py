@@ -5,7 +5,6 @@ of channels), coordinates and arrays of more than two dimensions are no columns.
 """
 
 import importlib
-import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from throughtime.stream.formats.table import (
     import_extra,
     unreadable,
 )
+from throughtime.stream.formats.times import nanoseconds
 
 _LABELS = "biufUSM"  # kinds of numbers, text and times
 
@@ -37,8 +37,12 @@ class ArraysFile(Table):
         self.length = next((array.shape[0] for array in arrays.values()), 0)
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        rows = (ArrayRows(f"{self.path}: '{name}'", self._arrays[name]) for name in columns)
-        parts = [part.read(start, stop).reshape(stop - start, -1) for part in rows]
+        parts = list[Array]()
+        for name in columns:
+            what = f"{self.path}: '{name}'"
+            rows = ArrayRows(what, self._arrays[name]).read(start, stop)
+            rows = nanoseconds(rows, what) if name in self.times else rows
+            parts.append(rows.reshape(stop - start, -1))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
 
@@ -59,8 +63,7 @@ class MatrixColumns(Table):
 class ArrayRows:
     """The rows of an array; of one that is lazy or memory-mapped only those read are loaded.
 
-    Of anything that slices rows. A masked value is NaN. A lazy array of Dask is computed in this
-    thread: its pool of threads does not survive a fork.
+    Of anything that slices rows. A masked value is NaN.
     """
 
     source: str
@@ -73,9 +76,6 @@ class ArrayRows:
         what = f"{self.source}: rows {start} to {stop} cannot be read"
         with unreadable(what, "is the file damaged?"):
             rows: Any = self.array[start:stop]
-            graph = getattr(rows, "__dask_graph__", None)
-            if graph is not None and graph() is not None:
-                rows = rows.compute(scheduler="synchronous")
             if isinstance(rows, np.ma.MaskedArray):
                 values = rows if rows.dtype.kind == "f" else rows.astype(np.float64)
                 if rows.dtype.kind in "iu" and (values.astype(rows.dtype) != rows).any():
@@ -104,17 +104,13 @@ def longest_arrays(
     usable = {n: a for n, a in arrays.items() if len(a.shape) in (1, 2) and a.dtype.kind in kinds}
     longest = max((a.shape[0] for a in usable.values() if a.dtype.kind != "M"), default=None)
     columns = {name: array for name, array in usable.items() if array.shape[0] == longest}
-    for name, fields in ((name, array.dtype.names) for name, array in arrays.items()):
-        if fields:
-            raise DataError(
-                f"{path}: '{name}' holds records; pass their fields: tt.recording({{field:"
-                f" array[field] for field in {list(fields)}}}, ...)"
-            )
-    if not columns or (every and len(columns) < len(arrays)):
+    records = [name for name, array in arrays.items() if array.dtype.names]
+    if not columns or records or (every and len(columns) < len(arrays)):
         contents = listed(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
         raise DataError(
             f"{path}: holds {contents or 'no array'}, expected arrays of numbers (steps,) or"
-            f" (steps, features){', all of one length' * every}; of others pass the array, reshaped"
+            " (steps, features), and of records none; read it with its library, and pass the arrays"
+            " by name: tt.recording({'x': array}, ...)"
         )
     return columns
 
@@ -166,31 +162,13 @@ def arrays_of_hdf5(group: Any) -> dict[str, FileArray]:
     group.visititems(lambda name, member: members.update({name: member}))
     shaped = {n: m for n, m in members.items() if getattr(m, "shape", None) is not None}
     arrays = {name: m for name, m in shaped.items() if not m.is_scale}
-    for member in arrays.values():
-        refuse_packed(member)
+    for name, member in arrays.items():
+        if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
+            raise DataError(
+                f"{member.file.filename}: '{name}' has the attribute {min(packing)}, as netCDF has;"
+                " name the file .nc, or read it with xarray and pass the data set"
+            )
     return arrays
-
-
-def refuse_packed(member: Any) -> None:
-    """Refuse a dataset of h5py that is packed, or marks missing values."""
-    if member.dtype.kind in "iuf" and (packing := _PACKING & {*member.attrs}):
-        raise DataError(
-            f"{member.file.filename}: '{member.name.strip('/')}' has the attribute {min(packing)},"
-            " as netCDF has; name the file .nc, or read it with xarray and pass the data set"
-        )
-
-
-def open_variable(path: Path, name: str) -> FileArray:
-    """A variable of a netCDF or HDF5 file, by netCDF4, which unpacks it and masks missing values.
-
-    Raises:
-        MissingExtraError: netCDF4 is not installed.
-    """
-    return _open_netcdf(path)[name]
-
-
-def _open_netcdf(path: Path, **options: Any) -> Any:
-    return import_extra("netCDF4", path, "netCDF", "netcdf").Dataset(path, **options)
 
 
 def open_zarr(path: Path) -> ArraysFile:
@@ -219,24 +197,18 @@ def open_zarr(path: Path) -> ArraysFile:
 def arrays_of_zarr(group: Any) -> dict[str, FileArray]:
     """The arrays of an open group and of the groups in it, by their paths.
 
-    Those of a group that xarray has written are read by xarray, which knows their attributes.
-
     Sorted: a folder lists its files in an order that may differ from one machine to another.
+
+    Raises:
+        DataError: xarray has written one: it knows the coordinates and the missing values.
     """
     arrays = {name: m for name, m in group.members(max_depth=None) if hasattr(m, "dtype")}
-    if any(
-        getattr(a.metadata, "dimension_names", None) or "_ARRAY_DIMENSIONS" in a.attrs
-        for a in arrays.values()
-    ):
-        xarray = import_extra("xarray", Path(str(group.store)), "Zarr of xarray", "zarr")
-        groups = xarray.open_groups(
-            group.store, engine="zarr", group=group.path, chunks=None, consolidated=False
-        )
-        arrays = {
-            posixpath.normpath(f"{path}/{name}").lstrip("/"): array
-            for path, data in groups.items()
-            for name, array in arrays_of_xarray(data).items()
-        }
+    for name, array in arrays.items():
+        if getattr(array.metadata, "dimension_names", None) or "_ARRAY_DIMENSIONS" in array.attrs:
+            raise DataError(
+                f"{group.store}: '{name}' is written by xarray; open it by xarray.open_zarr, and"
+                " pass the data set"
+            )
     return dict(sorted(arrays.items()))
 
 
@@ -250,7 +222,8 @@ def open_netcdf(path: Path) -> ArraysFile:
     """netCDF, by netCDF4: every variable `(time,)` or `(time, features)` of numbers is a column.
 
     Packed values are unpacked; those that netCDF4 masks are NaN, so integers are float64. Time is
-    the first dimension of the longest variable; coordinates are no columns, but time stamps.
+    the first dimension of the longest variable; coordinates are no columns, but
+    time stamps.
 
     Raises:
         MissingExtraError: netCDF4 is not installed, or SciPy for a classic file.
@@ -266,8 +239,9 @@ def open_netcdf(path: Path) -> ArraysFile:
                 "is it cut short? One of the type CDF-5: nccopy -k nc4 FILE COPY",
             ):
                 scipy.netcdf_file(file, mmap=True).close()
+    netcdf = import_extra("netCDF4", path, "netCDF", "netcdf")
     with unreadable(f"{path}: not a readable netCDF file"):
-        data = _open_netcdf(path, keepweakref=True)  # no cycle would keep it open
+        data = netcdf.Dataset(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
         for name, variable in data.variables.items():
             if " since " in str(getattr(variable, "units", "")) and variable.ndim == 1:

@@ -12,14 +12,12 @@ import json
 import logging
 import os
 import re
-import warnings
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -27,56 +25,23 @@ import pyarrow as pa
 from throughtime.errors import DataError, listed
 from throughtime.files import exclusive, sync, user_folder
 from throughtime.stream.formats.table import Array, DamagedError, FileStamp, Table, unreadable
+from throughtime.stream.formats.times import nanoseconds
 
-VERSION = 8  # of what is stored: older files are converted again
+VERSION = 9  # of what is stored: older files are converted again
 SMALL = 2**18  # bytes of a file that is converted in memory, wherever it is opened
 ROWS = 65_536  # of a batch that is converted, at most
 _TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16
-_TIMES = ("timestamp", "date", "time")
-_CASTS = {"bool": "int8", "decimal": "double", "null": "double", "date": "date32"}
-_KNOWN = {*_TEXT, *_TIMES, *_CASTS, "int", "uint", "halffloat", "float", "double"}
+_TIMES = ("timestamp", "date")
+_CASTS = {"bool": "int8", "decimal": "double", "null": "double"}
+_KNOWN = {*_CASTS, "int", "uint", "halffloat", "float", "double"}
 _INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
 _SAMPLES, _SAMPLE = 16, 4096  # blocks of a source that are hashed, and their bytes
 _checked: dict[str, set[int]] = {}  # the parts of each cached file that this process has checked
 _log = logging.getLogger("throughtime")
 
 
-class Blocks(NamedTuple):
-    """A file as record batches, to be converted.
-
-    Attributes:
-        schema: of the batches.
-        batches: of any size.
-        faults: why columns cannot be read, by name; known when the batches have been made.
-    """
-
-    schema: Any
-    batches: Iterable[Any]
-    faults: Mapping[str, str] = {}
-
-
-class Content(NamedTuple):
-    """What is known of record batches.
-
-    Attributes:
-        starts: the first row of each, and the end of the last one.
-        nullable: columns with a missing value: their whole numbers are read as float64.
-        faults: why columns cannot be read, by name.
-    """
-
-    starts: Sequence[int] = (0,)
-    nullable: Sequence[str] = ()
-    faults: Mapping[str, str] = {}
-
-    @classmethod
-    def of(cls, batches: Iterable[Any], faults: Mapping[str, str]) -> "Content":
-        """That of record batches; the faults are known when these have been made."""
-        starts, nullable = [0], dict[str, None]()
-        for batch in batches:
-            starts.append(starts[-1] + batch.num_rows)
-            columns = zip(batch.schema.names, batch.columns, strict=True)
-            nullable |= {name: None for name, column in columns if column.null_count}
-        return cls(starts, (*nullable,), dict(faults))
+Batches: TypeAlias = tuple[Any, Iterable[Any]]
+"""A file to be converted: the schema, and record batches of any size."""
 
 
 class ArrowFile(Table):
@@ -85,7 +50,8 @@ class ArrowFile(Table):
     Args:
         path: of the file, for messages.
         schema: of the batches.
-        content: of the batches.
+        starts: the first row of each, and the end of the last one.
+        nullable: columns with a missing value: their whole numbers are read as float64.
         batch: one of them by its number.
 
     Raises:
@@ -93,53 +59,55 @@ class ArrowFile(Table):
     """
 
     def __init__(
-        self, path: Path | str, schema: Any, content: Content, batch: Callable[[int], Any]
+        self,
+        path: Path | str,
+        schema: Any,
+        starts: Sequence[int],
+        nullable: Sequence[str],
+        batch: Callable[[int], Any],
     ) -> None:
-        self.path, self.content, self._batch = path, content, batch
+        self.path, self._starts, self._nullable, self._batch = path, starts, nullable, batch
         self._latest: tuple[Any, Any] = None, None  # the batches that were read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
         # an index of pandas that has no name and no times is no column
         self.columns = tuple(n for n in schema.names if n in self.times or not _INDEX.fullmatch(n))
-        self.length = content.starts[-1]
+        self.length = starts[-1]
         if len({*self.columns}) < len(self.columns):
             names = listed(self.columns, quoted=True)
             raise DataError(f"{path}: has the columns {names}, expected distinct names")
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        for name in filter(self.content.faults.__contains__, columns):  # the first, of several
-            raise DataError(f"{self.path}: {self.content.faults[name]}")
-        starts = self.content.starts
-        span = range(bisect_right(starts, start) - 1, bisect_left(starts, stop))
+        span = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
         if self._latest[0] != span:
             self._latest = span, pa.Table.from_batches(map(self._batch, span))
-        table, first = self._latest[1], start - starts[span[0]]
+        table, first = self._latest[1], start - self._starts[span[0]]
         values = [self._values(n, table.column(n).slice(first, stop - start)) for n in columns]
         return values[0][:, None] if len(values) == 1 else np.stack(values, axis=1)
 
     def _values(self, name: str, column: Any) -> Array:
         """A column; a missing number is NaN, a missing text empty."""
-        kind, [*chunks] = self._kinds[name], column.chunks
+        kind, what, [*chunks] = self._kinds[name], f"{self.path}: column '{name}'", column.chunks
         column = chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
         if kind == "dictionary":
             column = column.dictionary_decode()
             kind = _kind(column.type)
         if kind in _TEXT:
             return np.array(["" if text is None else text for text in column.to_pylist()], np.str_)
-        if kind == "time":
-            return column.cast(pa.time64("ns")).cast("int64").to_numpy(False).astype("m8[ns]")
+        if kind in _TIMES:
+            return nanoseconds(column.to_numpy(zero_copy_only=False), what)
         if kind not in _KNOWN:
             raise DataError(
-                f"{self.path}: column '{name}' has the type {column.type}, expected numbers or"
-                " text; leave it out of the inputs"
+                f"{what} has the type {column.type}, expected numbers or text; leave it out of the"
+                " inputs"
             )
-        if kind not in ("int", "uint") or name not in self.content.nullable:
+        if kind not in ("int", "uint") or name not in self._nullable:
             return column.cast(_CASTS.get(kind, column.type)).to_numpy(zero_copy_only=False)
         whole = column.fill_null(0).to_numpy()
         if (whole != whole.astype(np.float64).astype(whole.dtype)).any():
             raise DataError(
-                f"{self.path}: column '{name}' has missing values, and whole numbers of so many"
-                " digits that float64 would merge them; leave it out, or fill the missing ones"
+                f"{what} has missing values, and whole numbers of so many digits that float64 would"
+                " merge them; leave it out, or fill the missing ones"
             )
         return column.cast("double").to_numpy(zero_copy_only=False)
 
@@ -149,12 +117,17 @@ def _kind(dtype: Any) -> str:
     return re.split(r"[\d<\[(]", str(dtype))[0]
 
 
-def arrow_columns(name: str, table: Any, nullable: Sequence[str] = ()) -> ArrowFile:
-    """The columns of a `pyarrow.Table`; `nullable` ones have a missing value elsewhere."""
+def arrow_columns(name: Path | str, table: Any) -> ArrowFile:
+    """The columns of a `pyarrow.Table`."""
     batches = table.to_batches()
-    content = Content.of(batches, {})
-    content = content._replace(nullable=(*content.nullable, *nullable))
-    return ArrowFile(name, table.schema, content, batches.__getitem__)
+    starts = (0, *accumulate(map(len, batches)))
+    return ArrowFile(name, table.schema, starts, _nullable(table), batches.__getitem__)
+
+
+def _nullable(rows: Any) -> list[str]:
+    """The columns of a table or a record batch in which a value is missing."""
+    columns = zip(rows.schema.names, rows.columns, strict=True)
+    return [name for name, column in columns if column.null_count]
 
 
 def open_arrow(path: Path) -> Table:
@@ -164,21 +137,21 @@ def open_arrow(path: Path) -> Table:
         DataError: the file is neither, or cut short.
     """
 
-    def blocks() -> Blocks:
+    def batches() -> Batches:
         with unreadable(f"{path}: not a readable Arrow file"):
             file: Any = pa.OSFile(str(path))
             if file.read(6) == b"ARROW1":
                 reader: Any = pa.ipc.open_file(file)
                 numbers = range(reader.num_record_batches)
-                return Blocks(reader.schema, map(reader.get_batch, numbers))
+                return reader.schema, map(reader.get_batch, numbers)
             file.seek(file.size() - 8)
             if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
                 raise DataError(f"{path}: the stream has no end; the file is cut short")
             file.seek(0)
             stream = pa.ipc.open_stream(file)
-            return Blocks(stream.schema, stream)
+            return stream.schema, stream
 
-    return converted(path, blocks)
+    return converted(path, batches)
 
 
 def open_parquet(path: Path) -> Table:
@@ -189,13 +162,13 @@ def open_parquet(path: Path) -> Table:
     """
     from pyarrow import parquet
 
-    def blocks() -> Blocks:
+    def batches() -> Batches:
         with unreadable(f"{path}: not a readable Parquet file"):
             # without a buffer size a column of a row group is read whole
             file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
-        return Blocks(file.schema_arrow, file.iter_batches(ROWS, use_threads=False))
+        return file.schema_arrow, file.iter_batches(ROWS, use_threads=False)
 
-    return converted(path, blocks)
+    return converted(path, batches)
 
 
 def cache_folder() -> Path:
@@ -204,7 +177,7 @@ def cache_folder() -> Path:
     return Path(chosen) if chosen else user_folder("cache", {"darwin": "Library/Caches"})
 
 
-def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> Table:
+def converted(path: Path, source: Callable[[], Batches], options: str = "") -> Table:
     """The columns of a file as those of its cached Arrow file, which is written first if need be.
 
     Args:
@@ -213,38 +186,28 @@ def converted(path: Path, source: Callable[[], Blocks], options: str = "") -> Ta
         options: of the conversion.
 
     Raises:
-        DataError: the file cannot be read, or changes meanwhile.
+        DataError: the file cannot be read, or changes meanwhile; or the cache folder not written.
 
-    Cost: once, some 50 to 200 MB/s, and about as many bytes on the disk. A file of at most 256 kB,
-    and any where the cache folder cannot be written, which a warning says, is held in memory.
+    Cost: once, some 50 to 200 MB/s, and about as many bytes on the disk. A file of at most 256 kB
+    is held in memory.
     """
+    folder = cache_folder()
+    key = f"{path.resolve()}|{options}"
+    cached = folder / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
     with unreadable(
-        f"{path}: cannot be read", "is it damaged, or may you not read it?", (OSError,)
+        f"{path}: cannot be read, or converted in {folder}",
+        "is it damaged, may you not read it, or is the disk full? Another folder for converted"
+        " values is THROUGHTIME_CACHE",
+        (OSError,),
     ):
-        key = f"{path.resolve()}|{options}"
-        cached = cache_folder() / f"{hashlib.sha256(os.fsencode(key)).hexdigest()[:32]}.arrow"
         path.open("rb").close()
-        is_small = path.stat().st_size <= SMALL
-    try:
-        if not is_small:
+        if path.stat().st_size > SMALL:
             return _open(path, cached) or _convert(path, cached, source)
-    except OSError as error:
-        _warn_once(cached.parent, os.strerror(error.errno or 0))
-    blocks = source()
-    parts = [*_parts(path, blocks)]
-    return ArrowFile(path, blocks.schema, Content.of(parts, blocks.faults), parts.__getitem__)
+        schema, batches = source()
+        return arrow_columns(path, pa.Table.from_batches(_parts(path, batches), schema))
 
 
-@cache
-def _warn_once(folder: Path, reason: str) -> None:
-    warnings.warn(
-        f"{folder}: cannot hold the converted values of files ({reason}), so they are held in"
-        " memory. Make room, or name another folder in THROUGHTIME_CACHE",
-        stacklevel=3,
-    )
-
-
-def _convert(path: Path, cached: Path, source: Callable[[], Blocks]) -> ArrowFile:
+def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFile:
     """Write the cached file of a source, unless another process does."""
     cached.parent.mkdir(parents=True, exist_ok=True)
     temporary = cached.with_suffix(".tmp")
@@ -253,7 +216,7 @@ def _convert(path: Path, cached: Path, source: Callable[[], Blocks]) -> ArrowFil
             stamp, before = FileStamp.of(path), fingerprint(path)
             _log.info("converting %s, %.0f MB, once", path, stamp.size / 1e6)
             try:
-                _add_trailer(temporary, *_write(path, source(), temporary), before)
+                _write(path, *source(), temporary, before)
                 stamp.check()
                 temporary.replace(cached)
             finally:
@@ -275,38 +238,30 @@ def fingerprint(path: Path) -> list[Any]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest.hexdigest()]
 
 
-def _write(path: Path, blocks: Blocks, to: Path) -> tuple[Content, list[int]]:
-    """Write the batches of a source as an Arrow file; what they hold, and where each ends."""
-    ends = list[int]()
-    with to.open("wb") as sink, pa.ipc.new_file(sink, blocks.schema) as writer:
+def _write(path: Path, schema: Any, batches: Iterable[Any], to: Path, source: list[Any]) -> None:
+    """Write the batches of a source as an Arrow file, then the trailer, and sync it."""
+    starts, ends, nullable = [0], [0], set[str]()
+    with to.open("wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         ends.append(sink.tell())
-
-        def written() -> Iterator[Any]:
-            for part in _parts(path, blocks):
-                writer.write_batch(part)
-                ends.append(sink.tell())
-                yield part
-
-        return Content.of(written(), blocks.faults), ends
-
-
-def _parts(path: Path, blocks: Blocks) -> Iterator[Any]:
-    """The batches of a source, each of at most `ROWS` rows."""
-    ArrowFile(path, blocks.schema, Content(), [].__getitem__)  # refuses names
-    with unreadable(f"{path}: cannot be read", "is it damaged?", (OSError, pa.ArrowException)):
-        for batch in blocks.batches:
-            yield from pa.Table.from_batches([batch]).to_batches(ROWS)
-
-
-def _add_trailer(path: Path, content: Content, ends: list[int], source: list[Any]) -> None:
-    """Add the trailer to an Arrow file, and sync it."""
-    data: Any = memoryview(pa.memory_map(str(path)).read_buffer())
-    ends = [0, *ends, len(data)]
+        for part in _parts(path, batches):
+            writer.write_batch(part)
+            ends.append(sink.tell())
+            starts.append(starts[-1] + len(part))
+            nullable.update(_nullable(part))
+    data: Any = memoryview(pa.memory_map(str(to)).read_buffer())
+    ends.append(len(data))
     sums = [zlib.crc32(data[a:b]) for a, b in pairwise(ends)]
-    trailer = json.dumps([VERSION, source, content, ends, sums]).encode()
-    with path.open("ab") as file:
+    trailer = json.dumps([VERSION, source, starts, [*nullable], ends, sums]).encode()
+    with to.open("ab") as file:
         file.write(b"%b%08x%08x" % (trailer, len(trailer), zlib.crc32(trailer)))
-    sync(path)
+    sync(to)
+
+
+def _parts(path: Path, batches: Iterable[Any]) -> Iterator[Any]:
+    """The batches of a source, each of at most `ROWS` rows."""
+    with unreadable(f"{path}: cannot be read", "is it damaged?", (pa.ArrowException,)):
+        for batch in batches:
+            yield from pa.Table.from_batches([batch]).to_batches(ROWS)
 
 
 def _open(path: Path, cached: Path) -> ArrowFile | None:
@@ -319,7 +274,7 @@ def _open(path: Path, cached: Path) -> ArrowFile | None:
     trailer = bytes(data[-16 - size : -16])
     if zlib.crc32(trailer) != total:
         return None
-    version, source, content, ends, sums = json.loads(trailer)
+    version, source, starts, nullable, ends, sums = json.loads(trailer)
     if version != VERSION or source != fingerprint(path):
         return None
     checked = _checked.setdefault(f"{cached}|{total}", set())
@@ -339,4 +294,4 @@ def _open(path: Path, cached: Path) -> ArrowFile | None:
     if not (is_intact(0) and is_intact(len(sums) - 1)):
         return None
     reader: Any = pa.ipc.open_file(pa.py_buffer(data[: ends[-1]]))
-    return ArrowFile(path, reader.schema, Content(*content), batch)
+    return ArrowFile(path, reader.schema, starts, nullable, batch)

@@ -1,7 +1,7 @@
 """CSV: lines and quotes by Python's csv module, values by pyarrow, each line and field checked.
 
 The begin shows the delimiter, the decimal mark and the names; the first rows show what columns
-hold. A column with a field of another kind cannot be read.
+hold. A file with a field of another kind cannot be read.
 """
 
 import codecs
@@ -19,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from throughtime.errors import ConfigError, DataError
-from throughtime.stream.formats.arrow import Blocks, converted
+from throughtime.stream.formats.arrow import Batches, converted
 from throughtime.stream.formats.table import Table, is_number
 from throughtime.stream.formats.times import is_time, parse_times, time_kinds
 
@@ -31,12 +31,12 @@ _FIRST = 8  # blocks that show what columns hold
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "<NA>", "NULL", "null", "None")  # values, as in pandas
 MISSED, NUMBER, BOOLEAN, TEXT, TIME = "missed", "number", "boolean", "text", "time"
 _EXPECTED = {  # of others a time stamp
-    NUMBER: "a number, since its first rows have no text (float64 merges ones above 2^53)",
+    NUMBER: "a number, as above it (float64 merges ones above 2^53); a decimal comma: --decimal ,"
+    " (decimal=',' in Python); thousands without a mark",
     BOOLEAN: "true or false",
 }
 _SAMPLE, _RECORDS = 2**17, 200  # characters and records at most that show the dialect
-_UNDECIDED = "\1"  # the decimal mark of numbers that may have decimals, or thousands
-_MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}[.,]\d{3}")
+_MAYBE_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}")
 _EXACT = 2.0**53  # up to which float64 holds every whole number
 _PANDAS = "or read it with pandas or polars and pass the frame: tt.recording(frame, ...)"
 
@@ -45,10 +45,10 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
     r"""A CSV file, converted once, see `converted`; every line is checked.
 
     A column whose first filled field is a number is float64; an empty field is missing, and so is
-    `NA` or `NULL`. One whose first field is a time stamp, or a time of day, is times; whether 3/9
+    `NA` or `NULL`. One whose first field is a time stamp is times; whether 3/9
     is March or September is decided by the first 262,144 fields. One of `true` and `false` is 0
-    and 1. All else is text. A field of another kind is an error when its column is read. A first
-    line of values like those of the second is no header: the columns are then called `0`, `1`, ...
+    and 1. All else is text. A field of another kind is an error. A first line of values like those
+    of the second is no header: the columns are then called `0`, `1`, ...
 
     Args:
         path: a file in UTF-8, or in UTF-16 with its byte order mark.
@@ -69,7 +69,7 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
             " frame: tt.recording(frame, ...)"
         )
     return converted(
-        path, lambda: CsvFile(path, delimiter, decimal).blocks(), f"{delimiter}{decimal}"
+        path, lambda: CsvFile(path, delimiter, decimal).values(), f"{delimiter}{decimal}"
     )
 
 
@@ -94,7 +94,7 @@ class CsvFile:
             size += len(line)
             if size > _SAMPLE and len(lines) > 2:
                 break
-        self.delimiter, rows = _detect_delimiter(lines, delimiter, decimal)
+        self.delimiter, rows = _detect_delimiter(lines, delimiter)
         self.decimal = decimal or ("." if self.delimiter == "," else _decimal_mark(rows))
         if not rows:
             raise DataError(f"{path}: the file is empty, expected a header line with column names")
@@ -119,15 +119,13 @@ class CsvFile:
         whole = distinct and all(map(str.isdecimal, names)) and (counts or decimals)
         if TEXT not in values and values and (like or values == {NUMBER}) and not whole:
             return ()
-        if distinct and not whole and not (len(rows) > 1 and like and values - {TEXT}):
-            return names
-        fault = "which may be names or values like those below: write a header with letters, "
-        if not distinct:
-            index = "is it an index of pandas? to_csv(path, index=False), "
-            fault = (
-                f"expected distinct column names; {'mend it, ' if rows[0][0].strip() else index}"
+        if not distinct or TEXT not in values or (len(rows) > 1 and like and values - {TEXT}):
+            raise self._fault(
+                f"the first line is {[*names]}, expected distinct column names with letters, or"
+                " values of the same kinds as in the next line; an index of pandas has no name:"
+                " to_csv(path, index=False)"
             )
-        raise DataError(f"{self.path}: the first line is {[*names]}, {fault}{_PANDAS}")
+        return names
 
     def _kind_of(self, field: str) -> str:
         """What a field holds, roughly."""
@@ -191,8 +189,12 @@ class CsvFile:
             columns = [pa.array(column, pa.string()) for column in zip(*rows, strict=True)]
             yield pa.RecordBatch.from_arrays(columns, [*self.names])
 
-    def blocks(self) -> Blocks:
-        """The values in record batches, and the faults of columns."""
+    def values(self) -> Batches:
+        """The schema, and the values in record batches.
+
+        Raises:
+            DataError: also while they are read: a field of another kind than those above it.
+        """
         none = pa.array([], pa.string())
         first = pa.Table.from_batches(
             islice(self.texts(), _FIRST), pa.schema(dict.fromkeys(self.names, none.type))
@@ -201,26 +203,20 @@ class CsvFile:
         kinds = {name: self._kind(column.combine_chunks()) for name, column in columns}
         types = {kind: self._values(none, kind).type for kind in {*kinds.values()}}
         schema = pa.schema({name: types[kind] for name, kind in kinds.items()})
-        faults = dict[str, str]()
 
         def batches() -> Iterator[Any]:
             row = self._skipped
             for texts in self.texts():
-                count, columns = len(texts), dict[str, Any]()
-                numbers = [n for n in self.names if kinds[n] == NUMBER and n not in faults]
-                with contextlib.suppress(pa.ArrowInvalid):  # of all columns at once
-                    values = self._numbers(pa.concat_arrays([none, *map(texts.column, numbers)]))
-                    columns = {n: values[i * count :][:count] for i, n in enumerate(numbers)}
-                for name in kinds.keys() - columns.keys() - faults.keys():
+                columns = list[Any]()
+                for name, kind in kinds.items():
                     try:
-                        columns[name] = self._values(texts[name], kinds[name])
-                    except pa.ArrowInvalid:
-                        faults[name] = self._column_fault(texts[name], name, kinds[name], row)
-                columns |= {n: pa.nulls(count, types[kinds[n]]) for n in faults}
-                yield pa.RecordBatch.from_arrays([*map(columns.get, kinds)], schema=schema)
-                row += count
+                        columns.append(self._values(texts[name], kind))
+                    except pa.ArrowInvalid as error:
+                        raise self._column_fault(texts[name], name, kind, row) from error
+                yield pa.RecordBatch.from_arrays(columns, schema=schema)
+                row += len(texts)
 
-        return Blocks(schema, batches(), faults)
+        return schema, batches()
 
     def _kind(self, texts: Any) -> str:
         """What a column holds, by its first fields."""
@@ -266,24 +262,16 @@ class CsvFile:
             raise pa.ArrowInvalid  # float64 would merge it with others
         return values
 
-    def _column_fault(self, texts: Any, name: str, kind: str, row: int) -> str:
+    def _column_fault(self, texts: Any, name: str, kind: str, row: int) -> DataError:
         """Why a column cannot be read: the first field of another kind, and its line."""
-        index, hint = 0, ""
+        index = 0
         with contextlib.suppress(pa.ArrowInvalid):
             for index in range(len(texts)):
                 self._values(texts[index : index + 1], kind)
-        field = texts[index].as_py().strip()
         line, _ = next(islice(self._records(), row + index, None))
-        if " " in kind:
-            hint = "day and month cannot be told apart: write 2020-03-09; "
-        elif kind == NUMBER and re.search("[.,]", field):
-            mark = "." if self.decimal == "," else ","
-            hint = f"is {mark!r} its decimal mark? --decimal {mark} (decimal='{mark}' in Python);"
-            hint += " or does it separate thousands? Write them without; "
-        return (
-            f"line {line}, column '{name}' holds {field[:40]!r}, expected"
-            f" {_EXPECTED.get(kind, 'a time stamp')}; {hint}mend it, leave the column out,"
-            f" {_PANDAS}"
+        return self._fault(
+            f"line {line}, column '{name}' holds {texts[index].as_py().strip()[:40]!r}, expected"
+            f" {_EXPECTED.get(kind, 'a time stamp, such as 2020-03-09, day and month distinct')}"
         )
 
 
@@ -294,33 +282,26 @@ def _filled(texts: Any) -> Any:
     return compute.if_else(missing, None, plain)
 
 
-def _detect_delimiter(
-    lines: Sequence[str], delimiter: str | None, decimal: str | None
-) -> tuple[str, list[list[str]]]:
+def _detect_delimiter(lines: Sequence[str], delimiter: str | None) -> tuple[str, list[list[str]]]:
     """The delimiter of a file by its first lines, and the first records.
 
-    It is that by which most records have the same number of fields; of several, the one whose
-    fields are numbers and times.
+    It is that by which most records have the same number of fields, above one. Of several, a comma
+    is the last: it may be a decimal mark.
     """
-    best: tuple[tuple[float, ...], str, list[list[str]]] = (), ",", []
-    for mark in delimiter or (";,\t|" if decimal == "," else ",;\t|"):
+    results = list[tuple[float, str, list[list[str]]]]()
+    for mark in delimiter or ";\t|,":
         rows = list[list[str]]()
         with contextlib.suppress(csv.Error):  # which the conversion reports
             rows.extend(islice(filter(None, csv.reader(lines, delimiter=mark)), _RECORDS))
         [(width, count), *_] = Counter(map(len, rows)).most_common(1) or [(0, 0)]
-        fields = [field for row in rows[1:] or rows for field in row if field.strip()]
-        good = sum(is_number(f) or is_number(f, ",") or is_time(f) for f in fields)
-        # a decimal mark separates fields where numbers with it are in quotes
-        quoted = any(mark in f and is_number(f, mark) for f in fields)
-        fits = width > 1 and 2 * count > len(rows) and (mark != decimal or delimiter or quoted)
-        rank = (count / len(rows), good / max(1, len(fields)), width) if fits else (0.0,)
-        best = max(best, (rank, mark, rows), key=itemgetter(0))  # the first of equal ones
-    return best[1:]
+        results.append((count / len(rows) if width > 1 else 0.0, mark, rows))
+    return max(results, key=itemgetter(0))[1:]
 
 
 def _decimal_mark(rows: Sequence[Sequence[str]]) -> str:
-    """The decimal mark of the fields of records; undecided if numbers leave it open."""
-    marks = [(m, f.strip()) for row in rows for f in row for m in ".," if m in f]
-    numbers = [(mark, field) for mark, field in marks if is_number(field, mark)]
-    sure = next((mark for mark, field in numbers if not _MAYBE_THOUSANDS.fullmatch(field)), None)
-    return sure or (_UNDECIDED if any(mark == "," for mark, _ in numbers) else ".")
+    """The decimal mark of the fields of records: a comma, unless it may be something else."""
+    fields = [field.strip() for row in rows for field in row]
+    commas = [field for field in fields if "," in field and is_number(field, ",")]
+    points = any("." in field and is_number(field) for field in fields)
+    is_comma = commas and not points and not all(map(_MAYBE_THOUSANDS.fullmatch, commas))
+    return "," if is_comma else "."

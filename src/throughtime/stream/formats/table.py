@@ -7,12 +7,11 @@ import contextlib
 import importlib
 import os
 import re
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -22,7 +21,7 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 FileArray: TypeAlias = Any  # of a library: `shape`, `dtype`, and reads slices of rows
 
 MAX_OPEN_FILES = 128  # of all recordings; a system allows a process some 1024
-_recent: "OrderedDict[int, weakref.ref[Handle]]" = OrderedDict()  # the last used one last
+_recent: "WeakKeyDictionary[FileTable, None]" = WeakKeyDictionary()  # the last used one last
 
 
 class RowSource(Protocol):
@@ -49,9 +48,7 @@ class Table:
         path: the file, or in words what else has the columns, for messages.
         columns: their names, in the order of the file.
         length: the number of rows.
-        times: the columns of time, which are no inputs. Time stamps are read as `datetime64`, of
-            whole days (`[D]`) where they are dates, and times of day as `timedelta64`; see
-            `row_sources.time_rows`.
+        times: the columns of time, which are no inputs, read as `datetime64[ns]`.
         rate: rows per second; `None` where the file does not say.
         files: those that must not change while it is read; the path itself if there are none.
     """
@@ -129,17 +126,20 @@ class DamagedError(DataError):
 class FileTable(Table):
     """A table of one file, which every read compares with the file that was opened.
 
-    It can be pickled: the copy reopens the file.
+    The file is opened on first use; again after a fork or after pickling, and where it was closed
+    because more than `MAX_OPEN_FILES` are in use.
 
     Args:
         path: the file or folder.
-        opener: see `Handle`.
+        opener: a function of a module, so that it can be pickled. It raises DataError for a file
+            that is not usable.
     """
 
     def __init__(self, path: Path, opener: Callable[[Path], Table]) -> None:
         stamp = FileStamp.of(path)
-        self.path, self.handle = path, Handle(path, opener)
-        file = self.handle.get()
+        self.path, self._opener = path, partial(opener, path)
+        self._file, self._process = None, -1
+        file = self._open()
         self._stamps = tuple(map(FileStamp.of, file.files)) or (stamp,)
         self.columns, self.length = file.columns, file.length
         self.times, self.rate = file.times, file.rate
@@ -148,9 +148,27 @@ class FileTable(Table):
         for stamp in self._stamps:
             stamp.check()
         with contextlib.suppress(DamagedError):
-            return self.handle.get().rows(start, stop, columns)
-        self.handle.release()
-        return self.handle.get().rows(start, stop, columns)
+            return self._open().rows(start, stop, columns)
+        self._file = None
+        return self._open().rows(start, stop, columns)
+
+    def _open(self) -> Table:
+        """The open file, held no longer than one read; opened again after a fork."""
+        file = self._file
+        if file is None or self._process != os.getpid():
+            # Close an inherited file first: some libraries share open files by name, and a read in
+            # a forked process would move the position of the parent's.
+            self._file = file = None
+            self._file, self._process = file, _ = self._opener(), os.getpid()
+        _recent.pop(self, None)
+        _recent[self] = None
+        while len(_recent) > MAX_OPEN_FILES:
+            oldest = next(iter(_recent))
+            oldest._file = _recent.pop(oldest)
+        return file
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_file": None}
 
 
 _FORMATS = {  # where a format is read: its module, and its library, are imported when needed
@@ -169,11 +187,6 @@ _FORMATS = {  # where a format is read: its module, and its library, are importe
     ".parquet": "arrow.open_parquet",
     ".wav": "signals.AudioFile",
     ".zarr": "arrays.open_zarr",
-}
-_HINTS = {
-    ".ogg": "; convert it to FLAC: its samples cannot be read from the middle",
-    ".txt": "; of text, codes = np.memmap(path, np.uint8, 'r') are inputs and targets with ahead=1",
-    ".mat": "; tt.recording(scipy.io.loadmat(path), inputs=[...]), or h5py.File(path) for v7.3",
 }
 SUFFIXES = tuple(_FORMATS)
 FOLDERS = (".zarr",)
@@ -198,16 +211,14 @@ def open_table(
         MissingExtraError: the format needs an extra that is not installed.
     """
     suffix = path.suffix.lower()
-    kind = "folder" if suffix in FOLDERS else "file"
-    if path.is_dir() and kind == "file":
-        raise DataError(f"{path}: is a folder, expected one file")
     if suffix not in SUFFIXES:
         raise DataError(
             f"{path}: the format '{path.suffix}' is unknown, expected one of"
-            f" {', '.join(SUFFIXES)}{_HINTS.get(suffix, '')}"
+            f" {', '.join(SUFFIXES)}; read it with its library, and pass the array"
         )
-    if not (path.is_dir() if kind == "folder" else path.is_file()):
-        raise DataError(f"{path}: no such {kind}")
+    is_folder = suffix in FOLDERS
+    if not (path.is_dir() if is_folder else path.is_file()):
+        raise DataError(f"{path}: no such {'folder' if is_folder else 'file'}")
     module, _, name = _FORMATS[suffix].partition(".")
     opener = getattr(importlib.import_module(f"throughtime.stream.formats.{module}"), name)
     if suffix == ".csv" and (delimiter is not None or decimal is not None):
@@ -253,40 +264,3 @@ def import_extra(library: str, path: Path, kind: str, extra: str) -> Any:
         raise MissingExtraError(
             f"{path}: {kind} needs {library}; pip install 'throughtime[{extra}]'"
         ) from error
-
-
-class Handle:
-    """An open file that is opened on first use, and again after a fork or after pickling.
-
-    Also opened again: a file that was closed because more than `MAX_OPEN_FILES` are in use.
-
-    Args:
-        path: the file.
-        opener: a function of a module, so that it can be pickled. It raises DataError for a file
-            that is not usable.
-    """
-
-    def __init__(self, path: Path, opener: Callable[[Path], Any]) -> None:
-        self.path, self._opener, self._file, self._process = path, opener, None, -1
-
-    def get(self) -> Any:
-        """The open file; hold it no longer than one read."""
-        file = self._file
-        if file is None or self._process != os.getpid():
-            # Close an inherited file first: some libraries share open files by name, and a read in
-            # a forked process would move the position of the parent's.
-            self._file = file = None
-            self._file, self._process = file, _ = self._opener(self.path), os.getpid()
-        _recent.pop(id(self), None)
-        _recent[id(self)] = weakref.ref(self)
-        while len(_recent) > MAX_OPEN_FILES:
-            if (oldest := _recent.popitem(last=False)[1]()) is not None:
-                oldest.release()
-        return file
-
-    def release(self) -> None:
-        """Drop the open file. It closes when its last reader drops it too."""
-        self._file = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None, "_process": -1}
