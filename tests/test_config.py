@@ -62,7 +62,6 @@ def test_a_wrong_setting_is_refused_by_name(wrong: dict[str, Any], said: str) ->
         ({"inputs": "u, v"}, ("u", "v")),
         ({"ahead": "24"}, 24),
         ({"ahead": "1-3"}, "1-3"),
-        ({"workers": "2"}, 2),
         ({"workers": "thread"}, "thread"),
         ({"gradient_args": "min=20,max=40", "gradient": "adaptive"}, ("min=20", "max=40")),
         ({"logger": "tensorboard"}, "tensorboard"),

@@ -342,10 +342,9 @@ def wait_for(condition: Callable[[], object], process: "subprocess.Popen[str]") 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_live_run_is_locked_until_it_is_killed(tmp_path: Path, workers: int) -> None:
+def test_a_live_run_is_locked_until_it_is_killed(tmp_path: Path) -> None:
     data, out = write_recordings(tmp_path / "data", (4000, 2500, 300)), tmp_path / "run"
-    values = settings(data, out, updates=1_000_000, checkpoint_every=0.1, workers=workers)
+    values = settings(data, out, updates=1_000_000, checkpoint_every=0.1)
     folder = RunFolder(out)
     live = subprocess.Popen(command(*flags(values)), stdout=subprocess.DEVNULL, text=True)
     try:
