@@ -16,7 +16,7 @@ import throughtime
 FOLDER = Path(__file__).parent
 WIDTH = 560
 MARGIN = 20
-_CSS = Path(throughtime.__file__).parent / "app" / "report" / "page.css"
+_CSS = Path(throughtime.__file__).parent / "app" / "page.css"
 _FONT = 'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif" font-size="16"'
 
 Theme = Literal["light", "dark", "auto"]
