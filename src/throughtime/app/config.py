@@ -62,7 +62,7 @@ class Config(Settings):
     receives them at every step."""
     standardise: (
         Literal["split", "recording", "none"]
-        | Annotated[str, StringConstraints(pattern="^first:[1-9][0-9]*$")]
+        | Annotated[str, StringConstraints(pattern="^first:[1-9][0-9]*$"), "first:N"]
     ) = "split"
     """Inputs are standardised by the mean and deviation of the training split, of each recording,
     or of the first N steps of each recording, as they arrive (first:400); or not."""

@@ -226,9 +226,15 @@ def choose_split(splits: Mapping[str, list[Recording]], name: str) -> list[Recor
 
 def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
     """The recordings to train on, in the lanes of this rank."""
-    how = {name: getattr(config, name) for name in ("seed", "hand_off")}
-    how["workers"] = config.workers or 0
-    return make_stream(dataset.train, dataset.spec, config, config.lanes // ranks, **how)
+    return make_stream(
+        dataset.train,
+        dataset.spec,
+        config,
+        config.lanes // ranks,
+        seed=config.seed,
+        hand_off=config.hand_off,
+        workers=config.workers or 0,
+    )
 
 
 def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:

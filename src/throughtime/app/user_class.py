@@ -28,7 +28,9 @@ from throughtime.errors import ConfigError, RunError
 from throughtime.files import user_folder
 
 T = TypeVar("T")
-ClassFile: TypeAlias = Annotated[str, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$")]
+ClassFile: TypeAlias = Annotated[
+    str, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$"), "FILE.py:Class"
+]
 """FILE.py:Class."""
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
 
