@@ -373,7 +373,7 @@ def test_predict_names_the_row_and_column_or_leaves_the_step_out(
     (tmp_path / "gap.csv").write_text("\n".join(lines), encoding="utf-8")
     out = tmp_path / "p.csv"
     complained = run("predict", folder, tmp_path / "gap.csv", "--out", out, ok=False)
-    assert "row 204, column 'x'" in complained
+    assert "step 204, column 'x' (row 204)" in complained
     assert "--on-nan hold" in complained
     for choice in ("hold", "reset"):
         printed = run("predict", folder, tmp_path / "gap.csv", "--out", out, "--on-nan", choice)

@@ -158,7 +158,7 @@ def test_bad_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     broken[17, 1] = np.nan
     np.save(data / "1_x.npy", broken)
     with pytest.raises(
-        DataError, match=r"recording '1': 1 step .* step 17, column 1.*--missing mask"
+        DataError, match=r"recording '1': 1 step .* step 17, column '1'.*--missing mask"
     ):
         Training.begin(Config(**settings(data, out)))
     assert not out.exists()
@@ -408,7 +408,7 @@ def test_a_value_that_is_missing_in_held_out_data_is_found_before_training(tmp_p
     inputs = np.load(data / "2_x.npy")
     inputs[3, 1] = np.inf
     np.save(data / "2_x.npy", inputs)
-    with pytest.raises(DataError, match=r"recording '2': 1 step .* step 3, column 1"):
+    with pytest.raises(DataError, match=r"recording '2': 1 step .* step 3, column '1'"):
         Training.begin(Config(**settings(data, tmp_path / "run")))
 
 

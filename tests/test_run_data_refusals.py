@@ -241,10 +241,7 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
             "--class-weights balanced belongs to classes",
         ),
         ({"class_weights": "a=2"}, "--class-weights a=2: Input should be 'none' or 'balanced'"),
-        (
-            {"workers": "many"},
-            "--workers many: Input should be 'thread' or Input should be a valid int",
-        ),
+        ({"workers": "many"}, "--workers many: Input should be 'thread'"),
     ],
 )
 def test_settings_of_data_that_do_not_go_together_are_refused(
