@@ -23,23 +23,19 @@ from throughtime.app.config import (
     TrainOptions,
 )
 from throughtime.app.flags import Command, failures_printed
+from throughtime.app.user_class import is_reference
 from throughtime.app.values import flag, read_toml
 from throughtime.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from throughtime.app.load import Run
 
+WORTH_THREADS = 2e6  # multiplications of a step
+
 
 def main() -> None:
-    """Run the command line; an expected error is one message and exit code 2, no traceback.
-
-    torch gets one thread, unless `OMP_NUM_THREADS` says otherwise: the steps of most recurrent nets
-    are small, and on a busy machine threads wait for each other at every one of them. An audit of
-    64 units took 142 s with two threads and 2 s with one, with two processes beside it on two
-    cores.
-    """
+    """Run the command line; an expected error is one message and exit code 2, no traceback."""
     _raise_file_limit()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with failures_printed():
         words = sys.argv[1:] or ["--help"]
         sys.exit(commands.main(words, prog_name="throughtime", standalone_mode=False))
@@ -55,6 +51,16 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _take_one_thread() -> None:
+    """For torch, which is imported later; `OMP_NUM_THREADS` of the user overrides it.
+
+    Threads are useless at small steps, and on a busy machine they wait for each other at every one:
+    an audit of 64 units took 142 s with two threads and 2 s with one, with two processes beside it
+    on two cores.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 def train(values: dict[str, Any]) -> None:
     """Train a model on recordings."""
     own = {name: values.pop(name) for name in TrainOptions.model_fields if name in values}
@@ -66,6 +72,9 @@ def train(values: dict[str, Any]) -> None:
             "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since a"
             " file that you name yourself is executed anyway"
         )
+    # the steps of a class of the user's are not known
+    if 8 * settings.lanes * settings.hidden**2 < WORTH_THREADS and not is_reference(settings.model):
+        _take_one_thread()
     from throughtime.app.console import out, run_training
     from throughtime.app.distributed import started_ranks
     from throughtime.app.train import Training
@@ -139,6 +148,7 @@ def _open_run(options: RunOptions) -> "Run":
     Raises:
         RunError: no run there, none that reached a checkpoint, or code that is not trusted.
     """
+    _take_one_thread()
     from throughtime.app.load import load_run
 
     run = load_run(options.run, trust_code=options.trust_code)
