@@ -14,7 +14,7 @@ import os
 import re
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,7 +27,7 @@ from throughtime.files import exclusive, sync, user_folder
 from throughtime.stream.formats.table import Array, DamagedError, FileStamp, Table, unreadable
 from throughtime.stream.formats.times import nanoseconds
 
-VERSION = 9  # of what is stored: older files are converted again
+VERSION = 10  # of what is stored: older files are converted again
 SMALL = 2**18  # bytes of a file that is converted in memory, wherever it is opened
 ROWS = 65_536  # of a batch that is converted, at most
 _TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16
@@ -40,8 +40,9 @@ _checked: dict[str, set[int]] = {}  # the parts of each cached file that this pr
 _log = logging.getLogger("throughtime")
 
 
-Batches: TypeAlias = tuple[Any, Iterable[Any]]
-"""A file to be converted: the schema, and record batches of any size."""
+Batches: TypeAlias = tuple[Any, Iterable[Any], dict[str, str]]
+"""A file to be converted: the schema, record batches of any size, and why columns cannot be read,
+by name, which is known when the batches have been made."""
 
 
 class ArrowFile(Table):
@@ -53,6 +54,7 @@ class ArrowFile(Table):
         starts: the first row of each, and the end of the last one.
         nullable: columns with a missing value: their whole numbers are read as float64.
         batch: one of them by its number.
+        faults: why columns cannot be read, by name.
 
     Raises:
         DataError: two columns of one name.
@@ -65,8 +67,10 @@ class ArrowFile(Table):
         starts: Sequence[int],
         nullable: Sequence[str],
         batch: Callable[[int], Any],
+        faults: Mapping[str, str],
     ) -> None:
         self.path, self._starts, self._nullable, self._batch = path, starts, nullable, batch
+        self._faults = faults
         self._latest: tuple[Any, Any] = None, None  # the batches that were read last
         self._kinds = {field.name: _kind(field.type) for field in schema}
         self.times = tuple(name for name, kind in self._kinds.items() if kind in _TIMES)
@@ -78,6 +82,8 @@ class ArrowFile(Table):
             raise DataError(f"{path}: has the columns {names}, expected distinct names")
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
+        for name in filter(self._faults.__contains__, columns):  # the first, of several
+            raise DataError(self._faults[name])
         span = range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
         if self._latest[0] != span:
             self._latest = span, pa.Table.from_batches(map(self._batch, span))
@@ -117,11 +123,11 @@ def _kind(dtype: Any) -> str:
     return re.split(r"[\d<\[(]", str(dtype))[0]
 
 
-def arrow_columns(name: Path | str, table: Any) -> ArrowFile:
+def arrow_columns(name: Path | str, table: Any, faults: Mapping[str, str] = {}) -> ArrowFile:
     """The columns of a `pyarrow.Table`."""
     batches = table.to_batches()
     starts = (0, *accumulate(map(len, batches)))
-    return ArrowFile(name, table.schema, starts, _nullable(table), batches.__getitem__)
+    return ArrowFile(name, table.schema, starts, _nullable(table), batches.__getitem__, faults)
 
 
 def _nullable(rows: Any) -> list[str]:
@@ -143,13 +149,13 @@ def open_arrow(path: Path) -> Table:
             if file.read(6) == b"ARROW1":
                 reader: Any = pa.ipc.open_file(file)
                 numbers = range(reader.num_record_batches)
-                return reader.schema, map(reader.get_batch, numbers)
+                return reader.schema, map(reader.get_batch, numbers), {}
             file.seek(file.size() - 8)
             if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
                 raise DataError(f"{path}: the stream has no end; the file is cut short")
             file.seek(0)
             stream = pa.ipc.open_stream(file)
-            return stream.schema, stream
+            return stream.schema, stream, {}
 
     return converted(path, batches)
 
@@ -166,7 +172,7 @@ def open_parquet(path: Path) -> Table:
         with unreadable(f"{path}: not a readable Parquet file"):
             # without a buffer size a column of a row group is read whole
             file: Any = parquet.ParquetFile(path, pre_buffer=False, buffer_size=2**18)
-        return file.schema_arrow, file.iter_batches(ROWS, use_threads=False)
+        return file.schema_arrow, file.iter_batches(ROWS, use_threads=False), {}
 
     return converted(path, batches)
 
@@ -203,8 +209,8 @@ def converted(path: Path, source: Callable[[], Batches], options: str = "") -> T
         path.open("rb").close()
         if path.stat().st_size > SMALL:
             return _open(path, cached) or _convert(path, cached, source)
-        schema, batches = source()
-        return arrow_columns(path, pa.Table.from_batches(_parts(path, batches), schema))
+        schema, batches, faults = source()
+        return arrow_columns(path, pa.Table.from_batches(_parts(path, batches), schema), faults)
 
 
 def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFile:
@@ -216,7 +222,7 @@ def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFi
             stamp, before = FileStamp.of(path), fingerprint(path)
             _log.info("converting %s, %.0f MB, once", path, stamp.size / 1e6)
             try:
-                _write(path, *source(), temporary, before)
+                _write(path, source(), temporary, before)
                 stamp.check()
                 temporary.replace(cached)
             finally:
@@ -238,8 +244,9 @@ def fingerprint(path: Path) -> list[Any]:
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, digest.hexdigest()]
 
 
-def _write(path: Path, schema: Any, batches: Iterable[Any], to: Path, source: list[Any]) -> None:
+def _write(path: Path, content: Batches, to: Path, source: list[Any]) -> None:
     """Write the batches of a source as an Arrow file, then the trailer, and sync it."""
+    schema, batches, faults = content
     starts, ends, nullable = [0], [0], set[str]()
     with to.open("wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         ends.append(sink.tell())
@@ -251,7 +258,7 @@ def _write(path: Path, schema: Any, batches: Iterable[Any], to: Path, source: li
     data: Any = memoryview(pa.memory_map(str(to)).read_buffer())
     ends.append(len(data))
     sums = [zlib.crc32(data[a:b]) for a, b in pairwise(ends)]
-    trailer = json.dumps([VERSION, source, starts, [*nullable], ends, sums]).encode()
+    trailer = json.dumps([VERSION, source, starts, [*nullable], faults, ends, sums]).encode()
     with to.open("ab") as file:
         file.write(b"%b%08x%08x" % (trailer, len(trailer), zlib.crc32(trailer)))
     sync(to)
@@ -274,9 +281,10 @@ def _open(path: Path, cached: Path) -> ArrowFile | None:
     trailer = bytes(data[-16 - size : -16])
     if zlib.crc32(trailer) != total:
         return None
-    version, source, starts, nullable, ends, sums = json.loads(trailer)
+    version, source, *known = json.loads(trailer)
     if version != VERSION or source != fingerprint(path):
         return None
+    starts, nullable, faults, ends, sums = known
     checked = _checked.setdefault(f"{cached}|{total}", set())
 
     def is_intact(part: int) -> bool:
@@ -294,4 +302,4 @@ def _open(path: Path, cached: Path) -> ArrowFile | None:
     if not (is_intact(0) and is_intact(len(sums) - 1)):
         return None
     reader: Any = pa.ipc.open_file(pa.py_buffer(data[: ends[-1]]))
-    return ArrowFile(path, reader.schema, starts, nullable, batch)
+    return ArrowFile(path, reader.schema, starts, nullable, batch, faults)

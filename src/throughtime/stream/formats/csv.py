@@ -204,19 +204,23 @@ class CsvFile:
         types = {kind: self._values(none, kind).type for kind in {*kinds.values()}}
         schema = pa.schema({name: types[kind] for name, kind in kinds.items()})
 
+        faults = dict[str, str]()
+
         def batches() -> Iterator[Any]:
             row = self._skipped
             for texts in self.texts():
                 columns = list[Any]()
                 for name, kind in kinds.items():
+                    values = pa.nulls(len(texts), types[kind])
                     try:
-                        columns.append(self._values(texts[name], kind))
-                    except pa.ArrowInvalid as error:
-                        raise self._column_fault(texts[name], name, kind, row) from error
+                        values = values if name in faults else self._values(texts[name], kind)
+                    except pa.ArrowInvalid:
+                        faults[name] = str(self._column_fault(texts[name], name, kind, row))
+                    columns.append(values)
                 yield pa.RecordBatch.from_arrays(columns, schema=schema)
                 row += len(texts)
 
-        return schema, batches()
+        return schema, batches(), faults
 
     def _kind(self, texts: Any) -> str:
         """What a column holds, by its first fields."""
@@ -271,7 +275,8 @@ class CsvFile:
         line, _ = next(islice(self._records(), row + index, None))
         return self._fault(
             f"line {line}, column '{name}' holds {texts[index].as_py().strip()[:40]!r}, expected"
-            f" {_EXPECTED.get(kind, 'a time stamp, such as 2020-03-09, day and month distinct')}"
+            f" {_EXPECTED.get(kind, 'a time stamp, such as 2020-03-09, day and month distinct')};"
+            " or leave the column out"
         )
 
 

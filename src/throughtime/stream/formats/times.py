@@ -1,9 +1,9 @@
 """Time stamps of rows: read from text, kept as nanoseconds since 1970, checked to ascend.
 
 A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
-without a time of day, `10`, `10:14`, `10:14:33.5`, and a zone, `Z`, `UTC` or `+01:00`. Times with a
-zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps together, by a
-number above 12; without one they are refused.
+without a time of day, `10`, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`, `UTC` or `+01:00`.
+Times with a zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps
+together, by a number above 12; without one they are refused.
 
 A kind of times is the order of a date, and `Z` where a zone follows, such as `dmy` or `ymdZ`.
 """
@@ -18,7 +18,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 
 _YEAR, _MONTH, _DAY = r"(?P<y>\d{4})", r"(?P<m>\d\d?)", r"(?P<d>\d\d?)"
-_CLOCK = r"(?:[T ] *(?P<H>\d\d?)(?P<M>:\d\d(?::\d\d(?:\.\d{1,9})?)?)?"
+_CLOCK = r"(?:[T ] *(?P<H>\d\d?)(?P<M>:\d\d(?::\d\d(?:[.,]\d{1,9})?)?)?(?: *(?P<p>[AaPp])[Mm])?"
 _ZONE = r"(?: *(?P<z>Z|UTC|GMT|[+-]\d\d(?::?\d\d)?))?)?"
 _PATTERNS = {
     order: re.compile(date + _CLOCK + _ZONE, re.ASCII)
@@ -94,7 +94,10 @@ def _iso(match: re.Match[str]) -> str:
     part = match.groupdict("")
     zone = "Z" if part["z"].isalpha() else part["z"]
     day = f"{part['y']}-{part['m']:0>2}-{part['d']:0>2}"
-    return f"{day} {part['H']:0>2}{part['M'] or ':00'}{zone}"
+    hour, minutes = int(part["H"] or 0), part["M"].replace(",", ".") or ":00"
+    if half := part["p"].lower():  # of the day
+        hour = hour % 12 + 12 * (half == "p")
+    return f"{day} {hour:02}{minutes}{zone}"
 
 
 def nanoseconds(values: Array, source: str) -> Array:
