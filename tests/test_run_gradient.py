@@ -198,8 +198,8 @@ def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> N
         ({"gradient": "{folder}/policies.py:Other"}, "policies.py defines no class Other"),
         ({"gradient": "{folder}/policies.py:Empty"}, "its class Empty "),
         ({"gradient": "{own}", "horizon": 3}, "unexpected keyword argument 'horizon'"),
-        ({"gradient": "truncate"}, "--gradient truncate: Input should be 'truncated', 'exact'"),
-        ({"gradient": "rtrl"}, "--gradient rtrl: Input should be 'truncated', 'exact'"),
+        ({"gradient": "truncate"}, "--gradient truncate: expected truncated or exact"),
+        ({"gradient": "rtrl"}, "--gradient rtrl: expected truncated or exact"),
     ],
 )
 def test_a_wrong_policy_or_argument_is_refused_by_name(

@@ -256,7 +256,7 @@ def test_two_ranks_train_a_module_of_ones_own_as_one_process_does(
         (
             "lstn",
             ConfigError,
-            "--model lstn: Input should be 'lstm', 'gru' or 'rnn' or String should",
+            "--model lstn: expected lstm or gru or rnn or FILE.py:Class",
         ),
         ("imports.py:Net", ConfigError, "it is loaded by its path alone"),
     ],

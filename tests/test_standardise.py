@@ -175,7 +175,7 @@ def test_whole_recordings_are_no_inputs_of_a_live_net(tmp_path: Path) -> None:
     run("predict", tmp_path / "run", data / "r2.npz", "--out", tmp_path / "p.npy")
     wrong = ("--inputs", "x", *options[:-1], "last:3", "--out", tmp_path / "no")
     said = run("train", data, *wrong, ok=False)
-    assert "--standardise last:3: Input should be 'split', 'recording' or 'none' or" in said
+    assert "--standardise last:3: expected split or recording or none or first:N" in said
 
 
 def test_a_layer_of_other_steps_or_of_targets_alone_is_refused() -> None:

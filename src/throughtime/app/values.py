@@ -54,10 +54,10 @@ class Settings(_Model):
         try:
             super().__init__(**present)
         except ValidationError as error:
-            faults = dict[str, list[str]]()  # of a union there are several
+            faults = dict[str, dict[str, None]]()  # of a union there are several
             for fault in error.errors():
                 name, text = _fault(type(self).model_fields, fault, present)
-                faults.setdefault(name, []).append(text)
+                faults.setdefault(name, {})[text] = None
             texts = (f"{name}{' or '.join(several)}" for name, several in faults.items())
             raise ConfigError("; ".join(texts)) from error
 
@@ -77,6 +77,8 @@ def _fault(fields: Mapping[str, Any], fault: Any, settings: Mapping[str, Any]) -
         return f"unknown key '{name}'", known or "; keys are flags of --help, outside all tables"
     if fault["type"] == "missing":
         return f"{flag(name)} is missing: ", help_of(fields[name])
+    if fault["type"] in {"literal_error", "string_pattern_mismatch"}:
+        message = f"expected {' or '.join(choices(fields[name].annotation))}"
     return f"{written(name, settings[name])}: ", message
 
 

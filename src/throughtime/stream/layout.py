@@ -329,8 +329,7 @@ def _refuse_copies(name: str, inputs: RowSource, targets: Targets | None) -> Non
     raise DataError(
         f"recording '{name}': {listed(texts, quoted=True)} are inputs and targets of the same"
         " step, so the net would only learn to copy them; name other inputs: inputs=[...]"
-        " (--inputs), predict later values: ahead=1, or write allow_target_as_input=True"
-        " (--allow-target-as-input)"
+        " (--inputs), predict later values: ahead=1, or in Python allow_target_as_input=True"
     )
 
 

@@ -7,6 +7,7 @@ predictions, and files of an unknown format. A folder that several links lead to
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +30,7 @@ SPLITS = {split: split for split in ("train", "valid", "test")} | {
 OUTPUTS = ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "predictions.json")
 _OTHER_FOLDERS = ("__pycache__", "__MACOSX")
 _MAX_FAULTS = 5  # listed at most
+_MOST_ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,24 @@ class FolderContent(NamedTuple):
 def join_faults(faults: Sequence[str]) -> str:
     """Join faults into one message: five at most, and the number of others.
 
+    Those of more than three recordings that differ in paths and numbers alone are one.
+
     Example:
         >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
         ('a; b', 'a; b; c; d; e; and 3 more faults')
     """
+    kinds = dict[str, list[str]]()
+    for fault in faults:
+        kinds.setdefault(re.sub(r"\S*[\d/]\S*", "", fault), []).append(fault)
+    faults = [
+        fault
+        for several in kinds.values()
+        for fault in (
+            several
+            if len(several) <= _MOST_ALIKE
+            else [f"{several[0]} ({len(several):,} recordings have this fault)"]
+        )
+    ]
     rest = len(faults) - _MAX_FAULTS
     more = [f"and {counted(rest, 'more fault')}"] if rest > 0 else []
     return "; ".join([*faults[:_MAX_FAULTS], *more])
