@@ -94,7 +94,9 @@ class CsvFile:
             size += len(line)
             if size > _SAMPLE and len(lines) > 2:
                 break
-        self.delimiter, rows = _detect_delimiter(lines, delimiter)
+        # a decimal comma separates fields only where numbers with it are in quotes
+        marks = delimiter or ";\t|" * (decimal == "," and '"' not in "".join(lines))
+        self.delimiter, rows = _detect_delimiter(lines, marks)
         self.decimal = decimal or ("." if self.delimiter == "," else _decimal_mark(rows))
         if not rows:
             raise DataError(f"{path}: the file is empty, expected a header line with column names")
@@ -157,10 +159,11 @@ class CsvFile:
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         """The records, each with its last line; a blank line is a value of a single column."""
         reader = csv.reader(self._lines(), delimiter=self.delimiter, strict=True)
-        line, width, blank = 0, len(self.names), list[tuple[int, list[str]]]()
+        line, width, begun, blank = 0, len(self.names), False, list[Any]()
         try:
             for record in reader:
                 if len(record) == width:
+                    begun = True
                     yield from blank
                     yield reader.line_num, record
                     blank.clear()
@@ -169,7 +172,7 @@ class CsvFile:
                         f"line {reader.line_num} has {len(record)} fields, the first one {width}"
                         f"{'; delete lines before the header' * (width == 1)}"
                     )
-                elif width == 1 and reader.line_num > 1:
+                elif width == 1 and begun:
                     blank.append((reader.line_num, [""]))  # values only if another one follows
                 line = reader.line_num
         except csv.Error as error:
@@ -287,19 +290,20 @@ def _filled(texts: Any) -> Any:
     return compute.if_else(missing, None, plain)
 
 
-def _detect_delimiter(lines: Sequence[str], delimiter: str | None) -> tuple[str, list[list[str]]]:
+def _detect_delimiter(lines: Sequence[str], marks: str) -> tuple[str, list[Any]]:
     """The delimiter of a file by its first lines, and the first records.
 
     It is that by which most records have the same number of fields, above one. Of several, a comma
-    is the last: it may be a decimal mark.
+    is the last: it may be a decimal mark. A single column is read with a comma, so that a line
+    with one is too long.
     """
-    results = list[tuple[float, str, list[list[str]]]]()
-    for mark in delimiter or ";\t|,":
-        rows = list[list[str]]()
+    results = list[Any]()
+    for mark in marks or ";\t|,":
+        rows = list[Any]()
         with contextlib.suppress(csv.Error):  # which the conversion reports
             rows.extend(islice(filter(None, csv.reader(lines, delimiter=mark)), _RECORDS))
         [(width, count), *_] = Counter(map(len, rows)).most_common(1) or [(0, 0)]
-        results.append((count / len(rows) if width > 1 else 0.0, mark, rows))
+        results.append((count / len(rows) if width > 1 else -(mark != ","), mark, rows))
     return max(results, key=itemgetter(0))[1:]
 
 
