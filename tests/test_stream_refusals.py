@@ -51,6 +51,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ({"inputs": np.ones(4)}, {"warm_up": -1}, "warm_up=-1"),
     ({"inputs": np.ones(4)}, {"missing": "drop"}, "missing='drop'"),
     ("nowhere.csv", {}, "nowhere.csv: no such file"),
+    ("day*.csv", {}, r"no such file; for a pattern write the list .*glob"),
     (
         Path("nowhere.mp3"),
         {},

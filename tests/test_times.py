@@ -112,6 +112,22 @@ def test_halves_of_a_day_and_commas_before_fractions_are_read() -> None:
     assert stamps.tolist() == np.array(wanted, "M8[ns]").tolist()
 
 
+@pytest.mark.parametrize("hour", ["13:00 PM", "15:00 AM", "13 pm"])
+def test_halves_of_a_day_have_twelve_hours(hour: str) -> None:
+    """`15:00 AM` was read as three o'clock."""
+    with pytest.raises(pa.ArrowInvalid):
+        parse_times(pa.array([f"2020-03-19 {hour}"]), "ymd")
+
+
+def test_halves_of_a_day_follow_month_and_day_unless_a_number_tells() -> None:
+    for texts, kind in (
+        (["1/2/2020 1:00 PM", "1/3/2020 1:00 PM"], "mdy"),
+        (["1/2/2020 1:00 am"], "mdy"),
+        (["1/2/2020 1:00 PM", "13/2/2020 1:00 PM"], "dmy"),
+    ):
+        assert time_kinds(pa.array(texts)) == [kind]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow", ".feather"])
 @pytest.mark.parametrize("unit", ["s", "ms", "ns"])
 def test_a_column_of_times_is_no_input_in_any_format(

@@ -27,7 +27,7 @@ from throughtime.files import exclusive, sync, user_folder
 from throughtime.stream.formats.table import Array, DamagedError, FileStamp, Table, unreadable
 from throughtime.stream.formats.times import nanoseconds
 
-VERSION = 10  # of what is stored: older files are converted again
+VERSION = 11  # of what is stored: older files are converted again
 SMALL = 2**18  # bytes of a file that is converted in memory, wherever it is opened
 ROWS = 65_536  # of a batch that is converted, at most
 _TEXT = ("string", "large_string", "string_view")  # the last one since pyarrow 16

@@ -218,7 +218,10 @@ def open_table(
         )
     is_folder = suffix in FOLDERS
     if not (path.is_dir() if is_folder else path.is_file()):
-        raise DataError(f"{path}: no such {'folder' if is_folder else 'file'}")
+        raise DataError(
+            f"{path}: no such {'folder' if is_folder else 'file'}; for a pattern write the list of"
+            " its files: sorted(Path('days').glob('*.csv'))"
+        )
     module, _, name = _FORMATS[suffix].partition(".")
     opener = getattr(importlib.import_module(f"throughtime.stream.formats.{module}"), name)
     if suffix == ".csv" and (delimiter is not None or decimal is not None):

@@ -3,7 +3,8 @@
 A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
 without a time of day, `10`, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`, `UTC` or `+01:00`.
 Times with a zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps
-together, by a number above 12; without one they are refused.
+together, by a number above 12; without one the month is first before AM and PM, and others are
+refused.
 
 A kind of times is the order of a date, and `Z` where a zone follows, such as `dmy` or `ymdZ`.
 """
@@ -62,7 +63,7 @@ def time_kinds(texts: Any) -> list[str]:
             values.setdefault(parse_times(texts, kind).to_numpy().tobytes(), kind)
     some = texts[:_BLOCK].to_pylist()  # a text may begin with a date
     if values or 2 * sum(map(is_time, some)) <= len(some):
-        return [*values.values()]
+        return [*values.values()][: 2 - (some[0][-1] in "Mm")]  # before 1 PM the month is first
     return [*first, *KINDS][:1]
 
 
@@ -96,7 +97,7 @@ def _iso(match: re.Match[str]) -> str:
     day = f"{part['y']}-{part['m']:0>2}-{part['d']:0>2}"
     hour, minutes = int(part["H"] or 0), part["M"].replace(",", ".") or ":00"
     if half := part["p"].lower():  # of the day
-        hour = hour % 12 + 12 * (half == "p")
+        hour = hour % 12 + 12 * (half == "p") if hour < 13 else 24  # which no day has
     return f"{day} {hour:02}{minutes}{zone}"
 
 
