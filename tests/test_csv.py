@@ -311,3 +311,22 @@ def test_a_manifest_is_text(tmp_path: Path) -> None:
         written(tmp_path / name, "x\n1\n")
     path = written(tmp_path / "r.csv", "id;inputs\n001;a.csv\n\n1;b.csv\n")
     assert [entry.name for entry in find_recordings(path)] == ["001", "1"]
+
+
+@pytest.mark.parametrize("text", ["a\n1\n2,5\n3\n", "1\n2\n3,4\n", "a\nx\ny, z\nw\n"])
+def test_a_comma_in_a_single_column_is_a_long_line(text: str, tmp_path: Path) -> None:
+    """`2,5` was read as 2.5, since no delimiter was detected."""
+    (tmp_path / "r.csv").write_text(text)
+    with pytest.raises(DataError, match="line 3 has 2 fields, the first one 1"):
+        open_table(tmp_path / "r.csv")
+
+
+@pytest.mark.parametrize("blank", [0, 1, 4])
+@pytest.mark.parametrize("header", ["", "a\n"])
+def test_blank_lines_before_a_single_column_are_no_values(
+    blank: int, header: str, tmp_path: Path
+) -> None:
+    (tmp_path / "r.csv").write_text("\n" * blank + header + "1.5\n\n2\n")
+    table = open_table(tmp_path / "r.csv")
+    assert table.columns == ((header.strip() or "0"),)
+    np.testing.assert_array_equal(table.read(0, 9, table.columns)[:, 0], [1.5, np.nan, 2.0])

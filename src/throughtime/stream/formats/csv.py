@@ -157,10 +157,11 @@ class CsvFile:
     def _records(self) -> Iterator[tuple[int, list[str]]]:
         """The records, each with its last line; a blank line is a value of a single column."""
         reader = csv.reader(self._lines(), delimiter=self.delimiter, strict=True)
-        line, width, blank = 0, len(self.names), list[tuple[int, list[str]]]()
+        line, width, begun, blank = 0, len(self.names), False, list[Any]()
         try:
             for record in reader:
                 if len(record) == width:
+                    begun = True
                     yield from blank
                     yield reader.line_num, record
                     blank.clear()
@@ -169,7 +170,7 @@ class CsvFile:
                         f"line {reader.line_num} has {len(record)} fields, the first one {width}"
                         f"{'; delete lines before the header' * (width == 1)}"
                     )
-                elif width == 1 and reader.line_num > 1:
+                elif width == 1 and begun:
                     blank.append((reader.line_num, [""]))  # values only if another one follows
                 line = reader.line_num
         except csv.Error as error:
@@ -291,15 +292,16 @@ def _detect_delimiter(lines: Sequence[str], delimiter: str | None) -> tuple[str,
     """The delimiter of a file by its first lines, and the first records.
 
     It is that by which most records have the same number of fields, above one. Of several, a comma
-    is the last: it may be a decimal mark.
+    is the last: it may be a decimal mark. A single column is read with a comma, so that a line
+    with one is too long.
     """
-    results = list[tuple[float, str, list[list[str]]]]()
+    results = list[Any]()
     for mark in delimiter or ";\t|,":
         rows = list[list[str]]()
         with contextlib.suppress(csv.Error):  # which the conversion reports
             rows.extend(islice(filter(None, csv.reader(lines, delimiter=mark)), _RECORDS))
         [(width, count), *_] = Counter(map(len, rows)).most_common(1) or [(0, 0)]
-        results.append((count / len(rows) if width > 1 else 0.0, mark, rows))
+        results.append((count / len(rows) if width > 1 else -(mark != ","), mark, rows))
     return max(results, key=itemgetter(0))[1:]
 
 
