@@ -330,3 +330,10 @@ def test_blank_lines_before_a_single_column_are_no_values(
     table = open_table(tmp_path / "r.csv")
     assert table.columns == ((header.strip() or "0"),)
     np.testing.assert_array_equal(table.read(0, 9, table.columns)[:, 0], [1.5, np.nan, 2.0])
+
+
+@pytest.mark.parametrize("text", ["a\n1,5\n2,5\n", "1,5\n2,5\n", '"a"\n"1,5"\n"2,5"\n'])
+def test_a_decimal_comma_in_a_single_column_separates_no_fields(text: str, tmp_path: Path) -> None:
+    (tmp_path / "r.csv").write_text(text)
+    table = open_table(tmp_path / "r.csv", decimal=",")
+    assert table.read(0, 9, table.columns).tolist() == [[1.5], [2.5]]

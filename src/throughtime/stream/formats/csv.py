@@ -94,7 +94,9 @@ class CsvFile:
             size += len(line)
             if size > _SAMPLE and len(lines) > 2:
                 break
-        self.delimiter, rows = _detect_delimiter(lines, delimiter)
+        # a decimal comma separates fields only where numbers with it are in quotes
+        marks = delimiter or ";\t|" * (decimal == "," and '"' not in "".join(lines))
+        self.delimiter, rows = _detect_delimiter(lines, marks)
         self.decimal = decimal or ("." if self.delimiter == "," else _decimal_mark(rows))
         if not rows:
             raise DataError(f"{path}: the file is empty, expected a header line with column names")
@@ -288,7 +290,7 @@ def _filled(texts: Any) -> Any:
     return compute.if_else(missing, None, plain)
 
 
-def _detect_delimiter(lines: Sequence[str], delimiter: str | None) -> tuple[str, list[list[str]]]:
+def _detect_delimiter(lines: Sequence[str], marks: str) -> tuple[str, list[Any]]:
     """The delimiter of a file by its first lines, and the first records.
 
     It is that by which most records have the same number of fields, above one. Of several, a comma
@@ -296,8 +298,8 @@ def _detect_delimiter(lines: Sequence[str], delimiter: str | None) -> tuple[str,
     with one is too long.
     """
     results = list[Any]()
-    for mark in delimiter or ";\t|,":
-        rows = list[list[str]]()
+    for mark in marks or ";\t|,":
+        rows = list[Any]()
         with contextlib.suppress(csv.Error):  # which the conversion reports
             rows.extend(islice(filter(None, csv.reader(lines, delimiter=mark)), _RECORDS))
         [(width, count), *_] = Counter(map(len, rows)).most_common(1) or [(0, 0)]
