@@ -39,7 +39,7 @@ def test_config_survives_its_own_toml(tmp_path: Path) -> None:
             "--task clasify: expected classify or multilabel or regress",
         ),
         ({"lr": float("nan")}, "--lr nan: Input should be "),
-        ({"inputs": 3}, "--inputs 3: Input should be a valid tuple"),
+        ({"inputs": 3}, "--inputs 3: expected a list"),
         ({"inputs": [""]}, "--inputs '': String should have at least 1 character"),
         ({"seed": 2**63}, "Input should be less than 9223372036854775808"),
         (

@@ -51,14 +51,19 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _take_one_thread() -> None:
-    """For torch, which is imported later; `OMP_NUM_THREADS` of the user overrides it.
+def _take_threads(settings: Config, lanes: int) -> None:
+    """A single thread for small steps, unless `OMP_NUM_THREADS` says otherwise.
 
-    Threads are useless at small steps, and on a busy machine they wait for each other at every one:
+    A second one is useless there, and on a busy machine the two wait for each other at every step:
     an audit of 64 units took 142 s with two threads and 2 s with one, with two processes beside it
-    on two cores.
+    on two cores. The steps of a class of the user's are not known.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    if "OMP_NUM_THREADS" in os.environ or is_reference(settings.model):
+        return
+    if 8 * lanes * settings.hidden**2 < WORTH_THREADS:
+        torch.set_num_threads(1)
 
 
 def train(values: dict[str, Any]) -> None:
@@ -72,9 +77,7 @@ def train(values: dict[str, Any]) -> None:
             "--trust-code belongs to --resume RUN, whose folder keeps code: leave it out, since a"
             " file that you name yourself is executed anyway"
         )
-    # the steps of a class of the user's are not known
-    if 8 * settings.lanes * settings.hidden**2 < WORTH_THREADS and not is_reference(settings.model):
-        _take_one_thread()
+    _take_threads(settings, settings.lanes)
     from throughtime.app.console import out, run_training
     from throughtime.app.distributed import started_ranks
     from throughtime.app.train import Training
@@ -148,12 +151,12 @@ def _open_run(options: RunOptions) -> "Run":
     Raises:
         RunError: no run there, none that reached a checkpoint, or code that is not trusted.
     """
-    _take_one_thread()
     from throughtime.app.load import load_run
 
     run = load_run(options.run, trust_code=options.trust_code)
-    missing = options.missing if isinstance(options, EvalOptions) else None
-    return run.changed(missing=missing or run.config.missing)
+    many = isinstance(options, EvalOptions)  # predict and export play one recording at a time
+    _take_threads(run.config, run.config.lanes if many else 1)
+    return run.changed(missing=(many and options.missing) or run.config.missing)
 
 
 def export(options: ExportOptions) -> None:

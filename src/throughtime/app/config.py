@@ -24,6 +24,7 @@ from throughtime.app.values import (
     Settings,
     Share,
     checked_by,
+    flag,
     named_arguments,
     rows_ahead,
     toml_lines,
@@ -188,7 +189,10 @@ class Config(Settings):
         """The arguments of the gradient policy: those by name, and the short settings."""
         short = {name: getattr(self, name) for name in SHORT}
         present = {name: value for name, value in short.items() if value is not None}
-        return present | named_arguments(self.gradient_args)
+        named = named_arguments(self.gradient_args)
+        if again := present.keys() & named.keys():
+            raise ValueError(f"{flag(min(again))} is given again by --gradient-arg: leave one out")
+        return present | named
 
     def chunk_steps(self) -> int:
         """Steps of a chunk of the stream."""
@@ -230,11 +234,9 @@ class Config(Settings):
             " them, or take --standardise split": self.missing == "mask"
             and self.standardise.startswith("first:"),
             f"DATA {self.data} is an address: download it, and write its path": "://" in self.data,
-            f"--background-class {self.background_class} belongs to classes: leave it out, or write"
-            " --task classify": self.background_class is not None
-            and task not in {None, "classify"},
-            f"--class-weights {self.class_weights} belongs to classes: leave it out, or write"
-            " --task classify": self.class_weights != "none" and task not in {None, "classify"},
+            "--background-class and --class-weights belong to classes: leave them out, or write"
+            " --task classify": task not in {None, "classify"}
+            and (self.background_class is not None or self.class_weights != "none"),
             f"--ahead {self.ahead} are several forecasts, which are of numbers: take one": (
                 len(ahead) > 1 and task == "classify"
             ),
@@ -246,6 +248,9 @@ class Config(Settings):
             "--difference adds to the inputs of the net, which --standardise recording takes out of"
             " their units: take --standardise split or first:400": (
                 self.difference and self.standardise == "recording"
+            ),
+            f"--weight-decay {self.weight_decay} belongs to --optimizer adamw: take that": (
+                self.weight_decay and self.optimizer == "adam"
             ),
             f"--updates {self.updates} and --epochs {self.epochs} are both given: one of them says"
             " when to stop": self.updates and self.epochs,
@@ -301,8 +306,8 @@ class PredictOptions(RunOptions):
     out: Path | None = None
     """The file to write: .npy (T, C), or .csv with a row per step. A folder for many recordings,
     with a file for each. Default: predictions.csv, or the folder predictions."""
-    format: Literal["npy", "csv"] = "csv"
-    """The format of the files in a folder."""
+    format: Literal["npy", "csv"] | None = None
+    """The format of the files in a folder. Default: csv."""
 
 
 class ExportOptions(RunOptions):

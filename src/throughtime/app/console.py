@@ -81,19 +81,18 @@ def run_training(training: Training) -> None:
 
 def _print_start(training: Training) -> None:
     dataset, spec, ranks = training.dataset, training.dataset.spec, training.ranks
-    steps = counted(sum(map(len, dataset.train)), "step")
     out.print(
-        f"{counted(len(dataset.train), 'recording')}, {steps} to train on, {len(dataset.valid)}"
-        f" held out; {'; '.join(dataset.remarks)}"
+        f"{counted(len(dataset.train), 'recording')},"
+        f" {counted(sum(map(len, dataset.train)), 'step')} to train on, {len(dataset.valid)} held"
+        f" out; {'; '.join(dataset.remarks)}"
     )
     inputs = ", ".join((*spec.layout.inputs, *spec.layout.static))  # by name: one may be a leak
     kind, names = ("classes", spec.classes) if spec.classes else ("targets", spec.target_names)
-    epoch = counted(training.epoch_updates, "update")
     model = spec.title if spec.sha256 else f"{spec.model} of {spec.layers} x {spec.hidden}"
     shared = f"; {ranks.count} ranks of {counted(training.stream.lanes, 'lane')}"
     out.print(
-        f"inputs {inputs}; {kind} {listed(names)}; {model};"
-        f" {describe_policy(training.config)}, about {epoch} an epoch{shared * (ranks.count > 1)}"
+        f"inputs {inputs}; {kind} {listed(names)}; {model}; {describe_policy(training.config)},"
+        f" about {counted(training.epoch_updates, 'update')} an epoch{shared * (ranks.count > 1)}"
     )
     if training.resumed:
         out.print(f"resumed at update {training.done.count}")
@@ -105,14 +104,18 @@ def _print_end(training: Training, *, was_finished: bool) -> None:
 
     folder, done = training.folder, training.done
     if was_finished:
-        again = f"throughtime train --resume {folder.path} --updates {2 * done.count}"
-        out.print(f"already finished at update {done.count}; to train on: {again}")
+        out.print(
+            f"already finished at update {done.count}; to train on: throughtime train --resume"
+            f" {folder.path} --updates {2 * done.count}"
+        )
     run, rows = load_run(folder.path), folder.read_metrics()
     names, kept = list(run.spec.metrics().compute()), run.spec.update
     for row in rows:
         if row["kind"] == "valid" and row["update"] == kept:
             metrics = {k: v for k, v in row.items() if k in names or is_comparison(k)}
             print_scores("valid", metrics, row["recordings"], folder.metrics)
+    if done.stale >= (training.config.patience or math.inf):
+        out.print(f"stopped early: no better one in {counted(done.stale, 'validation')}")
     if kept < done.count:
         out.print(f"the model is that of update {kept}, the best on validation")
     write_report(run)
@@ -146,7 +149,10 @@ def print_scores(
 
 def _columns(*names: str) -> list[Column]:
     """Columns that a narrow terminal folds, and shortens no name of."""
-    return [Column(name, overflow="fold") for name in names]
+    return [
+        Column(name, overflow="fold", justify="right" if i else "left")
+        for i, name in enumerate(names)
+    ]
 
 
 def _print_baselines(metrics: Mapping[str, float]) -> None:

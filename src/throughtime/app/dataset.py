@@ -201,10 +201,9 @@ def split_recordings(
             f"recording '{whole.name}' has {counted(len(whole), 'step')}, too few to hold out a"
             f" share of {holdout}; take --holdout 0"
         )
-    first, last = ([Part(whole, *span)] for span in ((0, cut), (cut, len(whole))))
     return {
-        "train": [*first],
-        "valid": [*last],
+        "train": [Part(whole, 0, cut)],
+        "valid": [Part(whole, cut, len(whole))],
     }, f"the last {holdout:.0%} of the recording held out"
 
 
@@ -241,8 +240,9 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
     """Refuse missing inputs that are not masked, and targets that the task cannot have."""
     faults = [*train.bad_targets, *valid.bad_targets]
     if config.missing == "error" and (absent := [*train.faults, *valid.faults]):
-        first = f"{absent[0]}. Clean the files, or mask steps without inputs: --missing mask"
-        faults += [first, *absent[1:]]
+        faults.append(
+            f"{join_faults(absent)}. Clean the files, or mask steps without inputs: --missing mask"
+        )
     if config.task in {None, "classify"}:
         if not 2 <= len(train.classes) <= _MAX_CLASSES:
             faults.append(

@@ -8,14 +8,16 @@ import difflib
 import inspect
 import re
 import sys
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
+from throughtime.app.user_class import OWN_CODE
 from throughtime.app.values import ARGUMENTS, choices, flag, help_of
-from throughtime.errors import ThroughtimeError
+from throughtime.errors import ThroughtimeError, one_line
 
 _NO_MEMORY = re.compile("(?i)can't allocate memory|not enough memory|out of memory")
 
@@ -96,6 +98,10 @@ def _in_words(error: Exception) -> str:
         return f"{where}; make room there, change its permissions, or name another path"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return f"out of memory ({str(error)[:200]!r}); take fewer --lanes, or smaller --hidden"
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if OWN_CODE in str(frame.f_globals.get("__name__")):
+            where = f"{frame.f_code.co_filename}, line {line}"
+            return f"{where}: {type(error).__name__}: {one_line(error)}; mend your code there"
     return ""
 
 

@@ -129,24 +129,23 @@ def recordings(
         )
     path, features = Path(data), names_of(static)
     entries = find_entries(path, features)
-    options: dict[str, Any] = {
-        "inputs": names_of(inputs),
-        "targets": names_of(targets),
-        "exclude": names_of(exclude),
-        "static": features,
-        "series": {key: names_of(names) for key, names in (series or {}).items()},
-        "frame_size": frame_size,
-        "delimiter": delimiter,
-        "decimal": decimal,
-        "rate": rate,
-        "rate_set": rate is not None,
-        "target_every": target_every,
-        "target_at": target_at,
-        "background_class": background_class,
-        "ahead": horizons(ahead),
-        "allow_target_as_input": allow_target_as_input,
-    }
-    layout = Layout(**options)
+    layout = Layout(
+        inputs=names_of(inputs),
+        targets=names_of(targets),
+        exclude=names_of(exclude),
+        static=features,
+        series={key: names_of(names) for key, names in (series or {}).items()},
+        frame_size=frame_size,
+        delimiter=delimiter,
+        decimal=decimal,
+        rate=rate,
+        rate_set=rate is not None,
+        target_every=target_every,
+        target_at=target_at,
+        background_class=background_class,
+        ahead=horizons(ahead),
+        allow_target_as_input=allow_target_as_input,
+    )
     layout = replace(layout, task=task or _find_task(entries, layout))
     sources = open_recordings(entries, layout)
     splits, _ = split_recordings(in_splits(sources, "split"), holdout)

@@ -329,7 +329,7 @@ def check_device(device: str) -> None:
         ConfigError: torch refuses it; the message names the devices of this machine.
     """
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta holds no numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"--device {device}: cannot be used on this machine; take --device cpu"

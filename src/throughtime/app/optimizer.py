@@ -49,7 +49,8 @@ def make_policy(config: Config) -> Policy:
             " update; docs/how-to/extending.md shows a policy"
         )
     signature = inspect.signature(kind)
-    if any(p.name == "stride" and p.default is p.empty for p in signature.parameters.values()):
+    stride = signature.parameters.get("stride")
+    if stride is not None and stride.default is stride.empty:
         arguments = {"stride": DEFAULT_STRIDE, **arguments}
     try:
         return kind(**arguments)
@@ -76,8 +77,8 @@ def updates_per_epoch(policy: Policy | UpdatePolicy, stream: Stream, ranks: int)
 
 def describe_policy(config: Config) -> str:
     """The policy in words; of a user's the class and arguments, since its file is not executed."""
-    if not is_reference(config.gradient):
-        policy: Any = make_policy(config)
+    policy: Any = None if is_reference(config.gradient) else make_policy(config)
+    if hasattr(policy, "describe"):
         return policy.describe()
     arguments = (f"{name}={value!r}" for name, value in config.policy_arguments().items())
     return f"{config.gradient.rpartition(':')[2]}({', '.join(arguments)})"
@@ -91,14 +92,13 @@ def make_optimizer(net: nn.Module, config: Config) -> Optimizer:
     Raises:
         ConfigError: a net without weights, or a class of the user's that is no optimizer.
     """
-    decayed, others = (
-        [weight for weight in net.parameters() if (weight.dim() > 1) == matrices]
-        for matrices in (True, False)
-    )
-    if not decayed and not others:
-        raise ConfigError(f"--model {config.model}: has no weights, so there is nothing to train")
-    every = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    every = [
+        {"params": [p for p in net.parameters() if p.dim() > 1]},
+        {"params": [p for p in net.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
     groups = [group for group in every if group["params"]]
+    if not groups:
+        raise ConfigError(f"--model {config.model}: has no weights, so there is nothing to train")
     options = {"lr": config.lr, "weight_decay": config.weight_decay}
     if config.optimizer in _RULES:
         return _RULES[config.optimizer](groups, max_norm=config.max_norm, **options)

@@ -68,9 +68,11 @@ def write_report(run: Run) -> Path:
             " written"
         )
     audit = AuditReport.read(folder.audit) if folder.audit.exists() else None
-    loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
     )
     page = environment.get_template("page.html.j2").render(
         run=run,

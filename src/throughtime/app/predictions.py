@@ -141,16 +141,18 @@ def predict_run(run: Run, options: PredictOptions) -> list[WrittenFile]:
     """
     data, split = options.data, options.split
     many = split is not None or data is None or is_folder(data) or is_manifest(data)
-    out = options.out or Path("predictions" if many else "predictions.csv")
+    form = options.format or "csv"
+    out = options.out or Path("predictions" + f".{form}" * (not many))
     suffix = "" if out.is_dir() else out.suffix.lower()
-    if suffix not in {"", *_SUFFIXES} or (many and suffix):
+    allowed = _SUFFIXES if options.format is None else [f".{form}"]
+    if suffix and (many or suffix not in allowed):
         raise ConfigError(
-            f"--out {out}: predictions are written as {listed(_SUFFIXES)}, those of many recordings"
+            f"--out {out}: predictions are written as {listed(allowed)}, those of many recordings"
             " to a folder"
         )
     recordings = run.recordings(data, split, targets=False)
     names = file_names([recording.name for recording in recordings])
-    paths = [out] if suffix else [out / f"{name}.{options.format}" for name in names]
+    paths = [out] if suffix else [out / f"{name}.{form}" for name in names]
     entries = find_recordings(data or Path(run.config.data), run.spec.layout.static)
     kept = {source.resolve() for entry in entries for source in entry.inputs}
     if lost := [path for path in paths if path.resolve() in kept]:

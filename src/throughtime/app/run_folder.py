@@ -122,7 +122,11 @@ class RunFolder:
             raise RunError(f"{self.path}: is a file; choose another --out")
         saved = any(map(os.path.lexists, (self.checkpoint, self.model)))
         own = self.config.exists() and self.config.read_text("utf-8", "replace")
-        if saved or (own and self.read_config().to_toml() != own):
+        try:
+            other = own and self.read_config().to_toml() != own
+        except RunError:
+            other = True
+        if saved or other:
             raise RunError(
                 f"{self.path}: holds a run already; continue it with --resume {self.path}, or"
                 " choose another --out"

@@ -27,13 +27,13 @@ def watch_script(options: DoctorOptions, arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: there is no script.
     """
-    script, ignore = Path(options.script), (options.ignore or "").split(",")
+    script, ignore = Path(options.script), options.ignore.split(",") if options.ignore else ()
     if not script.is_file():
         raise ConfigError(
             f"{script}: no such file. Write throughtime doctor train.py, with the arguments of"
             " train.py after it"
         )
-    doctor, code = open_doctor(ignore=filter(None, ignore), strict=options.strict), 0
+    doctor, code = open_doctor(ignore=ignore, strict=options.strict), 0
     before = sys.argv, sys.path[:]
     sys.argv, sys.path[0] = [str(script), *arguments], str(script.resolve().parent)
     try:
@@ -45,7 +45,8 @@ def watch_script(options: DoctorOptions, arguments: Sequence[str]) -> int:
             print(error.code, file=sys.stderr)
     except BaseException as error:  # noqa: BLE001 (a script may raise anything)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        traceback.print_exc()
+        if not (options.strict and doctor.findings):  # the first one stopped it
+            traceback.print_exc()
     finally:
         sys.argv, sys.path[:] = before
     print(doctor, flush=True)

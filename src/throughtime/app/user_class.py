@@ -32,6 +32,7 @@ ClassFile: TypeAlias = Annotated[
     str, StringConstraints(pattern=r"^.+\.py:[A-Za-z_]\w*$"), "FILE.py:Class"
 ]
 """FILE.py:Class."""
+OWN_CODE = "throughtime_user_"  # begins the names of modules of the user's
 _trusted = set[str]()  # the SHA-256 of files that this process may execute
 
 
@@ -149,7 +150,7 @@ class ClassReference:
                 " the file, then write --trust-code (in Python trust_code=True) to execute it"
             )
         digest.update(str(self.path).encode())
-        name = f"throughtime_user_{self.path.stem}_{digest.hexdigest()[:16]}"
+        name = f"{OWN_CODE}{self.path.stem}_{digest.hexdigest()[:16]}"
         if name in sys.modules:
             return sys.modules[name]
         module = ModuleType(name)

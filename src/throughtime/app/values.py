@@ -50,7 +50,11 @@ class Settings(_Model):
     )
 
     def __init__(self, **settings: Any) -> None:
-        present = {name: value for name, value in settings.items() if value is not None}
+        present = {  # true as a text, which is no number
+            name: str(value) if isinstance(value, bool) else value
+            for name, value in settings.items()
+            if value is not None
+        }
         try:
             super().__init__(**present)
         except ValidationError as error:
@@ -73,12 +77,14 @@ def _fault(fields: Mapping[str, Any], fault: Any, settings: Mapping[str, Any]) -
         return "", message
     name = fault["loc"][0]
     if name not in fields:
-        known = did_you_mean(name, fields)
-        return f"unknown key '{name}'", known or "; keys are flags of --help, outside all tables"
+        near = f"{did_you_mean(name, fields)}; keys are flags of --help, outside all tables"
+        return f"unknown key '{name}'", near
     if fault["type"] == "missing":
         return f"{flag(name)} is missing: ", help_of(fields[name])
     if fault["type"] in {"literal_error", "string_pattern_mismatch"}:
         message = f"expected {' or '.join(choices(fields[name].annotation))}"
+    if fault["type"] == "tuple_type":
+        message = "expected a list"
     return f"{written(name, settings[name])}: ", message
 
 
