@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import soundfile
+import torch
 from examples.demo import BEST, CHANCE, PULSES, generate
 from pyarrow import parquet
 
@@ -280,6 +281,30 @@ def test_a_saved_config_starts_the_same_run_again(tmp_path: Path) -> None:
     assert (tmp_path / "first" / "model.safetensors").read_bytes() == (
         tmp_path / "second" / "model.safetensors"
     ).read_bytes()
+
+
+def test_every_command_takes_one_thread_for_small_steps_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, columns = as_csv(tmp_path)
+    taken = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    for threads, hidden, expected in ((None, 4, 1), ("2", 4, 0), (None, 600, 0)):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if threads:
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        out = tmp_path / f"{threads}-{hidden}"
+        size = ["--lanes", "1", "--hidden", str(hidden), "--stride", "300"]
+        commands = (
+            ("train", data, *columns, *size, "--updates", "1", "--out", out),
+            ("train", "--resume", out, "--updates", "2"),
+            ("eval", out),
+            ("predict", out, data, "--out", tmp_path / "p.csv"),
+        )
+        for command in commands:
+            taken.clear()
+            run(*command)
+            assert taken == [1] * expected, command
 
 
 def test_the_demo_reaches_the_best_on_the_stream_and_draws_it(tmp_path: Path) -> None:

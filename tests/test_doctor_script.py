@@ -112,8 +112,8 @@ def test_a_script_that_fails_keeps_its_exit_code_and_is_not_called_sound(
 
 
 def test_strict_stops_at_the_first_finding(folder: Path) -> None:
-    code, printed, _ = watch(folder, LEAK + "print('after')", "--strict", "train.py")
-    assert code == 1
+    code, printed, complained = watch(folder, LEAK + "print('after')", "--strict", "train.py")
+    assert (code, complained) == (1, "")
     assert "TT101 train.py" in printed
     assert "after" not in printed
 

@@ -56,11 +56,15 @@ def test_every_recording_has_a_file_with_what_a_single_prediction_writes(
 
 
 def test_columns_are_named_by_class_and_times_are_those_of_the_source(
-    trained: tuple[Path, Path], tmp_path: Path
+    trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, data = trained
+    monkeypatch.chdir(tmp_path)
+    run("predict", folder, data / "other/9.csv", "--format", "npy")
+    assert [path.name for path in tmp_path.iterdir()] == ["predictions.npy"]
     for form in ("npy", "csv"):
         run("predict", folder, data / "other/9.csv", "--out", tmp_path / f"p.{form}")
+    assert (tmp_path / "p.npy").read_bytes() == (tmp_path / "predictions.npy").read_bytes()
     with (tmp_path / "p.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = ["step", "time", "class", "p[0]", "p[1]"]

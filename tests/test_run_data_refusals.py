@@ -235,11 +235,11 @@ def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
         ),
         (
             {"background_class": "rest", "task": "regress"},
-            "--background-class rest belongs to classes",
+            "--background-class and --class-weights belong to classes",
         ),
         (
             {"class_weights": "balanced", "task": "regress"},
-            "--class-weights balanced belongs to classes",
+            "--background-class and --class-weights belong to classes",
         ),
         ({"class_weights": "a=2"}, "--class-weights a=2: expected none or balanced"),
         ({"workers": "many"}, "--workers many: expected thread"),

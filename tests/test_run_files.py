@@ -515,6 +515,6 @@ def test_a_file_of_another_origin_is_not_replaced(name: str, tmp_path: Path) -> 
     (out / "config.toml").write_text('mine = "precious"\n', encoding="utf-8")
     (out / "metrics.jsonl").write_text('{"other": "log"}\n', encoding="utf-8")
     before = (out / name).read_bytes()
-    with pytest.raises(RunError, match="unknown key 'mine'"):
+    with pytest.raises(RunError, match="holds a run already"):
         RunFolder(out).check_free()
     assert (out / name).read_bytes() == before

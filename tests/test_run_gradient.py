@@ -19,7 +19,7 @@ from test_run import (
 from throughtime.app.cli import new_settings
 from throughtime.app.config import Config
 from throughtime.app.model import load_model
-from throughtime.app.optimizer import make_policy
+from throughtime.app.optimizer import describe_policy, make_policy
 from throughtime.app.run_folder import RunFolder
 from throughtime.app.train import Training
 from throughtime.app.user_class import ClassReference
@@ -179,6 +179,15 @@ def test_flags_win_over_toml(tmp_path: Path, own: str) -> None:
 )
 def test_settings_describe_a_policy(more: dict[str, Any], expected: object) -> None:
     assert make_policy(Config(**{"data": "d", "task": "classify", "out": "o"} | more)) == expected
+
+
+def test_every_policy_is_described() -> None:
+    required = {"adaptive": ("tolerance=0.1", "min=5", "max=20"), "randomized": ("mean_horizon=9",)}
+    for name in ("truncated", "exact", "adaptive", "randomized"):
+        config = Config(data="d", gradient=name, gradient_args=required.get(name, ()))
+        assert describe_policy(config)
+    adaptive = Config(data="d", gradient="adaptive", gradient_args=required["adaptive"])
+    assert describe_policy(adaptive) == "adaptive(tolerance=0.1, min=5, max=20)"
 
 
 @pytest.mark.parametrize(

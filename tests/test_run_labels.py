@@ -69,7 +69,7 @@ def test_the_loss_is_that_of_each_label(tmp_path: Path) -> None:
     training = Training.begin(Config(**values))
     assert type(make_loss(training.dataset.spec, training.net)) is torch.nn.BCEWithLogitsLoss
     for name in ("class_weights", "background_class"):
-        with pytest.raises(ConfigError, match="belongs to classes"):
+        with pytest.raises(ConfigError, match="belong to classes"):
             Config(**{**values, name: "balanced"})
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from processes import torchrun
-from test_cli import run
+from test_cli import ended, run
 from test_run import _lines, finish, flags, settings, stop_at, write_recordings
 from throughtime.app.config import Config
 from throughtime.app.model import load_model
@@ -295,3 +295,20 @@ def test_a_setting_that_a_class_of_ones_own_does_not_take_is_refused(
     with pytest.raises(ConfigError) as refused:
         Training.begin(Config(**settings(data, tmp_path / "run", **more)))
     assert said in str(refused.value)
+
+
+def test_an_error_in_code_of_ones_own_is_one_line_that_names_its_last_line(
+    tmp_path: Path, code: Path
+) -> None:
+    with code.open("a", encoding="utf-8") as file:
+        file.write("\n\nclass Wrong(Explicit):\n    def forward(self, x, state=None):\n")
+        file.write("        y, state = super().forward(x, state)\n")
+        file.write("        if torch.is_grad_enabled() and self.training and x.shape[1] > 7:\n")
+        file.write("            y = y @ y\n        return y, state\n")
+    number = code.read_text(encoding="utf-8").splitlines().index("            y = y @ y") + 1
+    values = settings(write_recordings(tmp_path / "data"), tmp_path / "run")
+    code_, _, said = ended(*flags(values | {"model": f"{code}:Wrong"}))
+    assert code_ == 2, said
+    assert said.count("\n") == 1
+    assert f"{code}, line {number}: RuntimeError: " in said
+    assert said.endswith("; mend your code there\n")

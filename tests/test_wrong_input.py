@@ -74,6 +74,16 @@ NEW = [
     ("doctor {data}.py", "no such file. Write throughtime doctor train.py"),
     ("eval {run} {data}x", "data.csvx: no such file or folder; did you mean 'data.csv'?"),
     ("eval {run} --data {data}", "--data: no such option; throughtime eval --help"),
+    (
+        "train {data} --inputs x --targets label --optimizer adam --weight-decay 1",
+        "--weight-decay 1.0 belongs to --optimizer adamw",
+    ),
+    ("train {data} --stride 5 --gradient-arg stride=7", "--stride is given again by"),
+    ("train {data} --inputs x --targets label --device meta", "--device meta: cannot be used"),
+    ("train {data} --config {truths}", "--lanes True: Input", "--lr False: Input"),
+    ("train {data} --config {table}", "--gradient-arg", "expected a list"),
+    ("predict {run} {data} --out p.csv --format npy", "predictions are written as .npy"),
+    ("doctor --ignore TT000 {script}", "unknown ['TT000']"),
     ("train {data} --trust-code", "--trust-code belongs to --resume RUN, whose folder keeps code"),
 ]
 
@@ -89,6 +99,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "wrong": ("wrong.toml", "strides = 3\n"),
         "yaml": ("run.yaml", "lr: 0.1\n"),
         "sections": ("sections.toml", "[training]\nlr = 0.1\n"),
+        "truths": ("truths.toml", "lanes = true\nlr = false\nhand_off = true\n"),
+        "table": ("table.toml", "[gradient_args]\ntolerance = 0.1\n"),
+        "script": ("script.py", "pass\n"),
     }
     for name, text in files.values():
         (folder / name).write_text(text, encoding="utf-8")
