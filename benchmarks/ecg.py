@@ -5,49 +5,64 @@
 
 DATA is a manifest or a folder with one, such as twelve half-hour records of the MIT-BIH Arrhythmia
 Database labelled frame by frame (0 background, 1 near a beat, 2 near a premature ventricular beat),
-split by patient. Every run is a `throughtime train` of its own process, at equal updates, frames
-and seeds. The model of the best of ten validations and that of the last update are scored on the
-unbroken records of the test split. Writes `ecg.json` and prints the table of the README.
+split by patient. Every run is what `throughtime train` does with these settings, at equal updates,
+frames and seeds; windows are recordings of their own in its stream. The model of the best of ten
+validations and that of the last update are scored on the unbroken records of the test split. Writes
+`ecg.json` and prints the table of the README.
 """
 
 import argparse
 import json
 import platform
 import statistics
-import subprocess
-import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import throughtime as tt
+from throughtime.app.config import Config
+from throughtime.app.dataset import training_stream
 from throughtime.app.evaluate import evaluate_recordings
 from throughtime.app.load import load_run
+from throughtime.app.train import Training
 from throughtime.evaluation import Evaluator
 
 COLUMNS = ("accuracy", "macro_f1", "f1[0]", "f1[1]", "f1[2]")
-
-
-VALIDATIONS = 10
-ROWS = {
-    "windows": ("windows of 100 frames from a zero state", "--train-on windows"),
-    "stream": ("the stream, horizon 100", "--train-on stream"),
-    "400": ("the stream, horizon 400", "--train-on stream --horizon 400"),
+STRIDE, VALIDATIONS = 100, 10
+ROWS: dict[str, tuple[str, int | None]] = {  # the horizon
+    "windows": ("windows of 100 frames from a zero state", None),
+    "stream": ("the stream, horizon 100", None),
+    "400": ("the stream, horizon 400", 400),
 }
 KEPT = {"best": "best on validation", "last": "last"}
 
 
 def one_run(data: str, row: str, seed: int, updates: int, out: Path) -> dict[str, Any]:
-    """Trains a model through the command line; scores of its best and its last weights."""
-    settings = (
-        f"--task classify --hidden 64 --lanes 28 --stride 100 --lr 0.003 --updates {updates} --seed"
-        f" {seed} --valid-every {updates // VALIDATIONS} {ROWS[row][1]}"
+    """Trains a model as the command line does; scores of its best and its last weights."""
+    config = Config(
+        data=data,
+        task="classify",
+        hidden=64,
+        lanes=28,
+        stride=STRIDE,
+        horizon=ROWS[row][1],
+        lr=0.003,
+        updates=updates,
+        seed=seed,
+        valid_every=updates // VALIDATIONS,
+        out=str(out),
     )
-    command = [sys.executable, "-m", "throughtime", "train", data, *settings.split()]
     began = time.perf_counter()
-    subprocess.run([*command, "--out", str(out)], check=True)
+    training = Training.begin(config)
+    if row == "windows":
+        windows = replace(training.dataset, train=tt.windows(training.dataset.train, STRIDE))
+        training.stream = training_stream(windows, config, 1)
+    training.run()
     seconds = time.perf_counter() - began
+    settings = {key: str(value) for key, value in config.settings().items()}
     return {"row": row, "seed": seed, "seconds": seconds, "settings": settings, **scores(out)}
 
 
