@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from throughtime.doctor import Finding, doctor
+from throughtime.doctor import Finding, doctor, watcher
 
 
 def diagnose(loop: Callable[..., Any], *args: Any, **options: Any) -> tuple[Finding, ...]:
@@ -136,3 +136,18 @@ def test_an_input_that_does_not_move_is_no_fault_of_the_doctor() -> None:
             h = h.detach()
             y.square().mean().backward()
     assert d.internal_error is None
+
+
+def test_a_sum_that_is_longer_than_what_is_recorded_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watcher, "MAX_OPERATIONS", 200)
+
+    def one_pass() -> None:
+        model, h, total = nn.GRU(3, 3), torch.zeros(1, 2, 3), torch.zeros(())
+        for x in series(300, 2, 3).split(1):
+            y, h = model(x, h)
+            total = total + (y - x).abs().square().mean()
+        total.backward()
+
+    assert not {"TT104"} & {finding.code for finding in diagnose(one_pass)}

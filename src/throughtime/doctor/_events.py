@@ -30,12 +30,12 @@ from throughtime.doctor._frames import (
 )
 from throughtime.doctor._graph import (
     LoaderIterator,
+    has_hook,
     is_transformed,
     mean_terms,
     next_sequence,
     reachable_nodes,
     sequence,
-    storage_of,
 )
 from throughtime.doctor._log import Backward, Clear, Close, Event, Fault, Log, WeightStep
 from throughtime.doctor.findings import Finding, FindingList
@@ -233,7 +233,8 @@ class LoopEvents:
             retain = retain or kwargs.get("create_graph")
             leaves = tensors(kwargs.get("inputs", args[0] if args else ()))
             self.watcher.guarded(self.watcher.calls.note_gradients, leaves)
-        backward = Backward(line_in(frame), call_site(frame), bool(retain), is_grad)
+        backward = Backward(line_in(frame), call_site(frame), bool(retain))
+        backward.used = backward.retain or is_grad or self._idle
         # a gradient that keeps its graph, as for a gradient of gradients, ends no chunk
         ends_chunk = not (is_grad and retain)
         roots = [tensor.grad_fn for tensor in tensors(outputs)]
@@ -262,26 +263,31 @@ class LoopEvents:
         """The facts of a backward before it runs."""
         log = self.log
         backward.chunk, backward.steps, backward.newest = log.chunk, log.steps, next_sequence()
-        if root is None or not self.watcher.full:
+        for optimizer, last in self._last_grads.items():
+            if (grad := last()) is not None and not _has_values(grad):  # cleared by hand
+                log.append(Clear(frozenset(map(id, parameters_of(optimizer)))))
+        if root is None:
             return
         number = backward.number = sequence(root)
         backward.again = number <= log.boundary
         log.several |= backward.again
-        log.roots.add(log.instruction_of(number))
         backward.means = mean_terms(root)
+        if not self.watcher.full:
+            return
+        log.roots.add(log.instruction_of(number))
         lines = {log.instruction_of(term.number) for term in backward.means}
         count = len(backward.means)
         backward.by_chunk = len(lines) == 1 < count and count - 1 in log.continued.values()
         unsent = {at: each.number for at, each in log.sums.items() if each.passes >= MIN_UNSENT}
         if unsent:
-            nodes = reachable_nodes(root, MAX_NODES, above=min(unsent.values()) - 1)
-            numbers = set(map(sequence, nodes))
-            log.sent |= {at for at, each in unsent.items() if each in numbers}
+            numbers = {
+                *map(sequence, reachable_nodes(root, MAX_NODES, above=min(unsent.values()) - 1))
+            }
+            log.sent |= {at for at in unsent if unsent[at] in numbers}
         same = [each for each in log.backwards if each.line == backward.line]
         if backward.retain and len(same) <= MAX_RETAINED:
             oldest = min(map(sequence, reachable_nodes(root, MAX_NODES)))
-            passes = (each for each in same if each.newest <= number)
-            backward.reach = sum(each.number >= oldest for each in passes)
+            backward.reach = sum(oldest <= e.number < e.newest <= number for e in same)
 
     def _explain(self, message: str, roots: list[Any], backward: Backward) -> Finding | None:
         faults = (explain(self.log, message, root, backward) for root in roots if root)
@@ -303,37 +309,37 @@ class LoopEvents:
         parameters, log = parameters_of(optimizer), self.log
         grads = [p.grad for p in parameters if p.grad is not None]
         grad = grads[0] if grads else None
-        ids = [*map(id, parameters), *map(storage_of, grads[:1])]
         last = self._last_grads.get(optimizer, lambda: None)()
-        step = WeightStep(id(optimizer), frozenset(ids), current_line(), log.chunk)
+        step = WeightStep(id(optimizer), frozenset(map(id, parameters)), current_line(), log.chunk)
         step.number, step.call = next_sequence() - 1, log.call
-        step.lacks = not any(_has_values(each) for each in grads)
+        step.lacks = not any(map(_has_values, grads))
         step.repeated = grad is not None and grad is last
+        step.lost = -any(map(has_hook, parameters))
         step.by_trainer = called_by_trainer(current_frame())
-        step.constructed = self._optimizers.setdefault(optimizer, None) or step.line
-        step.strangers = 0 < log.chunk < FIRST_CHUNKS and self._are_strangers(step.lacks)
+        source = self._optimizers.setdefault(optimizer, None) or step.line
+        # layers that are not registered, or all of a model, may train in no optimizer
+        known = {id(p) for each in self._optimizers for p in parameters_of(each)}
+        models = [*self._hidden, *(self._modes if step.lacks else ())]
+        trained = ({id(p) for p in m.parameters() if p.grad is not None} for m in models)
+        if 0 < log.chunk < FIRST_CHUNKS and any(ids and not ids & known for ids in trained):
+            step.constructed = source
         for module, mode in self._modes.items():
-            if not step.parameters.isdisjoint(map(id, itertools.islice(module.parameters(), 1))):
+            if step.parameters & {*map(id, itertools.islice(module.parameters(), 1))}:
                 forgotten = mode.evaluates and not mode.trains and mode.trained and mode.validated
                 if forgotten and _depends_on_mode(module):
                     step.evaluating = self._evals.get(module)
                 self._modes[module] = mode._replace(
                     trained=mode.trained or mode.trains, trains=False, evaluates=False
                 )
-        self._last_grads[optimizer] = (lambda: None) if grad is None else weakref.ref(grad)
+        if grad is not None:
+            self._last_grads[optimizer] = weakref.ref(grad)
         self.emit(step)
-
-    def _are_strangers(self, lacks: bool) -> bool:
-        """Whether layers that are not registered, or all of a model, train in no optimizer."""
-        known = {id(p) for optimizer in self._optimizers for p in parameters_of(optimizer)}
-        models = [*self._hidden, *(self._modes if lacks else ())]
-        trained = ([p for p in m.parameters() if p.grad is not None] for m in models)
-        return any(each and known.isdisjoint(map(id, each)) for each in trained)
+        for each in log.backwards[-1:]:  # for the other optimizers
+            each.used = True
 
     def _zero_grad(self, original: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        is_model = isinstance(owner, nn.Module)
-        parameters = list(owner.parameters()) if is_model else parameters_of(owner)
-        self.emit(Clear(frozenset(map(id, parameters)), current_line()))
+        of = nn.Module.parameters if isinstance(owner, nn.Module) else parameters_of
+        self.emit(Clear(frozenset(map(id, of(owner))), current_line()))
         return original(owner, *args, **kwargs)
 
     def _from_numpy(self, original: Any, array: Any) -> Tensor:
@@ -350,8 +356,8 @@ class LoopEvents:
         iterator = original(loader)
         line = self._loaders.get(loader) if called_by_trainer(current_frame()) else None
         self._watch(AGAIN_CHUNKS)
-        draws = draws_at_random(loader)
-        self._iterators[iterator] = next(self._numbers), draws, line or current_line()
+        line = line or current_line()
+        self._iterators[iterator] = next(self._numbers), draws_at_random(loader), line
         return iterator
 
     def _next_batch(self, original: Any, iterator: Any) -> Any:
@@ -377,7 +383,8 @@ def _depends_on_mode(module: nn.Module) -> bool:
     """Whether a model has batch norm or dropout."""
     kinds = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
     return any(
-        isinstance(each, kinds) or (isinstance(each, nn.RNNBase) and each.dropout > 0)
+        (isinstance(each, kinds) and getattr(each, "p", 1))
+        or (isinstance(each, nn.RNNBase) and each.dropout and each.num_layers > 1)
         for each in module.modules()
     )
 

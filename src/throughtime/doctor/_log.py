@@ -6,9 +6,9 @@ nodes have larger ones.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import dropwhile, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from throughtime.doctor._frames import (
@@ -32,7 +32,7 @@ class Backward:
     line: SourceLine
     site: int = 0  # see `call_site`
     retain: bool = False
-    is_grad: bool = False  # `torch.autograd.grad`
+    used: bool = False  # its gradients were read or stepped with, or this was not watched
     number: int = -1  # the sequence number of the first tensor's node, -1 without one
     again: bool = False  # another backward has gone through the same forward pass
     chunk: int = 0
@@ -50,7 +50,7 @@ class Clear:
     """A call that clears gradients."""
 
     parameters: frozenset[int]  # their ids
-    line: SourceLine | None  # `None` within a step, and by hand
+    line: SourceLine | None = None  # `None` by hand
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +65,11 @@ class WeightStep:
     call: int = 0  # calls of modules so far
     lacks: bool = False  # all gradients are missing or zero
     repeated: bool = False  # the gradient is the same tensor as at the last step
-    constructed: SourceLine | None = None  # the line that made the optimizer, or that of the step
-    strangers: bool = False  # gradients arrived, but at parameters that no optimizer has
+    # the line that made the optimizer, if gradients arrived at parameters that none has
+    constructed: SourceLine | None = None
     evaluating: SourceLine | None = None  # the call of eval() that no train() has undone
     by_trainer: bool = False
+    lost: int = 0  # backwards before it whose gradients were cleared unused; -1 if hooks use them
 
 
 @dataclass(slots=True, eq=False)
@@ -157,17 +158,19 @@ class Log:
 
     def steps_of(self, optimizer: int, most: int) -> list[WeightStep]:
         """The last steps of an optimizer, the last one first."""
-        steps = (event for event in reversed(self.events) if isinstance(event, WeightStep))
-        return list(islice((step for step in steps if step.optimizer == optimizer), most))
+        past = reversed(self.events)
+        steps = (e for e in past if isinstance(e, WeightStep) and e.optimizer == optimizer)
+        return list(islice(steps, most))
 
-    def before(self, step: WeightStep) -> list[Event]:
-        """The events between a step and the step of the same optimizer before it."""
+    def before(self, step: WeightStep, *kinds: type) -> list[Any]:
+        """The events of these kinds between the last event, which is a step, and the step before.
 
-        def is_later(event: Event) -> bool:
-            return not isinstance(event, WeightStep) or event.optimizer != step.optimizer
-
-        past = dropwhile(lambda event: event is not step, reversed(self.events))
-        return list(takewhile(is_later, islice(past, 1, None)))[::-1]
+        Only steps, clears and clips of any of its parameters count.
+        """
+        past: Iterator[Any] = islice(reversed(self.events), 1, None)
+        own = (e for e in past if isinstance(e, Backward) or e.parameters & step.parameters)
+        later = takewhile(lambda event: not isinstance(event, WeightStep), own)
+        return [event for event in later if isinstance(event, kinds)][::-1]
 
     def instruction_of(self, number: int) -> Instruction | None:
         """The instruction that created the node of this sequence number."""
@@ -185,10 +188,6 @@ class Log:
         variables = self.carried.get(instruction, []) if instruction else []
         paths = (variable.path for variable in variables)
         return next(filter(None, paths), "") or variable_path(matches, current_frame())
-
-    def crossed_since(self, chunk: int) -> bool:
-        """Whether a recurrent state connects the chunks since that one."""
-        return any(c in self.crossed for c in range(chunk + 1, self.chunk))
 
     def next_chunk(self) -> None:
         """Begin a new chunk, after a backward."""

@@ -37,6 +37,10 @@ OWN_LOSS = (
     "loss.backward() for the loss of this chunk alone; of the sum keep only the value:"
     " total += loss.detach()"
 )
+CLEAR_ONCE = (
+    "clear once for each step: optimizer.zero_grad() right after optimizer.step(), not at every"
+    " backward"
+)
 NO_GRAD = "with torch.no_grad(): around the evaluation, or total += loss.detach()"
 
 

@@ -31,10 +31,9 @@ from throughtime.doctor._graph import (
     mode_depth,
     reachable_nodes,
     sequence,
-    storage_of,
     version_of,
 )
-from throughtime.doctor._log import Clear, Clip, Log, Sum
+from throughtime.doctor._log import Clip, Log, Sum
 from throughtime.doctor.rules.state import StateRule
 from throughtime.errors import DiagnosisError
 
@@ -45,7 +44,6 @@ DETACHES = frozenset(["detach", "data", "detach_"])
 KEPT_IN_PLACE = DETACHES | {"requires_grad_"}  # they leave the values as they are
 # add_, __setitem__ and __iadd__, but not __int__ and so on
 IN_PLACE = re.compile("[^_].*_|__setitem__|__i(?!nt__|nvert__|ndex__|ter__).*")
-CLEARS = {"zero_", "_foreach_zero_", "fill_"}
 CLIP_FILE = clip_grad.__file__
 GETTERS = {"data", "grad", "T", "mT", "H"}
 QUESTIONS = {"dim", "size", "numel", "stride", "is_complex", "is_floating_point", "is_contiguous",
@@ -93,7 +91,7 @@ class Watcher(TorchFunctionMode):
         iterates = func is Tensor.__iter__
         result = torch.unbind(*args) if iterates else func(*args, **kwargs)
         if name == "grad" and isinstance(func, ATTRIBUTE_GETTER):
-            self._note_clip(args, current_frame(1))
+            self._note_read(args, current_frame(1))
             self.guarded(self.calls.note_gradients, tensors(args))
         elif self.full or name in RECURRENT or (name != "detach" and _is_new_data(result)):
             caller = current_frame(1)
@@ -102,17 +100,17 @@ class Watcher(TorchFunctionMode):
                 self.guarded(self._record, function, args, kwargs, result, frame, frame is caller)
         return iter(result) if iterates else result
 
-    def _note_clip(self, args: Any, frame: FrameType) -> None:
-        """Note a gradient that is read to clip it, and not to measure its norm."""
-        outer = frame.f_back
-        if frame.f_code.co_filename != CLIP_FILE or outer is None:
-            return
-        names, line, events = {**outer.f_locals, **frame.f_locals}, current_line(), self.log.events
-        if names.get("max_norm") == float("inf"):
-            return
-        if not events or not isinstance(events[-1], Clip) or events[-1].line != line:
-            self.log.append(Clip(set(), line))
-        if isinstance(clip := events[-1], Clip):
+    def _note_read(self, args: Any, frame: FrameType) -> None:
+        """Note a gradient that is read, but not to clear it or to measure its norm."""
+        log = self.log
+        if frame.f_code.co_filename != CLIP_FILE:
+            for each in log.backwards[-1:]:
+                each.used |= frame.f_code.co_name != "zero_grad"
+        elif {**(frame.f_back or frame).f_locals, **frame.f_locals}.get("max_norm") != float("inf"):
+            line, clip = current_line(), next(reversed(log.events), None)
+            if not isinstance(clip, Clip) or clip.line != line:
+                clip = Clip(set(), line)
+                log.append(clip)
             clip.parameters.add(id(args[0]))
 
     def guarded(self, work: Callable[..., Any], *args: Any) -> Any:
@@ -142,10 +140,10 @@ class Watcher(TorchFunctionMode):
         name = operation_name(func)
         inputs, outputs = tensors((*args, *kwargs.values())), tensors(result)
         self.operations += 1
-        self.full &= self.operations <= MAX_OPERATIONS
+        if self.operations > MAX_OPERATIONS:
+            self.full = False
+            self.log.sums.clear()  # they are not followed to their end
         changes = IN_PLACE.fullmatch(name) is not None and bool(inputs)
-        if name in CLEARS and is_direct:
-            self.log.append(Clear(frozenset(map(storage_of, inputs)), None))
         outputs = inputs[:1] if changes else outputs
         if not outputs:
             return
@@ -221,7 +219,7 @@ class Watcher(TorchFunctionMode):
         total = Sum(sequence(node), log.chunk, log.call)
         if last:
             within = reachable_nodes(node, MAX_SUM, above=last.number - 1)
-            if any(sequence(each) == last.number for each in within):
+            if last.number in map(sequence, within):
                 depth = last.depth + (last.chunk < log.chunk)
                 total = total._replace(depth=depth, passes=last.passes + (last.call < log.call))
             elif log.chunk <= last.chunk + 1:

@@ -1,6 +1,7 @@
 """Loops that clip, freeze, validate and share parameters as they should."""
 
 import copy
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -180,3 +181,136 @@ class Chained(nn.Module):
         dropout, gru, out = self.parts
         y, h = gru(dropout(x), h)
         return out(y), h
+
+
+class Elman(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.data, self.state = nn.Linear(3, 6), nn.Linear(6, 6)
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, x, h):
+        ys = []
+        for step in x:
+            h = torch.tanh(self.data(step) + self.state(h))
+            ys.append(self.out(h))
+        return torch.stack(ys), h
+
+
+def cleared_by_hand():
+    """Gradients are cleared by hand, in a long loop that no layer of torch takes part in."""
+    torch.manual_seed(151)
+    x = torch.randn(201, 2, 3).cumsum(0) / 8
+    model = Elman()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    h = torch.zeros(2, 6)
+    for i in range(0, 200, 5):
+        y, h = model(x[i : i + 5], h.detach())
+        F.mse_loss(y, x[i + 1 : i + 6]).backward()
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.zero_()
+
+
+def multiplied_by_zero():
+    """Gradients are cleared by a product and by an assignment."""
+    torch.manual_seed(152)
+    x = torch.randn(121, 2, 3).cumsum(0) / 8
+    model = nn.GRU(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    h = torch.zeros(1, 2, 3)
+    for i in range(0, 120, 10):
+        y, h = model(x[i : i + 10], h.detach())
+        F.mse_loss(y, x[i + 1 : i + 11]).backward()
+        optimizer.step()
+        for p in model.parameters():
+            if i % 20:
+                p.grad *= 0
+            else:
+                p.grad[:] = 0
+
+
+def longer_chunks_with_a_new_optimizer():
+    """The chunks grow from phase to phase; each phase has an optimizer of its own."""
+    torch.manual_seed(153)
+    x = torch.randn(121, 2, 3).cumsum(0) / 8
+    model = nn.GRU(3, 3)
+    for length in (10, 20, 40):
+        optimizer = torch.optim.Adam(model.parameters())
+        h = torch.zeros(1, 2, 3)
+        for i in range(0, 120, length):
+            y, h = model(x[i : i + length], h.detach())
+            loss = F.mse_loss(y, x[i + 1 : i + length + 1])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def evaluation_without_effect():
+    """eval() is not undone, but dropout of 0, or below the only layer, does nothing."""
+    torch.manual_seed(154)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(nn.Dropout(0.0), nn.GRU(3, 3, dropout=0.2))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(4):
+        for x in torch.randn(4, 10, 2, 3):
+            optimizer.zero_grad()
+            F.mse_loss(model(x)[0], x).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            model(torch.randn(10, 2, 3))
+
+
+def gradients_collected():
+    """Each chunk's gradients are read before they are cleared; a step uses their mean."""
+    torch.manual_seed(155)
+    x = torch.randn(161, 2, 3).cumsum(0) / 8
+    model = nn.GRU(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    total, h = [0.0 for _ in model.parameters()], torch.zeros(1, 2, 3)
+    for i in range(16):
+        optimizer.zero_grad()
+        y, h = model(x[10 * i : 10 * i + 10], h.detach())
+        F.mse_loss(y, x[10 * i + 1 : 10 * i + 11]).backward()
+        total = [a + p.grad / 4 for a, p in zip(total, model.parameters(), strict=True)]
+        if i % 4 == 3:
+            for p, grad in zip(model.parameters(), total, strict=True):
+                p.grad = grad
+            optimizer.step()
+            total = [0.0 for _ in total]
+
+
+def gradients_collected_by_hooks():
+    """The same, where hooks collect them."""
+    torch.manual_seed(156)
+    x = torch.randn(161, 2, 3).cumsum(0) / 8
+    model = nn.GRU(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    total, h = {}, torch.zeros(1, 2, 3)
+    for p in model.parameters():
+        p.register_hook(lambda grad, p=p: total.update({p: total.get(p, 0) + grad / 4}))
+    for i in range(16):
+        optimizer.zero_grad()
+        y, h = model(x[10 * i : 10 * i + 10], h.detach())
+        F.mse_loss(y, x[10 * i + 1 : 10 * i + 11]).backward()
+        if i % 4 == 3:
+            for p in model.parameters():
+                p.grad = total.pop(p)
+            optimizer.step()
+
+
+def steps_left_out():
+    """Some steps are left out, at no interval."""
+    torch.manual_seed(157)
+    x = torch.randn(161, 2, 3).cumsum(0) / 8
+    model = nn.GRU(3, 3)
+    optimizer = torch.optim.Adam(model.parameters())
+    h = torch.zeros(1, 2, 3)
+    for i in range(16):
+        optimizer.zero_grad()
+        y, h = model(x[10 * i : 10 * i + 10], h.detach())
+        F.mse_loss(y, x[10 * i + 1 : 10 * i + 11]).backward()
+        if i not in {2, 5, 7, 10, 11}:
+            optimizer.step()

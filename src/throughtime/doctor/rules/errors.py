@@ -162,8 +162,9 @@ def _carried(log: Log, states: list[StaleEdge], line: SourceLine, change: str) -
 def _sent_twice(log: Log, node: Any, backward: Backward, name: str, change: str) -> Fault:
     """A graph that two backwards go through without a forward pass in between."""
     past = log.backwards[_position(log, node)]
-    detail = change or f"The backward at {past.line} has freed it."
-    return Fault("TT105", backward.line, detail, name)
+    return Fault(
+        "TT105", backward.line, change or f"The backward at {past.line} has freed it.", name
+    )
 
 
 def lanes_of_error(error: BaseException) -> Fault | None:
@@ -180,15 +181,16 @@ def lanes_of_error(error: BaseException) -> Fault | None:
     module, inputs, state = map(values.get, ("self", "input", "hx"))
     state = state[0] if isinstance(state, tuple) and state else state
     layer, batch_first = isinstance(module, nn.RNNBase), getattr(module, "batch_first", False)
-    if not isinstance(inputs, Tensor) or not isinstance(state, Tensor):
+    if not (isinstance(inputs, Tensor) and isinstance(state, Tensor) and state.dim() > 1):
         return None
-    if inputs.dim() != 2 + layer or state.dim() < 2:
+    if inputs.dim() != 2 + layer:
         return None
     steps = inputs.shape[int(batch_first)] if layer else 0
     rows, lanes = state.shape[-2], inputs.shape[int(layer and not batch_first)]
     if rows == lanes:
         return None
     if rows == steps:
-        detail = f"The state has {rows} lanes, the layer takes {rows} for steps."
-        return Fault("TT209", line, detail)
+        return Fault(
+            "TT209", line, f"The state has {rows} lanes, the layer takes {rows} for steps."
+        )
     return Fault("TT211", line, f"The state has {rows} lanes, the chunk has {lanes}.")

@@ -8,6 +8,7 @@ fails does not stop the loop: the doctor stores the exception as `internal_error
 import re
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 from throughtime.doctor._frames import (
     INDICES,
@@ -26,9 +27,10 @@ from throughtime.doctor._log import (
     Log,
     WeightStep,
 )
-from throughtime.doctor.findings import NO_GRAD, OWN_LOSS, detach_fix
+from throughtime.doctor.findings import CLEAR_ONCE, NO_GRAD, OWN_LOSS, detach_fix
 
 REPEATS = 2  # steps that show a fault before it is reported
+MAX_STEPS = 8  # that are compared with the last one
 MAX_REACH = 6  # passes behind a retained backward before it is reported
 MIN_REACH = 3  # the same if the loop ends before
 MIN_SUMMED = 3  # chunks that a sum goes through
@@ -46,13 +48,12 @@ def unequal_chunks_in_one_loss(_: Log, event: Backward) -> Iterator[Fault]:
 def unequal_means(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT301: losses of unequal chunks that one step sums, by their line and order in a pass."""
     by_line: dict[tuple[SourceLine, int], list[MeanTerm]] = {}
-    order = 0
-    for each in log.before(event):
-        if isinstance(each, Backward) and len(each.means) == 1:
+    order, backwards = 0, log.before(event, Backward)
+    for each in backwards:
+        if len(each.means) == 1:
             order = order + 1 if each.again else 0
             by_line.setdefault((each.line, order), []).append(each.means[0])
-    steps = log.steps_of(event.optimizer, 2)
-    if log.crossed_since(steps[1].chunk if steps[1:] else 0):
+    if log.crossed.intersection(each.chunk for each in backwards[1:]):
         for (line, _), terms in by_line.items():
             yield from _unequal(line, terms)
 
@@ -61,27 +62,31 @@ def _unequal(line: SourceLine, terms: list[MeanTerm]) -> Iterator[Fault]:
     """Means of one kind with the same weight over unequal numbers of elements."""
     counts = sorted({int(term.count) for term in terms})
     if len({(term.kind, round(term.weight, 9)) for term in terms}) == 1 and len(counts) > 1:
-        detail = f"Means over {counts} elements have the same weight in one step."
-        yield Fault("TT301", line, detail)
+        yield Fault(
+            "TT301", line, f"Means over {counts} elements have the same weight in one step."
+        )
 
 
 def cleared_before_use(log: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT302: gradients that were cleared before a step used them."""
-    past = log.before(event) if event.lacks else []
-    arrived = any(isinstance(each, Backward) for each in past)
-    last = next((e for e in reversed(past) if isinstance(e, (Backward, Clear))), None)
-    if arrived and isinstance(last, Clear) and last.parameters & event.parameters:
-        detail = "It clears the gradients before a step has used them: the step has no gradient."
-        yield Fault("TT302", last.line, detail, after=REPEATS)
+    """TT302: gradients that were cleared before a step used them.
+
+    The step has none, or those of the last chunk only, as the steps before it.
+    """
+    past = log.before(event, Backward, Clear)
+    lost = [c for b, c in pairwise(past) if isinstance(b, Backward) and isinstance(c, Clear)]
+    backwards = {(each.line, each.used) for each in past if isinstance(each, Backward)}
+    if lost and not event.lost and backwards == {(past[-1].line, False)}:
+        event.lost = len(lost)
+    always = {each.lost for each in log.steps_of(event.optimizer, MAX_STEPS)} == {len(lost)}
+    if lost and (always or (event.lacks and isinstance(past[-1], Clear))):
+        detail = "It clears the gradients before a step has used them."
+        yield Fault("TT302", lost[-1].line, detail, fix=CLEAR_ONCE * always, after=REPEATS + always)
 
 
 def never_cleared(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT302: a step that uses the gradients of the last step again."""
-    steps = log.steps_of(event.optimizer, 2)
-    if not event.repeated or len(steps) < 2 or event.chunk <= steps[1].chunk:
-        return
-    clears = (each for each in log.before(event) if isinstance(each, Clear))
-    if not any(each.parameters & event.parameters for each in clears):
+    past = log.before(event, Backward, Clear)
+    if event.repeated and {*map(type, past)} == {Backward}:
         detail = (
             "Nothing cleared the gradients since the previous step, so this step uses them again."
         )
@@ -103,31 +108,25 @@ def step_without_backward(log: Log, event: WeightStep) -> Iterator[Fault]:
         yield Fault("TT304", event.line, detail)
 
 
-def strange_parameters(_: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT305: the parameters that get gradients are in no optimizer."""
-    if event.strangers:
-        yield Fault("TT305", event.constructed, after=REPEATS)
-
-
 def clipped_early(log: Log, event: WeightStep) -> Iterator[Fault]:
     """TT306: every clip since the last step comes before any backward."""
-    past = log.before(event)
-    clips = [e for e in past if isinstance(e, Clip) and e.parameters & event.parameters]
-    first = next((i for i, each in enumerate(past) if isinstance(each, Backward)), 0)
-    if clips and clips[-1] in past[:first]:
+    past = log.before(event, Backward, Clip)
+    clips = [each for each in past if isinstance(each, Clip)]
+    if clips and clips != past and clips == past[: len(clips)]:
         yield Fault("TT306", clips[-1].line, after=REPEATS)
 
 
-def never_trained_again(_: Log, event: WeightStep) -> Iterator[Fault]:
-    """TT307: a step in the mode of the validation before it."""
-    if event.evaluating:
-        yield Fault("TT307", event.evaluating, after=REPEATS)
+def untrained(_: Log, event: WeightStep) -> Iterator[Fault]:
+    """TT305: parameters that no optimizer has. TT307: a step in the mode of the validation."""
+    for code, line in (("TT305", event.constructed), ("TT307", event.evaluating)):
+        if line:
+            yield Fault(code, line, after=REPEATS)
 
 
-def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
+def retained(log: Log, event: Any) -> Iterator[Fault]:
     """TT102: backwards in one line that each reach further back."""
     ended = isinstance(event, Close)
-    last = log.backwards if isinstance(event, Close) else [event]
+    last = log.backwards if ended else [event]
     for line in dict.fromkeys(each.line for each in last if each.reach >= 0):
         same = [e for e in log.backwards if e.line == line and e.reach >= 0]
         passes = [b for a, b in pairwise([Backward(line), *same]) if a.reach != b.reach]
@@ -142,7 +141,7 @@ def retained(log: Log, event: Backward | Close) -> Iterator[Fault]:
         at_end = ended and len(passes) - 1 == count >= MIN_REACH
         if not (count == MAX_REACH or restarts or at_end):
             continue
-        if first.steps == last.steps and not log.crossed_since(first.chunk):
+        if first.steps == last.steps and log.crossed.isdisjoint(range(first.chunk + 1, log.chunk)):
             continue  # several losses of one forward
         paths = [v.path for entered in log.carried.values() for v in entered if v.path]
         fix = detach_fix(paths, losses=1 + log.several)
@@ -169,16 +168,16 @@ def kept(log: Log, _: Backward) -> Iterator[Fault]:
     for instruction, by_chunk in list(log.results.items()):
         alive = {n: ref for n, ref in by_chunk.items() if ref() is not None}
         log.results[instruction] = alive
-        tensors = [t for n, ref in alive.items() if n < log.chunk and (t := ref()).grad_fn]
+        tensors = [t for ref in alive.values() if (t := ref()).grad_fn]
         if len(tensors) != MIN_KEPT or not reaches_unusable(tensors[0].grad_fn, 60, FREED):
             continue
         paths = (
             variable_path(lambda v, t=t: v is t, current_frame(), MAX_HELD_DEPTH) for t in tensors
         )
-        holders = {re.sub(INDICES, "", path) for path in paths if re.search(INDICES, path)}
+        # rows of a container may be objects that hold them
+        holders = {re.sub(INDICES, "", path[: path.rfind("]") + 1]) for path in paths} - {""}
         if len(holders) == 1:
-            detail = f"{MIN_KEPT} still exist."
-            yield Fault("TT104", line_of(instruction), detail, holders.pop())
+            yield Fault("TT104", line_of(instruction), f"{MIN_KEPT} still exist.", holders.pop())
 
 
 AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
@@ -188,9 +187,8 @@ AT: dict[type, tuple[Callable[..., Iterator[Fault]], ...]] = {
         cleared_before_use,
         never_cleared,
         step_without_backward,
-        strange_parameters,
         clipped_early,
-        never_trained_again,
+        untrained,
     ),
     Close: (retained, summed),
 }
