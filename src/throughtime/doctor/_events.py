@@ -317,12 +317,13 @@ class LoopEvents:
         step.lost = -any(map(has_hook, parameters))
         step.by_trainer = called_by_trainer(current_frame())
         source = self._optimizers.setdefault(optimizer, None) or step.line
-        # layers that are not registered, or all of a model, may train in no optimizer
-        known = {id(p) for each in self._optimizers for p in parameters_of(each)}
-        models = [*self._hidden, *(self._modes if step.lacks else ())]
-        trained = ({id(p) for p in m.parameters() if p.grad is not None} for m in models)
-        if 0 < log.chunk < FIRST_CHUNKS and any(ids and not ids & known for ids in trained):
-            step.constructed = source
+        if 0 < log.chunk < FIRST_CHUNKS:
+            # layers that are not registered, or all of a model, may train in no optimizer
+            known = {id(p) for each in self._optimizers for p in parameters_of(each)}
+            models = [*self._hidden, *(self._modes if step.lacks else ())]
+            trained = ({id(p) for p in m.parameters() if p.grad is not None} for m in models)
+            if any(ids and not ids & known for ids in trained):
+                step.constructed = source
         for module, mode in self._modes.items():
             if step.parameters & {*map(id, itertools.islice(module.parameters(), 1))}:
                 forgotten = mode.evaluates and not mode.trains and mode.trained and mode.validated
