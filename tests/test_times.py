@@ -152,7 +152,7 @@ def test_a_column_of_times_is_no_input_in_any_format(
     part = step_times(Part(recording, 10, 20), 1, 3)
     assert part is not None
     assert time_texts(part) == ["2020-01-01T11:00:00", "2020-01-01T12:00:00"]
-    with pytest.raises(DataError, match=r"inputs .* no time stamps, which are when"):
+    with pytest.raises(DataError, match=r"inputs .* no time stamps: when"):
         Layout(inputs=("x", "when")).input_rows(table)
 
 

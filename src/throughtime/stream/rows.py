@@ -230,9 +230,8 @@ def check_columns(table: Table, names: Sequence[str], role: str) -> None:
     wrong = [name for name in names if name not in usable]
     if wrong or not names or len({*names}) < len(names):
         hint = did_you_mean(wrong[0], usable) if wrong else ""
-        times = f", and no time stamps, which are {listed(table.times)}"
         raise DataError(
             f"{table.path}: {role} {listed(names, quoted=True)} asked for, the file has"
             f" {listed(value_columns(table), quoted=True)}; name one or several, each once"
-            f"{times * bool(table.times)}{hint}"
+            f"{', and no time stamps: ' * bool(table.times)}{', '.join(table.times)}{hint}"
         )
