@@ -84,14 +84,6 @@ def write_arrow(path: Path, values: Array) -> None:
         writer.write_table(table_of(values), max_chunksize=max(10, len(values) // 3))
 
 
-def write_arrow_stream(path: Path, values: Array) -> None:
-    with (
-        pa.OSFile(str(path), "wb") as file,
-        pa.ipc.new_stream(file, table_of(values).schema) as writer,
-    ):
-        writer.write_table(table_of(values), max_chunksize=max(10, len(values) // 3))
-
-
 def write_feather(path: Path, values: Array) -> None:
     feather.write_feather(
         table_of(values), path, compression="zstd", chunksize=max(7, min(len(values) // 5, 65536))
@@ -217,7 +209,6 @@ FORMATS: dict[str, Format] = {
     "csv-without-header": Format(".csv", write_csv_without_header),
     "parquet": Format(".parquet", write_parquet),
     "arrow": Format(".arrow", write_arrow),
-    "arrow-stream": Format(".arrow", write_arrow_stream),
     "feather": Format(".feather", write_feather),
     "h5": Format(".h5", write_hdf5),
     "hdf5": Format(".hdf5", write_hdf5),

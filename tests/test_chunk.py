@@ -151,7 +151,6 @@ def all_faults(chunks: Sequence[Chunk], lengths: Sequence[int]) -> list[str]:
     wish=st.integers(1, 5),
     chunk=chunk_lengths,
     seed=st.none() | seeds,
-    offset=st.integers(0, 9),
     warm_up=st.integers(0, 5),
     targets=st.booleans(),
 )
@@ -161,18 +160,15 @@ def test_series_starts_ends_and_runs_are_those_of_the_steps(
     wish: int,
     chunk: int,
     seed: int | None,
-    offset: int,
     warm_up: int,
     targets: bool,
 ) -> None:
-    least = sum(length - length // 2 for length in lengths)
-    lanes = draw_lanes([least], wish)
+    lanes = draw_lanes(lengths, wish)
     stream = tt.Stream(
         numbered(lengths, targets=targets),
         lanes,
         chunk,
         seed=seed,
-        offset=0 if seed is None else offset,
         warm_up=warm_up,
     )
     for _ in range(2):

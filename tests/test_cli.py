@@ -431,7 +431,7 @@ def test_advice_is_an_option_of_the_command(trained: tuple[Path, Path], tmp_path
     gap.write_text("\n".join(lines) + "\n", encoding="utf-8")
     for command in ("eval", "audit"):
         complained = run(command, folder, gap, "--split", "all", ok=False)
-        assert "has 1 input that is NaN or infinite" in complained
+        assert "has an input that is NaN or infinite" in complained
         assert complained.endswith("or mask them: missing='mask' (--missing mask)\n")
     complained = run("predict", folder, gap, "--out", tmp_path / "p.csv", ok=False)
     assert complained.endswith(

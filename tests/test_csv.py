@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {  # when it is opened; others in 
     ),
     "no name": ("a,,b\n1,2,3\n", "expected distinct column names"),
     "an index": (",u\n0,1\n", r"an index of pandas has no name: to_csv\(path, index=False\)"),
-    "nul": (b"a,b\n1,2\n1,\0\n", "line 3: holds a NUL byte; if it is UTF-16"),
+    "nul": (b"a,b\n1,2\n1,\0\n", "line 3 holds a NUL byte, as UTF-16"),
     "windows-1252": (
         "Größe;x\n1;2\n".encode("cp1252"),
         "line 1 is no UTF-8; is it WINDOWS-1252, .* Save it as UTF-8",

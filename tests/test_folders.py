@@ -152,7 +152,7 @@ def test_a_line_of_units_is_named_with_what_to_do(tmp_path: Path) -> None:
     path = anomaly_files(tmp_path / "a") / "valve1" / "0.csv"
     first, *lines = path.read_text().splitlines()
     path.write_text("\n".join([first, ";A;l/min;;", *lines]))
-    with pytest.raises(DataError, match=r"'Current' .*'A', expected .* line .* of units"):
+    with pytest.raises(DataError, match=r"'Current' .*'A'.*, expected .* line .* of units"):
         dataset(path)
 
 

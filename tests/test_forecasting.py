@@ -3,7 +3,6 @@
 Shapes: `n` steps, `C` target columns.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array
 from throughtime.stream.recording import Part, StepArrays, TableRecording
-from throughtime.stream.targets import later_times, shift_targets
+from throughtime.stream.targets import shift_targets
 
 lengths = st.integers(1, 60)
 cuts = st.tuples(st.floats(0, 1), st.floats(0, 1))
@@ -121,31 +120,6 @@ def test_a_recording_needs_a_target() -> None:
         shift_targets(recording, 9)
 
 
-@given(lengths, st.integers(0, 70), cuts, st.booleans())
-def test_times_go_on_beyond_the_end(
-    n: int, steps: int, cut: tuple[float, float], gap: bool
-) -> None:
-    """A gap, or an empty stamp at the end, does not move the times after it."""
-    hours = np.arange(n + 100) + 2.0 * gap * (np.arange(n + 100) > 0)
-    times = np.datetime64("2020-03-09T10:00", "ns") + hours.astype(np.int64) * 3_600_000_000_000
-    stamps = times[:n].copy()
-    if n > 4:
-        stamps[-1] = np.datetime64("NaT")
-    recording = replace(series(np.arange(float(n))), times=ArrayRows("times", stamps))
-    start = min(int(cut[0] * n), n - 1)
-    stop = start + 1 + int(cut[1] * (n - start - 1))
-    got = later_times(recording, start, stop, steps)
-    assert got is not None
-    expected = times[start + steps : stop + steps]
-    known = np.arange(start + steps, stop + steps) < n
-    if n < 2 or (n < 4 and gap):  # no spacing, or that of the gap
-        expected, got, known = expected[known], got[known], known[known]
-    empty = np.arange(start + steps, start + steps + len(got)) == n - 1
-    assert np.isnat(got[empty & (n > 4)]).all()
-    assert (got[~(empty & (n > 4))] == expected[~(empty & (n > 4))]).all()
-    assert later_times(series(np.arange(float(n))), start, stop, steps) is None
-
-
 @pytest.mark.parametrize("form", ["array", "file", "frame", "part of a frame"])
 def test_a_mapping_shifts_its_targets(form: str, tmp_path: Path) -> None:
     """An input column may be the target of a later step, and not of the same one."""
@@ -163,18 +137,6 @@ def test_a_mapping_shifts_its_targets(form: str, tmp_path: Path) -> None:
     if form in {"file", "frame"}:
         with pytest.raises(DataError, match="target"):
             tt.Stream(recording | {"ahead": 0}, lanes=1, chunk=9)
-
-
-def test_a_forecast_across_a_gap_in_time_is_a_remark() -> None:
-    """A row is not an hour there. Without a forecast, or without a gap, there is none."""
-    hours = np.arange("2026-01-01", "2026-01-09", dtype="M8[h]").astype("M8[ns]")
-    frame = pd.DataFrame({"when": hours, "y": np.arange(192.0)})
-    gap = frame.drop(index=range(50, 60))
-    tt.recording(frame, targets="y", ahead=24)
-    tt.recording(gap, targets="y", allow_target_as_input=True)
-    with pytest.warns(UserWarning, match="'when' has 1 gap, and 'ahead' counts rows"):
-        tt.recording(gap, name="one", targets="y", ahead=24)
-    tt.recording(gap, name="one", targets="y", ahead=24)  # once in a process
 
 
 def test_times_that_nanoseconds_lack_are_refused() -> None:

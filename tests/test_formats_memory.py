@@ -38,7 +38,7 @@ done = True; watcher.join()
 print(total, (peak - base) / 2**20)
 """
 LOADED = {"npz", "npz-odd", "npz-compressed"}
-LIKE_OTHERS = {"npy-big-endian", "csv-without-header", "arrow-stream", "hdf5"}
+LIKE_OTHERS = {"npy-big-endian", "csv-without-header", "hdf5"}
 STEPS = 2_500_000  # 60 MB of float64, 50 MB of text
 
 

@@ -23,8 +23,7 @@ from pyarrow import feather, parquet
 import throughtime as tt
 from throughtime.errors import DataError
 from throughtime.stream.formats import open_table
-from throughtime.stream.formats.objects import open_object
-from throughtime.stream.rows import time_rows
+from throughtime.stream.rows import as_table, time_rows
 
 Array: TypeAlias = npt.NDArray[Any]
 STEPS = 120
@@ -132,7 +131,7 @@ def test_a_time_that_nanoseconds_cannot_hold_is_refused(tmp_path: Path) -> None:
     times = pd.Series(HOURS.astype("M8[s]")).replace(HOURS[3], pd.Timestamp("9999-12-31"))
     frame = pd.DataFrame({"when": times.astype("M8[s]"), "u": X[:, 0]})
     frame.to_parquet(tmp_path / "r.parquet")
-    for table in (open_table(tmp_path / "r.parquet"), open_object("the frame", frame)):
+    for table in (open_table(tmp_path / "r.parquet"), as_table(frame)):
         rows = time_rows(table)
         assert rows is not None
         assert rows.read(0, 3)[2] == HOURS[2]
@@ -157,7 +156,7 @@ FRAMES: dict[str, tuple[Callable[[], Any], Array | None]] = {
 @pytest.mark.parametrize("kind", list(FRAMES))
 def test_extension_types_of_frames_are_numbers_and_text(kind: str) -> None:
     make, numbers = FRAMES[kind]
-    values = open_object("the frame", make()).read(1, 3, ("u",))[:, 0].tolist()
+    values = as_table(make()).read(1, 3, ("u",))[:, 0].tolist()
     assert values == (["2", "0"] if numbers is None else [2.0, 0.0])
 
 

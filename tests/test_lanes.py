@@ -58,31 +58,20 @@ def plans(
     ranks: int,
     seed: int,
     *,
-    offset: int = 0,
     even: bool = False,
 ) -> list[LaneSchedule]:
     """What every rank plans by itself."""
     schedules: list[LaneSchedule] = []
     for rank in range(ranks):
         order = random.Random(seed)
-        offsets = (
-            [order.randrange(min(offset, length // 2 + 1)) for length in lengths]
-            if offset
-            else None
-        )
         schedules.append(
-            LaneSchedule.plan(
-                lengths, lanes, order, offsets=offsets, rank=rank, ranks=ranks, even=even
-            )
+            LaneSchedule.plan(lengths, lanes, order, rank=rank, ranks=ranks, even=even)
         )
     return schedules
 
 
-def lanes_for(lengths: Sequence[int], wish: int, ranks: int, offset: int = 0) -> int:
-    return (
-        draw_lanes([(length - min(offset, length // 2)) for length in lengths], wish * ranks)
-        // ranks
-    )
+def lanes_for(lengths: Sequence[int], wish: int, ranks: int) -> int:
+    return draw_lanes(lengths, wish * ranks) // ranks
 
 
 def slices_of(tables: Sequence[LaneSchedule], start: int, stop: int) -> list[LaneSlice]:
@@ -98,9 +87,8 @@ def check_ranks(
     tables: Sequence[LaneSchedule],
     lengths: Sequence[int],
     chunk: int,
-    first: Sequence[int] | None = None,
 ) -> None:
-    """Every step from `first` on once over all ranks, in order within its lane and span.
+    """Every step once over all ranks, in order within its lane and span.
 
     As many steps on each rank.
     """
@@ -125,13 +113,8 @@ def check_ranks(
             )
             counts[part.recording][part.position : part.position + part.steps] += 1
             last[part.lane] = part
-    for count, begin in zip(counts, first or [0] * len(lengths), strict=True):
-        assert (count[begin:] == 1).all()
-        assert not count[:begin].any()
+    assert all((count == 1).all() for count in counts)
     assert max(busy.values()) == tables[0].steps
-    assert sum(table.idle_steps for table in tables) == tables[0].steps * sum(
-        len(table.own_lanes) for table in tables
-    ) - sum(busy.values())
 
 
 @given(
@@ -149,31 +132,6 @@ def test_ranks_play_every_step_once_in_order(
     ranks = min(ranks, sum(lengths) // lanes)
     tables = plans(lengths, lanes, ranks, seed, even=even)
     check_ranks(tables, lengths, -(-tables[0].steps // part_count))
-
-
-@given(
-    lengths=long_lengths,
-    wish=lane_wishes_on_ranks,
-    seed=seeds,
-    offset=st.sampled_from([1, 2, 50, 9_000, 20_000]),
-    ranks=rank_counts,
-)
-def test_offset_leaves_out_first_steps_below_it_and_at_most_half(
-    lengths: list[int], wish: int, seed: int, offset: int, ranks: int
-) -> None:
-    order = random.Random(seed)
-    offsets = [order.randrange(min(offset, length // 2 + 1)) for length in lengths]
-    assert all(
-        0 <= begin < offset and begin <= length / 2
-        for begin, length in zip(offsets, lengths, strict=True)
-    )
-    lanes = max(1, lanes_for(lengths, wish, ranks, offset))
-    ranks = max(1, min(ranks, (sum(lengths) - sum(offsets)) // lanes))
-    tables = plans(lengths, lanes, ranks, seed, offset=offset)
-    check_ranks(tables, lengths, -(-tables[0].steps // 7), offsets)
-    if sum(offsets):
-        with pytest.raises(AssertionError):
-            check_ranks(tables, lengths, tables[0].steps)  # the mutant: offsets forgotten
 
 
 @given(lengths=long_lengths, wish=st.integers(1, 40))

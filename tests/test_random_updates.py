@@ -41,7 +41,6 @@ class Case:
     lanes: int
     chunk: int
     warm_up: int
-    offset: int
     missing: float
     missing_inputs: bool
     as_list: bool
@@ -95,7 +94,6 @@ def draw(kind: str, seed: int) -> Case:
         lanes=lanes,
         chunk=r.choice((1, r.randint(1, 12), r.randint(5, 60))),
         warm_up=maybe(1, 5),
-        offset=maybe(1, 10) if max(lengths) >= 10 else 0,
         missing=r.choice((0.0, 0.0, 0.3, 0.9)),
         missing_inputs=kind != "embedding" and r.random() < 0.15,
         as_list=r.random() < 0.15,
@@ -308,7 +306,6 @@ def deviations(case: Case) -> Iterator[float]:
         chunk=case.chunk,
         seed=case.seed,
         warm_up=case.warm_up,
-        offset=case.offset,
         missing="mask" if case.missing_inputs else "error",
     )
     rate = 1e-4 if case.kind == "rotation" else 0.05
@@ -360,7 +357,7 @@ def test_default_cases_take_every_option() -> None:
     cases = all_cases(DEFAULT_SEEDS)
     for policy in ("truncated", "exact cut", "randomized"):
         assert {case.loss for case in cases if case.policy in policy} >= {"mse", "ce", "weighted"}
-    for option in ("warm_up", "offset", "missing_inputs", "as_list", "frozen", "added", "limit"):
+    for option in ("warm_up", "missing_inputs", "as_list", "frozen", "added", "limit"):
         assert 5 <= sum(bool(getattr(case, option)) for case in cases) <= len(cases) - 5, option
     assert sum(case.limit is not None and case.policy in {"exact", "cut"} for case in cases) >= 5
     assert sum(case.jitter and case.policy == "truncated" for case in cases) >= 5

@@ -101,15 +101,8 @@ def test_targets_are_shifted_within_each_split(tmp_path: Path) -> None:
         assert np.array_equal(targets_of(recording), expected, equal_nan=True)
 
 
-def test_rows_ahead_are_whole_frames(tmp_path: Path) -> None:
-    data, y = hourly(tmp_path)
-    values = forecast(data, tmp_path / "run", frame_size=6, updates=2, lanes=1)
-    (train,) = open_dataset(Config(**values)).train
-    frames = CUT // 6
-    assert np.array_equal(targets_of(train)[: frames - 4], y[5::6][4:frames])
-    for name in ("ahead", "season"):
-        with pytest.raises(ConfigError, match=f"--{name} 25 rows are no whole number of frames"):
-            Config(**{**values, name: 25})
+def test_settings_that_need_a_forecast_are_refused_without_one(tmp_path: Path) -> None:
+    values = forecast(tmp_path / "ot.csv", tmp_path / "run")
     with pytest.raises(ConfigError, match="--season and --difference belong to forecasts"):
         Config(**{**values, "ahead": 0, "season": 24})
     with pytest.raises(ConfigError, match="--ahead -1: Input should be greater than or equal to 0"):
@@ -163,33 +156,15 @@ def lines(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_predict_writes_the_time_that_each_forecast_is_for(tmp_path: Path) -> None:
+def test_predict_writes_the_row_that_each_forecast_is_for(tmp_path: Path) -> None:
     data, _ = hourly(tmp_path)
     finish(forecast(data, tmp_path / "run", updates=2))
     run("predict", tmp_path / "run", data, "--out", tmp_path / "times.csv")
     rows = lines(tmp_path / "times.csv")
-    start = datetime(2020, 1, 1)  # noqa: DTZ001 (without a zone)
     assert list(rows[0]) == ["step", "time", "forecast_for", "y[OT]"]
-    assert [row["forecast_for"] for row in rows] == [
-        (start + timedelta(hours=i + 24)).isoformat() for i in range(ROWS)
-    ]
+    assert [row["forecast_for"] for row in rows] == [str(i + 24) for i in range(ROWS)]
+    assert rows[1]["time"] == "2020-01-01T01:00:00"
     assert all(row["y[OT]"] for row in rows)  # the last 24 are the forecasts of the future
-
-    without = tmp_path / "rows.csv"
-    text = data.read_text(encoding="utf-8").splitlines()
-    without.write_text("\n".join(line.partition(",")[2] for line in text), encoding="utf-8")
-    run("predict", tmp_path / "run", without, "--out", tmp_path / "steps.csv")
-    assert [row["forecast_for"] for row in lines(tmp_path / "steps.csv")] == [
-        str(i + 24) for i in range(ROWS)
-    ]
-    finish(forecast(data, tmp_path / "frames", updates=2, frame_size=6))
-    run("predict", tmp_path / "frames", without, "--out", tmp_path / "frames.csv")
-    rows = lines(tmp_path / "frames.csv")
-    assert [row["forecast_for"] for row in rows] == [
-        str(i + 24) for i in range(5, ROWS - ROWS % 6, 6)
-    ]
-    run("predict", tmp_path / "frames", data, "--out", tmp_path / "frames.csv")
-    assert lines(tmp_path / "frames.csv")[0]["forecast_for"] == "2020-01-02T05:00:00"
 
 
 def test_runs_without_a_forecast_have_no_baselines(tmp_path: Path) -> None:
@@ -250,18 +225,16 @@ def test_a_difference_is_learned_in_units_of_the_change(tmp_path: Path) -> None:
     run("train", "--resume", tmp_path / "run", "--updates", "80")
 
 
-@pytest.mark.parametrize("frame_size", [1, 4])
-def test_without_a_change_the_forecast_is_the_present_row(frame_size: int, tmp_path: Path) -> None:
-    """The last row of a frame, of the right column, for each row ahead."""
+def test_without_a_change_the_forecast_is_the_present_row(tmp_path: Path) -> None:
+    """That of the right column, for each row ahead."""
     data, ot = walk(tmp_path)
-    words = ("--frame-size", str(frame_size), "--difference", "--inputs", "drift,OT")
+    words = ("--difference", "--inputs", "drift,OT")
     train(data, tmp_path / "run", "--ahead", "4,24", *words)
     trained = load_run(tmp_path / "run")
     for key in ("shift", "scale"):
         trained.net.module.get_buffer(f"module.units.{key}").zero_()  # no change
     outputs, _ = predict(trained.net, trained.recording(data))
-    present = ot[frame_size - 1 :: frame_size]
-    np.testing.assert_allclose(outputs, np.stack([present, present], 1), rtol=1e-5)
+    np.testing.assert_allclose(outputs, np.stack([ot, ot], 1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("suffix", ["onnx", "c", "js", "nam", "json"])

@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "last": {"dropout": 0.5, "layers": 2, "dtype": "float64", "keep": "last"},
     "float64": {"dtype": "float64", "weight_decay": 0.1},
     "hand-off": {"hand_off": True, "lanes": 3},
-    "schedule": {"task": "regress", "schedule": "cosine", "workers": "thread"},
+    "schedule": {"task": "regress", "schedule": "cosine"},
     "ranks": {"lanes": 4, "horizon": 25},
     "ranks exact": {"lanes": 4, "gradient": "exact", "cut_every": 25, "stride": None},
 }

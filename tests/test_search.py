@@ -78,7 +78,6 @@ QUESTIONS = {
     "mamba state space model": "how-to/models",
     "random seed reproducible": "how-to/loop",
     "learning rate warmup": "reference/command-line",
-    "num_workers dataloader": "reference/streams",
     "run on a microcontroller": "how-to/deploy",
     "slurm": "how-to/distributed",
     "apple silicon mps": "how-to/gpu",
@@ -142,7 +141,6 @@ CHINESE = {
     "心电图": "how-to/recipes/ecg",
     "梯度检查点": "how-to/gradients",
     "keras stateful 迁移": "how-to/migrating/keras",
-    "数据加载慢 num_workers": "reference/streams",
     "自定义循环单元": "how-to/extending",
     "两个损失 一起反向传播": "errors/two-losses",
 }

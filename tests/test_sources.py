@@ -148,15 +148,6 @@ def test_every_pair_plays_as_its_arrays(kind: str, tmp_path: Path) -> None:
     assert all_same(play(PAIRS[kind](tmp_path)), expected)
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_every_kind_is_read_by_a_thread(kind: str, tmp_path: Path) -> None:
-    stream = tt.Stream(KINDS[kind](tmp_path), lanes=3, chunk=20, workers="thread")
-    expected = tt.Stream(values(), lanes=3, chunk=20)
-    for _ in range(2):
-        assert all_same(list(stream), list(expected))
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_every_kind_resumes_and_can_be_pickled(kind: str, tmp_path: Path) -> None:
     data = KINDS[kind](tmp_path)
@@ -218,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         "collect a lazy frame",
     ),
     "times": (lambda _: np.array(["2026-01-01", "NaT"], "M8[s]"), "leave times out"),
-    "objects": (lambda _: np.array([None, 1.0]), "type object.* expected numbers"),
+    "objects": (lambda _: np.array([None, 1.0]), "type object, expected an array of numbers"),
     "a structured array": (lambda _: np.zeros(3, [("u", "f4")]), "take one field of records"),
     "time last": (
         lambda folder: netcdf(folder)["x"].transpose("channel", "time"),
@@ -243,7 +234,7 @@ def test_what_cannot_be_played_is_refused_with_the_line_to_write(kind: str, tmp_
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        (["x", "y"], "column 'note' of the inputs holds text, such as 'x'.*exclude="),
+        (["x", "y"], r"column 'note' of the inputs holds text, such as \['x', 'y'\].*exclude="),
         (pd.to_timedelta(["1s", None]), "column 'note' has the type duration"),
     ],
     ids=["text", "durations"],
@@ -280,7 +271,6 @@ def test_missing_values_of_frames_are_nan_and_their_integers_floating() -> None:
     for data in (pd.DataFrame(columns), pl.DataFrame({"u": [1, None, 3], "v": columns["v"]})):
         stream = tt.Stream(data, lanes=1, chunk=1, missing="mask", seed=None)
         assert torch.cat([c.inputs for c in stream])[:, 0].tolist() == [[1, 1], [0, 0], [3, 1]]
-        assert stream.masked == 1
 
 
 def test_labels_of_whole_recordings_and_samples_of_any_length() -> None:

@@ -1,5 +1,4 @@
-"""The stream over ranks, with offsets and with parts that hand on: every step once per epoch,
-whoever plays it.
+"""The stream over ranks, and with parts that hand on: every step once per epoch, whoever plays it.
 
 Shapes: `T` steps, `B` lanes.
 """
@@ -19,7 +18,6 @@ from throughtime.chunk import Chunk
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "offset": {"offset": 13},
     "hand-off": {"hand_off": True},
     "warm-up": {"warm_up": 4},
 }
@@ -35,7 +33,7 @@ def on_ranks(
     ]
 
 
-def check_epoch(epochs: Sequence[Chunk], lengths: Sequence[int], offset: int = 0) -> None:
+def check_epoch(epochs: Sequence[Chunk], lengths: Sequence[int]) -> None:
     """Every step once, in order within its lane, with a reset wherever a lane does not continue."""
     counts, starts = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     assert len({epoch.steps for epoch in epochs}) == 1
@@ -54,14 +52,7 @@ def check_epoch(epochs: Sequence[Chunk], lengths: Sequence[int], offset: int = 0
                 assert reset[t] is not goes_on
                 counts[row[t], at[t]] += 1
                 starts[row[t], at[t]] += reset[t]
-    first = [min((t for i, t in counts if i == index), default=0) for index in range(len(lengths))]
-    assert all(
-        begin < max(1, offset) and begin <= length / 2
-        for begin, length in zip(first, lengths, strict=True)
-    )
-    assert counts == Counter(
-        (i, t) for i, length in enumerate(lengths) for t in range(first[i], length)
-    )
+    assert counts == Counter((i, t) for i, length in enumerate(lengths) for t in range(length))
     assert max(starts.values()) == 1
 
 
@@ -76,28 +67,13 @@ def check_epoch(epochs: Sequence[Chunk], lengths: Sequence[int], offset: int = 0
 def test_ranks_play_every_step_once_in_every_epoch(
     lengths: list[int], wish: int, ranks: int, seed: int, mode: dict[str, Any]
 ) -> None:
-    lanes = max(1, draw_lanes([n - min(12, n // 2) for n in lengths], wish * ranks) // ranks)
-    ranks = max(1, min(ranks, sum(n - min(12, n // 2) for n in lengths) // lanes))
+    lanes = max(1, draw_lanes(lengths, wish * ranks) // ranks)
+    ranks = max(1, min(ranks, sum(lengths) // lanes))
     streams = on_ranks(lengths, lanes, ranks, seed, **mode)
     for _ in range(2):
-        check_epoch([whole(stream) for stream in streams], lengths, mode.get("offset", 0))
+        check_epoch([whole(stream) for stream in streams], lengths)
     assert (
         len({stream.state_dict()["epoch"] for stream in streams})
         == len({len(stream) for stream in streams})
         == 1
     )
-
-
-def test_offsets_are_new_in_every_epoch_and_those_of_the_seed() -> None:
-    def firsts(seed: int) -> list[tuple[int, ...]]:
-        stream = tt.Stream(recordings([50, 60, 70]), 1, 9, seed=seed, offset=20)
-        epochs = [whole(stream) for _ in range(4)]
-        return [tuple(int(e.position[e.recording == i].min()) for i in range(3)) for e in epochs]
-
-    assert firsts(1) == firsts(1)
-    assert len({*firsts(1), *firsts(2)}) == 8
-
-
-def test_waste_is_what_is_idle() -> None:
-    for stream in on_ranks([50, 20, 7, 3], 2, 2):
-        assert stream.idle_steps == int((whole(stream).recording < 0).sum())

@@ -31,18 +31,18 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     (
         {"inputs": [1, 2, 3]},
         {},
-        "recording '0': inputs are a list, expected an array, such as",
+        "recording '0': inputs are a list of shape None and type None, expected an array",
     ),
     (
         {"inputs": np.array(["a", "b"])},
         {},
-        r"inputs have shape \(2,\), type <U1 and .* expected numbers",
+        r"inputs are a ndarray of shape \(2,\) and type <U1, expected an array of numbers",
     ),
-    ({"inputs": np.float64(3)}, {}, r"inputs are a float64|inputs have shape \(\)"),
+    ({"inputs": np.float64(3)}, {}, r"inputs are a float64"),
     (
         {"inputs": np.ones(4), "targets": np.array([None] * 4)},
         {},
-        "targets have shape .* type object",
+        r"targets are a ndarray of shape \(4,\) and type object",
     ),
     ([3], {}, "recording 0 is a int, expected a mapping with 'inputs'"),
     ({"inputs": np.ones(4)}, {"lanes": 5}, "5 lanes, but the recordings have 4 steps in all"),
@@ -76,21 +76,21 @@ def test_bad_recordings_and_settings_are_refused(
     [
         (
             {"inputs": np.ones((4, 3)), "targets": np.ones(4)},
-            r"'b' has inputs of 3 columns of float64 numbers, recording 'a' of 2 columns",
+            r"'b' has inputs: \(T, 3\) of float64 numbers, recording 'a': \(T, 2\) of float64",
         ),
         (
             {"inputs": np.ones((4, 2), np.int64), "targets": np.ones(4)},
-            "'b' has inputs of 2 columns of integer numbers",
+            r"'b' has inputs: \(T, 2\) of integer numbers",
         ),
         (
             {"inputs": np.ones((4, 2)), "targets": np.ones((4, 1))},
-            r"'b' has targets of 1 columns .* of 1 column \(a vector\)",
+            r"'b' has targets: \(T, 1\) .* 'a': \(T\) of",
         ),
         (
             {"inputs": np.ones((4, 2)), "targets": np.ones(4, np.int64)},
-            "'b' has targets of 1 column .* of integer numbers",
+            r"'b' has targets: \(T\) of integer numbers",
         ),
-        ({"inputs": np.ones((4, 2))}, "'b' has targets of no columns, recording 'a' of 1 column"),
+        ({"inputs": np.ones((4, 2))}, "'b' has targets: none, recording 'a': "),
     ],
     ids=["features", "kind", "target shape", "target kind", "no targets"],
 )
@@ -172,32 +172,17 @@ def test_stream_behind_a_sampler_is_refused_with_the_reason_and_the_call(
     for call in (
         "for chunk in stream",
         "tt.updates",
-        "workers=...",
         "plays on each rank of torch.distributed its own",
     ):
         assert call in str(error.value)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "offset below 0": ({"offset": -1}, "offset=-1: expected a whole number of at least 0"),
-    "offset without a seed": (
-        {"offset": 3, "seed": None},
-        "offset=3 is drawn from the seed, and seed=None draws nothing; give a seed",
-    ),
-    "offset and hand-off": (
-        {"offset": 3, "hand_off": True},
-        "offset=3 moves the edges between parts .* leave one of them out",
-    ),
-    "offset that leaves too little": (
-        {"offset": 9, "lanes": 8},
-        "offset=9 can leave 7 steps of the recordings, and there are 8 lanes",
-    ),
     "lanes of all ranks": (
         {"lanes": 7, "rank": 0, "ranks": 2},
         "14 lanes, but the recordings have 13 steps in all",
     ),
     "lanes that are no number": ({"lanes": 2.0}, "expected"),
-    "offset that is no number": ({"offset": 1e3}, "expected"),
 }
 
 
@@ -213,20 +198,13 @@ def test_settings_that_fit_no_epoch_are_refused_at_once(
         stream_of(recordings([9, 4]), {"lanes": 1, "chunk": 4} | options)
 
 
-def test_offset_that_leaves_a_step_for_every_lane_serves_every_epoch() -> None:
-    stream = tt.Stream(recordings([9, 4]), 7, 4, offset=9)
-    for _ in range(40):
-        assert int(stream.read(0, 1).resets.sum()) == 7
-        list(stream)
-
-
 def test_one_file_as_inputs_and_targets_is_refused_with_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     rows = "".join(f"{i},{3 * i}\n" for i in range(30))
     path.write_text("u,label\n" + rows, encoding="utf-8")
     link = tmp_path / "b.csv"
     link.symlink_to(path)
-    for inputs, targets in ((path, path), (str(path), link), ([path, link], path)):
+    for inputs, targets in ((path, path), (str(path), link)):
         with pytest.raises(
             DataError,
             match=r"are inputs and targets of the same step",

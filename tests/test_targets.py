@@ -1,4 +1,4 @@
-"""Targets as they come: at a lower rate, for intervals, for a whole recording; and static features,
+"""Targets as they come: for each step, for intervals, for a whole recording; and static features,
 given at every step.
 
 Shapes: `n` steps, `S` static features, `C` target columns.
@@ -15,17 +15,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 import throughtime as tt
 from policy_data import allocated
-from strategies import named, recordings, seeds
+from strategies import recordings, seeds
 from test_stream import same, whole
 from throughtime.errors import DataError
-from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.table import Array, RowSource
 from throughtime.stream.sources import as_recording
-from throughtime.stream.targets import IGNORE_INDEX, interval_labels, periodic_labels
+from throughtime.stream.targets import IGNORE_INDEX, interval_labels
 
 KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {
     "float": lambda n, draw: draw.normal(size=n),
@@ -37,7 +35,6 @@ KINDS: dict[str, Callable[[int, np.random.Generator], Array]] = {
     "text": lambda n, draw: np.array([f"word{i}" for i in draw.integers(0, 9, n)]),
 }
 kinds = st.sampled_from(list(KINDS))
-ats = st.sampled_from(["all", "last"])
 cuts = st.tuples(st.floats(0, 1), st.floats(0, 1))
 
 
@@ -49,13 +46,12 @@ def missing(label: Any) -> Any:
     return np.full_like(row, np.nan) if row.dtype.kind == "f" else np.full(row.shape, IGNORE_INDEX)
 
 
-def spread(spans: list[tuple[int, int, Any]], steps: int, at: str, sample: Any) -> list[Any]:
+def spread(spans: list[tuple[int, int, Any]], steps: int, sample: Any) -> list[Any]:
     """The target of every step, by a loop: the oracle."""
     result = [missing(sample)] * steps
     for start, stop, label in spans:
         for step in range(start, stop):
-            if at == "all" or step == stop - 1:
-                result[step] = label
+            result[step] = label
     return result
 
 
@@ -80,21 +76,6 @@ def check_rows(rows: RowSource, expected: list[Any], cut: tuple[float, float]) -
         )
 
 
-@given(
-    steps=st.integers(1, 200), count=st.integers(1, 70), kind=kinds, at=ats, cut=cuts, seed=seeds
-)
-def test_a_label_for_every_few_steps_is_the_same_as_one_written_for_each(
-    steps: int, count: int, kind: str, at: Any, cut: tuple[float, float], seed: int
-) -> None:
-    labels = KINDS[kind](-(-steps // count), np.random.default_rng(seed))
-    spans = [(i * count, min((i + 1) * count, steps), labels[i]) for i in range(len(labels))]
-    check_rows(
-        periodic_labels("it", ArrayRows("targets", labels), count, steps, at),
-        spread(spans, steps, at, labels[0]),
-        cut,
-    )
-
-
 def drawn_spans(steps: int, bounds: list[int], keep: int) -> tuple[list[int], list[int]]:
     """Some of the stretches between sorted bounds: touching, apart, none."""
     edges = sorted({bound % (steps + 1) for bound in bounds})
@@ -107,7 +88,6 @@ def drawn_spans(steps: int, bounds: list[int], keep: int) -> tuple[list[int], li
     bounds=st.lists(st.integers(0, 1000), min_size=2, max_size=12),
     keep=st.integers(0, 2**12 - 1),
     kind=kinds,
-    at=ats,
     cut=cuts,
     seed=seeds,
 )
@@ -116,32 +96,27 @@ def test_labels_of_intervals_are_the_same_as_one_written_for_each_step(
     bounds: list[int],
     keep: int,
     kind: str,
-    at: Any,
     cut: tuple[float, float],
     seed: int,
 ) -> None:
     starts, stops = drawn_spans(steps, bounds, keep)
     labels = KINDS[kind](len(starts) + 1, np.random.default_rng(seed))
     spans = list(zip(starts, stops, labels, strict=False))
-    rows = interval_labels(
-        "it", starts, stops, ArrayRows("the mapping", labels[: len(starts)]), steps, at
-    )
-    check_rows(rows, spread(spans, steps, at, labels[0]), cut)
+    rows = interval_labels("it", "the mapping", starts, stops, labels[: len(starts)], steps)
+    check_rows(rows, spread(spans, steps, labels[0]), cut)
 
 
 MUTANTS: dict[str, Callable[[list[Any]], list[Any]]] = {
     "one step late": lambda rows: [rows[0], *rows[:-1]],
-    "at all steps instead of the last": lambda _: spread(
-        [(0, 4, 1), (4, 8, 2), (8, 10, 3)], 10, "all", 1
-    ),
-    "no label for a shorter last span": lambda rows: [*rows[:-1], IGNORE_INDEX],
+    "the last step alone": lambda rows: [IGNORE_INDEX, *rows[1:]],
+    "no label for the last interval": lambda rows: [*rows[:-1], IGNORE_INDEX],
 }
 
 
 @pytest.mark.parametrize("mutant", list(MUTANTS.values()), ids=list(MUTANTS))
 def test_check_of_targets_fails_on_mutants(mutant: Callable[[list[Any]], list[Any]]) -> None:
-    rows = periodic_labels("it", ArrayRows("targets", np.array([1, 2, 3])), 4, 10, "last")
-    expected = spread([(0, 4, 1), (4, 8, 2), (8, 10, 3)], 10, "last", 1)
+    labels, expected = np.array([1, 2, 3]), [1, 1, 1, 1, 2, 2, 2, IGNORE_INDEX, 3, 3]
+    rows = interval_labels("it", "targets", [0, 4, 8], [4, 7, 10], labels, 10)
     check_rows(rows, expected, (0.2, 0.7))
     with pytest.raises(AssertionError):
         check_rows(rows, mutant(expected), (0.2, 0.7))
@@ -149,33 +124,20 @@ def test_check_of_targets_fails_on_mutants(mutant: Callable[[list[Any]], list[An
 
 Source = dict[str, Any]
 WAYS: dict[str, tuple[Source, list[Any]]] = {
-    "target_every": (
-        {"targets": np.array([3, 1, 2]), "target_every": 4},
-        spread([(0, 4, 3), (4, 8, 1), (8, 10, 2)], 10, "last", 1),
-    ),
-    "every, all": (
-        {"targets": np.array([3.0, np.nan, 2.0]), "target_every": 4, "target_at": "all"},
-        spread([(0, 4, 3.0), (8, 10, 2.0)], 10, "all", 1.0),
-    ),
     "intervals": (
         {"intervals": ([1, 6], [4, 10], [2, 5])},
-        spread([(1, 4, 2), (6, 10, 5)], 10, "all", 1),
-    ),
-    "intervals, last": (
-        {"intervals": ([1, 6], [4, 10], [2.0, 5.0]), "target_at": "last"},
-        spread([(1, 4, 2.0), (6, 10, 5.0)], 10, "last", 1.0),
+        spread([(1, 4, 2), (6, 10, 5)], 10, 1),
     ),
     "no interval": ({"intervals": ([], [], np.zeros(0, int))}, [IGNORE_INDEX] * 10),
     "one label": ({"targets": 7}, [IGNORE_INDEX] * 9 + [7]),
-    "one label, all": ({"targets": 7.5, "target_at": "all"}, [7.5] * 10),
     "one label as a tensor": ({"targets": torch.tensor(7)}, [IGNORE_INDEX] * 9 + [7]),
-    "one for every step": ({"targets": np.arange(10), "target_every": 1}, list(range(10))),
+    "NaN": ({"targets": np.array([0.5, np.nan] * 5)}, [0.5, np.nan] * 5),
 }
 
 
 @pytest.mark.parametrize(("source", "expected"), list(WAYS.values()), ids=list(WAYS))
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_stream_masks_steps_without_a_label_and_counts_them(
+def test_stream_masks_steps_without_a_label(
     source: Source, expected: list[Any], lanes: int
 ) -> None:
     inputs = np.arange(20.0).reshape(10, 2)
@@ -185,26 +147,7 @@ def test_stream_masks_steps_without_a_label_and_counts_them(
     assert same(chunk, whole(plain))
     wanted = np.array([row != IGNORE_INDEX and not np.isnan(row) for row in expected])
     assert chunk.valid_steps == wanted.sum()
-    assert got.missing_targets == plain.missing_targets == int((~wanted).sum())
     assert sorted(chunk.position[chunk.mask].tolist()) == np.flatnonzero(wanted).tolist()
-
-
-def test_training_on_labels_at_a_lower_rate_is_training_on_the_array_written_out() -> None:
-    net, (one,) = named("hides-layer").net(), recordings([60])
-    labels = one["targets"][::7]
-    spans = [(i * 7, min(i * 7 + 7, 60), labels[i]) for i in range(9)]
-    written = {"inputs": one["inputs"], "targets": np.stack(spread(spans, 60, "last", labels[0]))}
-    both = [
-        [
-            (u.loss.item(), u.steps)
-            for u in tt.updates(
-                net, tt.Stream(source, 2, 9), nn.MSELoss(), gradient=tt.Truncated(5)
-            )
-        ]
-        for source in ({"inputs": one["inputs"], "targets": labels, "target_every": 7}, written)
-    ]
-    assert both[0] == both[1]
-    assert sum(steps for _, steps in both[0]) == 9
 
 
 def test_intervals_come_from_a_file_too(tmp_path: Path) -> None:
@@ -220,44 +163,9 @@ def test_intervals_come_from_a_file_too(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Source, str]] = {
-    "too few labels": (
-        {"targets": np.ones(2), "target_every": 4},
-        "recording 'it': targets has 2 labels, one for every 4 of 10 steps, expected 3",
-    ),
-    "too many labels": (
-        {"targets": np.ones(10), "target_every": 4},
-        "has 10 labels, one for every 4 of 10 steps, expected 3",
-    ),
-    "every 0": (
-        {"targets": np.ones(2), "target_every": 0},
-        "target_every=0: expected a whole number of at least 1",
-    ),
-    "every 2.5": (
-        {"targets": np.ones(4), "target_every": 2.5},
-        "target_every=2.5: expected a whole number",
-    ),
-    "every True": (
-        {"targets": np.ones(10), "target_every": True},
-        "target_every=True: expected a whole number",
-    ),
-    "every without targets": (
-        {"target_every": 3},
-        "has 'target_every' and no targets that it could belong to",
-    ),
-    "at without spans": (
-        {"targets": np.ones(10), "target_at": "last"},
-        r"target_at='last' \(--target-at\) belongs to labels for more than one step, but targets",
-    ),
-    "at a place of its own": (
-        {"targets": 3, "target_at": "first"},
-        "target_at='first', expected 'all' .* or 'last'",
-    ),
     "lengths": (
         {"targets": np.ones(5)},
-        (
-            "10 steps of inputs and 5 of targets; .* say by target_every=N .* how"
-            " many rows each target is for"
-        ),
+        "10 steps of inputs and 5 of targets; .* give intervals of steps with their labels",
     ),
     "both": (
         {"targets": np.ones(10), "intervals": ([0], [1], [2])},
@@ -277,6 +185,10 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "not finite": (
         {"intervals": ([0.0], [np.inf], [2])},
+        "intervals in the mapping: number 0, 0 to inf, leaves the recording of 10 steps",
+    ),
+    "not a number": (
+        {"intervals": ([0.0], [np.nan], [2])},
         "intervals in the mapping have float64 edges, expected whole steps",
     ),
     "text": (
@@ -309,7 +221,7 @@ REFUSED: dict[str, tuple[Source, str]] = {
     ),
     "static of two dimensions": (
         {"static": np.ones((2, 2))},
-        r"static has shape \(2, 2\) .*, expected \(S,\) finite numbers",
+        r"(?s)static=array.*, expected \(S,\) finite numbers",
     ),
     "static NaN": ({"static": np.array([np.nan])}, r"expected \(S,\) finite numbers"),
     "static text": ({"static": np.array(["a"])}, r"expected \(S,\) finite numbers"),
@@ -317,7 +229,15 @@ REFUSED: dict[str, tuple[Source, str]] = {
         {"inputs": [np.ones(10), np.ones(9)]},
         "10 rows and .* 9; all inputs and series of a recording need one row per step",
     ),
-    "misspelt": ({"target_evry": 3}, "did you mean 'target_every'"),
+    "static by name": (
+        {"static": "age"},
+        r"static='age', expected .* column of the rows is an input",
+    ),
+    "misspelt": ({"interval": 3}, "did you mean 'intervals'"),
+    "at a lower rate": (
+        {"targets": np.ones(2), "target_every": 5},
+        "has the keys .*'target_every'",
+    ),
 }
 
 
@@ -375,8 +295,8 @@ def test_static_features_are_never_written_out_for_a_recording() -> None:
 @pytest.mark.parametrize(
     ("second", "reason"),
     [
-        ({}, "'b' has inputs of 2 columns of float64 numbers, recording 'a' of 4 columns"),
-        ({"static": np.ones(3)}, "'b' has inputs of 5 columns"),
+        ({}, r"'b' has inputs: \(T, 2\) of float64 numbers, recording 'a': \(T, 4\)"),
+        ({"static": np.ones(3)}, r"'b' has inputs: \(T, 5\)"),
     ],
     ids=["none", "more"],
 )

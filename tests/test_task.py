@@ -74,7 +74,7 @@ def test_labels_of_intervals_and_recordings(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("start,stop,label\n3,9,beat\n", encoding="utf-8")
     manifest = tmp_path / "m.csv"
     manifest.write_text("id,inputs,targets\na,a.npy,a.csv\n", encoding="utf-8")
-    assert task(manifest, background_class="rest") == "classify"
+    assert task(manifest) == "classify"
     for label, expected in (("seven", "classify"), ("7", "classify"), ("7.5", "regress")):
         manifest.write_text(f"id,inputs,label\na,a.npy,{label}\n", encoding="utf-8")
         assert task(manifest) == expected

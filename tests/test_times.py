@@ -1,4 +1,4 @@
-"""Time stamps: which texts are some, what they mean, whether they ascend, and where gaps are."""
+"""Time stamps: which texts are some, what they mean, whether they ascend, and their rate."""
 
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -16,9 +16,8 @@ from throughtime.errors import DataError
 from throughtime.stream.formats import open_table, times
 from throughtime.stream.formats.arrays import ArrayRows
 from throughtime.stream.formats.times import (
-    TimeSummary,
     parse_times,
-    summarize_times,
+    rate_of_times,
     time_kinds,
     time_texts,
 )
@@ -81,6 +80,7 @@ NO_TIMES = [
     "N",
     "2020-01-01 10:00 or so",
     "10:14:33",
+    "3/19/2020 1:00 PM",
     "192.168.10.1",
 ]
 
@@ -105,27 +105,9 @@ def test_days_and_months_that_cannot_be_told_apart_are_refused(tmp_path: Path) -
         open_table(tmp_path / "r.csv").read(0, 1, ["day"])
 
 
-def test_halves_of_a_day_and_commas_before_fractions_are_read() -> None:
-    texts = ["3/19/2020 12:00 AM", "3/19/2020 1:14:05,5 PM", "3/19/2020 12:30 pm"]
-    stamps = parse_times(pa.array(texts), "mdy").to_numpy()
-    wanted = ["2020-03-19T00:00", "2020-03-19T13:14:05.5", "2020-03-19T12:30"]
-    assert stamps.tolist() == np.array(wanted, "M8[ns]").tolist()
-
-
-@pytest.mark.parametrize("hour", ["13:00 PM", "15:00 AM", "13 pm"])
-def test_halves_of_a_day_have_twelve_hours(hour: str) -> None:
-    """`15:00 AM` was read as three o'clock."""
-    with pytest.raises(pa.ArrowInvalid):
-        parse_times(pa.array([f"2020-03-19 {hour}"]), "ymd")
-
-
-def test_halves_of_a_day_follow_month_and_day_unless_a_number_tells() -> None:
-    for texts, kind in (
-        (["1/2/2020 1:00 PM", "1/3/2020 1:00 PM"], "mdy"),
-        (["1/2/2020 1:00 am"], "mdy"),
-        (["1/2/2020 1:00 PM", "13/2/2020 1:00 PM"], "dmy"),
-    ):
-        assert time_kinds(pa.array(texts)) == [kind]
+def test_commas_before_fractions_are_read() -> None:
+    stamps = parse_times(pa.array(["3/19/2020 13:14:05,5"]), "mdy").to_numpy()
+    assert stamps.tolist() == np.array(["2020-03-19T13:14:05.5"], "M8[ns]").tolist()
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow", ".feather"])
@@ -156,31 +138,18 @@ def test_a_column_of_times_is_no_input_in_any_format(
         Layout(inputs=("x", "when")).input_rows(table)
 
 
-def summary(values: Any, block: int = 65_536) -> TimeSummary:
+def rate(values: Any, block: int = 65_536) -> float | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(times, "_BLOCK", block)
-        return summarize_times(ArrayRows("times", values))
-
-
-@given(
-    steps=st.lists(st.sampled_from([1, 1, 1, 1, 2, 90]), min_size=3, max_size=60),
-    block=st.integers(2, 20),
-)
-def test_gaps_are_those_that_a_loop_counts(steps: list[int], block: int) -> None:
-    """Measured by the median step of the first block."""
-    stamps = np.cumsum([0, *steps]).astype("m8[s]") + np.datetime64("2020-01-01")
-    result = summary(stamps.astype("M8[ns]"), block)
-    median = np.median(steps[: block - 1])
-    assert result.gaps == sum(step > 1.5 * median for step in steps)
-    assert result.backward is None
-    assert summary(stamps[[0, 0, 0, 1]].astype("M8[ns]")).gaps == 0
+        return rate_of_times("it", "day", ArrayRows("times", values))
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 9])
-def test_the_first_row_that_goes_back_is_named(block: int) -> None:
+def test_the_first_row_that_goes_back_is_refused(block: int) -> None:
     days = ["2020-01-01", "NaT", "2020-01-03", "2020-01-02", "2020-01-01"]
-    result = summary(np.array(days, "M8[ns]"), block)
-    assert result.backward == (3, "2020-01-03T00:00:00", "2020-01-02T00:00:00")
+    reason = "row 3 of 'day', 2020-01-02T00:00:00, is earlier than .*, 2020-01-03T00:00:00"
+    with pytest.raises(DataError, match=reason):
+        rate(np.array(days, "M8[ns]"), block)
 
 
 RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
@@ -191,7 +160,6 @@ RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
     "one row missing of many": (np.delete(np.arange(500), 77) * 1e9, None),
     "months": (np.cumsum([31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31] * 2) * 8.64e13, None),
     "the same time twice": (np.array([0, *range(50)]) * 1e9, None),
-    "backward": (np.array([*range(50), 3]) * 1e9, None),
     "an empty one": (np.append(np.arange(50) * 1e9, np.nan), None),
     "too few to tell": (np.arange(5) * 1e9, None),
     "one": (np.zeros(1), None),
@@ -204,8 +172,9 @@ RATES: dict[str, tuple[npt.NDArray[Any], float | None]] = {
 @pytest.mark.parametrize("kind", list(RATES))
 @pytest.mark.parametrize("block", [13, 4000])
 def test_evenly_spaced_stamps_have_a_rate(kind: str, block: int) -> None:
-    """Mutants: without `unit` rounded stamps have none; without `gaps` those with a gap do."""
-    values, rate = RATES[kind]
+    """Mutants: without `unit` rounded stamps have none; without `spacing` those with a gap do."""
+    values, expected = RATES[kind]
     known = np.where(np.isnan(values), 0, values).astype(np.int64).view("M8[ns]")
     stamps = np.where(np.isnan(values), np.datetime64("NaT"), known)
-    assert summary(stamps, block).rate == (None if rate is None else pytest.approx(rate, rel=1e-3))
+    wanted = None if expected is None else pytest.approx(expected, rel=1e-3)
+    assert rate(stamps, block) == wanted

@@ -66,7 +66,7 @@ class Part(NamedTuple):
 # of them of app), 190 in root
 PARTS = {
     "root": Part(18_000, 18_000),
-    "stream": Part(28_900, 25_000),
+    "stream": Part(25_000, 25_000),
     "kernels, nn": Part(16_000, 16_000),
     "carry": Part(26_861, 20_000, modules=11),
     "gradient": Part(18_500, 18_500, modules=10),

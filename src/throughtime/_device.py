@@ -9,8 +9,8 @@ Every function touches the one device it is called with. `torch.manual_seed` and
 `torch.random.fork_rng()` touch all of them, also those that other programs use.
 """
 
-from collections.abc import Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -64,34 +64,6 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
             tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         return tensor.to(device, non_blocking=True)
     return tensor.to(device)
-
-
-class SideStream:
-    """Copies to a device beside its computations, where its backend has streams (CUDA, XPU).
-
-    queue = SideStream(device)
-    with queue.copies():
-        tensors = [send(tensor, device) for tensor in tensors]
-    ...                                     # the device computes and copies at the same time
-    queue.join(tensors)                     # what is computed from now on waits for the copies
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._backend = device, torch.get_device_module(device)
-        has_streams = hasattr(self._backend, "current_stream")
-        self._stream: Any = self._backend.Stream(device) if has_streams else None
-
-    def copies(self) -> AbstractContextManager[Any]:
-        """Copies that begin in the block are queued beside the computations."""
-        return nullcontext() if self._stream is None else self._backend.stream(self._stream)
-
-    def join(self, tensors: Iterable[Tensor]) -> None:
-        """Queue the next computations behind the copies; the host does not wait."""
-        if self._stream is not None:
-            current = self._backend.current_stream(self._device)
-            current.wait_stream(self._stream)
-            for tensor in tensors:  # or their memory would be used again before it is read
-                tensor.record_stream(current)
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:

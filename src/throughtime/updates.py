@@ -290,10 +290,8 @@ class Updates(Iterator[Update]):
 
     def _read_flag(self) -> None:
         """Wait for the last update on a device; one that was not finite ends these updates."""
-        executor, stream = self._executor, self._stream
+        executor = self._executor
         if executor.unread and self._status != "busy":
-            if stream is not None and self._before is not None:
-                stream._read_ahead(stream.position - self._before[1].step)
             status, self._status = self._status, "busy"
             executor.read_flags()
             self._status = status

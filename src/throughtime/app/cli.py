@@ -175,7 +175,7 @@ def export(options: ExportOptions) -> None:
         options.out,
         inputs=example_inputs(run.net, spec),
         steps=options.steps,
-        rate=layout.rate and layout.rate / layout.frame_size,
+        rate=layout.rate,
         classes=spec.classes or (spec.target_names if spec.is_multilabel else ()),
         stream=stream,
         details={
@@ -184,7 +184,6 @@ def export(options: ExportOptions) -> None:
                 "inputs": [*layout.inputs, *layout.static],
                 "targets": [*spec.target_names],
             },
-            "rows_per_step": layout.frame_size,
             "rows_ahead": layout.ahead,
         },
         with_session=options.with_session,

@@ -71,17 +71,9 @@ class Config(Settings):
     """The character between the fields of a CSV file, or tab. Default: detected."""
     decimal: Literal[".", ","] | None = None
     """The decimal mark of CSV files. Default: detected."""
-    frame_size: PositiveInt = 1
-    """Consecutive rows of a file that form one step."""
     rate: PositiveFloat | None = None
     """Rows per second, whatever the files say. Default: that of the files, which must agree, or of
     evenly spaced time stamps."""
-    target_every: PositiveInt | None = None
-    """Rows of the inputs for each row of the targets file."""
-    target_at: Literal["all", "last"] | None = None
-    """Which steps of a labelled span count. Default: all of an interval, otherwise the last."""
-    background_class: str | None = None
-    """The class of steps outside all intervals. Default: they have no target."""
     ahead: Annotated[
         NonNegativeInt | str,
         Field(union_mode="left_to_right"),
@@ -131,8 +123,6 @@ class Config(Settings):
     """First steps of a recording whose loss does not count."""
     hand_off: bool = False
     """A part of a recording starts from the final state of the part before it."""
-    workers: Literal["thread"] | None = None
-    """'thread' reads ahead in a thread."""
     updates: PositiveInt | None = None
     """Stop after this many updates."""
     epochs: PositiveInt | None = None
@@ -217,15 +207,8 @@ class Config(Settings):
 
     def _faults(self) -> dict[str, Any]:
         """What does not go together, in words, and whether it is so."""
-        task, ahead, frame = self.task, rows_ahead(self.ahead), self.frame_size
-        rows = {"target-every": [self.target_every], "season": [self.season], "ahead": ahead}
-        faults: dict[str, Any] = {
-            f"--{name} {several[-1]} rows are no whole number of frames of {frame}: expected a"
-            f" multiple of {frame}": any((n or 0) % frame for n in several)
-            for name, several in rows.items()
-            if several
-        }
-        return faults | {
+        task, ahead = self.task, rows_ahead(self.ahead)
+        return {
             f"--standardise {self.standardise} has no statistics of --static features, which are"
             " the same at each step of a recording: take --standardise split": (
                 self.static and self.standardise not in {"split", "none"}
@@ -234,9 +217,9 @@ class Config(Settings):
             " them, or take --standardise split": self.missing == "mask"
             and self.standardise.startswith("first:"),
             f"DATA {self.data} is an address: download it, and write its path": "://" in self.data,
-            "--background-class and --class-weights belong to classes: leave them out, or write"
-            " --task classify": task not in {None, "classify"}
-            and (self.background_class is not None or self.class_weights != "none"),
+            "--class-weights belongs to classes: leave it out, or write --task classify": (
+                task not in {None, "classify"} and self.class_weights != "none"
+            ),
             f"--ahead {self.ahead} are several forecasts, which are of numbers: take one": (
                 len(ahead) > 1 and task == "classify"
             ),

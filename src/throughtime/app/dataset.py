@@ -98,7 +98,7 @@ def open_dataset(config: Config) -> Dataset:
             " --difference out"
         )
     train, valid = (as_played(part, layout, spec.classes) for part in (train, valid))
-    remarks = [remark, *_left_out(config, sources, statistics)]
+    remarks = [remark, *_left_out(config, statistics)]
     if len(train) < config.lanes:
         whole = f"--lanes {len(train)} keeps recordings whole"
         remarks.append(f"cut into {config.lanes} parts, one a lane ({whole})")
@@ -106,7 +106,7 @@ def open_dataset(config: Config) -> Dataset:
     # those called 0, 1, ... are without a name
     copied = layout.open(files[0]).columns if files and not layout.ahead else ()
     remarks += _leaks(train, spec, [name for name in copied if not name.isdecimal()])
-    if spec.difference or len(layout.steps_ahead) > 1:
+    if spec.difference or len(layout.ahead) > 1:
         statistics = replace(statistics, targets=target_moments(train, spec.difference))
     return Dataset(train, valid, statistics, spec, tuple(remarks))
 
@@ -159,7 +159,7 @@ def as_played(
     if classes:
         owner = "the training split has"
         recordings = [ClassRecording(recording, classes, owner) for recording in recordings]
-    return [shift_targets(recording, layout.steps_ahead or 0) for recording in recordings]
+    return [shift_targets(recording, layout.ahead or 0) for recording in recordings]
 
 
 def in_splits(sources: Sequence[SourceRecording], standardise: str) -> list[tuple[str, Recording]]:
@@ -232,7 +232,6 @@ def training_stream(dataset: Dataset, config: Config, ranks: int) -> Stream:
         config.lanes // ranks,
         seed=config.seed,
         hand_off=config.hand_off,
-        workers=config.workers or 0,
     )
 
 
@@ -261,18 +260,13 @@ def _check_values(config: Config, train: Statistics, valid: Statistics) -> None:
         raise DataError(join_faults(faults))
 
 
-def _left_out(
-    config: Config, sources: Sequence[SourceRecording], statistics: Statistics
-) -> Iterator[str]:
-    """The files, rows and steps that are not trained on."""
+def _left_out(config: Config, statistics: Statistics) -> Iterator[str]:
+    """The files and steps that are not trained on."""
     data = Path(config.data)
     is_list = manifest_of(data) is not None or not is_folder(data)
     others = () if is_list else read_folder(data).others
-    frame = f"they fill no frame of {config.frame_size}"
     for count, noun, why in (
         (len(others), "file", f"of no known format: {listed(others)}"),
-        (sum(one.left_out for one in sources), "row", frame),
-        (sum(one.lost for one in sources), "interval", frame),
         (statistics.missing, "step", "the inputs are NaN or infinite"),
         (statistics.missing_targets, "step", "there is no target"),
     ):

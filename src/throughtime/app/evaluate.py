@@ -72,7 +72,7 @@ class Baselines:
     def __init__(
         self, spec: ModelSpec, recordings: Sequence[Recording], season: int | None
     ) -> None:
-        ahead, self._lags = spec.layout.steps_ahead, dict[str, list[int]]()
+        ahead, self._lags = spec.layout.ahead, dict[str, list[int]]()
         self.recordings: list[Any] = [*recordings]
         if ahead and spec.layout.task == "regress":
             self._lags["persistence"] = [0] * len(ahead)
@@ -123,8 +123,8 @@ def evaluate_recordings(
 
     Those of a forecast include a comparison with the baselines. `classes` gets all outputs.
     """
-    season = config.season and config.season // spec.layout.frame_size
-    baselines, lanes = Baselines(spec, recordings, season), min(len(recordings), _LANES)
+    baselines = Baselines(spec, recordings, config.season)
+    lanes = min(len(recordings), _LANES)
     stream = make_stream(baselines.recordings, spec, config, lanes, _CHUNK)
     for chunk in stream:
         outputs = evaluator.add(chunk)

@@ -31,7 +31,7 @@ from throughtime.stream.layout import Layout
 from throughtime.stream.manifest import ManifestEntry
 from throughtime.stream.recording import Recording, read_blocks
 from throughtime.stream.sources import as_table, names_of
-from throughtime.stream.targets import At, class_names, horizons
+from throughtime.stream.targets import class_names, horizons
 
 Task: TypeAlias = Literal["classify", "multilabel", "regress"]
 _MOST_CLASSES = 20  # that are whole numbers; text may have more
@@ -64,13 +64,9 @@ def recordings(
     static: str | Sequence[str] = (),
     series: Mapping[str, str | Sequence[str]] | None = None,
     task: Task | None = None,
-    frame_size: int = 1,
     delimiter: str | None = None,
     decimal: Literal[".", ","] | None = None,
     rate: float | None = None,
-    target_every: int | None = None,
-    target_at: At | None = None,
-    background_class: str | None = None,
     ahead: int | Sequence[int] = 0,
     allow_target_as_input: bool = False,
     holdout: float = 0.0,
@@ -89,13 +85,9 @@ def recordings(
         task: whether the targets are classes, several labels of 0 and 1, or numbers; default: text,
             and at most 20 different whole numbers in a column, are classes, and several columns of
             0 and 1 labels.
-        frame_size: rows that form one step.
         delimiter: the character between the fields of CSV files; default: detected.
         decimal: the decimal mark of CSV files; default: detected.
         rate: rows per second, whatever the files say; default: theirs, which must agree.
-        target_every: rows of the inputs for each row of a targets file.
-        target_at: which steps of such a span carry its label, "all" or the "last".
-        background_class: the class between intervals.
         ahead: the target of a step is that of so many rows later; of several, such as
             `range(1, 25)`, side by side.
         allow_target_as_input: whether an input may be the target of the same step.
@@ -135,14 +127,10 @@ def recordings(
         exclude=names_of(exclude),
         static=features,
         series={key: names_of(names) for key, names in (series or {}).items()},
-        frame_size=frame_size,
         delimiter=delimiter,
         decimal=decimal,
         rate=rate,
         rate_set=rate is not None,
-        target_every=target_every,
-        target_at=target_at,
-        background_class=background_class,
         ahead=horizons(ahead),
         allow_target_as_input=allow_target_as_input,
     )

@@ -89,7 +89,7 @@ class ModelSpec:
         )
         counts = statistics.classes
         classes = sorted_classes(counts) if layout.classify else ()
-        columns = len(statistics.targets.mean) * max(1, len(layout.steps_ahead))
+        columns = len(statistics.targets.mean) * max(1, len(layout.ahead))
         balanced = classes if config.class_weights == "balanced" else ()
         own = own_class(config)
         return cls(
@@ -159,9 +159,7 @@ def _present_columns(layout: Layout) -> tuple[int, ...]:
             f" {listed(absent, quoted=True)} is not among the inputs ({listed(layout.inputs)}):"
             " name it with --inputs, too"
         )
-    last = len(layout.inputs) * (layout.frame_size - 1)  # the row of a frame that is the present
-    columns = [last + layout.inputs.index(name) for name in layout.targets]
-    return tuple(columns * len(layout.steps_ahead))
+    return tuple([*map(layout.inputs.index, layout.targets)] * len(layout.ahead))
 
 
 def own_class(config: Config) -> ClassReference | None:

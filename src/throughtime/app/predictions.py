@@ -28,7 +28,6 @@ from throughtime.stream.formats.table import Array, is_number
 from throughtime.stream.formats.times import time_texts
 from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import step_times
-from throughtime.stream.targets import later_times
 
 LISTING = "predictions.json"
 _SUFFIXES = (".npy", ".csv")
@@ -88,13 +87,8 @@ class PredictionWriter:
         times = step_times(recording, start, stop)
         if times is not None:
             columns["time"] = time_texts(times.astype("M8[ns]"))
-        if len(spec.layout.steps_ahead) == 1:
-            (ahead,), size = spec.layout.steps_ahead, spec.layout.frame_size
-            later = later_times(recording, start, stop, ahead)
-            rows = (steps + 1 + ahead) * size - 1  # the last one of a frame
-            columns["forecast_for"] = (
-                rows.tolist() if later is None else time_texts(later.astype("M8[ns]"))
-            )
+        if len(spec.layout.ahead) == 1:
+            columns["forecast_for"] = (steps + spec.layout.ahead[0]).tolist()
         if spec.classes:
             names = [*map(plain_text, spec.classes), ""]  # none where a step was left out
             missing = np.isnan(outputs).any(axis=1)

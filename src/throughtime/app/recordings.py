@@ -21,8 +21,8 @@ from throughtime.errors import DataError, counted, did_you_mean, listed
 from throughtime.stream import Recording
 from throughtime.stream.formats import Table
 from throughtime.stream.formats.table import Array, is_number
-from throughtime.stream.formats.times import summarize_times
-from throughtime.stream.layout import Label, Layout, Targets, lay_out, targets_of
+from throughtime.stream.formats.times import rate_of_times
+from throughtime.stream.layout import Labels, Layout, Targets, lay_out, targets_of
 from throughtime.stream.manifest import ManifestEntry, find_recordings, join_faults
 from throughtime.stream.recording import (
     Moments,
@@ -33,7 +33,7 @@ from throughtime.stream.recording import (
     read_blocks,
 )
 from throughtime.stream.rows import ColumnRows, concat_tables, time_rows
-from throughtime.stream.targets import IGNORE_INDEX, SpanLabels, class_name
+from throughtime.stream.targets import IGNORE_INDEX, class_name
 
 _CLOSE = 1e-6  # relative: a rate computed from a duration is not exact
 _MEASURED = 0.02  # relative: time stamps are rounded, and clocks drift
@@ -65,21 +65,13 @@ class SourceRecording:
         split: empty without a split.
         recording: its inputs and targets.
         rates: rows per second of those of its files that have a rate.
-        left_out: rows at the end that fill no frame.
         table: its input files.
     """
 
     split: str
     recording: TableRecording
     rates: tuple[Rate, ...]
-    left_out: int
     table: Table
-
-    @property
-    def lost(self) -> int:
-        """Intervals shorter than a frame."""
-        labels = self.recording.targets
-        return labels.lost if isinstance(labels, SpanLabels) else 0
 
 
 def find_entries(data: Path, static: Sequence[str] = ()) -> list[ManifestEntry]:
@@ -195,12 +187,13 @@ def open_entry(
     )
     rates = [Rate(str(t.path), t.rate) for t in tables if t.rate is not None]
     stamps = time_rows(table, layout.exclude)
-    if stamps is not None and not rates and (rate := summarize_times(stamps).rate) is not None:
-        rates = [Rate(f"column '{stamps.columns[0]}' of {table.path}", rate, _MEASURED)]
+    if stamps is not None and not rates:
+        rate = rate_of_times(entry.name, stamps.columns[0], stamps)
+        source = f"column '{stamps.columns[0]}' of {table.path}"
+        rates = [] if rate is None else [Rate(source, rate, _MEASURED)]
     if file is not None and file.rate is not None and isinstance(labels, ColumnRows):
-        rates.append(Rate(str(file.path), file.rate * (layout.target_every or 1)))
-    left_out = len(table) % layout.frame_size
-    return SourceRecording(entry.split, recording, tuple(rates), left_out, table)
+        rates.append(Rate(str(file.path), file.rate))
+    return SourceRecording(entry.split, recording, tuple(rates), table)
 
 
 def _targets(entry: ManifestEntry, table: Table, file: Table | None, layout: Layout) -> Targets:
@@ -213,9 +206,9 @@ def _targets(entry: ManifestEntry, table: Table, file: Table | None, layout: Lay
         return targets_of(file, layout)
     if (label := entry.label) is not None:
         if label and layout.classify:
-            return Label("the manifest", label)
+            return Labels("the manifest", [label])
         if is_number(label) and math.isfinite(float(label)):
-            return Label("the manifest", float(label))
+            return Labels("the manifest", [float(label)])
         expected = "a class" if layout.classify else "a finite number, or --task classify"
         raise DataError(f"recording '{entry.name}' has the label {label!r}, expected {expected}")
     rows = layout.target_rows(table, ("targets",) if "targets" in table.columns else ())

@@ -38,7 +38,7 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 _NO_CHECKPOINT = (
     "no checkpoint to go on from; put back a copy, or begin the run again with another --out"
 )
-_FREE = {"data", "out", "updates", "epochs", "device", "workers", "checkpoint_every", "logger"}
+_FREE = {"data", "out", "updates", "epochs", "device", "checkpoint_every", "logger"}
 _LOG = "put back a copy of it, or remove it: the run then continues with a new log"
 _SEALED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"\}', re.DOTALL)
 

@@ -1,6 +1,7 @@
 """Chunks from any iterable as a source of steps for a gradient policy."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 from throughtime.chunk import Chunk, Placement, join
@@ -17,7 +18,6 @@ class ChunkQueue:
         self.once = not isinstance(chunks, Sequence)
         self._source, self._chunks = chunks, _checked(chunks)
         self._waiting = list[Chunk]()
-        self._whole: Chunk | None = None
         self._placement: Placement | None = None
         self.position = 0
 
@@ -44,10 +44,10 @@ class ChunkQueue:
         return min(steps, waiting)
 
     def read(self, start: int, stop: int) -> Chunk:
-        return self._placed(self._joined()[start:stop])
+        return self._placed(self._joined[start:stop])
 
     def steps_to_common_reset(self) -> int:
-        whole = self._joined()
+        whole = self._joined
         resets, recording = (
             getattr(whole.metadata, n)[whole.span] for n in ("resets", "recording")
         )
@@ -57,6 +57,7 @@ class ChunkQueue:
     def _placed(self, chunk: Chunk) -> Chunk:
         return chunk if self._placement is None else chunk.convert(self._placement)
 
+    @cached_property
     def _joined(self) -> Chunk:
         if self.once:
             raise DataError(
@@ -64,9 +65,7 @@ class ChunkQueue:
                 f" {type(self._source).__name__}, which gives each of them once: give tt.updates a"
                 " tt.Stream, or a list of chunks"
             )
-        if self._whole is None:
-            self._whole = join([*_checked(self._source)])
-        return self._whole
+        return join([*_checked(self._source)])
 
 
 def _checked(chunks: Iterable[Any]) -> Iterator[Chunk]:

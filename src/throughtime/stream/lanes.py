@@ -58,9 +58,7 @@ class LaneSlice(NamedTuple):
         return self.start + self.steps
 
 
-def cut(
-    lengths: Sequence[int], lanes: int, offsets: Sequence[int] | None = None
-) -> list[RecordingSpan]:
+def cut(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
     """One span per recording, or one per lane where there are fewer recordings than lanes.
 
     Spans of one recording are nearly equally long.
@@ -68,25 +66,21 @@ def cut(
     Args:
         lengths: steps of each recording.
         lanes: those of all ranks.
-        offsets: first steps of each recording that are not played.
 
     Raises:
         DataError: no recordings, or more lanes than steps.
     """
     if not lengths:
         raise DataError("no recordings: expected at least one")
-    starts = [0] * len(lengths) if offsets is None else offsets
-    played = [length - start for length, start in zip(lengths, starts, strict=True)]
-    if lanes > sum(played):
+    if lanes > sum(lengths):
         raise DataError(
-            f"{lanes} lanes, but the recordings have {sum(played)} steps in all: a lane needs at"
+            f"{lanes} lanes, but the recordings have {sum(lengths)} steps in all: a lane needs at"
             " least one step; take fewer lanes"
         )
-    parts = _parts(played, lanes)
     return [
-        RecordingSpan(i, start + steps * k // parts[i], start + steps * (k + 1) // parts[i])
-        for i, (start, steps) in enumerate(zip(starts, played, strict=True))
-        for k in range(parts[i])
+        RecordingSpan(i, steps * k // parts, steps * (k + 1) // parts)
+        for i, (steps, parts) in enumerate(zip(lengths, _parts(lengths, lanes), strict=True))
+        for k in range(parts)
     ]
 
 
@@ -115,7 +109,7 @@ def cut_equal_parts(lengths: Sequence[int], lanes: int) -> list[RecordingSpan]:
 def _parts(lengths: Sequence[int], lanes: int) -> list[int]:
     """The number of parts of each recording; the longest parts are cut until all lanes have one."""
     parts = [1] * len(lengths)
-    longest: list[tuple[float, int]] = [(-length, i) for i, length in enumerate(lengths)]
+    longest = [(-float(length), i) for i, length in enumerate(lengths)]
     heapq.heapify(longest)
     for _ in range(lanes - len(lengths)):
         _, i = longest[0]
@@ -150,7 +144,6 @@ class LaneSchedule:
         lanes: int,
         order: random.Random | None = None,
         *,
-        offsets: Sequence[int] | None = None,
         rank: int = 0,
         ranks: int = 1,
         handed_off: bool = False,
@@ -162,7 +155,6 @@ class LaneSchedule:
             lengths: steps of each recording.
             lanes: those of one rank.
             order: draws the order of recordings; `None` keeps that of `lengths`.
-            offsets: see `cut`.
             rank: the rank whose lanes `slices` gives.
             ranks: how many there are.
             handed_off: see `LaneSchedule`.
@@ -171,9 +163,9 @@ class LaneSchedule:
         """
         total = lanes * ranks
         if len(lengths) >= total:
-            rows = _place(cut(lengths, total, offsets), total, order)
+            rows = _place(cut(lengths, total), total, order)
         else:
-            parts = cut_equal_parts(lengths, total) if even else cut(lengths, total, offsets)
+            parts = cut_equal_parts(lengths, total) if even else cut(lengths, total)
             rows = [[span] for span in parts] + [[] for _ in range(total - len(parts))]
         starts = tuple((0, *accumulate(len(span) for span in row)) for row in rows)
         own_lanes = range(lanes * rank, lanes * (rank + 1))
@@ -210,11 +202,6 @@ class LaneSchedule:
         recordings = [span.recording for row in self.spans for span in row]
         return len(recordings) - len(set(recordings))
 
-    @property
-    def idle_steps(self) -> int:
-        """Steps in which a lane of this rank has nothing left to play, over the whole epoch."""
-        return sum(self.steps - self.starts[lane][-1] for lane in self.own_lanes)
-
 
 def _place(
     spans: list[RecordingSpan], lanes: int, order: random.Random | None
@@ -226,7 +213,7 @@ def _place(
     if order is not None:
         order.shuffle(spans)  # the sort keeps the order of equal lengths
         spans = sorted(spans, key=len, reverse=True)
-    rows: list[list[RecordingSpan]] = [[] for _ in range(lanes)]
+    rows = [list[RecordingSpan]() for _ in range(lanes)]
     free = [(0, lane) for lane in range(lanes)]
     for span in spans:
         busy, lane = free[0]
@@ -236,31 +223,3 @@ def _place(
         for row in rows:
             order.shuffle(row)
     return rows
-
-
-def check_offset(
-    offset: int, lengths: Sequence[int], lanes: int, seed: int | None, *, hand_off: bool
-) -> None:
-    """Refuse an offset that cannot be drawn, or that may leave a lane without a step.
-
-    Args:
-        offset: below which the first steps that are left out are drawn.
-        lengths: of the recordings.
-        lanes: of all ranks.
-        seed: of the stream.
-        hand_off: whether states are handed over at the edges of parts.
-
-    Raises:
-        DataError: one of these.
-    """
-    least = sum(length - min(offset - 1, length // 2) for length in lengths)
-    faults = {
-        "is drawn from the seed, and seed=None draws nothing; give a seed": seed is None,
-        "moves the edges between parts from epoch to epoch, and hand_off hands states over at these"
-        " edges: leave one of them out": hand_off,
-        f"can leave {least} steps of the recordings, and there are {lanes} lanes: a lane needs at"
-        " least one step in every epoch. Take a smaller offset or fewer lanes": lanes > least,
-    }
-    for fault, wrong in faults.items():
-        if offset and wrong:
-            raise DataError(f"offset={offset} {fault}")

@@ -7,7 +7,6 @@ predictions, and files of an unknown format. A folder that several links lead to
 
 import math
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from throughtime.errors import DataError, counted, listed
-from throughtime.stream import formats
-from throughtime.stream.formats.table import FOLDERS, is_number
+from throughtime.stream.formats.table import FOLDERS, SUFFIXES, is_number
 
 MANIFESTS = ("recordings.csv", "manifest.csv")
 COLUMNS = ("id", "split", "inputs", "targets", "label")
@@ -30,7 +28,6 @@ SPLITS = {split: split for split in ("train", "valid", "test")} | {
 OUTPUTS = ("model.safetensors", "checkpoint.safetensors", "metrics.jsonl", "predictions.json")
 _OTHER_FOLDERS = ("__pycache__", "__MACOSX")
 _MAX_FAULTS = 5  # listed at most
-_MOST_ALIKE = 3
 
 
 @dataclass(frozen=True)
@@ -65,24 +62,10 @@ class FolderContent(NamedTuple):
 def join_faults(faults: Sequence[str]) -> str:
     """Join faults into one message: five at most, and the number of others.
 
-    Those of more than three recordings that differ in paths and numbers alone are one.
-
     Example:
         >>> join_faults(["a", "b"]), join_faults(list("abcdefgh"))
         ('a; b', 'a; b; c; d; e; and 3 more faults')
     """
-    kinds = dict[str, list[str]]()
-    for fault in faults:
-        kinds.setdefault(re.sub(r"\S*[\d/]\S*", "", fault), []).append(fault)
-    faults = [
-        fault
-        for several in kinds.values()
-        for fault in (
-            several
-            if len(several) <= _MOST_ALIKE
-            else [f"{several[0]} ({len(several):,} recordings have this fault)"]
-        )
-    ]
     rest = len(faults) - _MAX_FAULTS
     more = [f"and {counted(rest, 'more fault')}"] if rest > 0 else []
     return "; ".join([*faults[:_MAX_FAULTS], *more])
@@ -150,12 +133,11 @@ def _entries(path: Path, static: Sequence[str], faults: list[str]) -> list[Manif
     file, known = CsvFile(path), {*COLUMNS, *static}
     names = {*file.names}
     if not {"id", "inputs", *static} <= names <= known or len(known) < len(COLUMNS) + len(static):
-        others = [name for name in file.names if name not in COLUMNS]
         raise DataError(
             f"{path}: a manifest has the columns {', '.join(COLUMNS)} (all but id and inputs"
             " optional), and those of static features under other names; got"
             f" {listed(file.names)} and static={','.join(static)}; to feed a number of each"
-            f" recording to the net, write --static {','.join(others) or 'NAME'}"
+            " recording to the net, write --static and the names of its columns"
         )
     rows = [row for batch in file.texts() for row in batch.to_pylist()]
     if not rows:
@@ -184,7 +166,6 @@ def _entry(
             not all(inputs)
         ),
         f"'{name}': no such file {listed(absent)}": all(inputs) and absent,
-        f"'{name}' names one of its inputs twice: {row['inputs']}": len({*inputs}) < len(inputs),
         f"'{name}' has targets and the label {label!r}, expected one of them": targets and label,
     } | {
         f"'{name}' has {n}={row[n]!r}, and a static feature is a finite number": (
@@ -243,21 +224,20 @@ def read_folder(folder: Path) -> FolderContent:
                 f"{folder}: '{name}' lies in folders of the splits"
                 f" {' and '.join(sorted(splits))}; keep it in one of them"
             )
-        if path.suffix.lower() in formats.SUFFIXES:
+        if path.suffix.lower() in SUFFIXES:
             entries.append(ManifestEntry(name, next(iter(splits), ""), (path,)))
         else:
             others.append(name)
     if not entries:
         raise DataError(
-            f"{folder}: the folder and its sub-folders hold no {', '.join(formats.SUFFIXES)} file"
+            f"{folder}: the folder and its sub-folders hold no {', '.join(SUFFIXES)} file"
             f" and no {' or '.join(MANIFESTS)}"
         )
     beside = [entry.name for entry in entries if not entry.split]
     if 0 < len(beside) < len(entries):
         raise DataError(
-            f"{folder}: {listed(beside, quoted=True)} lie beside the folders of the splits"
-            f" {', '.join(sorted({entry.split for entry in entries} - {''}))}; move them into one"
-            f" of them, rename the folders, or write a manifest: {MANIFESTS[0]}"
+            f"{folder}: {listed(beside, quoted=True)} lie beside the folders of the splits; move"
+            f" them into one of them, rename the folders, or write a manifest: {MANIFESTS[0]}"
         )
     return FolderContent(sorted(entries, key=lambda entry: entry.name), sorted(others))
 

@@ -1,8 +1,13 @@
-"""Rows of steps: of arrays, of columns of a table, or of several tables side by side.
+"""Rows of steps, of whatever holds them: arrays, columns of tables, or several tables side by side.
 
-Shapes: `n` rows read, `D` columns, `N` rows per frame.
+An *array* has `shape`, `dtype` and slices of rows (NumPy, torch, Zarr, xarray, Dask). A *table* has
+named columns (a file, a frame, an Arrow table, a group of arrays). An object is recognised by its
+type, whose library is imported already where there is such an object.
+
+Shapes: `n` rows read, `D` columns.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,18 +17,57 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from throughtime.errors import DataError, did_you_mean, listed
-from throughtime.stream import formats
-from throughtime.stream.formats.arrays import ArrayRows, ArraysFile, MatrixColumns, longest_arrays
-from throughtime.stream.formats.objects import (
-    as_file_array,
-    has,
-    has_columns,
-    is_series,
-    open_object,
+from throughtime.stream.formats.arrays import (
+    ArrayRows,
+    ArraysFile,
+    MatrixColumns,
+    arrays_of_xarray,
+    arrays_of_zarr,
+    longest_arrays,
 )
-from throughtime.stream.formats.table import Array, RowSource, Table
+from throughtime.stream.formats.table import Array, RowSource, Table, open_table
+
+_GROUPS = ("xarray.Dataset", "zarr.Group")
+_FRAMES = ("pandas.DataFrame", "polars.DataFrame", "pyarrow.Table", "pyarrow.RecordBatch")
+_SERIES = ("pandas.Series", "polars.Series", "pyarrow.Array", "pyarrow.ChunkedArray")
+
+
+def is_any(value: object, names: Sequence[str]) -> bool:
+    """Whether an object has one of these types, such as `zarr.Group`."""
+    parts = (name.rpartition(".") for name in names)
+    return any(
+        isinstance(value, getattr(sys.modules.get(module), kind, ())) for module, _, kind in parts
+    )
+
+
+def has_columns(value: object) -> bool:
+    """Whether an object is a table: a frame, an Arrow table, a group of arrays."""
+    return is_any(value, (*_GROUPS, *_FRAMES))
+
+
+def is_series(value: object) -> bool:
+    """Whether an object is a single column: a pandas or polars series, or an Arrow array."""
+    return is_any(value, _SERIES)
+
+
+def is_array(value: object) -> bool:
+    """Whether an object has `shape`, `dtype` and slices, as those of NumPy, torch and h5py do."""
+    # of the type: attributes of a frame may be columns
+    slices = hasattr(type(value), "__getitem__") and not has_columns(value)
+    return slices and hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def is_table(value: object) -> bool:
+    """Whether an object is a table or a single column of one, or the path of a file."""
+    return isinstance(value, (str, Path)) or has_columns(value) or is_series(value)
+
+
+def is_rows(value: object) -> bool:
+    """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
+    return is_table(value) or is_array(value)
 
 
 @dataclass(frozen=True)
@@ -50,30 +94,6 @@ class ColumnRows:
         if self.whole is not None and rows.dtype.kind in "biu":
             rows = rows.astype(self.whole)
         return rows[:, 0] if self.flat and rows.shape[1] == 1 else rows
-
-
-@dataclass(frozen=True)
-class FrameRows:
-    """Every `frame_size` rows as one step: their `N * D` numbers, or those of the last row.
-
-    A frame is complete or dropped.
-    """
-
-    rows: RowSource
-    frame_size: int
-    last: bool = False
-
-    @property
-    def source(self) -> str:
-        return self.rows.source
-
-    def __len__(self) -> int:
-        return len(self.rows) // self.frame_size
-
-    def read(self, start: int, stop: int) -> Array:
-        size = self.frame_size
-        rows = self.rows.read(start * size, min(stop, len(self)) * size)
-        return rows[size - 1 :: size] if self.last else rows.reshape(len(rows) // size, -1)
 
 
 class ConcatTable(Table):
@@ -130,50 +150,95 @@ def check_lengths(name: str, parts: Sequence[tuple[str, int]]) -> None:
             )
 
 
-def is_array(value: object) -> bool:
-    """Whether an object has `shape`, `dtype` and slices, as those of NumPy, torch and h5py do."""
-    if has_columns(value) or not has(value, "__getitem__"):
-        return False
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
-def is_table(value: object) -> bool:
-    """Whether an object is a table or a single column of one, or the path of a file."""
-    return isinstance(value, (str, Path)) or has_columns(value) or is_series(value)
-
-
-def is_rows(value: object) -> bool:
-    """Whether `as_rows` accepts an object: an array, a series, a table or the path of a file."""
-    return is_table(value) or is_array(value)
-
-
 def as_table(source: Any, delimiter: str | None = None, decimal: str | None = None) -> Table:
-    """The table of anything with named columns, see `tt.recording`."""
+    """The table of anything with named columns, see `tt.recording`.
+
+    Raises:
+        DataError: two columns of one name, no numeric array, or another kind of object.
+
+    Cost: the columns of a frame are its memory, or one copy where they have a stride or no Arrow
+    type. All others are read row by row as they are played.
+    """
     if isinstance(source, (str, Path)):
-        return formats.open_table(Path(source), delimiter=delimiter, decimal=decimal)
+        return open_table(Path(source), delimiter=delimiter, decimal=decimal)
     if delimiter is not None or decimal is not None:
         raise DataError(
             f"delimiter={delimiter!r}, decimal={decimal!r} belong to a CSV file, and the source is"
             f" a {type(source).__name__}; leave them out"
         )
-    path = f"the {type(source).__name__}"
+    path, items = f"the {type(source).__name__}", dict[Any, Any]()
     if isinstance(source, Table):
         return source
-    if is_table(source):
-        return open_object(path, source)
-    if is_array(source) and len(source.shape) == 2:
-        return MatrixColumns(path, as_file_array(source))
-    source = {"0": source} if is_array(source) else source
-    # scipy.io.loadmat adds '__header__' and the like
-    items = source.items() if isinstance(source, Mapping) else ()
-    arrays = {str(key): value for key, value in items if not str(key).startswith("__")}
-    if arrays and all(map(is_array, arrays.values())):
-        arrays = {key: as_file_array(value) for key, value in arrays.items()}
+    if is_any(source, (*_FRAMES, *_SERIES)):
+        from throughtime.stream.formats.arrow import arrow_columns
+
+        return arrow_columns(path, arrow_table(path, source))
+    if is_array(source):
+        if len(source.shape) == 2:
+            return MatrixColumns(path, as_file_array(source))
+        items = {"0": source}
+    elif has_columns(source):
+        items = arrays_of_xarray(source) if isinstance(source, Mapping) else arrays_of_zarr(source)
+    elif isinstance(source, Mapping):
+        # scipy.io.loadmat adds '__header__' and the like
+        items = {key: value for key, value in source.items() if not str(key).startswith("__")}
+    if items and all(map(is_array, items.values())):
+        arrays = {str(key): as_file_array(value) for key, value in items.items()}
         return ArraysFile(path, longest_arrays(path, arrays))
     raise DataError(
         f"tt.recording got a {type(source).__name__}, expected a path, a frame, a mapping of"
         " arrays, or an array (T, D); arrays need no names: tt.Stream((inputs, targets), ...)"
     )
+
+
+def arrow_table(what: str, value: Any) -> Any:
+    """A frame, series or Arrow object as a `pyarrow.Table`; a column without a name is `0`.
+
+    An index of time stamps is the first column of a frame of pandas.
+
+    Raises:
+        DataError: a column of pandas holds Python objects of several types.
+    """
+    import pyarrow as pa
+
+    if is_any(value, ["pandas.DataFrame", "pandas.Series"]):
+        frame = value.to_frame() if is_series(value) else value
+        try:
+            table: Any = pa.Table.from_pandas(frame, preserve_index=False)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise DataError(
+                f"{what}: {error}; convert the column, or leave it out: frame.drop(columns=[...])"
+            ) from error
+        index, name = value.index, str(value.index.name or "index")
+        if index.dtype.kind == "M" and name not in table.column_names and not is_series(value):
+            table = table.add_column(0, name, [pa.array(index)])
+    else:
+        arrow = value.to_arrow() if hasattr(type(value), "to_arrow") else value  # of polars
+        column = getattr(value, "name", "") or "0"
+        table = pa.table({column: arrow} if is_series(value) else arrow)
+    return table
+
+
+def as_file_array(value: Any, name: str = "the arrays") -> Any:
+    """The array of a tensor; any other array as it is.
+
+    Raises:
+        DataError: a type that NumPy does not know, or an array of an open file that cannot be read
+            in another process.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.dtype == torch.bfloat16:
+            raise DataError(
+                f"{name} are torch.bfloat16, which NumPy does not know; convert them:"
+                " tensor.float()"
+            )
+        return value.detach().cpu().numpy()
+    if is_any(value, ["h5py.Dataset", "netCDF4.Variable"]):
+        raise DataError(
+            f"{name} belong to an open file; give its path, and the names of the arrays in it:"
+            " tt.recording('data.h5', inputs=['group/x'], targets='group/y')"
+        )
+    return value
 
 
 def as_rows(value: Any, name: str, role: str) -> RowSource:
@@ -192,22 +257,18 @@ def as_rows(value: Any, name: str, role: str) -> RowSource:
     if isinstance(value, Table) or is_table(value):
         table = as_table(value)
         return ColumnRows(table, value_columns(table), flat=role != "inputs" or is_series(value))
-    if not is_array(value):
-        raise DataError(
-            f"recording '{name}': {role} are a {type(value).__name__}, expected an array, such as"
-            f" np.array({role}), a frame, or a path; collect a lazy frame"
-        )
-    array = as_file_array(value, f"recording '{name}': {role}")
+    array = as_file_array(value, f"recording '{name}': {role}") if is_array(value) else None
     dims: Any = getattr(value, "dims", ())
     # torch and others have types of their own, which are numbers
     dtype: Any = getattr(array, "dtype", None)
     is_number = getattr(dtype, "kind", "O") in "biuf" and dtype != np.longdouble
-    if not array.shape or not is_number or "time" in dims[1:]:
+    if array is None or not array.shape or not is_number or "time" in dims[1:]:
         raise DataError(
-            f"recording '{name}': {role} have shape {tuple(array.shape)}, type {dtype} and"
-            f" dimensions {listed(dims) or 'without names'}, expected numbers with one row per"
-            " step, time first; leave times out, map text to integers, take one field of records,"
-            " and pass several recordings as a list"
+            f"recording '{name}': {role} are a {type(value).__name__} of shape"
+            f" {getattr(value, 'shape', None)} and type {dtype}, expected an array of numbers with"
+            " one row per step, time first, a frame, or a path; leave times out, map text to"
+            " integers, take one field of records, collect a lazy frame, and pass several"
+            " recordings as a list"
         )
     return ArrayRows(role, array)
 

@@ -1,8 +1,7 @@
 """What a stream plays: whatever a user has, as recordings.
 
-Two kinds of objects hold steps. An *array* has `shape`, `dtype` and slices of rows (NumPy, torch,
-Zarr, xarray, Dask). A *table* has named columns (a file, a frame, an Arrow table, a group of
-arrays). All else is made of them: pairs, mappings, lists, folders.
+Arrays and tables hold steps, see `rows.py`. All else is made of them: pairs, mappings, lists,
+folders.
 
 Shapes: `T` steps, `D` input features, `C` target columns, `S` static features, `N` recordings.
 """
@@ -14,20 +13,18 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch.utils.data import DataLoader
 
-from throughtime.errors import DataError, did_you_mean, listed
+from throughtime.errors import DataError, check_whole, did_you_mean, listed
 from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.objects import has_columns, is_series
 from throughtime.stream.formats.table import RowSource, Table
-from throughtime.stream.layout import Intervals, Label, Layout, Targets, as_static, lay_out
+from throughtime.stream.layout import Labels, Layout, Targets, as_static, lay_out
 from throughtime.stream.manifest import find_recordings, is_folder, is_manifest
 from throughtime.stream.recording import Part, Recording
-from throughtime.stream.rows import as_rows, as_table, is_array, is_rows
+from throughtime.stream.rows import as_rows, as_table, has_columns, is_array, is_rows, is_series
 from throughtime.stream.targets import horizons, shift_targets, with_classes
 
 Recordings: TypeAlias = Any
 """Whatever `as_recordings` accepts."""
-_SETTINGS = ("target_every", "target_at", "ahead", "allow_target_as_input")
-_KEYS = ("inputs", "targets", "intervals", *_SETTINGS, "static", "name")
+_KEYS = ("inputs", "targets", "intervals", "ahead", "allow_target_as_input", "static", "name")
 
 
 def as_recordings(data: Recordings) -> list[Recording]:
@@ -44,11 +41,9 @@ def as_recordings(data: Recordings) -> list[Recording]:
             `inputs`: `(T, D)` or `(T,)`: an array, a table, the path of a file, or a list of them,
             side by side;
             `targets`: `(T,)` or `(T, C)`, one for each step; a single number, for the whole
-            recording; with `target_every`, one for every so many steps;
+            recording, that of its last step;
             `intervals`: instead of targets, `(starts, stops, labels)` in steps, or a file with
             these columns, in order and without overlap;
-            `target_at`: "all" steps of such a span carry its label, or only the "last"; default:
-            all of an interval, the last of others;
             `ahead`: the target of a step is that of so many steps later, of an input or another
             column; the last steps have none;
             `allow_target_as_input`: whether an input may be the target of the same step;
@@ -220,8 +215,7 @@ def windows(recordings: Recordings, length: int) -> list[Part]:
         >>> [len(window) for window in tt.windows(np.zeros((250, 3)), 100)]
         [100, 100, 50]
     """
-    if length < 1:
-        raise DataError(f"windows of {length} steps: expected at least 1")
+    length = check_whole("length", length, 1, DataError)
     return [
         Part(r, start, min(start + length, len(r)))
         for r in as_recordings(recordings)
@@ -311,21 +305,19 @@ def _from_mapping(source: Mapping[str, Any], name: str) -> Recording:
             f" per step{hint}; several recordings are a list: list(data.values())"
         )
     targets = _targets(values, name)
-    settings: dict[str, Any] = {key: values[key] for key in _SETTINGS if key in values}
-    if settings and targets is None:
-        raise DataError(
-            f"recording '{name}' has '{min(settings)}' and no targets that it could belong to"
-        )
-    settings["ahead"] = horizons(values.get("ahead", 0))
+    ahead = values.get("ahead", 0)
     result = lay_out(
         name,
         as_rows(values["inputs"], name, "inputs"),
-        Layout(**settings),
+        Layout(
+            ahead=horizons(ahead),
+            allow_target_as_input=values.get("allow_target_as_input", False),
+        ),
         targets,
         static=as_static(values["static"], name) if "static" in values else None,
         series={key: as_rows(value, name, f"series '{key}'") for key, value in series.items()},
     )
-    return shift_targets(result, values.get("ahead", 0))
+    return shift_targets(result, ahead)
 
 
 def _targets(values: Mapping[str, Any], name: str) -> Targets | None:
@@ -336,12 +328,13 @@ def _targets(values: Mapping[str, Any], name: str) -> Targets | None:
             return None
         is_scalar = np.isscalar(value) and not isinstance(value, str)
         if is_scalar or getattr(value, "shape", None) == ():
-            return Label("the mapping", value)
+            return Labels("the mapping", [value])
         return as_rows(value, name, "targets")
     if value is None and isinstance(intervals, (str, Path)):
-        return Intervals.of(as_table(intervals))
+        return Labels.of(as_table(intervals))
     if value is None and isinstance(intervals, (list, tuple)) and len(intervals) == 3:
-        return Intervals("the mapping", *intervals)
+        starts, stops, labels = intervals
+        return Labels("the mapping", labels, starts, stops)
     raise DataError(
         f"recording '{name}': intervals are a {type(intervals).__name__}, expected (starts, stops,"
         " labels), or a path, and no targets beside them"

@@ -9,27 +9,18 @@ import random
 import time
 import weakref
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Never
 
 import torch
 from torch import distributed
 
-from throughtime._device import SideStream, is_accelerator
 from throughtime.chunk import Chunk, Placement, join
 from throughtime.errors import DataError, check_whole
 from throughtime.state import State
-from throughtime.stream._collate import (
-    DTYPES,
-    Block,
-    Collator,
-    ReadRequest,
-    Workers,
-    map_in_thread,
-)
-from throughtime.stream.lanes import LaneSchedule, check_offset
-from throughtime.stream.recording import Recording, check_standardise, sample_checksum, standardised
+from throughtime.stream._collate import DTYPES, Collator
+from throughtime.stream.lanes import LaneSchedule
+from throughtime.stream.recording import check_standardise, sample_checksum, standardised
 from throughtime.stream.sources import Recordings, as_recordings
 
 BLOCK_LANE_STEPS = 16_384  # read at once, unless a single chunk has more
@@ -93,8 +84,6 @@ class Stream:
             int64 (token indices). Integer targets are int64, unless a loss of torch takes floats.
         missing: `"error"` refuses inputs that are NaN or infinite; `"mask"` sets them to 0 and
             masks their step.
-        offset: leaves out a random number of first steps of each recording, below this, drawn for
-            each epoch (but never more than half of it), so that the edges of chunks and parts move.
         hand_off: each part of a recording that is cut continues from the state in which the part
             before it ended the last epoch; `tt.updates` passes it on. The first epoch starts from
             the initial state. All parts of a recording but the last are equally long.
@@ -103,7 +92,6 @@ class Stream:
             each, as they arrive, and anew where a recording is cut. The net does it, and is saved
             and exported with it: put `tt.nn.Standardise.of(stream)` before its first layer, or
             `tt.updates` refuses the net.
-        workers: 0 reads when needed; "thread" prefetches in a thread. No number changes.
         rank: of this process, with `ranks`; default: that of `torch.distributed`.
         ranks: how many there are; 1 plays everything in this process.
 
@@ -111,9 +99,6 @@ class Stream:
         epoch: epochs finished so far.
         position: steps of every lane played in this epoch.
         wait_seconds: seconds spent waiting for data so far.
-        masked: steps masked because their inputs were not finite (`missing="mask"`), in all blocks
-            that were read so far.
-        missing_targets: steps masked because their target was NaN or -100, likewise.
 
     A floating target that is NaN, or an integer one that is -100, means that the step has no
     target: it is masked.
@@ -144,17 +129,14 @@ class Stream:
         warm_up: int = 0,
         dtype: torch.dtype | None = None,
         missing: Literal["error", "mask"] = "error",
-        offset: int = 0,
         hand_off: bool = False,
         standardise: str | None = None,
-        workers: Workers = 0,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
         lanes = check_whole("lanes", lanes, 1, DataError)
         chunk = check_whole("chunk", chunk, 1, DataError)
         warm_up = check_whole("warm_up", warm_up, 0, DataError)
-        offset = check_whole("offset", offset, 0, DataError)
         if missing not in ("error", "mask"):
             raise DataError(f"missing={missing!r}: expected 'error' or 'mask'")
         if dtype is not None and dtype not in DTYPES:
@@ -162,15 +144,15 @@ class Stream:
                 f"dtype={dtype}: expected one of {', '.join(map(str, DTYPES))}; for lower precision"
                 " use torch.autocast"
             )
-        self.recordings: tuple[Recording, ...] = tuple(as_recordings(recordings))
+        self.recordings = tuple(as_recordings(recordings))
         check_standardise(standardise, self.recordings, missing)
         self.standardise = standardise
         if standardise == "recording":
             self.recordings = tuple(map(standardised, self.recordings))
         self.lengths = tuple(len(recording) for recording in self.recordings)
         self.lanes, self.chunk, self.seed = lanes, chunk, seed
-        self.offset, self.hand_off = offset, hand_off
-        self.missing: Literal["error", "mask"] = missing
+        self.hand_off = hand_off
+        self.missing = missing
         self._requested_shard = rank, ranks
         self._shard = Shard.of(rank, ranks)
         if 0 in self.lengths:
@@ -179,36 +161,24 @@ class Stream:
                 f"recording '{name}' is empty; leave it out: a recording needs at least one step"
             )
         self._collator = Collator(self.recordings, lanes, dtype, warm_up, missing == "mask")
-        if workers not in (0, "thread"):
-            raise DataError(
-                f"workers={workers!r}: expected 0, or 'thread' to read the next blocks in a thread"
-            )
-        self.workers: Workers = workers
         self.wait_seconds = 0.0
         self._entering: tuple[weakref.ref[object], int, State] | None = None
         self._placement: Placement | None = None
         self._sums = dict[str, str]()
         self._begin(0)
         self._resumed = False
-        self.masked = self.missing_targets = self._generation = 0
+        self._generation = 0
 
     def _begin(self, epoch: int, *, handed_off: bool = False) -> None:
-        played = self.lanes * self._shard.ranks
-        check_offset(self.offset, self.lengths, played, self.seed, hand_off=self.hand_off)
         self.epoch, self.position = epoch, 0
-        self._block: Block | None = None
-        self._coming: tuple[int, Iterator[Block]] | None = None  # and the step of the next one
-        self._ahead: tuple[Block, SideStream] | None = None
-        order, offsets, most = None, None, self.offset
+        self._block: tuple[range, Chunk] | None = None  # the steps that were read last
+        order = None
         if self.seed is not None:
             order = random.Random(f"{self.seed}:{epoch}")  # noqa: S311  an order, not a secret
-            if most:
-                offsets = [order.randrange(min(most, n // 2 + 1)) for n in self.lengths]
         self._schedule = LaneSchedule.plan(
             self.lengths,
             self.lanes,
             order,
-            offsets=offsets,
             rank=self._shard.rank,
             ranks=self._shard.ranks,
             handed_off=handed_off,
@@ -222,7 +192,7 @@ class Stream:
     def _place(self, placement: Placement | None) -> None:
         """Give chunks of this placement from now on; None: as they are read."""
         if placement != self._placement:
-            self._placement, self._block, self._ahead = placement, None, None
+            self._placement, self._block = placement, None
 
     def _hand_over(self, state: State, net: object) -> None:
         """Store the states with which this net enters the coming epoch, lane by lane."""
@@ -246,20 +216,15 @@ class Stream:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy is another stream, and its net another net
-        return {**self.__dict__, "_entering": None, "_ahead": None, "_coming": None}
+        return {**self.__dict__, "_entering": None}
 
     @property
     def steps(self) -> int:
         """Steps of the longest lane in this epoch.
 
-        Of `steps * lanes` lane steps, `idle_steps` have nothing to play.
+        Other lanes have nothing left to play in the last of them.
         """
         return self._schedule.steps
-
-    @property
-    def idle_steps(self) -> int:
-        """Lane steps of this epoch in which a lane has nothing left to play."""
-        return self._schedule.idle_steps
 
     def __len__(self) -> int:
         """Chunks in this epoch."""
@@ -322,10 +287,10 @@ class Stream:
             return None
         stop, position, parts = min(self.position + steps, end), self.position, list[Chunk]()
         while position < stop:
-            block = self._read_block(position)
-            first, last = position - block.start, min(stop, block.stop) - block.start
-            parts.append(block.chunk._cut(first, last))
-            position = block.stop
+            steps_read, block = self._read_block(position)
+            first, last = steps_read.start, min(stop, steps_read.stop)
+            parts.append(block._cut(position - first, last - first))
+            position = last
         self.position = stop  # after an error the position is as before
         return join(parts)
 
@@ -338,84 +303,27 @@ class Stream:
         resets = self._schedule.common_resets
         return resets[min(bisect_right(resets, self.position), len(resets) - 1)] - self.position
 
-    def _read_block(self, position: int) -> Block:
-        """Read the block around a step: several chunks where they are small.
+    def _read_block(self, position: int) -> tuple[range, Chunk]:
+        """Read the steps around one of them: several chunks where they are small.
 
         Cutting a chunk from a block costs a tenth of reading it. Blocks depend on the position
         alone, not on where the stream was resumed or how much is taken at a time: a chunk is
         aligned in memory the same way each time, and kernels round it alike.
         """
-        block, ahead = self._block, self._ahead
-        if block is not None and block.start <= position < block.stop:
-            return block
-        start = position // self._block_steps * self._block_steps
-        self._block = self._ahead = None  # after an error neither is left
-        if ahead is not None and ahead[0].start == start:
-            self._block, copies = ahead
-            chunk = self._block.chunk
-            tensors = [chunk._inputs, chunk._targets, *chunk._series.values()]
-            copies.join(tensor for tensor in tensors if tensor is not None)
-        else:
-            self._block = self._next_block(start)
-        self.masked += self._block.masked
-        self.missing_targets += self._block.missing_targets
+        if self._block is None or position not in self._block[0]:
+            fits = BLOCK_LANE_STEPS // self.lanes
+            size = max(1, fits // self.chunk * self.chunk or min(self.chunk, 8 * fits))
+            start = position // size * size
+            self._block = None  # after an error too
+            self._block = range(start, start + size), self.read(start, start + size)
         return self._block
-
-    @property
-    def _block_steps(self) -> int:
-        fits = BLOCK_LANE_STEPS // self.lanes
-        return max(1, fits // self.chunk * self.chunk or min(self.chunk, 8 * fits))
-
-    def _next_block(self, start: int) -> Block:
-        """Read the block that begins at a step; those after it will probably follow."""
-        coming, self._coming = self._coming, None  # after an error it begins anew
-        if coming is None or coming[0] != start:
-            # not self: a request to come must not keep the stream alive
-            schedule, size = self._schedule, self._block_steps
-            requests = (
-                ReadRequest.of(schedule, begin, begin + size)
-                for begin in range(start, schedule.steps, size)
-            )
-            read = self._collator.read
-            coming = start, (map_in_thread if self.workers else map)(read, requests)
-        with self._waiting():
-            block = next(coming[1])
-        self._coming = block.stop, coming[1]
-        return block._replace(chunk=self._placed(block.chunk))
-
-    def _placed(self, chunk: Chunk) -> Chunk:
-        return chunk if self._placement is None else chunk.convert(self._placement)
-
-    @contextmanager
-    def _waiting(self) -> Generator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_seconds += time.perf_counter() - began
-
-    def _read_ahead(self, steps: int) -> None:
-        """Read the block after the present one and send it, if the next steps reach into it.
-
-        Called where the host would wait for the device, which still computes the last chunk. The
-        block has buffers of its own there.
-        """
-        placement, block = self._placement, self._block
-        if placement is None or block is None or not is_accelerator(placement.device):
-            return
-        if self._ahead is None and block.stop < min(self.position + steps, self.steps):
-            copies = SideStream(placement.device)
-            try:
-                with copies.copies():
-                    self._ahead = self._next_block(block.stop), copies
-            except Exception:  # noqa: BLE001  # raised when the block is needed
-                self._ahead = None
 
     def read(self, start: int, stop: int) -> Chunk:
         """The steps `start` to before `stop` of this epoch; the position does not change."""
-        with self._waiting():
-            block = self._collator.read(ReadRequest.of(self._schedule, start, stop))
-        return self._placed(block.chunk)
+        began = time.perf_counter()
+        chunk = self._collator.read(self._schedule, start, min(stop, self.steps))
+        self.wait_seconds += time.perf_counter() - began
+        return chunk if self._placement is None else chunk.convert(self._placement)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the stream, as plain values.
@@ -464,14 +372,13 @@ class Stream:
         names = "\n".join(
             f"{r.name}\t{n}" for r, n in zip(self.recordings, self.lengths, strict=True)
         )
-        settings = ("lanes", "seed", "offset", "hand_off", "missing", "standardise")
+        settings = ("lanes", "seed", "hand_off", "missing", "standardise")
         return {
             **{name: getattr(self, name) for name in settings},
             **self._shard._asdict(),
             "warm_up": self._collator.warm_up,
             "dtype": str(self._collator.dtype),
             "recordings": len(self.recordings),
-            "total_steps": sum(self.lengths),
             "names_and_lengths": hashlib.sha256(names.encode()).hexdigest()[:16],
             **self._checksums(),
         }
@@ -481,14 +388,13 @@ class Stream:
 
         None within a read, as in the handler of a signal: an open file has one position.
         """
-        with self._collator.lock.exclusive() as free:
-            if not self._sums and free:
-                chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
-                blocks = _BLOCKS // len(chosen)
-                self._sums = {
-                    f"checksum of recording {i} ('{r.name}')": sample_checksum(r, blocks)
-                    for i, r in chosen
-                }
+        if not (self._sums or self._collator.reading):
+            chosen = [*enumerate(self.recordings)][:: -(-len(self.recordings) // _SAMPLED)]
+            blocks = _BLOCKS // len(chosen)
+            self._sums = {
+                f"checksum of recording {i} ('{r.name}')": sample_checksum(r, blocks)
+                for i, r in chosen
+            }
         return self._sums
 
     def __getitem__(self, index: object) -> Never:
@@ -497,8 +403,8 @@ class Stream:
             "a Stream is not indexed: its chunks follow one another, and a DataLoader, a shuffling"
             " or a distributed sampler, or Accelerate's prepare would tear its lanes apart. Iterate"
             " the stream itself, for chunk in stream, or give it to tt.updates: it draws the order"
-            " of the recordings anew each epoch, reads ahead with workers=..., and plays on each"
-            " rank of torch.distributed its own"
+            " of the recordings anew each epoch, and plays on each rank of torch.distributed its"
+            " own"
         )
 
 

@@ -1,8 +1,6 @@
 """The target of each step: by name, of a span of steps, or of a later step.
 
-Targets at a lower rate than the signal are labels of *spans*: one for every so many steps, or for
-intervals of them. Every step of a span carries its label (`target_at="all"`), or only the last one
-does (`target_at="last"`), where the net has read all of the span. Names of classes are read as
+Labels of intervals belong to every step of them. Names of classes are read as
 indices: the class at index `i` is `classes[i]`. For a forecast the target of step `t` is that of
 step `t + n`; shift a recording after it is cut into splits, so that no target of one split is read
 in another.
@@ -13,27 +11,18 @@ Shapes: `n` steps read, `T` steps of the recording, `C` target columns, `F` late
 """
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from throughtime.errors import DataError, check_whole, listed
-from throughtime.stream.formats.arrays import ArrayRows
-from throughtime.stream.formats.table import Array, RowSource, is_number
-from throughtime.stream.recording import (
-    Recording,
-    RecordingView,
-    StepArrays,
-    step_times,
-)
+from throughtime.stream.formats.table import Array, is_number
+from throughtime.stream.recording import Recording, RecordingView, StepArrays
 
-At: TypeAlias = Literal["all", "last"]
 IGNORE_INDEX = -100  # torch.nn.CrossEntropyLoss's ignore_index
-_RECENT = 1000  # steps whose spacing goes on
 
 
 def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
@@ -43,99 +32,60 @@ def missing_like(shape: tuple[int, ...], sample: Array) -> Array:
     return np.full(shape, fill, np.int64 if fill == IGNORE_INDEX else sample.dtype)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SpanLabels:
-    """A label for each span `[start, stop)` of steps, in order, without overlap.
+    """A label for each interval `[start, stop)` of steps, in order, without overlap.
 
-    Steps between spans have no label, or that of the background. `lost` is the number of intervals
-    that were shorter than a step.
+    Steps between them have none. `stops` has a last 0, for the steps before the first interval.
     """
 
-    starts: Sequence[int] | Array
-    stops: Sequence[int] | Array
-    labels: RowSource
+    source: str
+    starts: Array
+    stops: Array
+    labels: Array
     steps: int
-    at: At
-    background: str | None = None
-    lost: int = 0
-
-    @property
-    def source(self) -> str:
-        return self.labels.source
 
     def __len__(self) -> int:
         return self.steps
 
     def read(self, start: int, stop: int) -> Array:
-        stop = min(stop, self.steps)
-        first = max(0, bisect_right(self.starts, start) - 1)
-        last = bisect_left(self.starts, stop)
-        labels, step = self.labels.read(first, last), np.arange(start, stop)
-        owner = np.searchsorted(np.asarray(self.starts[first:last]), step, side="right") - 1
-        stops = np.minimum(self.stops[first:last], self.steps)
-        left = np.append(stops, start)[owner] - step  # steps to the end of its span; 0 outside
-        chosen = left > 0 if self.at == "all" else left == 1
-        result = missing_like((len(step), *labels.shape[1:]), labels)
-        result[chosen] = labels[owner[chosen]]
-        return result if self.background is None else np.where(left > 0, result, self.background)
-
-
-def periodic_labels(
-    name: str, labels: RowSource, count: Any, rows: int, at: At, frame_size: int = 1
-) -> SpanLabels:
-    """Checked labels for every `count` rows, of which `frame_size` form one step.
-
-    Raises:
-        DataError: the number of labels does not fit that of the rows.
-    """
-    count = check_whole(f"recording '{name}': target_every", count, 1, DataError)
-    expected = -(-rows // count)
-    if len(labels) != expected:
-        raise DataError(
-            f"recording '{name}': {labels.source} has {len(labels)} labels, one for every {count}"
-            f" of {rows} steps, expected {expected}"
-        )
-    every, steps = count // frame_size, rows // frame_size
-    starts, stops = range(0, steps, every), range(every, steps + every, every)
-    return SpanLabels(starts, stops, labels, steps, at)
+        step = np.arange(start, min(stop, self.steps))
+        owner = np.searchsorted(self.starts, step, side="right") - 1
+        inside = step < self.stops[owner]
+        result = missing_like((len(step), *self.labels.shape[1:]), self.labels)
+        result[inside] = self.labels[owner[inside]]
+        return result
 
 
 def interval_labels(
-    name: str, starts: Any, stops: Any, labels: RowSource, rows: int, at: At, frame_size: int = 1
+    name: str, source: str, starts: Any, stops: Any, labels: Array, steps: int
 ) -> SpanLabels:
-    """Checked intervals of rows, of which `frame_size` form one step.
+    """The labels of checked intervals of a recording of so many steps.
 
     Raises:
         DataError: they are out of order, overlap, leave the recording, or are no whole numbers; the
             message names the first.
     """
-    sizes = [np.size(starts), np.size(stops), len(labels)]
-    what = f"recording '{name}': intervals in {labels.source}"
-    if len({*sizes}) > 1:
+    sizes, what = [*map(np.size, (starts, stops))], f"recording '{name}': intervals in {source}"
+    if {*sizes} != {len(labels)}:
         raise DataError(
-            f"{what} have {sizes[0]} starts, {sizes[1]} stops, {sizes[2]} labels; expected one each"
+            f"{what} have {sizes[0]} starts, {sizes[1]} stops, {len(labels)} labels; expected one"
+            " each"
         )
-    edges = np.stack([np.ravel(starts), np.ravel(stops)])
-    if len(labels) and (
-        edges.dtype.kind not in "iuf" or not (np.isfinite(edges) & (edges == np.floor(edges))).all()
-    ):
+    begin, end = edges = np.stack([np.ravel(starts), np.ravel(stops)])
+    if edges.dtype.kind not in "iuf" or (edges != np.floor(edges)).any():
         raise DataError(f"{what} have {edges.dtype} edges, expected whole steps, such as 1200")
-    begin, end = edges = edges.astype(np.int64)
     before = np.append(0, end[:-1])
     for wrong, fault in (
-        ((begin < 0) | (end > rows), f"leaves the recording of {rows} steps"),
+        ((begin < 0) | (end > steps), f"leaves the recording of {steps} steps"),
         (begin >= end, "stops before it has a step; a stop is after its start"),
         (begin < before, "begins before the end of the one before it; sort, cut or join them"),
     ):
         if wrong.any():
             i = int(wrong.argmax())
-            raise DataError(f"{what}: number {i}, {begin[i]} to {end[i]}, {fault}")
-    begin, end = edges // frame_size
-    kept = np.flatnonzero(begin < end)
-    lost = len(begin) - len(kept)
-    if lost:
-        labels = ArrayRows(labels.source, labels.read(0, len(begin))[kept])
-    return SpanLabels(begin[kept], end[kept], labels, rows // frame_size, at, lost=lost)
+            raise DataError(f"{what}: number {i}, {begin[i]:.0f} to {end[i]:.0f}, {fault}")
+    begin, end = edges.astype(np.int64)
+    return SpanLabels(source, begin, np.append(end, 0), labels, steps)
 
 
 def class_name(value: object) -> str:
@@ -197,8 +147,6 @@ class ClassRecording(RecordingView[Recording]):
             targets = np.array([class_name(value) for value in targets], np.str_)
         values, inverse = np.unique(targets, return_inverse=True)
         index = {name: i for i, name in enumerate(self.classes)} | {"": IGNORE_INDEX}
-        if {*self.classes} == {"False", "True"}:  # tables have them as numbers
-            index |= {"0": index["False"], "1": index["True"]}
         codes = np.array([index.get(name, -1) for name in map(class_name, values)], np.int64)
         if (codes == -1).any():
             wrong = values[codes == -1][0]
@@ -307,26 +255,3 @@ def shift_targets(recording: Recording, steps: Any) -> Recording:
             f" {count} steps later; leave it out, or take a smaller one"
         )
     return ForecastRecording(recording, tuple(counts)) if count else recording
-
-
-def later_times(recording: Recording, start: int, stop: int, steps: int) -> Array | None:
-    """The time stamps of the steps `steps` after each of `start` to before `stop`.
-
-    Beyond the end of the recording they go on by the median of its last spacings.
-
-    Returns:
-        `datetime64[ns]` `(stop - start,)`; `None` if the recording has no time stamps.
-    """
-    end = len(recording)
-    recent = step_times(recording, max(0, end - _RECENT), end)
-    if recent is None:
-        return None
-    first, last = start + steps, stop + steps
-    known = recent[:0] if first >= end else step_times(recording, first, min(last, end))
-    rows = np.flatnonzero(~np.isnat(recent))
-    after = np.arange(max(first, end), last) - end + len(recent)
-    future = np.full(len(after), np.datetime64("NaT"), recent.dtype)
-    if len(rows) > 1:
-        spacings = np.sort(np.diff(recent[rows]) // np.diff(rows))
-        future = recent[rows[-1]] + (after - rows[-1]) * spacings[len(spacings) // 2]
-    return future if known is None else np.concatenate([known, future])

@@ -4,7 +4,6 @@ Opening reads the names and shapes; the longest arrays are the columns. Shorter 
 of channels), coordinates and arrays of more than two dimensions are no columns.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +188,7 @@ def open_zarr(path: Path) -> ArraysFile:
         root: Any = zarr.open(path, mode="r")
         arrays = {"0": root} if isinstance(root, zarr.Array) else arrays_of_zarr(root)
     table = ArraysFile(path, longest_arrays(path, arrays))
-    names = (".zgroup", ".zarray", ".zmetadata", "zarr.json")  # of the group and of its own arrays
-    table.files = tuple(file for name in names for file in path.glob(f"**/{name}"))
+    table.files = tuple(file for name in (".zarray", "zarr.json") for file in path.rglob(name))
     return table
 
 
@@ -222,8 +220,8 @@ def open_netcdf(path: Path) -> ArraysFile:
     """netCDF, by netCDF4: every variable `(time,)` or `(time, features)` of numbers is a column.
 
     Packed values are unpacked; those that netCDF4 masks are NaN, so integers are float64. Time is
-    the first dimension of the longest variable; coordinates are no columns, but
-    time stamps.
+    the first dimension of the longest variable; coordinates and times are no columns: xarray reads
+    them, `tt.recording(xarray.open_dataset(path))`.
 
     Raises:
         MissingExtraError: netCDF4 is not installed, or SciPy for a classic file.
@@ -243,35 +241,18 @@ def open_netcdf(path: Path) -> ArraysFile:
     with unreadable(f"{path}: not a readable netCDF file"):
         data = netcdf.Dataset(path, keepweakref=True)  # no cycle would keep it open
         arrays = arrays_of_netcdf(data)
-        for name, variable in data.variables.items():
-            if " since " in str(getattr(variable, "units", "")) and variable.ndim == 1:
-                arrays[name] = TimeVariable(variable)
     return ArraysFile(path, longest_arrays(path, arrays), data)
 
 
-class TimeVariable:
-    """A netCDF variable of times, in a unit since a date of a calendar (CF conventions, 4.4)."""
-
-    dtype = np.dtype("M8[ns]")
-
-    def __init__(self, variable: Any) -> None:
-        self.shape, self._variable = variable.shape, variable
-
-    def __getitem__(self, rows: slice, /) -> Array:
-        calendar = getattr(self._variable, "calendar", "standard")
-        cftime = importlib.import_module("cftime")  # which netCDF4 needs
-        dates = np.ma.ravel(cftime.num2date(self._variable[rows], self._variable.units, calendar))
-        texts = ["NaT" if date is np.ma.masked else date.isoformat() for date in dates]
-        return np.array(texts, self.dtype)
-
-
 def arrays_of_netcdf(group: Any) -> dict[str, FileArray]:
-    """The variables of an open group that are no coordinates."""
+    """The variables of an open group that are no coordinates, and no times."""
     variables: dict[str, Any] = group.variables
     listed = " ".join(str(getattr(variable, "coordinates", "")) for variable in variables.values())
     coordinates = {*group.dimensions, *listed.split()}
     return {
         name: variable
         for name, variable in variables.items()
-        if isinstance(variable.dtype, np.dtype) and name not in coordinates
+        if isinstance(variable.dtype, np.dtype)
+        and name not in coordinates
+        and " since " not in str(getattr(variable, "units", ""))
     }

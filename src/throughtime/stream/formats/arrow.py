@@ -9,7 +9,6 @@ process write while the others wait for its file.
 
 import hashlib
 import json
-import logging
 import os
 import re
 import zlib
@@ -24,7 +23,7 @@ import pyarrow as pa
 
 from throughtime.errors import DataError, listed
 from throughtime.files import exclusive, sync, user_folder
-from throughtime.stream.formats.table import Array, DamagedError, FileStamp, Table, unreadable
+from throughtime.stream.formats.table import Array, DamagedError, Table, unreadable
 from throughtime.stream.formats.times import nanoseconds
 
 VERSION = 11  # of what is stored: older files are converted again
@@ -37,7 +36,6 @@ _KNOWN = {*_CASTS, "int", "uint", "halffloat", "float", "double"}
 _INDEX = re.compile(r"__index_level_\d+__")  # pandas stores the numbers of rows so
 _SAMPLES, _SAMPLE = 16, 4096  # blocks of a source that are hashed, and their bytes
 _checked: dict[str, set[int]] = {}  # the parts of each cached file that this process has checked
-_log = logging.getLogger("throughtime")
 
 
 Batches: TypeAlias = tuple[Any, Iterable[Any], dict[str, str]]
@@ -137,25 +135,17 @@ def _nullable(rows: Any) -> list[str]:
 
 
 def open_arrow(path: Path) -> Table:
-    """An Arrow file (`.arrow`, `.feather` version 2) or stream, converted once, see `converted`.
+    """An Arrow file (`.arrow`, `.feather` version 2), converted once, see `converted`.
 
     Raises:
-        DataError: the file is neither, or cut short.
+        DataError: the file is none, such as a stream, or cut short.
     """
 
     def batches() -> Batches:
-        with unreadable(f"{path}: not a readable Arrow file"):
-            file: Any = pa.OSFile(str(path))
-            if file.read(6) == b"ARROW1":
-                reader: Any = pa.ipc.open_file(file)
-                numbers = range(reader.num_record_batches)
-                return reader.schema, map(reader.get_batch, numbers), {}
-            file.seek(file.size() - 8)
-            if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
-                raise DataError(f"{path}: the stream has no end; the file is cut short")
-            file.seek(0)
-            stream = pa.ipc.open_stream(file)
-            return stream.schema, stream, {}
+        hint = "cut short, or a stream? Read it with pyarrow.ipc.open_stream, and pass the table"
+        with unreadable(f"{path}: not a readable Arrow file", hint):
+            reader: Any = pa.ipc.open_file(pa.OSFile(str(path)))
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches)), {}
 
     return converted(path, batches)
 
@@ -219,11 +209,11 @@ def _convert(path: Path, cached: Path, source: Callable[[], Batches]) -> ArrowFi
     temporary = cached.with_suffix(".tmp")
     with exclusive(cached.with_suffix(".lock"), wait=True):
         while (file := _open(path, cached)) is None:
-            stamp, before = FileStamp.of(path), fingerprint(path)
-            _log.info("converting %s, %.0f MB, once", path, stamp.size / 1e6)
+            before = fingerprint(path)
             try:
                 _write(path, source(), temporary, before)
-                stamp.check()
+                if fingerprint(path) != before:
+                    raise DataError(f"{path}: changed while it was read; do not write to it")
                 temporary.replace(cached)
             finally:
                 temporary.unlink(missing_ok=True)

@@ -61,7 +61,7 @@ def open_csv(path: Path, delimiter: str | None = None, decimal: str | None = Non
             with more or fewer fields, an open quote, a NUL, or bytes of another encoding; the
             message names the line.
     """
-    delimiter = "\t" if delimiter in ("tab", "\\t") else delimiter
+    delimiter = "\t" if delimiter == "tab" else delimiter
     if delimiter not in (None, *",;\t|:") or decimal not in (None, *".,"):
         raise ConfigError(
             f"delimiter {delimiter!r}, decimal mark {decimal!r}: expected , ; : | or tab, and a"
@@ -110,13 +110,13 @@ class CsvFile:
         Raises:
             DataError: names are missing or double, or the record may be either.
         """
-        first, second = ([*map(self._kind_of, row)] for row in (*rows[:2], rows[0])[:2])
+        top, below = (*rows[:2], rows[0])[:2]
+        first, second = ([*map(self._kind_of, row)] for row in (top, below))
         like = all(a == b or MISSED in (a, b) for a, b in zip(first, second, strict=False))
-        values, names = {*first} - {MISSED}, tuple(name.strip() for name in rows[0])
+        values, names = {*first} - {MISSED}, tuple(map(str.strip, top))
         distinct = "" not in names and len({*names}) == len(names)
         # as pandas names columns, or years above decimals
         counts = len(names) > 2 and [*map(str, range(len(names)))] == [*names]
-        below = (*rows[1:2], rows[0])[0]
         decimals = like and not any(field.strip().lstrip("+-").isdecimal() for field in below)
         whole = distinct and all(map(str.isdecimal, names)) and (counts or decimals)
         if TEXT not in values and values and (like or values == {NUMBER}) and not whole:
@@ -143,8 +143,7 @@ class CsvFile:
             try:
                 for line, text in enumerate(file, 1):
                     if "\0" in text:
-                        hint = "if it is UTF-16 without its mark, save it as UTF-8"
-                        raise self._fault(f"line {line}: holds a NUL byte; {hint}")
+                        raise self._fault(f"line {line} holds a NUL byte, as UTF-16 does")
                     yield text
             except UnicodeDecodeError as error:
                 line += 1 + error.object[: error.start].count(b"\n")
@@ -229,7 +228,7 @@ class CsvFile:
         """What a column holds, by its first fields."""
         fields = (text.as_py() for text in texts)
         first = next((field for field in fields if field.strip() not in MISSING), "0")
-        if any(is_number(first, mark) for mark in (self.decimal, ".", ",")):
+        if is_number(first) or is_number(first, ","):
             return NUMBER
         filled = _filled(texts).drop_null()
         if {*compute.unique(compute.utf8_lower(filled)).to_pylist()} <= {"true", "false"}:
@@ -293,9 +292,9 @@ def _filled(texts: Any) -> Any:
 def _detect_delimiter(lines: Sequence[str], marks: str) -> tuple[str, list[Any]]:
     """The delimiter of a file by its first lines, and the first records.
 
-    It is that by which most records have the same number of fields, above one. Of several, a comma
-    is the last: it may be a decimal mark. A single column is read with a comma, so that a line
-    with one is too long.
+    It is that by which most records have the same number of fields, above one; of several, that by
+    which more fields are numbers, then the comma last. A single column is read with a comma, so
+    that a line with one is too long.
     """
     results = list[Any]()
     for mark in marks or ";\t|,":
@@ -303,7 +302,9 @@ def _detect_delimiter(lines: Sequence[str], marks: str) -> tuple[str, list[Any]]
         with contextlib.suppress(csv.Error):  # which the conversion reports
             rows.extend(islice(filter(None, csv.reader(lines, delimiter=mark)), _RECORDS))
         [(width, count), *_] = Counter(map(len, rows)).most_common(1) or [(0, 0)]
-        results.append((count / len(rows) if width > 1 else -(mark != ","), mark, rows))
+        share = count / len(rows) if width > 1 else -(mark != ",")
+        fields = [is_number(f) or is_number(f, ",") for row in rows for f in row]
+        results.append(((share, sum(fields) / max(1, len(fields))), mark, rows))
     return max(results, key=itemgetter(0))[1:]
 
 

@@ -164,7 +164,8 @@ class WfdbFile(Table):
 
     def __init__(self, path: Path) -> None:
         self.path, self._record = path, str(path.with_suffix(""))
-        self.files = _wfdb_files(path)
+        # the header, the signal files and segments, which must not change
+        self.files = tuple(f for f in path.parent.iterdir() if f.name.startswith(path.stem))
         with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
             self._library = import_extra("wfdb", path, "WFDB", "wfdb")  # it warns with pandas 3
         with unreadable(f"{path}: not a readable WFDB record", _HINT):
@@ -186,11 +187,3 @@ class WfdbFile(Table):
             signals = dict(zip(record.sig_name, record.e_p_signal, strict=True))
             values = np.stack([signals[name] for name in columns], axis=1)
             return values.reshape(stop - start, len(columns))
-
-
-def _wfdb_files(path: Path) -> tuple[Path, ...]:
-    """The files that must not change: the header, and the signal files and segments it names."""
-    with unreadable(f"{path}: not a readable WFDB header"):
-        words = dict.fromkeys(path.read_text("latin-1").split())
-        named = (path.parent / name for word in words for name in (word, f"{word}.hea"))
-        return (path, *filter(Path.is_file, named))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -79,44 +79,22 @@ class Table:
         raise NotImplementedError
 
 
-class FileStamp(NamedTuple):
-    """The size and modification time of a file: they show whether it changed."""
+def stamp(path: Path) -> tuple[int, int]:
+    """The size and modification time of a file: they show whether it changed.
 
-    path: Path
-    size: int
-    modified: int
+    Raises:
+        DataError: the file is gone.
 
-    @classmethod
-    def of(cls, path: Path) -> "FileStamp":
-        """The stamp of a file as it is now.
-
-        Raises:
-            DataError: the file is gone.
-        """
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise DataError(
-                f"{path}: is gone since it was opened ({error.strerror}); do not move a recording"
-                " while it is played"
-            ) from error
-        return cls(path, status.st_size, status.st_mtime_ns)
-
-    def check(self) -> None:
-        """Refuse a file that was written since.
-
-        Raises:
-            DataError: its size or its time differ, or it is gone.
-
-        Cost: one `stat`, a few microseconds on a local disk.
-        """
-        now = FileStamp.of(self.path)
-        if now != self:
-            grown = f" from {self.size} to {now.size} bytes" if now.size != self.size else ""
-            raise DataError(
-                f"{self.path}: changed since it was opened{grown}; do not write to a recording"
-                " while it is played"
-            )
+    Cost: a few microseconds on a local disk.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(
+            f"{path}: is gone since it was opened ({error.strerror}); do not move a recording while"
+            " it is played"
+        ) from error
+    return status.st_size, status.st_mtime_ns
 
 
 class DamagedError(DataError):
@@ -136,17 +114,21 @@ class FileTable(Table):
     """
 
     def __init__(self, path: Path, opener: Callable[[Path], Table]) -> None:
-        stamp = FileStamp.of(path)
+        opened = stamp(path)
         self.path, self._opener = path, partial(opener, path)
         self._file, self._process = None, -1
         file = self._open()
-        self._stamps = tuple(map(FileStamp.of, file.files)) or (stamp,)
+        self._stamps = {each: stamp(each) for each in file.files} or {path: opened}
         self.columns, self.length = file.columns, file.length
         self.times, self.rate = file.times, file.rate
 
     def rows(self, start: int, stop: int, columns: Sequence[str]) -> Array:
-        for stamp in self._stamps:
-            stamp.check()
+        for path, opened in self._stamps.items():
+            if stamp(path) != opened:
+                raise DataError(
+                    f"{path}: changed since it was opened; do not write to a recording while it is"
+                    " played"
+                )
         with contextlib.suppress(DamagedError):
             return self._open().rows(start, stop, columns)
         self._file = None

@@ -1,17 +1,16 @@
 """Time stamps of rows: read from text, kept as nanoseconds since 1970, checked to ascend.
 
 A time stamp is a date, `2020-03-09`, `2020/3/9`, `09.03.2020`, `9/3/2020` or `3/9/2020`, with or
-without a time of day, `10`, `10:14`, `10:14:33.5`, `1:14 PM`, and a zone, `Z`, `UTC` or `+01:00`.
-Times with a zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps
-together, by a number above 12; without one the month is first before AM and PM, and others are
-refused.
+without a time of day, `10`, `10:14`, `10:14:33.5`, and a zone, `Z`, `UTC` or `+01:00`. Times with a
+zone are converted to UTC. Whether 3/9 is March or September is decided by all stamps together, by a
+number above 12; without one they are refused.
 
 A kind of times is the order of a date, and `Z` where a zone follows, such as `dmy` or `ymdZ`.
 """
 
 import contextlib
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array, RowSource
 
 _YEAR, _MONTH, _DAY = r"(?P<y>\d{4})", r"(?P<m>\d\d?)", r"(?P<d>\d\d?)"
-_CLOCK = r"(?:[T ] *(?P<H>\d\d?)(?P<M>:\d\d(?::\d\d(?:[.,]\d{1,9})?)?)?(?: *(?P<p>[AaPp])[Mm])?"
+_CLOCK = r"(?:[T ] *(?P<H>\d\d?)(?P<M>:\d\d(?::\d\d(?:[.,]\d{1,9})?)?)?"
 _ZONE = r"(?: *(?P<z>Z|UTC|GMT|[+-]\d\d(?::?\d\d)?))?)?"
 _PATTERNS = {
     order: re.compile(date + _CLOCK + _ZONE, re.ASCII)
@@ -63,7 +62,7 @@ def time_kinds(texts: Any) -> list[str]:
             values.setdefault(parse_times(texts, kind).to_numpy().tobytes(), kind)
     some = texts[:_BLOCK].to_pylist()  # a text may begin with a date
     if values or 2 * sum(map(is_time, some)) <= len(some):
-        return [*values.values()][: 2 - (some[0][-1] in "Mm")]  # before 1 PM the month is first
+        return [*values.values()][:2]
     return [*first, *KINDS][:1]
 
 
@@ -95,10 +94,8 @@ def _iso(match: re.Match[str]) -> str:
     part = match.groupdict("")
     zone = "Z" if part["z"].isalpha() else part["z"]
     day = f"{part['y']}-{part['m']:0>2}-{part['d']:0>2}"
-    hour, minutes = int(part["H"] or 0), part["M"].replace(",", ".") or ":00"
-    if half := part["p"].lower():  # of the day
-        hour = hour % 12 + 12 * (half == "p") if hour < 13 else 24  # which no day has
-    return f"{day} {hour:02}{minutes}{zone}"
+    hour, minutes = part["H"] or "0", part["M"].replace(",", ".") or ":00"
+    return f"{day} {hour:0>2}{minutes}{zone}"
 
 
 def nanoseconds(values: Array, source: str) -> Array:
@@ -128,30 +125,26 @@ def time_texts(values: Array) -> list[str]:
     return ["" if text == "NaT" else text.rstrip("0").rstrip(".") for text in texts]
 
 
-class TimeSummary(NamedTuple):
-    """What is irregular in the time stamps of a recording, and its rate.
+def rate_of_times(name: str, column: str, rows: RowSource) -> float | None:
+    """The rate of time stamps `(n,)`, which are read once, in blocks.
 
-    Attributes:
-        gaps: how many steps are longer than one and a half times the median of the first rows.
-        backward: the first row that is earlier than the one before it, and the two times.
-        rate: rows per second; `None` where rows are not evenly spaced, or too few to tell. Stamps
-            may be rounded: each differs from its time by at most the unit in which they are
-            written. Or their steps differ by a fiftieth.
+    Args:
+        name: of the recording, for messages.
+        column: that of the stamps, likewise.
+        rows: the stamps.
+
+    Returns:
+        Rows per second; `None` where rows are not evenly spaced, or too few to tell. Stamps may be
+        rounded: each differs from its time by at most the unit in which they are written. Or their
+        steps differ by a fiftieth.
+
+    Raises:
+        DataError: a row is earlier than the one before it.
     """
-
-    gaps: int = 0
-    backward: tuple[int, str, str] | None = None
-    rate: float | None = None
-
-
-def summarize_times(rows: RowSource) -> TimeSummary:
-    """Read time stamps `(n,)` once, in blocks."""
     last = max(1, len(rows) - 1)
-    first, span = rows.read(0, 1), rows.read(last, last + 1)
-    begin = int(first.astype(np.int64)[0])
-    mean = (int(span.astype(np.int64).sum()) - begin) / last
-    spacing, gaps, backward, known, unit, off = 0.0, 0, None, 0, 0, 0.0
-    times, shortest, longest = first[:0], np.inf, 0.0
+    begin, end = (int(rows.read(i, i + 1).astype(np.int64).sum()) for i in (0, last))
+    mean, times = (end - begin) / last, rows.read(0, 0)
+    known, unit, spacing, shortest, longest, off = 0, 0, 0.0, np.inf, 0.0, 0.0
     for start in range(0, len(rows), _BLOCK):
         values = rows.read(start, start + _BLOCK)
         present = np.flatnonzero(~np.isnat(values))
@@ -160,16 +153,20 @@ def summarize_times(rows: RowSource) -> TimeSummary:
         steps = np.diff(times).astype(np.int64)
         if not len(steps):
             continue
-        if backward is None and (steps < 0).any():
+        if (steps < 0).any():
             i = int((steps < 0).argmax())
             before, after = time_texts(times[i : i + 2])
-            backward = start + int(present[i - len(steps)]), before, after
+            raise DataError(
+                f"recording '{name}': row {start + int(present[i - len(steps)])} of '{column}',"
+                f" {after}, is earlier than the row before it, {before}; sort the rows, pass those"
+                " of each recording by themselves, or exclude the column if their order is right:"
+                f" exclude='{column}' (--exclude {column})"
+            )
         passed = values[present].astype(np.int64) - begin
         off = max(off, np.abs(passed - mean * (start + present)).max())
         unit = int(np.gcd.reduce(steps, initial=unit))
         shortest, longest = min(shortest, steps.min()), max(longest, steps.max())
         spacing = spacing or float(np.median(steps))
-        gaps += int((steps > 1.5 * spacing).sum()) * (spacing > 0)
     close = off <= unit or longest - shortest <= mean / 50
-    is_even = close and shortest > 0 and known == len(rows) > _FEW and not gaps
-    return TimeSummary(gaps, backward, 1e9 / mean if is_even else None)
+    is_even = close and shortest > 0 and longest <= 1.5 * spacing
+    return 1e9 / mean if is_even and known == len(rows) > _FEW else None
