@@ -4,13 +4,13 @@
     benchmarks/results/delivery.json]
 
 Delivery: sixteen recordings of one input and one target, on 16 lanes in chunks of 100 steps, from
-each format and with each kind of worker; all of them are first checked to give the same numbers.
+each format; all of them are first checked to give the same numbers.
 Consumption: `tt.updates` with Truncated(100) and SGD on chunks that are in memory already, with
 nn.RNN(1, 8) and nn.LSTM(1, 32), each with a linear readout. One thread. Each number is the best of
 three epochs. (The LSTM, a fused kernel in torch, is the faster of the two: it is the one to compare
 with.) The long file is one recording of eight columns, written in a temporary folder that is
-removed; memory is resident memory above the start, of this process and of its workers, at its
-highest. All files are streamed in one process, in the order of the results.
+removed; memory is resident memory above the start, of this process, at its highest. All files are
+streamed in one process, in the order of the results.
 """
 
 import json
@@ -34,7 +34,6 @@ from record import parser_of, write
 from throughtime.carry import Carried
 
 LANES, CHUNK, COLUMNS = 16, 100, 8
-WORKERS: tuple[Any, ...] = (0, "thread", 2)
 STRETCH = 1_000_000  # rows written at a time
 
 
@@ -103,8 +102,8 @@ def recordings(folder: Path, suffix: str, frames: int) -> list[dict[str, Any]]:
     return found
 
 
-def stream_of(source: Any, workers: Any = 0) -> tt.Stream:
-    return tt.Stream(source, LANES, CHUNK, dtype=torch.float32, workers=workers)
+def stream_of(source: Any) -> tt.Stream:
+    return tt.Stream(source, LANES, CHUNK, dtype=torch.float32)
 
 
 def small(name: str) -> Carried:
@@ -124,9 +123,9 @@ def train(name: str, source: Any) -> float:
     return time.perf_counter() - began
 
 
-def deliver(source: Any, workers: Any) -> float:
-    """Seconds of an epoch, the start of the workers included."""
-    stream = stream_of(source, workers)
+def deliver(source: Any) -> float:
+    """Seconds of an epoch."""
+    stream = stream_of(source)
     began = time.perf_counter()
     for _ in stream:
         pass
@@ -134,20 +133,19 @@ def deliver(source: Any, workers: Any) -> float:
 
 
 def check_same(folder: Path, frames: int) -> None:
-    """Every format and every kind of worker gives the same chunks."""
+    """Every format gives the same chunks."""
     expected = None
     for suffix in FORMATS:
-        for workers in WORKERS:
-            sums = torch.stack(
-                [
-                    (c.inputs[..., 0] * c.position).double().sum()
-                    + 3 * torch.as_tensor(c.targets).double().sum()
-                    for c in stream_of(recordings(folder, suffix, frames), workers)
-                ]
-            )
-            expected = sums if expected is None else expected
-            if not torch.equal(sums, expected):
-                raise SystemExit(f"{suffix} with workers={workers} gives other numbers")
+        sums = torch.stack(
+            [
+                (c.inputs[..., 0] * c.position).double().sum()
+                + 3 * torch.as_tensor(c.targets).double().sum()
+                for c in stream_of(recordings(folder, suffix, frames))
+            ]
+        )
+        expected = sums if expected is None else expected
+        if not torch.equal(sums, expected):
+            raise SystemExit(f"{suffix} gives other numbers")
 
 
 def speeds(frames: int, turns: int = 3) -> dict[str, Any]:
@@ -163,10 +161,7 @@ def speeds(frames: int, turns: int = 3) -> dict[str, Any]:
             f"consume {name}": lambda name=name: train(name, held) for name in ("rnn-8", "lstm-32")
         }
         for suffix, source in sources.items():
-            runs |= {
-                f"{suffix} {workers}": lambda s=source, w=workers: deliver(s, w)
-                for workers in WORKERS
-            }
+            runs[suffix] = lambda s=source: deliver(s)
         best = {name: min(run() for _ in range(turns)) for name, run in runs.items()}
         consumed = {
             name: sum(c.steps for c in held) * LANES / best[f"consume {name}"]
@@ -177,11 +172,7 @@ def speeds(frames: int, turns: int = 3) -> dict[str, Any]:
             for name, seconds in best.items()
             if not name.startswith("consume")
         }
-        waiting = {
-            f"{suffix} {workers}": waited(sources[suffix], workers)
-            for suffix in FORMATS
-            for workers in WORKERS
-        }
+        waiting = {suffix: waited(sources[suffix]) for suffix in FORMATS}
         return {
             "frames": frames,
             "consumed_per_second": {name: round(value) for name, value in consumed.items()},
@@ -198,9 +189,9 @@ def speeds(frames: int, turns: int = 3) -> dict[str, Any]:
         shutil.rmtree(folder)
 
 
-def waited(source: Any, workers: Any, updates: int = 500) -> float:
+def waited(source: Any, updates: int = 500) -> float:
     """Share of the time of a training that it waits for data."""
-    net, stream = small("rnn-8"), stream_of(source, workers)
+    net, stream = small("rnn-8"), stream_of(source)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     began = time.perf_counter()
     for i, _ in enumerate(tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(CHUNK))):
@@ -218,24 +209,17 @@ def private(process: psutil.Process) -> int:
 
 
 class Watched:
-    """Peak resident memory above the start, sampled every 50 ms: this process and its children."""
+    """Peak resident memory above the start, sampled every 50 ms."""
 
     def __init__(self) -> None:
         self.process, self.stop = psutil.Process(), threading.Event()
         self.start = private(self.process)
-        self.most = self.children = 0
+        self.most = 0
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while not self.stop.wait(0.05):
             self.most = max(self.most, private(self.process) - self.start)
-            try:
-                own = [
-                    child.memory_full_info().uss for child in self.process.children(recursive=True)
-                ]
-            except psutil.Error:
-                continue
-            self.children = max(self.children, sum(own))
 
     def __enter__(self) -> Self:
         self.thread.start()
@@ -309,7 +293,7 @@ def long_csv(path: Path, steps: int) -> None:
             file.write_table(pa.table(dict(zip(names, values.round(4).T, strict=True))))
 
 
-def memory(suffix: str, gigabytes: float, workers: Any) -> dict[str, Any]:
+def memory(suffix: str, gigabytes: float) -> dict[str, Any]:
     """What streaming all of a long file takes."""
     folder = Path(tempfile.mkdtemp(prefix="throughtime-delivery-"))
     try:
@@ -317,7 +301,7 @@ def memory(suffix: str, gigabytes: float, workers: Any) -> dict[str, Any]:
         steps = write_long(path, gigabytes)
         with Watched() as watched:
             stream, began = (
-                tt.Stream(path, LANES, CHUNK, seed=None, workers=workers),
+                tt.Stream(path, LANES, CHUNK, seed=None),
                 time.perf_counter(),
             )
             seen = sum(chunk.steps * LANES for chunk in stream)
@@ -327,12 +311,10 @@ def memory(suffix: str, gigabytes: float, workers: Any) -> dict[str, Any]:
             raise SystemExit(f"{seen} of {steps} steps arrived")
         return {
             "file": suffix,
-            "workers": workers,
             "bytes": path.stat().st_size,
             "steps": steps,
             "frames_per_second": round(steps / seconds),
             "resident_MB_above_start": round(watched.most / 1e6, 1),
-            "workers_own_MB": round(watched.children / 1e6, 1),
         }
     finally:
         shutil.rmtree(folder)
@@ -354,9 +336,8 @@ def main() -> None:
         "cores": os.cpu_count(),
         "load_at_start": os.getloadavg()[0],
         "memory": [
-            memory(".npy", options.gigabytes, 0),
-            memory(".npy", options.gigabytes, 2),
-            *(memory(suffix, options.gigabytes / 4, 0) for suffix in (".parquet", ".h5", ".csv")),
+            memory(".npy", options.gigabytes),
+            *(memory(suffix, options.gigabytes / 4) for suffix in (".parquet", ".h5", ".csv")),
         ],
         "speed": speeds(options.frames),
     }
