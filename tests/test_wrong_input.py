@@ -16,7 +16,7 @@ TODAY = [
     ("train {data}.gone.csv --task regress", "no such file"),
     ("train {data} --inputs x --targets lable", "the file has ['x', 'label', 'note']"),
     ("train {data} --inputs x", "which columns are the targets? The file has x, label, note"),
-    ("train {data} --inputs label --targets x", "the inputs holds text, such as 'low'"),
+    ("train {data} --inputs label --targets x", "the inputs holds text, such as ['high', 'low']"),
     ("train {data} --task regress --targets label --inputs x", "the targets holds text"),
     ("train {data} --inputs x --targets label --horizon 5", "horizon=5 is below stride=100"),
     (

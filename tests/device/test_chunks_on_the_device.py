@@ -1,21 +1,17 @@
-"""Chunks on a device: metadata on the host, sent when it is read; the next block sent ahead."""
+"""Chunks on a device: metadata on the host, sent when it is read."""
 
 import gc
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from mock_device import DEVICE, counted
-from torch import Tensor, nn
+from torch import nn
 
 import throughtime as tt
 from strategies import without_resets
 from throughtime._metadata import ChunkMetadata
 from throughtime.chunk import Chunk, join
 from throughtime.gradient.objective import Objective
-from throughtime.updates import Updates
 
 CPU = torch.device("cpu")
 NAMES = ("resets", "mask", "recording", "position")
@@ -97,18 +93,6 @@ def test_targets_that_were_changed_on_the_device_count_as_they_are_there() -> No
     assert weights[0][0] < chunks(CPU)[0].valid_steps
 
 
-def loop(device: torch.device) -> tuple[tt.Stream, Updates]:
-    """Every chunk is a block of its own."""
-    torch.manual_seed(0)
-    data = [
-        {"inputs": torch.randn(300, 3), "targets": torch.randn(300, 1), "weight": torch.rand(300)}
-        for _ in range(200)
-    ]
-    net = tt.carry(nn.Sequential(nn.LSTM(3, 2), nn.Linear(2, 1))).to(device)
-    stream = tt.Stream(data, lanes=200, chunk=60)
-    return stream, tt.updates(net, stream, nn.MSELoss(), gradient=tt.Truncated(60))
-
-
 def test_a_window_releases_the_blocks_that_it_has_left() -> None:
     """Joined metadata refer to the blocks of their own steps, never to earlier windows."""
     torch.manual_seed(0)
@@ -122,62 +106,3 @@ def test_a_window_releases_the_blocks_that_it_has_left() -> None:
         alive.append(sum(isinstance(thing, ChunkMetadata) for thing in gc.get_objects()))
     assert len(alive) == 16
     assert max(alive[8:]) <= alive[6] + 1
-
-
-def test_the_next_block_is_sent_before_the_host_waits_for_the_last_update() -> None:
-    _, updates = loop(DEVICE)
-    next(updates)
-    with (
-        pytest.raises(RuntimeError, match="copy"),
-        counted(refuse=("from_device",)) as counts,
-    ):
-        next(updates)
-    assert counts.to_device == 3  # inputs, targets, weight
-    assert counts.blocking == 0
-
-
-def test_copies_ahead_have_a_queue_of_their_own_where_the_backend_has_streams(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Copied beside the computations, waited for by the device before the block is used."""
-    events: list[str] = []
-    inside: list[object] = []
-
-    @contextmanager
-    def stream(_: object) -> Any:
-        inside.append(1)
-        events.append("begin")
-        yield
-        events.append("end")
-        inside.pop()
-
-    def wait_stream(_: object) -> None:
-        events.append("wait")
-
-    current = SimpleNamespace(wait_stream=wait_stream)
-    backend: Any = torch.mock  # pyright: ignore[reportAttributeAccessIssue]
-    for name, value in (
-        ("Stream", lambda device: SimpleNamespace(device=device)),
-        ("stream", stream),
-        ("current_stream", lambda _: current),
-    ):
-        monkeypatch.setattr(backend, name, value, raising=False)
-    recorded: list[Tensor] = []
-    monkeypatch.setattr(Tensor, "record_stream", lambda self, _: recorded.append(self))
-    plain = Tensor.to
-
-    def to(self: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        result = plain(self, *arguments, **options)
-        if self.is_cpu and not result.is_cpu and len(self) == 60:
-            events.append("copy" if inside else "copy in line")
-        return result
-
-    monkeypatch.setattr(Tensor, "to", to)
-    _, updates = loop(DEVICE)
-    next(updates)
-    events.clear()
-    update = next(updates)
-    assert events == ["begin", "copy", "copy", "copy", "end", "wait"]
-    chunk = update.chunk
-    tensors = (chunk._inputs, chunk._targets, chunk._series["weight"])
-    assert [a is b for a, b in zip(recorded, tensors, strict=True)] == [True] * 3
