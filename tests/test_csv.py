@@ -133,6 +133,16 @@ def test_numbers_are_the_same_in_every_dialect(
         np.testing.assert_array_equal(table.read(0, len(rows), table.columns), expected)
 
 
+def test_a_semicolon_in_each_line_is_no_separator_where_commas_separate_numbers(
+    tmp_path: Path,
+) -> None:
+    rows = "".join(f"seen; well,{i}.5,{i}\n" for i in range(9))
+    table = open_table(written(tmp_path / "r.csv", f"note; free,u,v\n{rows}"))
+    assert table.columns == ("note; free", "u", "v")
+    decimals = "".join(f"1,{i};2,{i};3,5\n" for i in range(9))  # three fields by commas, too
+    assert open_table(written(tmp_path / "d.csv", decimals)).read(8, 9, ["1"]).item() == 2.8
+
+
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
 def test_a_separator_within_quotes_is_no_separator(separator: str, tmp_path: Path) -> None:
     text = f'"n;ame,|"{separator}x\n"a;b, c|"{separator}1\n"d"{separator}2\n'
