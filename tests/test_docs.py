@@ -129,7 +129,7 @@ def test_every_page_that_is_linked_exists() -> None:
 
 def test_every_flag_of_train_is_a_setting_and_the_other_way_round() -> None:
     from throughtime.app.cli import commands
-    from throughtime.app.config import Config
+    from throughtime.app.settings import Config
 
     train = commands.commands["train"]
     flags = {p.name for p in train.params} - {"config", "resume", "trust_code"}

@@ -7,6 +7,7 @@ weight.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ from torch import Tensor
 import throughtime as tt
 from test_cli import run
 from test_run import finish, settings, stop_at, write_recordings
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
+from throughtime.app.data import Statistics, open_dataset
 from throughtime.app.evaluate import evaluate_run
 from throughtime.app.load import load_run
 from throughtime.app.model import load_model
-from throughtime.app.recordings import collect_statistics
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.errors import DataError
 from throughtime.stream.formats.table import Array
@@ -39,7 +39,7 @@ counter = itertools.count()
 
 def valid_scores(folder: RunFolder) -> dict[str, Any]:
     """The scores of a run on what it held out, without the path of the data."""
-    return evaluate_run(load_run(folder.path), None, "valid") | {"data": ""}
+    return asdict(evaluate_run(load_run(folder.path), None, "valid")) | {"data": ""}
 
 
 def signal(name: str, width: int = 2) -> Array:
@@ -114,14 +114,12 @@ SPANS = {
 }
 
 
-def spans_as_steps(between: str | None, at: str) -> dict[str, Sequence[object]]:
+def spans_as_steps() -> dict[str, Sequence[object]]:
     found: dict[str, Sequence[object]] = {}
     for name, spans in SPANS.items():
-        steps: list[str | None] = [between] * ROWS[name]
+        steps: list[str | None] = [None] * ROWS[name]
         for start, stop, label in spans:
-            steps[start:stop] = [
-                label if at == "all" or i == stop - 1 else None for i in range(start, stop)
-            ]
+            steps[start:stop] = [label] * (stop - start)
         found[name] = steps
     return found
 
@@ -140,88 +138,19 @@ def with_spans(folder: Path, moved: int = 0) -> Path:
     )
 
 
-@pytest.mark.parametrize("at", ["all", "last"])
-@pytest.mark.parametrize("outside", [None, "nothing"])
-@pytest.mark.parametrize("frame", [1, 4])
-def test_intervals_are_the_targets_of_the_steps_they_cover(
-    tmp_path: Path, at: str, outside: str | None, frame: int
-) -> None:
-    """An interval labels the frames whose last row it covers; its last step is the last one."""
-    if frame == 1:
-        plain = chunks(per_step(tmp_path / "plain", spans_as_steps(outside, at)), **Y)
-    else:
-        steps: dict[str, Sequence[object]] = {}
-        for name, rows in spans_as_steps(outside, "all").items():
-            steps[name] = framed_labels(SPANS[name], list(rows)[frame - 1 :: frame], frame, at)
-        plain = chunks(
-            per_step(tmp_path / "plain", steps, {n: reshaped(signal(n), frame) for n in NAMES}), **Y
-        )
-    more = {"target_at": at, "background_class": outside, "frame_size": frame}
-    assert fed_the_same(plain, chunks(with_spans(tmp_path / "spans"), **more))
-    if frame == 1:
-        assert not fed_the_same(plain, chunks(with_spans(tmp_path / "moved", moved=1), **more))
-
-
-def framed_labels(
-    spans: Sequence[tuple[int, int, str]], labels: list[object], frame: int, at: str
-) -> list[object]:
-    """By hand: an interval's frames are those whose last row lies in it."""
-    if at == "last":
-        for start, stop, _ in spans:
-            inside = [k for k in range(len(labels)) if start <= k * frame + frame - 1 < stop]
-            for k in inside[:-1]:
-                labels[k] = None
-    return labels
-
-
-def reshaped(rows: Array, frame: int) -> Array:
-    return rows[: len(rows) // frame * frame].reshape(len(rows) // frame, -1)
-
-
-def test_an_interval_without_at_covers_all_of_its_steps(tmp_path: Path) -> None:
-    data = with_spans(tmp_path / "spans")
-    assert fed_the_same(chunks(data), chunks(data, target_at="all"))
-    assert not fed_the_same(chunks(data), chunks(data, target_at="last"))
-
-
-@pytest.mark.parametrize("at", [None, "all", "last"])
-@pytest.mark.parametrize("frame", [1, 5])
-def test_a_row_of_targets_for_every_so_many_is_that_of_their_last_step(
-    tmp_path: Path, at: str | None, frame: int
-) -> None:
-    """25 rows a label, and at the end a label for fewer."""
-    folder = tmp_path / "every"
-    folder.mkdir()
-    expected: dict[str, Sequence[object]] = {}
-    for name in NAMES:
-        rows = signal(name)[: ROWS[name] // frame * frame]
-        np.save(folder / f"{name}.npy", rows)
-        labels = (np.arange(-(-len(rows) // 25)) % 3).astype(np.uint8)
-        np.save(folder / f"{name}_y.npy", labels)
-        steps, every = len(rows) // frame, 25 // frame
-        ends = [(i + 1) % every == 0 or i == steps - 1 for i in range(steps)]
-        expected[name] = [
-            labels[i // every] if at == "all" or ends[i] else None for i in range(steps)
-        ]
-    write(folder, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.npy,{n}_y.npy" for n in NAMES])
-    got = chunks(folder, target_every=25, target_at=at, frame_size=frame)
-    inputs = {n: reshaped(signal(n), frame) for n in NAMES}
-    assert fed_the_same(chunks(per_step(tmp_path / "plain", expected, inputs), **Y), got)
-    late = {name: [labels[0], *list(labels)[:-1]] for name, labels in expected.items()}
-    assert not fed_the_same(chunks(per_step(tmp_path / "late", late, inputs), **Y), got)
+def test_intervals_are_the_targets_of_the_steps_they_cover(tmp_path: Path) -> None:
+    plain = chunks(per_step(tmp_path / "plain", spans_as_steps()), **Y)
+    assert fed_the_same(plain, chunks(with_spans(tmp_path / "spans")))
+    assert not fed_the_same(plain, chunks(with_spans(tmp_path / "moved", moved=1)))
 
 
 @pytest.mark.parametrize("task", ["classify", "regress"])
-@pytest.mark.parametrize("at", [None, "all"])
-def test_a_label_is_the_target_of_the_last_step_of_its_recording_or_of_all(
-    tmp_path: Path, task: str, at: str | None
-) -> None:
+def test_a_label_is_the_target_of_the_last_step_of_its_recording(tmp_path: Path, task: str) -> None:
     labels = (
         {"a": "x", "b": "y", "c": "x"} if task == "classify" else {"a": "1.5", "b": "-2", "c": "0"}
     )
     expected: dict[str, Sequence[object]] = {
-        n: [labels[n] if at == "all" or i == ROWS[n] - 1 else None for i in range(ROWS[n])]
-        for n in NAMES
+        n: [labels[n] if i == ROWS[n] - 1 else None for i in range(ROWS[n])] for n in NAMES
     }
     plain = per_step(tmp_path / "plain", expected)
     labelled = write(
@@ -229,11 +158,7 @@ def test_a_label_is_the_target_of_the_last_step_of_its_recording_or_of_all(
         "id,split,inputs,label",
         [f"{n},{SPLITS[n]},../plain/{n}.npy,{labels[n]}" for n in NAMES],
     )
-    assert fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task, target_at=at))
-    assert not fed_the_same(
-        chunks(plain, task=task, **Y),
-        chunks(labelled, task=task, target_at="last" if at == "all" else "all"),
-    )
+    assert fed_the_same(chunks(plain, task=task, **Y), chunks(labelled, task=task))
 
 
 def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> None:
@@ -250,47 +175,7 @@ def test_whole_numbers_of_intervals_are_classes_or_numbers(tmp_path: Path) -> No
     }
     found = open_dataset(Config(**settings(folder, tmp_path / "r", task="regress"))).statistics
     assert found.targets.mean == pytest.approx([(30 * 3 + 60 * 7) / 90])
-    assert found.missing_targets == ROWS["a"] + ROWS["b"] - 90
-
-
-def test_frames_train_as_a_file_of_the_same_frames(tmp_path: Path) -> None:
-    """To the bit, and so does what the model says later: it remembers its frames."""
-    frame, rows = 10, {n: labels_of(n) for n in NAMES}
-    whole = per_step(tmp_path / "rows", rows)
-    ends = {n: rows[n][: len(rows[n]) // frame * frame][frame - 1 :: frame] for n in NAMES}
-    apart = per_step(tmp_path / "frames", ends, {n: reshaped(signal(n), frame) for n in NAMES})
-    starts = per_step(
-        tmp_path / "starts",
-        {n: rows[n][: len(ends[n]) * frame : frame] for n in NAMES},
-        {n: reshaped(signal(n), frame) for n in NAMES},
-    )
-    folders = [
-        finish(settings(d, tmp_path / f"r{i}", **m, **Y))
-        for i, (d, m) in enumerate([(whole, {"frame_size": frame}), (apart, {}), (starts, {})])
-    ]
-    (one, spec), (other, _), (wrong, _) = (load_model(folder.model) for folder in folders)
-    assert spec.layout.frame_size == frame
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-    assert not all(
-        torch.equal(a, b) for a, b in zip(one.parameters(), wrong.parameters(), strict=True)
-    )
-    scores = [valid_scores(folder) for folder in folders[:2]]
-    assert repr(scores[0]) == repr(scores[1])  # a metric may be NaN
-    assert scores[0]["steps"] == ROWS["c"] // frame
-    for folder, data in zip(folders[:2], (whole, apart), strict=True):
-        run("predict", folder.path, data / "c.npy", "--out", folder.path / "p.npy")
-        run("audit", folder.path, "--horizons", "5", "--steps", "20", "--max-lag", "5")
-    assert np.array_equal(*(np.load(folder.path / "p.npy") for folder in folders[:2]))
-    assert "10 rows left out: they fill no frame of 10" in "; ".join(
-        begin_remarks(whole, tmp_path, frame_size=10, **Y)
-    )
-    assert not any("left out" in remark for remark in begin_remarks(whole, tmp_path, **Y))
-
-
-def begin_remarks(data: Path, out: Path, **more: Any) -> tuple[str, ...]:
-    return Training.begin(
-        Config(**settings(data, out / f"run{next(counter)}", **more))
-    ).dataset.remarks
+    assert found.without_target == ROWS["a"] + ROWS["b"] - 90
 
 
 def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> None:
@@ -307,17 +192,14 @@ def test_files_side_by_side_are_one_file_with_their_columns(tmp_path: Path) -> N
         write(folder, "id,split,inputs,targets", rows)
         assert fed_the_same(chunks(plain, **Y), chunks(folder, **Y))
         assert not fed_the_same(chunks(plain, **Y), chunks(folder, inputs=swapped.split(","), **Y))
-        assert (
-            open_dataset(Config(**settings(folder, tmp_path / "r", **Y))).spec.layout.inputs
-            == names
-        )
+        assert open_dataset(Config(**settings(folder, tmp_path / "r", **Y))).layout.inputs == names
     trained, whole = (
         finish(settings(folder, tmp_path / "r1", updates=3, **Y)),
         finish(settings(plain, tmp_path / "r2", updates=3, **Y)),
     )
     for each in (trained, whole):
-        run("predict", each.path, "--format", "npy", "--out", each.path / "p")
-    assert np.array_equal(*(np.load(each.path / "p" / "c.npy") for each in (trained, whole)))
+        run("predict", each.path, "--out", each.path / "p")
+    assert len({(each.path / "p" / "c.csv").read_bytes() for each in (trained, whole)}) == 1
 
 
 def test_static_features_are_constant_columns(tmp_path: Path) -> None:
@@ -344,26 +226,15 @@ def test_static_features_are_constant_columns(tmp_path: Path) -> None:
         ("age", "weight"),
     )
     assert repr(valid_scores(one)) == repr(valid_scores(other))  # a metric may be NaN
-    trained = load_run(one.path)
-    mine, _ = tt.predict(trained.net, trained.recording(plain / "c.npy", {"weight": 3, "age": -2}))
     for folder in (one, other):
-        run("predict", folder.path, "--format", "npy", "--out", folder.path / "p")
-    assert np.array_equal(*(np.load(folder.path / "p" / "c.npy") for folder in (one, other)))
-    np.testing.assert_allclose(
-        mine.softmax(dim=1).numpy(), np.load(one.path / "p" / "c.npy"), atol=1e-6
-    )
-    with pytest.raises(DataError, match=r"features age, weight, got weight; give these"):
-        trained.recording(plain / "c.npy", {"weight": 3})
-    with pytest.raises(DataError, match="static features none, got a; give"):
-        load_run(other.path).recording(columns / "c.npy", {"a": 3})
+        run("predict", folder.path, "--out", folder.path / "p")
+    assert len({(folder.path / "p" / "c.csv").read_bytes() for folder in (one, other)}) == 1
 
 
 def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
     data = write_recordings(tmp_path / "data")
     more: dict[str, Any] = {"lanes": 5, "updates": None, "epochs": 2, "stride": 50}
-    handed = Training.begin(
-        Config(**settings(data, tmp_path / "handed", hand_off=True, workers="thread", **more))
-    )
+    handed = Training.begin(Config(**settings(data, tmp_path / "handed", hand_off=True, **more)))
     assert handed.stream.hand_off
     handed.run()
     assert handed.stream._entering_state(handed.net) is not None
@@ -376,22 +247,6 @@ def test_the_settings_of_a_stream_reach_it(tmp_path: Path) -> None:
     )
 
 
-def test_who_reads_changes_no_bit(tmp_path: Path) -> None:
-    data = with_spans(tmp_path / "data")
-    more: dict[str, Any] = {"background_class": "nothing", "frame_size": 3, "updates": 20}
-    asked = Training.begin(
-        Config(**settings(data, tmp_path / "asked", workers="thread", **more))
-    ).stream
-    assert asked.workers == "thread"
-    here, ahead = (
-        finish(settings(data, tmp_path / "here", **more)),
-        finish(settings(data, tmp_path / "ahead", workers="thread", **more)),
-    )
-    assert here.model.read_bytes() == ahead.model.read_bytes()
-    other = finish(settings(data, tmp_path / "other", seed=1, **more))
-    assert here.model.read_bytes() != other.model.read_bytes()
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize(
     "more",
@@ -399,7 +254,7 @@ def test_who_reads_changes_no_bit(tmp_path: Path) -> None:
     ids=["truncated", "exact"],
 )
 @pytest.mark.parametrize("at", [1, 8, 9, 10, 14])
-def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
+def test_a_run_with_hand_off_goes_on_to_the_same_bits(
     tmp_path: Path, at: int, more: dict[str, Any]
 ) -> None:
     """Five parts of some 130 steps: the tenth update begins the third epoch."""
@@ -410,7 +265,6 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
         "updates": None,
         "epochs": 4,
         "hand_off": True,
-        "workers": "thread",
         **more,
     }
     whole = finish(settings(data, tmp_path / "whole", **more))
@@ -420,33 +274,6 @@ def test_a_run_with_hand_off_and_workers_goes_on_to_the_same_bits(
     assert resumed.done.count == at
     resumed.run()
     assert whole.model.read_bytes() == resumed.folder.model.read_bytes()
-
-
-def test_the_time_spent_waiting_for_data_is_printed(tmp_path: Path) -> None:
-    data = write_recordings(tmp_path / "data")
-    said = run(
-        "train",
-        data,
-        "--task",
-        "classify",
-        "--hidden",
-        "4",
-        "--lanes",
-        "2",
-        "--updates",
-        "9",
-        "--out",
-        tmp_path / "run",
-    )
-    assert "% of it waiting for data; model, metrics" in said
-    assert "  waiting for data " in said
-    rows = RunFolder(tmp_path / "run").read_metrics()
-    shares = [row["waiting"] for row in rows if row["kind"] == "train"]
-    assert all(0 < share < 1 for share in shares)
-    training = Training.begin(Config(**settings(data, tmp_path / "other")))
-    training.run()
-    waited, row = training.stream.wait_seconds, training.folder.read_metrics()[-1]
-    assert row["waiting"] == pytest.approx(waited / row["seconds"], abs=1e-3)
 
 
 def write_sounds(folder: Path, rates: Sequence[int], targets: int = 8000) -> Path:
@@ -501,7 +328,8 @@ def test_wide_recordings_are_surveyed_in_blocks_of_few_numbers() -> None:
             reads.append((stop - start) * 800)
             return StepArrays(np.ones((stop - start, 800)), np.arange(start, stop) % 2)
 
-    found = collect_statistics([Wide()], task="classify")
+    found = Statistics("classify", "error")
+    found.add(Wide())
     assert found.classes["1"] == 5_000
     assert max(reads) <= 2**20
     assert found.inputs.count[0] == 10_000

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import soundfile
 from hypothesis import given
 from hypothesis import strategies as st
 
 from test_run import settings, write_recordings
-from test_run_data import NAMES, ROWS, SPLITS, begin_remarks, signal, write
-from throughtime.app.config import Config
-from throughtime.app.dataset import open_dataset
+from test_run_data import signal, write
+from throughtime.app.data import open_dataset
+from throughtime.app.settings import Config
 from throughtime.errors import ConfigError, DataError
 from throughtime.stream.manifest import ManifestEntry, find_recordings
 
@@ -82,44 +81,14 @@ IDT, IDT_AGE, IDL = (
         ),
         (IDL + "a,train,0_x.npy,inf", {"task": "regress"}, "'a' has the label 'inf'"),
         (
-            IDL + "a,train,0_x.npy,x",
-            {"target_every": 5},
-            "target_every=5 .*belongs to targets with fewer rows .*, but .* for the recording",
-        ),
-        (
-            IDL + "a,train,0_x.npy,x",
-            {"background_class": "z"},
-            "background_class='z' .*belongs to intervals",
-        ),
-        (
-            IDT + "a,train,0_x.npy,0_y.npy",
-            {"background_class": "z"},
-            "holds a target for each row; leave it out",
-        ),
-        (
-            IDT + "a,train,0_x.npy,0_y.npy",
-            {"target_at": "all"},
-            "target_at='all' .*belongs to labels for more than one step",
-        ),
-        (
-            IDT + "a,train,0_x.npy,0_y.npy",
-            {"target_every": 5},
-            "0_y.npy has 400 labels, one for every 5 of 400 steps, expected 80",
-        ),
-        (
             IDT + "a,train,0_x.npy,1_y.npy",
             {},
-            "has 400 steps of .*0_x.npy and 250 of .*1_y.npy; .*target_every=N",
+            "has 400 steps of .*0_x.npy and 250 of .*1_y.npy; both need one row per step",
         ),
         (
             IDT + "a,train,0_x.npy;1_x.npy,0_y.npy",
             {},
             "0_x.npy has 400 rows and .*1_x.npy has 250; all inputs and series of a recording",
-        ),
-        (
-            IDT + "a,train,0_x.npy,0_y.npy",
-            {"frame_size": 401},
-            "0_x.npy. has 400 rows, too few for a single frame of 401",
         ),
         (
             IDT + "a,train,0_x.npy,0_y.npy\nb,train,1_y.npy,1_x.npy",
@@ -196,11 +165,6 @@ def test_all_faults_of_a_manifest_are_listed_and_many_are_counted(tmp_path: Path
             "regress",
             "a.csv: labels such as 'x' are no numbers; are they classes. task='classify'",
         ),
-        (
-            "2,9,1\n20,21,3",
-            "regress --target-every",
-            "target_every=5 .*belongs to targets with fewer rows .*, but .*a.csv holds intervals",
-        ),
     ],
 )
 def test_intervals_that_do_not_fit_are_refused_with_their_file(
@@ -209,40 +173,18 @@ def test_intervals_that_do_not_fit_are_refused_with_their_file(
     np.save(tmp_path / "a.npy", signal("a"))
     (tmp_path / "a.csv").write_text(f"start,stop,label\n{spans}\n", encoding="utf-8")
     data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
-    more = {"target_every": 5} if "every" in task else {}
     with pytest.raises(DataError, match=said):
-        open_dataset(
-            Config(**settings(data, tmp_path / "run", **more, task=task.split(maxsplit=1)[0]))
-        )
-
-
-def test_intervals_too_short_for_a_frame_are_counted(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", signal("a"))
-    (tmp_path / "a.csv").write_text("start,stop,label\n0,3,x\n40,60,y\n60,80,x\n", encoding="utf-8")
-    data = write(tmp_path, "id,split,inputs,targets", ["a,train,a.npy,a.csv"])
-    assert "1 interval left out: they fill no frame of 10" in "; ".join(
-        begin_remarks(data, tmp_path, frame_size=10)
-    )
-    assert not any("intervals" in remark for remark in begin_remarks(data, tmp_path, frame_size=3))
+        open_dataset(Config(**settings(data, tmp_path / "run", task=task)))
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         (
-            {"target_every": 250, "frame_size": 80},
-            "--target-every 250 rows are no whole number of frames of 80: expected a multiple",
-        ),
-        (
-            {"background_class": "rest", "task": "regress"},
-            "--background-class and --class-weights belong to classes",
-        ),
-        (
             {"class_weights": "balanced", "task": "regress"},
-            "--background-class and --class-weights belong to classes",
+            "--class-weights belongs to classes",
         ),
         ({"class_weights": "a=2"}, "--class-weights a=2: expected none or balanced"),
-        ({"workers": "many"}, "--workers many: expected thread"),
     ],
 )
 def test_settings_of_data_that_do_not_go_together_are_refused(
@@ -284,26 +226,6 @@ def test_any_manifest_is_read_or_refused_in_words(lines: list[list[str]]) -> Non
         except DataError as error:
             said = str(error)
         assert str(path) in said or len({files.name for files in found}) == len(found) > 0
-
-
-def test_a_rate_of_labels_is_that_of_the_rows_they_are_for(tmp_path: Path) -> None:
-    """Labels at 80 Hz, each for 100 rows, fit rows at 8,000 Hz and no others."""
-    for name in NAMES:
-        soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 8000)
-        soundfile.write(tmp_path / f"{name}_y.wav", np.zeros(-(-ROWS[name] // 100)), 80)
-    data = write(
-        tmp_path, "id,split,inputs,targets", [f"{n},{SPLITS[n]},{n}.wav,{n}_y.wav" for n in NAMES]
-    )
-    assert (
-        open_dataset(
-            Config(**settings(data, tmp_path / "r", task="regress", target_every=100))
-        ).spec.layout.rate
-        == 8000
-    )
-    for name in NAMES:
-        soundfile.write(tmp_path / f"{name}.wav", signal(name) / 10, 16000)
-    with pytest.raises(DataError, match=r"a_y.wav has 8000 rows per second, .*a.wav has 16000"):
-        open_dataset(Config(**settings(data, tmp_path / "r", task="regress", target_every=100)))
 
 
 @pytest.mark.parametrize("link", ["in a folder", "in a manifest"])

@@ -17,8 +17,8 @@ import pytest
 from processes import elsewhere, torchrun
 from test_run import COMMAND, _lines, command, finish, flags, settings, write_recordings
 from test_run import stop_at as stop_run_at
-from throughtime.app.config import Config
 from throughtime.app.run_folder import RunFolder
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 
 KILLS = int(os.environ.get("THROUGHTIME_KILLS", "1"))
@@ -31,7 +31,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "last": {"dropout": 0.5, "layers": 2, "dtype": "float64", "keep": "last"},
     "float64": {"dtype": "float64", "weight_decay": 0.1},
     "hand-off": {"hand_off": True, "lanes": 3},
-    "schedule": {"task": "regress", "schedule": "cosine", "workers": "thread"},
+    "schedule": {"task": "regress", "schedule": "cosine"},
     "ranks": {"lanes": 4, "horizon": 25},
     "ranks exact": {"lanes": 4, "gradient": "exact", "cut_every": 25, "stride": None},
 }

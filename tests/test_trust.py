@@ -15,13 +15,13 @@ from test_cli import ended
 from test_run import finish, settings, write_recordings
 from throughtime import tensor_files
 from throughtime.app import user_class
-from throughtime.app.config import Config
 from throughtime.app.run_folder import (
     RunFolder,
     checkpoint_bytes,
     load_checkpoint,
     load_tensors,
 )
+from throughtime.app.settings import Config
 from throughtime.app.train import Training
 from throughtime.errors import ConfigError, ThroughtimeError
 
@@ -357,7 +357,7 @@ def test_resume_refuses_settings_that_were_changed(sent: Sent) -> None:
     sent.replace(sent.run.config, 'keep = "best"', 'keep = "last"')
     code, _, complaint = execute(sent, "resume")
     assert code == 2
-    assert 'since the checkpoint: keep "best" to "last", lr 0.001 to 0.01; put' in complaint
+    assert 'since the checkpoint: lr 0.001 to 0.01, keep "best" to "last"; put' in complaint
     sent.run.config.write_text(text, encoding="utf-8")
     assert execute(sent, "resume")[0] == 0
     assert sent.run.read_metrics()[-1]["update"] == 12
