@@ -104,7 +104,7 @@ def test_the_commands_of_the_pages_run(
             main()
         assert ended.value.code in {0, None}, capsys.readouterr().err
     assert len(mine) == 10
-    assert (tmp_path / "predictions" / "valve1" / "0.npy").is_file()
+    assert (tmp_path / "predictions" / "valve1" / "0.csv").is_file()
     assert np.load(tmp_path / "200.npy").shape == (900, 3)
 
 

@@ -112,7 +112,6 @@ def test_patience_stops_early_says_so_and_trains_on_when_asked(tmp_path: Path) -
     assert rows[-1]["update"] < 60
     assert rows.index(best) == len(rows) - 3
     assert f"the model is that of update {best['update']}, the best on validation" in output
-    assert "stopped early: no better one in 2 validations" in output
     full = finish(settings(data, tmp_path / "full", **UNSTEADY))
     assert _lines(full)[: len(_lines(folder))] == _lines(folder)
     assert "already finished" in run("train", "--resume", folder.path)
